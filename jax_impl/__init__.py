@@ -7,9 +7,9 @@ _OF_LLM = ("LLM", "SamplingParams")
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported from the package is loaded when it is asked for.
+    """Loads the public names of the package on first use.
 
-    `python -m jax_impl.serve` imports the package first, and must not find itself loaded by it.
+    `python -m jax_impl.serve` imports the package first, which must not import `serve` itself.
     """
     if name not in _OF_LLM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The boundary in JAX: one jitted step per program over one donated state."""
+"""JAX backend: one jitted step per program over one donated state."""
 
 import os
 import time
@@ -60,8 +60,8 @@ class JaxBackend:
     """A `shared.boundary.backend.Backend` on one JAX device.
 
     Attributes:
-      capacity: What it can do.
-      compiles: Programs that were compiled so far; `prepare` alone makes it grow.
+      capacity: Programs, and numbers of slots, pages and snapshots.
+      compiles: Number of programs compiled so far; only `prepare` compiles.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class JaxBackend:
         Args:
           arrays: Loaded weights or their shapes, of several ranks those of each; or whole arrays
             under the names of `shared.models.parameters`.
-          drafts: What drafts.
+          drafts: Drafter configuration.
           draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.
           dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs
@@ -98,7 +98,7 @@ class JaxBackend:
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
           group: How many ranks have the model between them: the devices of this process from the
             first on, which run every step together.
-          tower: Of a model that sees, loaded already; of several ranks each has it whole.
+          tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
 
         Raises:
           ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
@@ -150,15 +150,15 @@ class JaxBackend:
 
     @property
     def state(self) -> DeviceState:
-        """What outlives a step, as of the last step that was queued; tests look at it."""
+        """Returns the device state after the last queued step; for tests."""
         return self._state
 
     def workspace(self, program: Program) -> int:
-        """Bytes that a step of the program needs beyond weights and pools."""
+        """Returns the workspace of a step of the program: bytes beyond weights and pools."""
         return workspace(program, self._blueprint)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Takes programs that earlier starts have kept, and compiles the others.
+        """Loads programs from the compilation cache and compiles the others.
 
         Raises:
           ValueError: `capacity` does not list a program.
@@ -184,7 +184,7 @@ class JaxBackend:
             kept.drop_old()
 
     def traced(self, program: Program) -> Traced:
-        """A program of `capacity` as Python traced it, to be lowered for any platform."""
+        """Traces a program of `capacity`, to be lowered for any platform."""
         step = jax.jit(
             partial(self._step, program), donate_argnums=1, compiler_options=self._options
         )
@@ -193,7 +193,7 @@ class JaxBackend:
         return step.trace((self._leaves, self._exchange), self._state, of_words)
 
     def launch(self, program: Program) -> Launch:
-        """How a step of the program is run."""
+        """Returns how a step of the program is launched."""
         return Launch.COMPILED
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
@@ -217,18 +217,18 @@ class JaxBackend:
         return self._last
 
     def close(self) -> None:
-        """Waits for the steps in flight and lets go of the device's memory."""
+        """Waits for the steps in flight and frees the device memory."""
         if self._last is not None:
-            with suppress(RankMissingError):  # who asked for the step was told
+            with suppress(RankMissingError):  # already reported by the step's future
                 self._last.result()
         self._leaves, self._programs, self._last = [], {}, None
         self._exchange = self._meet = None
         del self._state
 
     def _load(self, programs: Sequence[Program], idle: DeviceMailboxes) -> None:
-        """Runs each program over padding, where no rank waits for one that loads its kernels.
+        """Runs each program over padding, without waiting for ranks that load their kernels.
 
-        What did not come is no number, and stays in the sinks.
+        Values that no rank sent read as NaN; only reserved rows receive them.
         """
         for program in programs:
             plan, run = empty_plan(program, self.capacity), self._programs[program]
@@ -236,7 +236,7 @@ class JaxBackend:
             self._state, _ = jax.block_until_ready(ran)
 
     def _keeping(self, folder: Path) -> KeptPrograms:
-        """Where programs are kept, each under all that it follows from."""
+        """Returns the compilation cache, keyed by everything that determines a program."""
         arrays = ((self._leaves, self._exchange), self._state)
         words = jax.ShapeDtypeStruct((), jnp.int32)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
@@ -258,7 +258,7 @@ class JaxBackend:
         state: DeviceState,
         words: Words,
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
-        """The step as JAX traces it, once per compilation."""
+        """Step function that JAX traces once per compilation."""
         self.compiles += 1
 
         def of_rank(given: Given, state: DeviceState, words: Words) -> tuple[DeviceState, Words]:
@@ -271,7 +271,7 @@ class JaxBackend:
         return self._together.run(of_rank, given, state, words)
 
     def _machine(self, leaves: list[Leaf], exchange: DeviceMailboxes | None) -> Machine:
-        """What a step works with, of the leaves of a trace."""
+        """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
         tower = seeing and weights.tower_of(seeing)
@@ -283,7 +283,7 @@ def _of_ranks(
     read: Callable[..., Loaded | None],
     together: Together,
 ) -> list[Loaded | None]:
-    """What each rank has of weights, on its device."""
+    """Returns each rank's weights on its device."""
     if given is None or isinstance(given, Loaded):
         return [given] * len(together.devices)
     if not isinstance(given, Mapping):
@@ -298,11 +298,11 @@ def _leaves_of(device: jax.Device, *loaded: Loaded | None) -> list[Leaf]:
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
-    """A parameter as a program takes it: on a CPU a stack of layers is taken apart.
+    """Returns a parameter as a program argument; on a CPU stacks of layers are split.
 
-    There the static slice of a stack that feeds a matrix product is copied in every step, while the
-    slice of a stack that the program itself puts together is the layer's own matrix. A GPU reads
-    slices in place and pays for each argument, so it gets the stacks.
+    On a CPU the static slice of a stack is copied in every step before its GEMM; a slice of a stack
+    built in the program is not. A GPU reads slices in place and has a cost per argument, so it gets
+    the stacks.
     """
     is_stack = any(getattr(key, "name", None) == "stacks" for key in path)
     if not is_stack or device.platform != "cpu":
@@ -311,7 +311,7 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
 
 
 def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
-    """What stands for an array on a device while programs are made."""
+    """Returns the placeholder of a device array for compilation."""
     where = SingleDeviceSharding(device)
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
@@ -329,7 +329,7 @@ def _placed(
 def _binding(
     config: ModelConfig, drafts: Drafts, in_stacks: bool
 ) -> Callable[[Loaded, Loaded | None, Ranks], tuple[Model, drafters.Drafter | None]]:
-    """Makes the model and the drafter of a trace from its arrays."""
+    """Returns a function that builds the model and the drafter of a trace from its arrays."""
 
     def bind(
         loaded: Loaded, own: Loaded | None, group: Ranks
@@ -352,11 +352,11 @@ def _binding(
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
-    """XLA's options for a platform.
+    """Returns XLA's options for a platform.
 
-    On a CPU, code without optimisation takes half the time to compile and twice to run. The older
-    emitters are then the faster compilers (newer versions of XLA have no others); with optimisation
-    it is the MLIR emitters, by a quarter, for steps of the same speed.
+    On a CPU, unoptimised code takes half the time to compile and twice the time to run. The older
+    emitters compile it faster (newer versions of XLA have no others). With optimisation the MLIR
+    emitters compile faster by a quarter, and steps have the same speed.
     """
     if device.platform != "cpu":
         return {}
@@ -367,10 +367,10 @@ def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool 
 
 
 def _step_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
-    """XLA's options for steps: on a GPU they are compiled as if its memory had no end.
+    """Returns XLA's options for steps; on a GPU they disable its memory limit.
 
-    XLA counts the pools twice, as they come in and as they go out in the same place, finds more
-    than there is, and would compute again what it could keep.
+    XLA counts the donated pools twice, as inputs and as outputs. It would exceed the limit and
+    rematerialise values that fit in memory.
     """
     if device.platform == "cpu":
         return compiler_options(device, quick_compile)
@@ -389,13 +389,13 @@ def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
 
 @runtime_checkable
 class Awaited(Protocol):
-    """An array that may still be computed; `jax.Array` does not declare that it can be asked."""
+    """Array that may not be computed yet; `jax.Array` does not declare `is_ready`."""
 
     def is_ready(self) -> bool: ...
 
 
 class JaxFuture:
-    """The result of a submitted step, some time."""
+    """Future result of a submitted step."""
 
     def __init__(
         self,
@@ -421,8 +421,8 @@ class JaxFuture:
             if self._exchange is not None:
                 words, (error,) = words[:-1], words[-1:]
                 self._exchange.check(int(error))
-            # The next result may lie where this one did: a command buffer whose addresses are those
-            # of its last run is not written anew.
+            # Freed so that the next result may reuse the address: a command buffer with unchanged
+            # # addresses is not updated.
             self._words = None
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
             self._result = read_result(self._program, self._capacity, words, seconds)
@@ -430,18 +430,18 @@ class JaxFuture:
 
 
 class _Clock:
-    """The time between completions, as the host sees them."""
+    """Time between completions of steps, measured on the host."""
 
     def __init__(self) -> None:
         self._completed: float | None = None
 
     def seconds_since_last(self, submitted: float, is_late: bool) -> float | None:
-        """Seconds that a step took that has just completed; None where that cannot be known.
+        """Returns the seconds of the step that has just completed, or None if they are unknown.
 
         Args:
-          submitted: When the step was queued; if that was after the last completion, the device
-            had nothing to do in between.
-          is_late: The step completed some time ago, before anyone looked.
+          submitted: Time at which the step was queued. If it is after the last completion, the
+            device was idle in between.
+          is_late: True if the step completed before the host checked it.
         """
         last, self._completed = self._completed, None if is_late else time.perf_counter()
         if last is None or self._completed is None or submitted >= last:

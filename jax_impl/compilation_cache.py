@@ -1,8 +1,8 @@
-"""Compiled programs, kept in files from one start to the next.
+"""Persistent compilation cache for step programs.
 
-XLA's own cache wants a program traced and lowered before it knows whether it has it, which takes
-seconds a program: most of a start. Here a program is known by all that it is made from: the sources
-of this project, the versions, flags and devices of JAX, and what the backend was made for.
+XLA's own cache requires tracing and lowering before a hit, which takes seconds per program and
+dominates startup. Here the key is a hash of the sources of this project, the versions, flags and
+devices of JAX, and the configuration of the backend.
 """
 
 import os
@@ -30,13 +30,13 @@ MOST_FILES = 512
 
 
 class KeptPrograms:
-    """The files of one backend's programs.
+    """Compilation cache of one backend.
 
     Args:
-      folder: Where they lie, beside those of other backends; it need not exist.
-      devices: Where each of the programs runs, all of one kind.
-      made_from: All that decides what its programs do beside the sources, as text.
-      takes, gives: How a program's arguments and its results are nested.
+      folder: Cache folder, shared with other backends; it need not exist.
+      devices: Devices on which the programs run, all of one kind.
+      made_from: Everything besides the sources that determines the programs, as text.
+      takes, gives: Tree structures of a program's arguments and of its results.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class KeptPrograms:
         return ready
 
     def find(self, program: object) -> Compiled | None:
-        """A program that was kept, ready to run; None where there is none that can be read."""
+        """Returns a cached program, ready to run, or None if there is no readable one."""
         path = self._path(program)
         try:
             kept = path.read_bytes()
         except OSError:
             return None
-        with suppress(OSError):  # a folder that came with an image may be for reading alone
+        with suppress(OSError):  # the folder may be read-only
             os.utime(path)
         try:
             return deserialize_and_load(
@@ -82,12 +82,12 @@ class KeptPrograms:
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
-        except Exception as error:  # of whatever kind: it can be compiled again
+        except Exception as error:  # any kind: the program is recompiled
             log.warning("%s is no compiled program and is compiled again: %s", path, error)
             return None
 
     def keep(self, program: object, compiled: Compiled) -> None:
-        """Writes a compiled program, as a whole or not at all."""
+        """Writes a compiled program atomically."""
         path = self._path(program)
         begun = path.with_suffix(f".{os.getpid()}")
         try:
@@ -106,9 +106,9 @@ class KeptPrograms:
             )
 
     def drop_old(self) -> None:
-        """Deletes the files that were not asked for the longest, beyond `MOST_FILES`.
+        """Deletes the least recently used files beyond `MOST_FILES`.
 
-        Other starts may do the same at the same time.
+        Other processes may do the same concurrently.
         """
         asked = {}
         for path in self._folder.glob("*.bin"):
@@ -125,7 +125,7 @@ class KeptPrograms:
 
 
 def _surroundings(device: jax.Device) -> list[object]:
-    """What decides how programs are compiled, beside what they do."""
+    """Returns the properties of the environment that affect compilation."""
     versions = (jax.__version__, jaxlib_version, device.client.platform_version)
     processor = _processor() if device.platform == "cpu" else None
     flags = sorted(jax.config.values.items()), os.environ.get("XLA_FLAGS")
@@ -133,7 +133,7 @@ def _surroundings(device: jax.Device) -> list[object]:
 
 
 def _processor() -> str:
-    """The processor with its instructions, as far as the system tells them."""
+    """Returns the CPU model and its instruction sets, as reported by the system."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     wanted = ("model name", "flags", "Features")

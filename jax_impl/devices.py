@@ -1,4 +1,4 @@
-"""Where JAX runs."""
+"""Device selection of the JAX backend."""
 
 import os
 
@@ -12,7 +12,7 @@ PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 
 
 def find_device() -> Device:
-    """The first GPU, or else the processor.
+    """Returns the first GPU, or the CPU if there is none.
 
     Raises:
       ConfigError: The environment names a device that is not there.

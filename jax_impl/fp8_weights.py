@@ -22,7 +22,7 @@ from shared.models.parameters import Parameter
 
 
 def packed(codes: UInt8[jax.Array, "*stack N K"]) -> Int32[jax.Array, "*stack N words"]:
-    """As `shared.models.fp8_packing.packed`, of codes that are numbers."""
+    """Same as `shared.models.fp8_packing.packed`, for FP8 values without NaN."""
     blocks = codes.reshape(*codes.shape[:-1], -1, 4, FP8_BLOCK // 4).swapaxes(-1, -2)
     return lax.bitcast_convert_type(blocks, jnp.int32).reshape(shape_of_words(codes.shape))
 
@@ -106,7 +106,7 @@ def _written_codes(
     part: UInt8[jax.Array, "..."],
     first: Int[jax.Array, " axes"],
 ) -> Float8e4m3fn[jax.Array, "..."]:
-    """As `_written`, of codes in their order."""
+    """Same as `_written`, for unpacked FP8 values."""
     start = [*first, *[0] * (codes.ndim - len(first))]
     part = lax.bitcast_convert_type(part, codes.dtype)
     return lax.dynamic_update_slice(codes, part, start)
@@ -114,7 +114,7 @@ def _written_codes(
 
 @jax.jit
 def unpacked(words: Int32[jax.Array, "*stack N words"]) -> Float8e4m3fn[jax.Array, "*stack N K"]:
-    """As `shared.models.fp8_packing.unpacked`."""
+    """Same as `shared.models.fp8_packing.unpacked`."""
     codes = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [.., N, words, 4]
     blocks = codes.reshape(*words.shape[:-1], -1, FP8_BLOCK // 4, 4)
     return blocks.swapaxes(-1, -2).reshape(*words.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""A model in Python, run by JAX: `from jax_impl import LLM`."""
+"""Python API with the JAX backend: `from jax_impl import LLM`."""
 
 from shared.offline import llm
 from shared.offline.late_platform import LatePlatform
@@ -10,7 +10,7 @@ MODULE = "jax_impl.platform"
 
 
 class LLM(llm.LLM):
-    """A model on this machine, run by JAX; see `shared.offline.llm.LLM`."""
+    """LLM with the JAX backend; see `shared.offline.llm.LLM`."""
 
     PLATFORM = LatePlatform(MODULE)
     RANK_MODULE = None

@@ -1,4 +1,4 @@
-"""Several devices of one process that run every step together, each as a rank."""
+"""Device mesh for tensor parallelism: runs a step under `shard_map`, one rank per device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Together:
-    """The devices of one process that run every step together, each as a rank.
+    """Mesh of the devices of one process, one rank per device.
 
-    Arrays of all ranks are one array of JAX, as if they stood one behind the other along the first
-    axis; a rank's program sees its own alone. One rank has its arrays as they are.
+    Arrays of all ranks are one JAX array, concatenated along the first axis; the program of a rank
+    has its own shard. With one rank arrays are unchanged.
 
     Attributes:
-      devices: Of the ranks, in order.
+      devices: Devices of the ranks, in order.
     """
 
     devices: tuple[jax.Device, ...]
 
     @classmethod
     def of(cls, first: jax.Device, group: Ranks) -> Self:
-        """As many devices as there are ranks, from the first on.
+        """Returns the mesh of the first devices, one per rank.
 
         Raises:
-          ValueError: There are fewer.
+          ValueError: There are fewer devices than ranks.
         """
         if group.is_alone:
             return cls((first,))
@@ -50,19 +50,19 @@ class Together:
 
     @property
     def ranks(self) -> list[Ranks]:
-        """Who each device is."""
+        """Returns the `Ranks` of each device."""
         count = len(self.devices)
         return [Ranks(rank, count, None) for rank in range(count)]
 
     @property
     def all(self) -> Sharding:
-        """Where what is the same on all ranks lies."""
+        """Returns the sharding of replicated arrays."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self._mesh, PartitionSpec())
 
     def joined(self, shares: Sequence[Tree]) -> Tree:
-        """Arrays of each rank, on its device, or their shapes, as those of all; none is moved."""
+        """Joins the ranks' arrays (or shapes) into global ones, without copying."""
         if len(shares) == 1:
             return shares[0]
         return jax.tree.map(lambda *arrays: self._joined(arrays), *shares)
@@ -74,17 +74,17 @@ class Together:
         state: State,
         words: jax.Array,
     ) -> tuple[State, jax.Array]:
-        """A step on every rank.
+        """Runs a step on every rank.
 
         Args:
-          step: A rank's program, of its arrays, its state and the plan's words; gives its state
-            and a result that is the same on all ranks.
-          arrays, state: Of all ranks.
+          step: Program of a rank: maps its arrays, its state and the plan to its state and a
+            result that is equal on all ranks.
+          arrays, state: Global arrays of all ranks.
         """
         if len(self.devices) == 1:
             return step(arrays, state, words)
         own, same = PartitionSpec(AXIS), PartitionSpec()
-        # Whether ranks end with one result is for tests to say: gathers are no sums of XLA's.
+        # Tests check that results are equal on all ranks; XLA cannot infer it from all-gathers.
         spread = jax.shard_map(
             step,
             mesh=self._mesh,
@@ -120,6 +120,6 @@ def take_devices(count: int) -> None:
 
 
 def free_on_each(count: int) -> list[int]:
-    """Bytes that can be allocated on each of the first so many GPUs that tell; a CPU does not."""
+    """Returns the free bytes of the first `count` GPUs that report them; a CPU does not."""
     stats = [device.memory_stats() for device in jax.devices()[:count]]
     return [each["bytes_limit"] - each["bytes_in_use"] for each in stats if each]

@@ -1,4 +1,4 @@
-"""What a start asks of JAX: the device, the files, the costs of programs, the backend."""
+"""JAX platform of the server: device, weight loading, program costs and backend."""
 
 import os
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def load_backend(
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> JaxBackend:
-    """Reads the weights onto the device, or each rank's onto its own, and makes the backend."""
+    """Loads the weights to the device of each rank and creates the backend."""
     device, group = jax.devices()[0], blueprint.ranks
     if not group.is_alone and isinstance(checkpoint, convert.OrbaxCheckpoint):
         raise ValueError(
@@ -69,7 +69,7 @@ def load_backend(
 
 
 def _unseen(num_bytes: int) -> None:
-    """Bytes that are read once more."""
+    """Ignores progress of bytes that are read again."""
 
 
 def read_weights(
@@ -80,7 +80,7 @@ def read_weights(
     progress: Callable[[int], None],
     group: Ranks,
 ) -> tuple[Loaded, Loaded | None]:
-    """A rank's share of the model on a device, and of what drafts, if it has weights of its own."""
+    """Loads a rank's shard of the model and of the drafter, if the drafter has weights."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     stay = (blueprint.in_words, blueprint.in_codes)

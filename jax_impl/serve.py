@@ -1,4 +1,4 @@
-"""`python -m jax_impl.serve` serves a checkpoint with JAX, on a GPU where there is one."""
+"""`python -m jax_impl.serve`: serves a checkpoint with JAX, on a GPU if there is one."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def platform() -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is told to stop; returns the process's exit code."""
+    """Runs the server until it is stopped; returns the exit code of the process."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)
     return launch(argv, platform, packages=("jax", "jaxlib"))
 

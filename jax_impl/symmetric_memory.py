@@ -1,4 +1,4 @@
-"""Gathers of ranks that are the GPUs of one process: kernels write in each other's memory."""
+"""All-gather between the GPUs of one process through symmetric memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,18 +36,18 @@ class DeviceMailboxes:
 
     @property
     def rank(self) -> Int32[jax.Array, ""]:
-        """Which rank runs the program."""
+        """Returns the rank that runs the program."""
         return self.place[2 * self.boxes.ranks]
 
     def error(self, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
-        """Of the gathers that `after` follows from, on any of the ranks, for `check`."""
+        """Returns the error word, for `check`, of the gathers before `after` on any rank."""
         return self.kernels.missed(self.next(), after)
 
     def check(self, word: int) -> None:
-        """Raises what an error word says.
+        """Raises the error that an error word encodes.
 
         Raises:
-          RankMissingError: A rank did not come to a gather.
+          RankMissingError: A rank did not join an all-gather.
         """
         missing = Missing.read(word)
         if missing is not None:
@@ -63,11 +63,11 @@ class DeviceMailboxes:
         return self.kernels.Gather(self.place, self.boxes)
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
-        """Whether rows and their squares go in one gather."""
+        """Returns True if rows and their squares fit in one all-gather."""
         return self.boxes.fits(rows, share, item_bytes)
 
     def gathered(self, values: Shaped[jax.Array, "... share"]) -> Shaped[jax.Array, "... size"]:
-        """The columns of all ranks side by side, in their order."""
+        """Returns the columns of all ranks, concatenated in rank order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share)
         most = self.boxes.most_rows(share * rows.dtype.itemsize)
@@ -81,7 +81,7 @@ class DeviceMailboxes:
     def gathered_rows(
         self, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
     ) -> Float[jax.Array, "R size"]:
-        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        """Same as `gathered`, for the listed rows; the last entry of `rows` is their number."""
         most = self.boxes.most_rows(values.shape[1] * values.dtype.itemsize)
         gathers = [self.next() for _ in range(0, len(values), most)]
         return self.vocabulary.gathered_rows(values, rows, gathers)
@@ -89,7 +89,7 @@ class DeviceMailboxes:
     def gathered_beside(
         self, scaled: Shaped[jax.Array, "R share"], squares: Shaped[jax.Array, "R chunks"]
     ) -> tuple[Shaped[jax.Array, "R size"], Shaped[jax.Array, "R chunks_of_all"]]:
-        """As `gathered` of both at once, for which `fits` has said that there is room."""
+        """Same as `gathered`, for both arrays at once; `fits` must be True."""
         return self.kernels.gathered(scaled, squares, self.next())
 
 

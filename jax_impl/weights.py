@@ -56,11 +56,11 @@ in main memory; for less, compiling what writes a piece would cost more."""
 
 
 class Loaded(NamedTuple):
-    """What was read, by the names of `shared.models.parameters` and of heads.
+    """Loaded weights, by the names of `shared.models.parameters` and of heads.
 
     Attributes:
-      alone: What a model or a head has once.
-      stacks: What each layer has, one behind the other.
+      alone: Parameters that are not per layer.
+      stacks: Per-layer parameters, stacked.
     """
 
     alone: dict[str, jax.Array]
@@ -68,17 +68,17 @@ class Loaded(NamedTuple):
 
     @property
     def named(self) -> dict[str, jax.Array]:
-        """All of it."""
+        """Returns all arrays by name."""
         return self.alone | self.stacks
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the MTP layer is there."""
+        """Returns True if the MTP layer was loaded."""
         return "mtp.fc" in self.alone
 
 
 class Loadable(Protocol):
-    """What weights are read from, of either form: see `shared.models.checkpoint.Checkpoint`."""
+    """Source of weights, safetensors or Orbax; see `shared.models.checkpoint.Checkpoint`."""
 
     def load(
         self, parameter: Parameter, dtype: np.dtype | type, progress: Callable[[int], None]
@@ -266,7 +266,7 @@ def _placed(
 
 
 def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
-    """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
+    """Returns True if a layer gets stacked weights for kernels, not its own matrices."""
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
     if stacks[name].dtype == jnp.float8_e4m3fn:  # with scales of float32

@@ -1,4 +1,4 @@
-"""How much memory a step works on, as `shared.boundary.workspace` counts it."""
+"""Workspace of a step; see `shared.boundary.workspace`."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ bytes."""
 
 
 def blocked_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
-    """Of plain attention: one block's keys, values and scores, and the outputs so far."""
+    """Returns the bytes of reference attention: keys, values, scores of a block, and outputs."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = min(program.pages * capacity.page_size, max(BLOCK, capacity.page_size))
     gathered = 2 * program.batch * keys * model.attention.key_size * item
@@ -28,5 +28,5 @@ ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
+    """Returns the workspace of a step of the program: bytes beyond weights and pools."""
     return step_bytes(program, blueprint, ON_GPU if blueprint.on_gpu else ON_CPU)

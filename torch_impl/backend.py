@@ -1,4 +1,4 @@
-"""The torch backend: queues plans, runs them as steps, and brings the results back.
+"""Torch backend: queues plans, runs them as steps, and returns the results.
 
 On a CPU a worker thread runs the steps, so `submit` returns at once there too. On a GPU everything
 is queued on one stream; programs are captured as CUDA graphs before they are used.
@@ -71,7 +71,7 @@ class TorchBackend:
         Args:
           weights: A rank's share, loaded already, or whole arrays under the names of
             `shared.models.parameters`.
-          drafts: What drafts.
+          drafts: Drafter configuration.
           draft_weights: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
@@ -79,7 +79,7 @@ class TorchBackend:
           captured: Works whose steps are captured and replayed.
           group: The ranks that have the model between them. All get the same plans in the same
             order, and give the same results.
-          tower: Of a model that sees, loaded already; every rank has it whole.
+          tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
 
         Raises:
           ValueError: A model does not divide among the ranks, or graphs are asked for where there
@@ -109,7 +109,7 @@ class TorchBackend:
         if kernels_on(device) is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
-        torch.cuda.empty_cache()  # the pieces of which weights were made
+        torch.cuda.empty_cache()  # temporary memory of loading
         group = on_device(group, kernels_on(device), device)
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
@@ -123,30 +123,30 @@ class TorchBackend:
 
     @property
     def state(self) -> DeviceState:
-        """What outlives a step, as of the steps that have ended; tests look at it."""
+        """Returns the device state after the completed steps; for tests."""
         return self._state
 
     @property
     def captures(self) -> int:
-        """CUDA graphs that were captured."""
+        """Returns the number of captured CUDA graphs."""
         return self._queue.captures
 
     @property
     def replays(self) -> int:
-        """Steps that ran as a CUDA graph."""
+        """Returns the number of steps that ran as a CUDA graph."""
         return self._queue.replays
 
     def workspace(self, program: Program) -> int:
-        """Bytes that a step of the program needs beyond weights and pools."""
+        """Returns the workspace of a step of the program: bytes beyond weights and pools."""
         return workspace(program, self._blueprint)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Captures programs on a GPU, and runs once what is not captured; a CPU needs neither.
+        """Captures programs on a GPU and runs the others once; does nothing on a CPU.
 
         Raises:
           ValueError: `capacity` does not list a program.
         """
-        # All graphs share a pool, in which what is smaller finds room.
+        # All graphs share a pool; the largest is captured first, so that the others fit.
         wanted = sorted(
             to_prepare(programs, self.capacity, self._ready), key=self.workspace, reverse=True
         )
@@ -154,7 +154,7 @@ class TorchBackend:
         self._ready.update(wanted)
 
     def launch(self, program: Program) -> Launch:
-        """How a step of the program is run."""
+        """Returns how a step of the program is launched."""
         return self._queue.launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -183,7 +183,7 @@ def _placed(
 
 
 def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> drafters.Drafter | None:
-    """What drafts, bound to its weights and the target's."""
+    """Builds the drafter from its weights and the target, or returns None without one."""
     if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
     if drafts.model is not None:
@@ -200,7 +200,7 @@ def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> draf
 
 
 class _Worker:
-    """Runs steps on a CPU, one after the other, on a thread of its own."""
+    """Runs steps on a CPU sequentially in a worker thread."""
 
     captures = replays = 0
 
@@ -209,7 +209,7 @@ class _Worker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Plain torch compiles nothing, and nothing is captured."""
+        """Does nothing: reference operations need no compilation and no capture."""
         for program in programs:
             progress(program)
 
@@ -232,7 +232,7 @@ class _Worker:
 
 @dataclass
 class _Launched:
-    """A step that was queued on the GPU; `words` and `error` are pinned and belong to rings."""
+    """Step queued on the GPU; `words` and `error` are pinned buffers of rings."""
 
     program: Program
     capacity: Capacity
@@ -256,10 +256,10 @@ class _Launched:
 
 
 class _Stream:
-    """Runs steps on a GPU, in the order of one stream.
+    """Runs steps on a GPU, in the order of one CUDA stream.
 
-    Plans and results go through rings of pinned memory. A ring has an entry more than steps may be
-    in flight, counted with the one being planned; an entry that is still read is waited for.
+    Plans and results use rings of pinned memory. A ring has one entry more than the maximum number
+    of steps in flight, including the planned step. An entry in use is waited for.
     """
 
     def __init__(

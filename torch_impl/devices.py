@@ -1,4 +1,4 @@
-"""Where torch runs."""
+"""Device selection of the torch backend."""
 
 import os
 
@@ -8,7 +8,7 @@ from shared.process.device import Device, check_no_gpu_is_named
 
 
 def find_device() -> Device:
-    """The first GPU, or else the processor.
+    """Returns the first GPU, or the CPU if there is none.
 
     Raises:
       ConfigError: The environment names a GPU that is not there.

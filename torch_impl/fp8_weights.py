@@ -20,7 +20,7 @@ from torch_impl import dummy_weights
 
 
 def packed(codes: UInt8[Tensor, "*stack N K"]) -> Int32[Tensor, "*stack N words"]:
-    """As `shared.models.fp8_packing.packed`, of codes that are numbers."""
+    """Same as `shared.models.fp8_packing.packed`, for FP8 values without NaN."""
     blocks = codes.unflatten(-1, (-1, 4, FP8_BLOCK // 4)).transpose(-1, -2).contiguous()
     return blocks.view(torch.int32).flatten(-3)
 
@@ -86,7 +86,7 @@ def read_codes(
 
 
 def unpacked(words: Int32[Tensor, "*stack N words"]) -> Float8e4m3fn[Tensor, "*stack N K"]:
-    """As `shared.models.fp8_packing.unpacked`."""
+    """Same as `shared.models.fp8_packing.unpacked`."""
     blocks = words.view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     return blocks.transpose(-1, -2).flatten(-3).view(torch.float8_e4m3fn)
 

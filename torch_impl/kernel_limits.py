@@ -1,4 +1,4 @@
-"""What the kernels take of a start; see `shared.boundary.kernel_coverage`."""
+"""Limits of the kernels, checked at startup; see `shared.boundary.kernel_coverage`."""
 
 from kernels.kernel_limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
 from shared.boundary.kernel_coverage import KernelLimits

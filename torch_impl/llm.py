@@ -1,4 +1,4 @@
-"""A model in Python, run by torch: `from torch_impl import LLM`."""
+"""Python API with the torch backend: `from torch_impl import LLM`."""
 
 from shared.offline import llm
 from shared.offline.late_platform import LatePlatform
@@ -10,7 +10,7 @@ MODULE = "torch_impl.platform"
 
 
 class LLM(llm.LLM):
-    """A model on this machine, run by torch; see `shared.offline.llm.LLM`."""
+    """LLM with the torch backend; see `shared.offline.llm.LLM`."""
 
     PLATFORM = LatePlatform(MODULE)
     RANK_MODULE = MODULE

@@ -1,4 +1,4 @@
-"""What a start asks of torch: the device, the files, the costs of programs, the backend."""
+"""Torch platform of the server: device, weight loading, program costs and backend."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def load_backend(
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> TorchBackend:
-    """Reads the weights onto the device and makes the backend; steps on a GPU are captured."""
+    """Loads the weights to the device and creates the backend; steps on a GPU are captured."""
     _meet(blueprint.ranks, blueprint.on_gpu)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
@@ -74,7 +74,7 @@ def load_backend(
 
 
 def _meet(group: Ranks, on_gpu: bool) -> None:
-    """Connects ranks of hosts that share no memory; all come here before they load anything."""
+    """Connects ranks on different hosts; all ranks call it before they load weights."""
     if group.meeting is not None:
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -101,6 +101,6 @@ PLATFORM = Platform(
 
 
 def take_threads(num_parameters: int) -> None:
-    """Gives an operation on a CPU one thread or all; OMP_NUM_THREADS stays what it is."""
+    """Sets one thread or all threads per CPU operation; OMP_NUM_THREADS has priority."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if num_parameters < SMALL_MODEL else ALL_THREADS)

@@ -1,4 +1,4 @@
-"""`python -m torch_impl.serve` serves a checkpoint with torch, on a GPU where there is one."""
+"""`python -m torch_impl.serve`: serves a checkpoint with torch, on a GPU if there is one."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def platform() -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is told to stop; returns the process's exit code."""
+    """Runs the server until it is stopped; returns the exit code of the process."""
     return launch(argv, platform, rank_module=MODULE, packages=("torch",))
 
 

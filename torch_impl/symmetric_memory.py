@@ -1,4 +1,4 @@
-"""Gathers of ranks that are processes with a GPU each: kernels write in each other's memory."""
+"""All-gather between processes with a GPU each through symmetric memory."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class DeviceMailboxes:
 
         Raises:
           RuntimeError: There is not enough memory, or a GPU cannot reach another one.
-          RankMissingError: A rank did not come.
+          RankMissingError: A rank did not join.
         """
         assert group.mailboxes is not None  # ranks that are processes have some
         self._kernels, self._group, self._calls = kernels, group, 0
@@ -38,14 +38,14 @@ class DeviceMailboxes:
 
     @property
     def error(self) -> Int32[Tensor, "1"]:
-        """Of the steps so far, for `check`; a word on the GPU."""
+        """Returns the error word of the steps so far, on the GPU, for `check`."""
         return self._mailbox.mail.error
 
     def check(self, word: int) -> None:
-        """Raises what an error word says.
+        """Raises the error that an error word encodes.
 
         Raises:
-          RankMissingError: A rank did not come to a gather.
+          RankMissingError: A rank did not join an all-gather.
         """
         missing = Missing.read(word)
         if missing is not None:
@@ -55,20 +55,20 @@ class DeviceMailboxes:
             )
 
     def meet(self) -> None:
-        """Waits on the host for all ranks.
+        """Barrier of all ranks on the host.
 
         Raises:
-          RankMissingError: A rank did not come.
+          RankMissingError: A rank did not join.
         """
         assert self._group.mailboxes is not None
         self._group.mailboxes.exchange(self._group.rank, np.zeros(1, np.uint8))
 
     def begin(self) -> None:
-        """Of a step; one that has failed may have begun before."""
+        """Begins a step; the previous step may have failed after its begin."""
         self._calls = 0
 
     def end(self) -> None:
-        """Of a step, after all its gathers."""
+        """Ends a step, after all its all-gathers."""
         self._kernels.all_gather.tick(self._mailbox.mail, self._calls)
 
     def next(self) -> Any:
@@ -81,11 +81,11 @@ class DeviceMailboxes:
         )
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
-        """Whether rows and their squares go in one gather."""
+        """Returns True if rows and their squares fit in one all-gather."""
         return self._mailbox.boxes.fits(rows, share, item_bytes)
 
     def gathered(self, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
-        """The columns of all ranks side by side, in their order."""
+        """Returns the columns of all ranks, concatenated in rank order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share).contiguous()
         most = self._mailbox.boxes.most_rows(share * rows.element_size())
@@ -96,7 +96,7 @@ class DeviceMailboxes:
     def gathered_rows(
         self, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
     ) -> Float[Tensor, "R size"]:
-        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        """Same as `gathered`, for the listed rows; the last entry of `rows` is their number."""
         most = self._mailbox.boxes.most_rows(values.shape[1] * values.element_size())
         gathers = [self.next() for _ in range(0, len(values), most)]
         return self._kernels.vocab_parallel.gathered_rows(values, rows, gathers)
@@ -104,14 +104,14 @@ class DeviceMailboxes:
     def gathered_beside(
         self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]
     ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
-        """As `gathered` of both at once, for which `fits` has said that there is room."""
+        """Same as `gathered`, for both arrays at once; `fits` must be True."""
         gather = self.next()
         return self._kernels.all_gather.gathered(
             scaled, squares, gather.mail, gather.call, boxes=gather.boxes
         )
 
     def close(self) -> None:
-        """Gives the memory back, when all ranks are here."""
+        """Frees the memory after a barrier of all ranks."""
         self.meet()
         self._mailbox.close()
 

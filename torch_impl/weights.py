@@ -153,7 +153,7 @@ def _local_head(config: DraftConfig, group: Ranks) -> DraftConfig:
 def _from_arrays(
     wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device, group: Ranks
 ) -> dict[str, Tensor]:
-    """Those of the parameters that are there; a head may lack some."""
+    """Returns the wanted parameters that are present; a head may omit some."""
     tensors = {}
     for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.tied_to or parameter.name

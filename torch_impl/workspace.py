@@ -1,4 +1,4 @@
-"""How much memory a step works on, as `shared.boundary.workspace` counts it."""
+"""Workspace of a step; see `shared.boundary.workspace`."""
 
 from functools import partial
 
@@ -16,5 +16,5 @@ ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
+    """Returns the workspace of a step of the program: bytes beyond weights and pools."""
     return step_bytes(program, blueprint, ON_GPU if blueprint.on_gpu else ON_CPU)

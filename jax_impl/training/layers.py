@@ -34,7 +34,7 @@ def linear(
 def linear_float32(
     x: Float[jax.Array, "*rows inputs"], weight: Float[jax.Array, "outputs inputs"]
 ) -> Float[jax.Array, "*rows outputs"]:
-    """As `linear`, but returns the float32 sums; for logits."""
+    """Same as `linear`, but returns the float32 sums; for logits."""
     return _product(x, weight, jnp.float32)
 
 

@@ -109,7 +109,7 @@ class Weights(nnx.Module):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the MTP layer is there."""
+        """Returns True if the MTP layer was loaded."""
         return hasattr(self, "mtp")
 
     @property

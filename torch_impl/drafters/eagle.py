@@ -25,7 +25,7 @@ from torch_impl.ops.trees import draft_tree, verify_budget
 from torch_impl.ops.trees.draft_tree import Level
 
 Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Projection]
-"""As the specification's; the KV is written in place."""
+"""Same as the specification; the KV is written in place."""
 
 
 @dataclass(frozen=True)
