@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What logits are made of; the squares are those of the rows before their scale."""
+    """Inputs of the logits; the sums of squares are of the rows before their scale."""
 
     scaled: Any
     squares: Any
