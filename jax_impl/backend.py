@@ -422,7 +422,7 @@ class JaxFuture:
                 words, (error,) = words[:-1], words[-1:]
                 self._exchange.check(int(error))
             # Freed so that the next result may reuse the address: a command buffer with unchanged
-            # # addresses is not updated.
+            # addresses is not updated.
             self._words = None
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
             self._result = read_result(self._program, self._capacity, words, seconds)

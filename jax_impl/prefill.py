@@ -128,7 +128,7 @@ def _scores(
 
     def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
         # A block begins after the previous block has ended: otherwise all logits would be in
-        # # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
+        # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
         (hidden, ids), before = lax.optimization_barrier((block, before))
         logits, vocabulary = model.logits(machine.model, hidden), machine.model.vocabulary
         return logprobs.scored(logits, ids, k, vocabulary), before

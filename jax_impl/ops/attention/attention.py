@@ -336,7 +336,7 @@ def _with_block(
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     # One query head at a time: the reduction order of a CPU GEMM over a GQA group depends on the
-    # # number of heads, and so on the TP size.
+    # number of heads, and so on the TP size.
     grouped = jnp.unstack(q.reshape(B, M, Hk, Hq // Hk, D), axis=3)
     scores = jnp.stack(
         [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2

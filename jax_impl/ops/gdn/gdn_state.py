@@ -57,8 +57,8 @@ def conv(
 ) -> Float[jax.Array, "*rows C"]:
     """Computes the depthwise causal convolution of width 4 and silu, in float32."""
     # Tap by tap: a sum over an axis that is not the last takes four times as long on a CPU. And in
-    # # steps: XLA's other operations, and so the TP size, would determine which of two products is
-    # # rounded before the addition.
+    # steps: XLA's other operations, and so the TP size, would determine which of two products is
+    # rounded before the addition.
     taps = jnp.stack([*(windows[..., i, :] for i in range(WINDOW)), inputs]).astype(jnp.float32)
 
     def add(total: jax.Array, tap: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

@@ -272,7 +272,7 @@ def _softmax_attention(
     scale: float,
 ) -> Float[Tensor, "B M Hq D"]:
     # One query head at a time, with one layout for any number of heads: the reduction order of a
-    # # CPU GEMM over a GQA group depends on the number of heads, and so on the TP size.
+    # CPU GEMM over a GQA group depends on the number of heads, and so on the TP size.
     heads = q.unflatten(2, (k.shape[2], -1)).permute(3, 0, 2, 1, 4).float()  # [G, B, Hk, M, D]
     keys, heads = k.float().permute(0, 2, 3, 1).contiguous(), heads.contiguous()
     scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]

@@ -259,7 +259,7 @@ def support(
     border = keys.new_zeros(R, 1)
     if vocabulary.group.is_alone:
         # The lowest token within the limits, if any is outside. Ties count as above earlier ties,
-        # # which changes the index but not the value found there. With zero mass none is within.
+        # which changes the index but not the value found there. With zero mass none is within.
         counts = torch.arange(size - 1, -1, -1, device=keys.device)[None]
         lowest = reaches(counts, _of_units(behind[:, :-1].flip(1))).clamp(max=size - 1)
         border = torch.where(reaches(*above(border)) > 0, ascending.gather(1, lowest), border)
