@@ -4,13 +4,13 @@ from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = tuple(range(16, 257, 16))
-"""Of an attention head: multiples of the fewest columns that a matrix unit takes."""
+"""Attention head dimensions: multiples of the fewest columns that a matrix unit takes."""
 
 DELTA_SIZES = (16, 32, 64, 128)
-"""Of the keys and of the values of a gated-delta head."""
+"""Key and value sizes of a gated-delta head."""
 
 MOST_NODES = 64
-"""Of a tree, whose nodes are the bits of one or two words in `mix` and `delta_mix`."""
+"""Nodes of a tree, which are the bits of one or two words in `mix` and `delta_mix`."""
 
 
 EXPERTS_UNIT = 16

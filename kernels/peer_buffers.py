@@ -79,30 +79,30 @@ class Boxes:
 
     @property
     def blocks_at(self) -> int:
-        """Where blocks begin, in bytes."""
+        """Byte offset of the blocks."""
         return _WORDS_AT + 2 * self.ranks * WORDS * 8
 
     @property
     def words_at(self) -> int:
-        """Where words begin, in bytes."""
+        """Byte offset of the words."""
         return _WORDS_AT
 
     @property
     def flags_at(self) -> int:
-        """Where flags begin, in bytes."""
+        """Byte offset of the flags."""
         return _FLAGS_AT
 
     @property
     def bytes(self) -> int:
-        """Of a mailbox."""
+        """Bytes of a mailbox."""
         return self.blocks_at + 2 * self.ranks * self.block_bytes
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
-        """Whether rows and their squares go in one call."""
+        """Returns whether rows and their squares go in one call."""
         return rows * share * item_bytes * 5 // 4 + 1024 <= self.block_bytes
 
     def most_rows(self, row_bytes: int) -> int:
-        """How many rows go in one call, at least one."""
+        """Returns the rows that fit in one call, at least one."""
         return max(1, self.block_bytes * 3 // 4 // row_bytes)
 
 
@@ -117,7 +117,7 @@ def device_mailbox_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Missing:
-    """Who sent nothing in time.
+    """Rank that sent nothing in time.
 
     Attributes:
       rank: Whose values did not come.
@@ -129,7 +129,7 @@ class Missing:
 
     @classmethod
     def read(cls, word: int) -> "Missing | None":
-        """What the error word of a mailbox says; None where nothing was missing."""
+        """Decodes the error word of a mailbox; None if nothing was missing."""
         return cls((word & 15) - 1, word >> 4) if word else None
 
 

@@ -1,4 +1,4 @@
-"""How rows choose their experts, as plain data for the kernels of both languages."""
+"""Expert routing settings, as plain data for the kernels of both backends."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from shared.models.layers import ExpertsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a block of experts settles before a row comes.
+    """Compile-time routing settings of an MoE block.
 
     A row has a slot for each expert that it chooses, by ascending number, and a last one for the
     shared expert, if there is one.

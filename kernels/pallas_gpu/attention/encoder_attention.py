@@ -68,7 +68,7 @@ def attend_all(
 
 
 class Rows(NamedTuple):
-    """Where queries, keys and values lie; which head it is, and how many patches there are.
+    """Addresses of queries, keys and values; the head; and the number of patches.
 
     Attributes:
       scale: Of scores, by which 2 is raised.
@@ -141,7 +141,7 @@ def _add_tile(q, rows, sizes, tile, i, sums):
 
 
 def _blocks(ref, row, head, sizes):
-    """Of the queries or keys of some rows and a head, the one block or both."""
+    """Loads one or both blocks of the queries or keys of some rows and a head."""
     blocks = [(0, sizes.main_block), (sizes.rests, sizes.rest_block)]
     return [_load(ref, row, head, first, width) for first, width in blocks if width]
 

@@ -202,7 +202,7 @@ def turned(projected, norm_ref, layer, row, start, is_in, turning):
 
 
 def fetch(projected, norm_ref, layer, row, start, is_in, turning):
-    """What `turn` takes; each column is loaded beside the one that it is turned with."""
+    """Loads the inputs of `turn`; each column comes with its RoPE partner."""
     half, column = turning.half, columns_of(turning.D)[None, :]
     keep = in_head(is_in[:, None], turning.D)
     partner = jnp.where(column < half, column + half, column - half)

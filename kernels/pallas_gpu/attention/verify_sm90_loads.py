@@ -44,7 +44,7 @@ class Own(NamedTuple):
 
 
 def piece_of(group, gate, D):
-    """How many query heads of a key head are copied at once.
+    """Returns the number of query heads of a KV head in one copy.
 
     Copies lie in shared memory in groups of as many lines as each has, and what a descriptor copies
     from must be whole groups. Gates stand in a projection whose lines are a head's queries and its

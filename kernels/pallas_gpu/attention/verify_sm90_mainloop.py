@@ -100,7 +100,7 @@ class Work(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether both warpgroups read the same tiles."""
+        """Returns whether both warpgroups read the same tiles."""
         return self.copied < GROUPS
 
     @property

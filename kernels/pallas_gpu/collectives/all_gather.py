@@ -142,7 +142,7 @@ def gathered(
 
 
 def words_in_row(x: jax.Array) -> int:
-    """How many words of four bytes a row has.
+    """Returns the number of 4-byte words in a row.
 
     Raises:
       ValueError: It has no whole number of them.

@@ -77,7 +77,7 @@ class Link(NamedTuple):
         return (self.number & ((1 << 27) - 1)) * 16 + rank + 1
 
     def first_word(self, rank: Any) -> Any:
-        """Where the words of a rank begin in a mailbox, in bytes."""
+        """Returns the byte offset of the words of a rank in a mailbox."""
         parity = (self.number & 1) * self.boxes.ranks
         return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 

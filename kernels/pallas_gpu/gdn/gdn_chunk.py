@@ -36,7 +36,7 @@ def _joined(inverse, among, size):
 
 
 def _inverse_of_blocks(among):
-    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
+    """Returns the inverse of the diagonal blocks by forward substitution."""
     row, column = (lax.iota(jnp.int32, _BLOCK)[at] for at in (_MIDDLE, _LAST))
     block = lax.iota(jnp.int32, _BLOCKS)
     is_own = block[:, None, None, None] == block[None, None, :, None]
@@ -55,7 +55,7 @@ _MIDDLE, _LAST = (None, slice(None), None), (None, None, slice(None))
 
 
 def _product(x, y):
-    """Of float32 numbers, of which 16 bits count."""
+    """Returns the product of float32 operands at 16 significant bits."""
     return add_product(jnp.zeros_like(x), parts_of(x), parts_of(y))
 
 

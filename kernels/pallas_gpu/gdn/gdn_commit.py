@@ -17,7 +17,7 @@ from kernels.tiles import GDNLayerTiles
 
 
 class Paths(NamedTuple):
-    """What is taken of each request, and which snapshot is written after how many nodes."""
+    """Accepted path of each request, and the snapshot to write and its node count."""
 
     slots: Any
     nodes: Any

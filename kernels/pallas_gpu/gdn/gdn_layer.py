@@ -44,7 +44,7 @@ from kernels.pallas_gpu.gdn.gdn_tree import (
 from kernels.tiles import GDNLayerTiles
 
 ROWS = 4
-"""That are normed at once: more would take registers from the recurrence."""
+"""Rows normalised at once: more would take registers from the recurrence."""
 
 Owner = TypeVar("Owner", bound=NamedTuple)
 
@@ -63,7 +63,7 @@ class Requests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What programs leave to each other: nodes' queries, what these read, and who is done."""
+    """Scratch buffers of programs: node queries, their outputs and arrival counters."""
 
     q: Any
     read: Any

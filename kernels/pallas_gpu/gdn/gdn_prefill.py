@@ -45,7 +45,7 @@ from kernels.tiles import GDNPrefillTiles
 
 
 class Requests(NamedTuple):
-    """Of a step; `starts` has the first row of each, and the end."""
+    """Requests of a step; `starts` has the first row of each, and the end."""
 
     slots: Any
     starts: Any
@@ -54,14 +54,14 @@ class Requests(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the first kernel makes of the rows; `keys` are the queries and both parts of keys."""
+    """Outputs of the first kernel by row; `keys` are the queries and both parts of keys."""
 
     keys: Any
     v: Any
 
 
 class Chunks(NamedTuple):
-    """What the second kernel makes of the chunks."""
+    """Outputs of the second kernel by chunk."""
 
     solved: Any
     reach: Any

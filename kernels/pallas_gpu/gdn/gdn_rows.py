@@ -18,7 +18,7 @@ _UNIT_EPS = 1e-6
 
 
 class Weights(NamedTuple):
-    """Of a layer, or of all."""
+    """Weights of a layer, or of all layers."""
 
     conv: Any
     a_log: Any
@@ -27,14 +27,14 @@ class Weights(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of all slots, or all snapshots."""
+    """States of all slots, or all snapshots."""
 
     recurrent: Any
     window: Any
 
 
 class Inputs(NamedTuple):
-    """What a request's convolution reads: its rows, and what was before them."""
+    """Inputs of a request's convolution: its rows and the window before them."""
 
     projected: Any
     window: Any

@@ -18,7 +18,7 @@ from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
 class Kept(NamedTuple):
-    """What a replay needs of each node: its row of the recurrence, and of the convolution."""
+    """Replay inputs of each node: its row of the recurrence and of the convolution."""
 
     k: Any
     v: Any
@@ -43,7 +43,7 @@ class Own(NamedTuple):
 
 
 def places_of(node, count, parents_ref, request):
-    """Where the four inputs of each node's convolution stand, the oldest first.
+    """Returns the indices of the four convolution inputs of each node, oldest first.
 
     In window and inputs in a row: node i is `WINDOW + i`.
     """

@@ -76,7 +76,7 @@ class New(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Where a program keeps its sums.
+    """Addresses of the partial results of a program.
 
     Attributes:
       parts: Of all programs.

@@ -28,7 +28,7 @@ NEGATIVE = tl.constexpr(-1e30)
 
 
 class Rows(NamedTuple):
-    """Where both blocks of a head's keys and values lie, and how many patches there are.
+    """Addresses of both blocks of a head's keys and values, and the number of patches.
 
     Attributes:
       scale: Of scores, by which 2 is raised.

@@ -222,7 +222,7 @@ def turned(
 def fetch(
     projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
 ):  # fmt: skip
-    """What `turn` takes; each column is loaded beside the one that it is turned with."""
+    """Loads the inputs of `turn`; each column comes with its RoPE partner."""
     D: tl.constexpr = heads.D
     half: tl.constexpr = turning.half
     column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)

@@ -14,7 +14,7 @@ from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head
 
 
 class Parts(NamedTuple):
-    """Where the sums over units are kept: of a unit, its weighted values, peaks and totals."""
+    """Addresses of the partial results of each unit: values (acc), peaks (m), totals (l)."""
 
     sums: Any
     peaks: Any

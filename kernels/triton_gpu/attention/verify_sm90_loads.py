@@ -24,7 +24,7 @@ from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
 
 
 class Seen(NamedTuple):
-    """What the rows of requests see, and where those of a request begin."""
+    """Attention bounds of rows, and the first row of each request."""
 
     starts: Any
     first: Any

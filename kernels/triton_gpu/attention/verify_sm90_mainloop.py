@@ -31,7 +31,7 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Block(NamedTuple):
-    """Which pairs a warpgroup has, and which part of their values.
+    """Pairs of a warpgroup and its part of their values.
 
     Attributes:
       request, head: Whose, and of which key head.
@@ -119,7 +119,7 @@ class Stored(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What programs leave each other.
+    """Split-KV partial results of programs.
 
     Attributes:
       arrivals: Counters of the programs of a request.
@@ -275,13 +275,13 @@ def finish(stored, block, total, sums, heads: gl.constexpr, cut: gl.constexpr):
 
 @gluon.constexpr_function
 def wide(columns):
-    """How the matrix units of a warpgroup leave so many columns of 64 rows."""
+    """Returns the WGMMA accumulator layout of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def lines_of(columns):
-    """How a warpgroup reads and writes rows of so many numbers."""
+    """Returns the layout in which a warpgroup loads and stores rows."""
     wide = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // wide, wide], [WARPS.value, 1], [1, 0])
 

@@ -47,7 +47,7 @@ _WORD_WARPS = 4
 
 
 class Mail(NamedTuple):
-    """Where a rank's kernels find the mailboxes.
+    """Addresses of the mailboxes for a rank's kernels.
 
     Attributes:
       place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
@@ -62,7 +62,7 @@ class Mail(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What a kernel knows of the mailboxes.
+    """Compile-time sizes of the mailboxes.
 
     Attributes:
       ranks: See `Boxes`.
@@ -79,7 +79,7 @@ class Box(NamedTuple):
 
     @classmethod
     def of(cls, boxes: Boxes) -> "Box":
-        """Of mailboxes of these sizes."""
+        """Returns the sizes as compile-time constants."""
         return cls(
             ranks=boxes.ranks,
             words=WORDS,
@@ -278,7 +278,7 @@ def receive_words(
 
 @triton.jit
 def rank_of(mail_at, sizes: tl.constexpr):
-    """Which rank this is."""
+    """Returns the rank of this process."""
     return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
 
 
@@ -297,7 +297,7 @@ def words_of(tile):
 
 @triton.jit
 def _first_word(rank, number, sizes: tl.constexpr):
-    """Where the words of a rank begin in a mailbox, in bytes."""
+    """Returns the byte offset of the words of a rank in a mailbox."""
     box_words: tl.constexpr = sizes.box.words * 8
     return sizes.box.words_at + ((number & 1) * sizes.box.ranks + rank) * box_words
 

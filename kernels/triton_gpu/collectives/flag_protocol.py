@@ -41,7 +41,7 @@ def raise_flags(flag, mail_at, rank, number, ranks: tl.constexpr):
 
 @triton.jit
 def has_come(peer, flag, box, number, looks, call, sent):
-    """Whether a rank has raised its flag in time."""
+    """Returns whether a rank has raised its flag in time."""
     # Each thread looks, so that what it reads then is what had been stored.
     come = tl.inline_asm_elementwise(
         _LOOK, _LOOK_KINDS,

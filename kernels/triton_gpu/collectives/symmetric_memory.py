@@ -64,7 +64,7 @@ class Mailbox:
 
     @property
     def address(self) -> int:
-        """Of this rank's mailbox, in this process."""
+        """Address of this rank's mailbox in this process."""
         return self._address
 
     def wait(self, looks: int) -> None:
@@ -72,7 +72,7 @@ class Mailbox:
         self.mail.place[self.boxes.ranks + 1] = looks
 
     def missing(self) -> Missing | None:
-        """Who sent nothing in time, if so; waits for all that was launched."""
+        """Returns the rank that sent nothing in time, if any; waits for all launches."""
         word = ctypes.c_int32()
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):

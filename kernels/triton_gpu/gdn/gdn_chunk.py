@@ -38,7 +38,7 @@ def _joined(inverse, among, size: tl.constexpr):
 
 @triton.jit
 def _inverse_of_blocks(among):
-    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
+    """Returns the inverse of the diagonal blocks by forward substitution."""
     row = tl.arange(0, _BLOCK)[None, :, None]
     column = tl.arange(0, _BLOCK)[None, None, :]
     block, other = (
@@ -60,7 +60,7 @@ def _inverse_of_blocks(among):
 
 @triton.jit
 def _product(x, y):
-    """Of float32 numbers, of which 16 bits count."""
+    """Returns the product of float32 operands at 16 significant bits."""
     x_high, x_low = parts_of(x)
     y_high, y_low = parts_of(y)
     return add_product(tl.zeros_like(x), x_high, x_low, y_high, y_low)

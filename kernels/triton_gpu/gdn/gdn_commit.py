@@ -16,7 +16,7 @@ from kernels.triton_gpu.gemm.linear import launching
 
 
 class Paths(NamedTuple):
-    """What is taken of each request, and which snapshot is written after how many nodes."""
+    """Accepted path of each request, and the snapshot to write and its node count."""
 
     slots: Any
     nodes: Any

@@ -35,7 +35,7 @@ from kernels.triton_gpu.gdn.gdn_tree import FirstNode, advanced, kept_of, places
 from kernels.triton_gpu.gemm.linear import launching
 
 ROWS = 4
-"""That are normed at once: more would take registers from the recurrence."""
+"""Rows normalised at once: more would take registers from the recurrence."""
 
 
 class Requests(NamedTuple):
@@ -52,7 +52,7 @@ class Requests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What programs leave to each other: nodes' queries, what these read, and who is done."""
+    """Scratch buffers of programs: node queries, their outputs and arrival counters."""
 
     q: Any
     read: Any

@@ -46,7 +46,7 @@ from kernels.triton_gpu.gemm.linear import launching
 
 
 class Requests(NamedTuple):
-    """Of a step; `starts` has the first row of each, and the end."""
+    """Requests of a step; `starts` has the first row of each, and the end."""
 
     slots: Any
     starts: Any
@@ -55,7 +55,7 @@ class Requests(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What a kernel leaves to the next: of rows, or of the places of chunks."""
+    """Intermediate results between kernels, by row or by chunk."""
 
     keys: Any
     v: Any

@@ -55,7 +55,7 @@ class Weights(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of all slots, or all snapshots."""
+    """States of all slots, or all snapshots."""
 
     recurrent: Any
     window: Any
@@ -68,7 +68,7 @@ def check_contiguous(*states: Tensor) -> None:
 
 
 class Inputs(NamedTuple):
-    """What a request's convolution reads: its rows, and what was before them."""
+    """Inputs of a request's convolution: its rows and the window before them."""
 
     rows: Any
     window: Any

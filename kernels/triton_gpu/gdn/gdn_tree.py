@@ -14,7 +14,7 @@ from kernels.triton_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
 class Kept(NamedTuple):
-    """What a replay needs of each node: its row of the recurrence, and of the convolution."""
+    """Replay inputs of each node: its row of the recurrence and of the convolution."""
 
     k: Any
     v: Any
@@ -42,7 +42,7 @@ class FirstNode(NamedTuple):
 
 @triton.jit
 def places_of(node, count, parents_at, is_chain: tl.constexpr):
-    """Where the four inputs of each node's convolution stand, the oldest first.
+    """Returns the indices of the four convolution inputs of each node, oldest first.
 
     In window and inputs in a row: node i is `WINDOW + i`.
     """
