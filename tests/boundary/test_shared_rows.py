@@ -140,7 +140,7 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
     plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a row of padding
     check_plan(plan, [program])
     plan.work.drafts.num_nodes[1] = 2
-    told = "draft trees have 10 nodes, but decode of 4 rows, 4 nodes, .* pages has 9 verify rows"
+    told = "draft trees have 10 nodes, but decode of 4 rows, 4 nodes, .* has 9 verify rows"
     with pytest.raises(ValueError, match=told):
         check_plan(plan, [program])
 

@@ -53,15 +53,15 @@ def test_ranks_serve_the_text_of_one_and_end_together():
     with ranked(1, LARGER) as alone:
         wanted = texts(alone)
         assert not ranks_of(alone)
-        assert not any("ranks" in name for name in alone.metrics())
+        assert not any(name.startswith("tandem:tp_") for name in alone.metrics())
     with ranked(4, LARGER) as server:
         assert texts(server) == wanted
         pids = server.pids()
         assert len(ranks_of(server)) == 3
         server.wait_for_metric('tandem:tp_rank_steps_total{rank="3"}', steps_of(server))
-        assert server.metrics()["tandem:ranks"] == 4
-        assert httpx.get(server.url + "/capabilities").json()["ranks"] == 4
-        assert httpx.get(server.url + "/v1/models").json()["data"][0]["ranks"] == 4
+        assert server.metrics()["tandem:tp_size"] == 4
+        assert httpx.get(server.url + "/capabilities").json()["tp_size"] == 4
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["tp_size"] == 4
         assert any("memory plan per rank (4 ranks)" in line for line in server.lines)
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
@@ -211,7 +211,9 @@ def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
     options = parse([*FLAGS, "--tp-size", "2"])
     with startup.ranked_start(options, lambda: platform, None, print) as ranked:
         assert ranked.prepare().memory.device.free_bytes == least
-    note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits rank 1"
+    note = (
+        f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits on rank 1"
+    )
     assert ranked.notes == [note]
 
 
