@@ -1,1 +1,1 @@
-"""Ranks of one model that are processes: started, kept together, and ended with each other."""
+"""Tensor-parallel ranks as processes: start, supervision and common end."""

@@ -1,4 +1,4 @@
-"""A short word for what a start will serve, to be compared between ranks."""
+"""Digest of a rank's model, weights, programs and pools, compared between ranks at the start."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from shared.models.safetensors_file import contents
 from shared.process.start import Start
 
 SAMPLE_BYTES = 64
-"""Of each tensor."""
+"""Bytes sampled per tensor."""
 
 
 def digest_of(start: Start) -> str:
-    """The same where model, weights, programs and pools are the same, whatever the process.
+    """Returns a digest that is equal on ranks with equal model, weights, programs and pools.
 
-    Weights are told by a sample, as reading them whole takes as long as loading: another training
-    changes most tensors, and its sample differs. A file that differs elsewhere alone is not seen.
+    Weights are sampled, as reading them whole takes as long as loading: another training run
+    changes most tensors, so its samples differ. A difference outside the samples is not detected.
     """
     blueprint = start.memory.blueprint
     opened = (start.checkpoint, start.draft_files.checkpoint)
@@ -35,7 +35,9 @@ def digest_of(start: Start) -> str:
 
 
 def _sampled(path: Path) -> str:
-    """Stands for a file: what it says of its tensors, and some bytes in the middle of each."""
+    """Returns a digest of a weight file: its tensor index and some bytes in the middle of each
+    tensor.
+    """
     tensors, first = contents(path)
     found = hashlib.sha256(json.dumps(tensors).encode())
     with path.open("rb", buffering=0) as file:

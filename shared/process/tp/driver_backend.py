@@ -1,4 +1,4 @@
-"""A backend whose steps other ranks run too."""
+"""Backend of rank 0, which broadcasts every step plan to the worker ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shared.process.tp.workers import SERVING, Followers, RankError
 
 LOST_S = 1.0
 PLAN_S = 10.0
-"""How long a rank may take to free a place for the next plan."""
+"""Time that a rank may take to free a slot for the next plan."""
 
 
 class LeadingBackend:
-    """Rank 0's own backend, and the others, which get the same plans.
+    """Backend of rank 0 and of the worker ranks, which run the same plans.
 
-    The engine and rank 0's backend know of no other rank.
+    The engine and the inner backend of rank 0 are unaware of other ranks.
 
     Attributes:
-      capacity: Of every rank.
+      capacity: Capacity of every rank.
     """
 
     def __init__(self, own: Backend, followers: Followers, shared: Shared) -> None:
@@ -35,13 +35,14 @@ class LeadingBackend:
         return self._own.workspace(program)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """See `Backend`; returns when the last rank is ready, and tells of the slowest.
+        """See `Backend`; returns when the last rank is ready, and reports the progress of the
+        slowest.
 
         Raises:
           RankError: A rank is lost.
         """
         indices = [self._indices[program] for program in programs if program in self._indices]
-        if len(indices) == len(programs):  # else rank 0 says what is wrong
+        if len(indices) == len(programs):  # otherwise rank 0 raises the error
             self._followers.tell("prepare", indices)
         begun: list[Program] = []
         told = 0
@@ -67,7 +68,7 @@ class LeadingBackend:
         return self._own.launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
-        """See `Backend`; the others have the plan first, as they have the longer way to it.
+        """See `Backend`; worker ranks receive the plan first, as their path is longer.
 
         Raises:
           RankError: A rank is lost.
@@ -77,25 +78,25 @@ class LeadingBackend:
         return _Led(self._own.submit(plan), self._followers)
 
     def close(self) -> None:
-        """See `Backend`; all ranks end together, and may have to meet for it."""
+        """See `Backend`; all ranks end together, and may need a collective for it."""
         if self._followers.failure is None:
             self._followers.begin_close(self._shared.written)
-        else:  # nobody comes any more
+        else:  # no other rank will join
             self._shared.wait_at_most(0.0)
-        with suppress(RankMissingError):  # whose rank has nothing more to give back
+        with suppress(RankMissingError):  # a lost rank holds no resources
             self._own.close()
         self._followers.close()
         self._shared.close()
 
 
 class _Led:
-    """The result of a step of several ranks."""
+    """Future of a step that runs on several ranks."""
 
     def __init__(self, future: StepFuture, followers: Followers) -> None:
         self._future, self._followers = future, followers
 
     def result(self) -> StepResult:
-        """See `StepFuture`; where rank 0 could not end the step, the lost rank is the reason.
+        """See `StepFuture`; if rank 0 could not complete the step, the error gives the lost rank.
 
         Raises:
           RankError: A rank is lost.
@@ -103,7 +104,7 @@ class _Led:
         try:
             return self._future.result()
         except RankMissingError as error:
-            # A rank that is lost fails this step too, and may be found out a moment later.
+            # A lost rank fails this step too, and may be detected slightly later.
             if not self._followers.lost_within(LOST_S):
                 raise
             raise RankError(self._followers.failure) from error

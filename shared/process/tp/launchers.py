@@ -1,4 +1,4 @@
-"""Where the processes of other ranks run, and how they are started there."""
+"""Launchers of worker rank processes, and control of these processes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ REAP_S = 1.0  # the end of a process is seen at its socket before it can be wait
 
 
 class RankProcess(Protocol):
-    """The process of one rank, as the engine's process sees it.
+    """Process of one rank, as controlled by the engine process.
 
     Attributes:
-      host: Where it runs, for the reader; empty on the engine's host.
+      host: Host name in messages; empty on the engine's host.
     """
 
     host: str
 
     def ending(self, timeout_s: float) -> str | None:
-        """How it has ended, as "was ended by SIGKILL"; None where it has not within this time."""
+        """Returns a description of its end, e.g. "was ended by SIGKILL"; None if it still runs
+        after this time.
+        """
         ...
 
     def is_stopped(self) -> bool:
-        """Whether it stands still by a signal."""
+        """Tells whether a signal has stopped it."""
         ...
 
     def kill(self) -> None:
-        """Ends it at once, whatever it is at; one that has ended stays so."""
+        """Kills it at once; has no effect on an ended process."""
         ...
 
 
@@ -48,7 +50,7 @@ class Launcher(Protocol):
     """Starts processes of ranks.
 
     Attributes:
-      address: By which processes on other hosts reach this one's.
+      address: Address of this process for processes on other hosts.
     """
 
     address: str
@@ -57,22 +59,22 @@ class Launcher(Protocol):
         """Starts the process of a rank.
 
         Args:
-          rank: From 1 on; 0 is the engine's process.
-          count: Of ranks.
-          module: Has the `PLATFORM` that the rank serves with.
+          rank: Rank number from 1; 0 is the engine process.
+          count: Number of ranks.
+          module: Module with the `PLATFORM` of the rank.
 
         Raises:
-          ConfigError: There is no place for it.
+          ConfigError: No device is available for it.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what was reserved; the processes have ended."""
+        """Releases reservations; the processes have ended."""
         ...
 
 
 class LocalLauncher:
-    """Starts ranks as children on this host, each with a GPU of its own where there are any."""
+    """Starts ranks as child processes on this host, each with its own GPU if there are any."""
 
     address = "127.0.0.1"
 
@@ -94,11 +96,11 @@ class LocalLauncher:
         return ours, Child(process)
 
     def close(self) -> None:
-        """Nothing was reserved."""
+        """Does nothing, as nothing was reserved."""
 
 
 class Child:
-    """A process that this one has started."""
+    """A child process."""
 
     host = ""
 
@@ -117,13 +119,13 @@ class Child:
         return state_of(self._process.pid) in ("T", "t")
 
     def kill(self) -> None:
-        """See `RankProcess`; one that was stopped ends too."""
+        """See `RankProcess`; a stopped process ends too."""
         self._process.kill()
         self._process.wait()
 
 
 def ending_of(code: int) -> str:
-    """How a process ended, of its exit code."""
+    """Describes the end of a process by its exit code."""
     return (
         f"was terminated by {signal.Signals(-code).name}"
         if code < 0
@@ -132,7 +134,7 @@ def ending_of(code: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state, as Linux has it; empty where there is none."""
+    """Returns the state letter of a process in /proc; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
@@ -140,7 +142,9 @@ def state_of(pid: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Has Linux kill this process when the thread that started it ends, even if it is stopped."""
+    """Requests SIGKILL for this process when the thread that started it ends
+    (`PR_SET_PDEATHSIG`).
+    """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended meanwhile
@@ -148,20 +152,20 @@ def end_with_parent() -> None:
 
 
 def gpu_of(environment: Mapping[str, str], on_host: int, rank: int) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to name for a rank, which takes the GPU of its number.
+    """Returns the value of CUDA_VISIBLE_DEVICES for a rank: the GPU at its index.
 
-    A rank sees its own GPU alone. A handle of memory names a GPU whether a process sees it or not,
-    so ranks need not see each other.
+    A rank sees only its own GPU. Memory handles identify a GPU whether or not a process sees it, so
+    ranks need not see each other's.
 
     Args:
-      environment: The engine's.
+      environment: Environment of the engine.
       on_host: GPUs of this host.
 
     Returns:
-      None where there is no GPU to be used.
+      None if no GPU is usable.
 
     Raises:
-      ConfigError: There are fewer than ranks.
+      ConfigError: There are fewer GPUs than ranks.
     """
     if GPUS in environment:
         named = [name.strip() for name in environment[GPUS].split(",")]
@@ -178,5 +182,5 @@ def gpu_of(environment: Mapping[str, str], on_host: int, rank: int) -> str | Non
 
 
 def gpus_on_host() -> int:
-    """GPUs of NVIDIA that this host shows."""
+    """Counts the NVIDIA devices of this host."""
     return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))

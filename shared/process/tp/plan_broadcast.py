@@ -1,4 +1,6 @@
-"""What ranks share: the plans of rank 0, and the mailboxes by which ranks of a host exchange."""
+"""Shared memory of the ranks: the broadcast of step plans, and mailboxes for collectives on a
+host.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,24 @@ from shared.process.tp.worker_connection import boot
 from shared.process.tp.workers import Follower, Followers, RankError
 
 EXCHANGE_S = 10.0
-"""How long a rank waits for what another one computes; then the step has failed."""
+"""Timeout of an all-gather, after which the step fails."""
 
 START_EXCHANGE_S = 300.0
-"""The same in the start, where one rank may load or compile longer than another; one that is lost
-is found out by other means."""
+"""Timeout of an all-gather during the start, where ranks may load or compile at different speeds;
+lost ranks are detected by other means."""
 
 
 class Shared:
-    """Rank 0's side. A plan goes to ranks of this host by a ring, to others by their sockets.
+    """Rank 0's side. Plans reach ranks of this host by a ring, ranks of other hosts by their
+    sockets.
 
     Attributes:
-      ranks: Which rank this process is.
+      ranks: Rank and communication of this process.
       written: Plans so far.
     """
 
     def __init__(self, followers: Followers, capacity: Capacity) -> None:
-        """Takes the memory, and tells every rank where it is."""
+        """Allocates the memory and sends its location to every rank."""
         here = [each for each in followers.ranks if each.device and each.device[0] == boot()]
         self._far = [each for each in followers.ranks if each not in here]
         self._here, self.written = here, 0
@@ -47,14 +50,14 @@ class Shared:
         self._tell()
 
     def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
-        """Gives every other rank a plan.
+        """Broadcasts a plan to the worker ranks.
 
         Args:
-          program: Index of its program, which goes before it.
-          timeout_s: How long a rank may take to make room.
+          program: Index of its program, which is sent first.
+          timeout_s: Time that a rank may take to free a slot.
 
         Raises:
-          RankError: One did not.
+          RankError: A rank exceeded it.
         """
         message = self._message[: 1 + len(plan)]
         message[0], message[1:] = program, plan
@@ -73,17 +76,17 @@ class Shared:
             each.link.send("step", message.tobytes())
 
     def wait_at_most(self, seconds: float) -> None:
-        """How long rank 0 waits in an exchange from here on."""
+        """Sets the timeout of rank 0 in collectives from here on."""
         if self._mailboxes is not None:
             self._mailboxes.wait_s = seconds
 
     def opened(self) -> None:
-        """Every rank has what is shared, so that its name can go."""
+        """Removes the name of the memory, once every rank has mapped it."""
         if self._mailboxes is not None:
             self._mailboxes.remove()
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Releases the shared memory."""
         self.opened()
         if self._ring is not None:
             self._ring.close()
@@ -98,14 +101,14 @@ class Shared:
 
 
 def _free_port(address: str) -> int:
-    """A port at which nothing listens yet."""
+    """Returns an unused port."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
 def hosts_of(ranks: Sequence[Follower]) -> dict[str, int]:
-    """How many ranks each host has, by its boot, with rank 0."""
+    """Counts the ranks per host, by boot id, rank 0 included."""
     hosts = {boot(): 1}
     for each in ranks:
         if each.device is not None:

@@ -1,9 +1,9 @@
-"""Carries step plans from the engine's process to those of the other ranks of a host.
+"""Shared-memory ring buffer that broadcasts step plans to the worker ranks of a host.
 
-A ring of slots in shared memory, which one process writes in order and every reader reads whole. A
-reader looks at a number for a moment, as the next plan mostly comes at once, and then sleeps on
-something else; whoever writes is told which readers sleep. The memory has no name in any folder, so
-nothing is left of it however the processes end.
+One process writes the slots in order and every reader reads all of them. A reader spins briefly on
+the sequence number, as the next plan is mostly imminent, and then sleeps on its socket; the writer
+learns which readers sleep. The memory is anonymous (memfd), so nothing remains however the
+processes end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LOOKS = 64  # looks at the number between two at the clock
 
 
 class RingFullError(RuntimeError):
-    """A reader has not taken what was written long ago.
+    """A reader has not freed a slot within the time limit.
 
     Attributes:
-      reader: Which.
-      taken: How many messages it has taken.
+      reader: Index of the reader.
+      taken: Messages that it has read.
     """
 
     def __init__(self, reader: int, taken: int) -> None:
@@ -38,20 +38,20 @@ class RingFullError(RuntimeError):
 
 
 class Ring:
-    """The writer's side.
+    """Writer side of the ring.
 
     Attributes:
-      descriptor: Of the memory, for `Reader.at` in other processes.
+      descriptor: File descriptor of the memory, for `Reader` in other processes.
       written: Messages so far.
     """
 
     def __init__(self, readers: int, most_words: int, slots: int) -> None:
-        """Takes new memory.
+        """Allocates the memory.
 
         Args:
           readers: Processes that read every message.
           most_words: Words of 4 bytes in the longest message.
-          slots: Messages that wait for the slowest reader at most.
+          slots: Messages that may wait for the slowest reader.
         """
         self.descriptor = os.memfd_create("tandem_plans")
         stride = _stride(most_words)
@@ -63,16 +63,16 @@ class Ring:
         self.written = 0
 
     def write(self, message: Int32[np.ndarray, " words"], timeout_s: float) -> list[int]:
-        """Writes a message and returns at once, unless a slot must be waited for.
+        """Writes a message; returns at once unless it must wait for a slot.
 
         Args:
-          timeout_s: How long it may be waited for.
+          timeout_s: Time limit of this wait.
 
         Returns:
-          The readers that sleep and are to be woken.
+          Sleeping readers, which the caller must wake.
 
         Raises:
-          RingFullError: No slot got free in time; nothing was written.
+          RingFullError: No slot became free in time; nothing was written.
           ValueError: The message is longer than a slot.
         """
         places = self._places
@@ -90,11 +90,11 @@ class Ring:
         return [each for each in range(places.readers) if self._words[places.reader(each) + 1]]
 
     def taken(self, reader: int) -> int:
-        """Messages that a reader has taken."""
+        """Returns the messages that a reader has read."""
         return self._words[self._places.reader(reader)]
 
     def close(self) -> None:
-        """Gives the descriptor back; readers keep what they have opened."""
+        """Closes the descriptor; readers keep their mappings."""
         os.close(self.descriptor)
 
     def _wait_for_slot(self, timeout_s: float) -> None:
@@ -111,14 +111,14 @@ class Ring:
 
 
 class Reader:
-    """One reader's side."""
+    """Reader side of the ring."""
 
     def __init__(self, descriptor: int, reader: int) -> None:
-        """Maps the ring's memory; the descriptor may be closed then.
+        """Maps the memory; the descriptor may be closed afterwards.
 
         Args:
-          descriptor: Of the memory, in this process.
-          reader: Which reader this is.
+          descriptor: File descriptor of the memory, in this process.
+          reader: Index of this reader.
 
         Raises:
           ValueError: The ring has no such reader.
@@ -132,11 +132,11 @@ class Reader:
 
     @property
     def taken(self) -> int:
-        """Messages that were taken so far."""
+        """Messages read so far."""
         return self._words[self._own]
 
     def take(self) -> Int32[np.ndarray, " words"] | None:
-        """The next message, in memory of its own; None where there is none yet."""
+        """Returns a copy of the next message, or None if there is none yet."""
         number = self._words[self._own] + 1
         slot = self._places.slot(number)
         if self._words[slot] != number:
@@ -148,7 +148,7 @@ class Reader:
         return message
 
     def look(self, seconds: float) -> Int32[np.ndarray, " words"] | None:
-        """The next message; it keeps looking for so long without giving the processor away."""
+        """Returns the next message; spins for up to these seconds."""
         until = time.monotonic() + seconds
         while True:
             for _ in range(_LOOKS):
@@ -177,7 +177,7 @@ class Reader:
 
 
 class _Places:
-    """Where everything lies, in words of 8 bytes."""
+    """Memory layout of the ring, in words of 8 bytes."""
 
     def __init__(self, words: memoryview) -> None:
         self.readers, self.slots, self.most_words = words[0], words[1], words[2]
@@ -186,19 +186,19 @@ class _Places:
         self._all = np.frombuffer(words, np.int32)
 
     def reader(self, reader: int) -> int:
-        """What a reader has taken; whether it sleeps comes next."""
+        """Returns the index of a reader's count of messages read; its sleep flag follows."""
         return _HEAD + reader * _LINE
 
     def slot(self, number: int) -> int:
-        """The slot of a message, which are counted from 1."""
+        """Returns the index of a message's slot; messages are counted from 1."""
         return self._first + (number - 1) % self.slots * self._stride
 
     def data(self, slot: int) -> Int32[np.ndarray, " words"]:
-        """The room for the message of a slot."""
+        """Returns the payload area of a slot."""
         first = 2 * (slot + _SLOT_HEAD)
         return self._all[first : first + self.most_words]
 
 
 def _stride(most_words: int) -> int:
-    """Words of 8 bytes that a slot takes: whole lines."""
+    """Returns the words of 8 bytes of a slot, in whole cache lines."""
     return -(-(_SLOT_HEAD + -(-most_words // 2)) // _LINE) * _LINE

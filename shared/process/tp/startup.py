@@ -1,4 +1,4 @@
-"""The start of one model on several ranks: all begin together, and rank 0 waits for each."""
+"""Start of one model on several ranks: all start together, and rank 0 waits for each."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from shared.process.tp.worker_connection import boot
 from shared.process.tp.workers import Followers
 
 MORE_FREE = 1.1
-"""A rank that has so many times the memory of another one is not used in full: that is said."""
+"""Ratio of free memory between two ranks above which a note reports the unused memory."""
 
 Gauges = dict[str, Callable[[], float]]
 
 
 class RankedStart:
-    """The start of rank 0, and with it of all others.
+    """Start of rank 0 and of all worker ranks.
 
-    Of one rank, and where one process has all devices, it is a start like any other.
+    With one rank, or if one process has all devices, it is an ordinary start.
 
     Attributes:
-      notes: What a user should know of the ranks, once `prepare` has found it out.
+      notes: Notes for the user about the ranks, filled by `prepare`.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class RankedStart:
         rank_module: str | None,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Checks flags and files, then starts the processes of the others.
+        """Checks flags and files, then starts the worker processes.
 
-        They come as far as rank 0 does meanwhile.
+        They start concurrently with rank 0.
 
         Args:
           find_platform, rank_module: See `shared.process.launch.launch`.
-          on_failure: Gets the reason where one is lost, on a thread of its own.
+          on_failure: Called with the reason if a rank is lost, on a separate thread.
 
         Raises:
-          ConfigError: There is no place for one.
+          ConfigError: A rank has no device.
           ValueError: See `shared.process.model_check.check_early`.
         """
         self._checked = check_early(options)
@@ -76,7 +76,7 @@ class RankedStart:
             self._followers.tell("options", _values(with_whole_paths(options)))
 
     def _check_others(self, rank_module: str | None) -> None:
-        """Refuses to look for places where there is nothing to place."""
+        """Rejects an executor backend that has no worker ranks to place."""
         if rank_module is None:
             raise ConfigError(
                 "--distributed-executor-backend ray is not supported by the JAX backend, "
@@ -89,10 +89,10 @@ class RankedStart:
             )
 
     def prepare(self) -> Start:
-        """As `shared.process.start.prepare`, for all ranks.
+        """Same as `shared.process.start.prepare`, for all ranks.
 
         Raises:
-          ValueError: A flag or a file is refused, on whatever rank.
+          ValueError: A flag or a file is rejected, on any rank.
           RankError: A rank is lost.
         """
         followers, platform = self._followers, self._find_platform()
@@ -116,7 +116,7 @@ class RankedStart:
         return plan_start(checked, platform)
 
     def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
-        """As `Start.load`, on all ranks; `progress` is told of the slowest.
+        """Same as `Start.load`, on all ranks; `progress` follows the slowest.
 
         Raises:
           RankError: A rank is lost.
@@ -146,7 +146,7 @@ class RankedStart:
 
     @property
     def gauges(self) -> Gauges:
-        """What `/metrics` shows of the ranks; nothing of one."""
+        """Gauges of the ranks on `/metrics`; empty with one rank."""
         if self._count == 1:
             return {}
         found: Gauges = {"tp_size": lambda: self._count}
@@ -157,17 +157,19 @@ class RankedStart:
         return found
 
     def standing(self) -> str:
-        """How far the others are, for the reader; empty of one."""
+        """Describes the progress of the worker ranks; empty with one rank."""
         ranks = self._followers.ranks if self._followers else ()
         return "".join(f"; {each.name} has finished {each.ended} steps" for each in ranks)
 
     def kill(self) -> None:
-        """Ends the others at once."""
+        """Kills the worker ranks at once."""
         if self._followers is not None:
             self._followers.kill()
 
     def _shared_device(self) -> Device:
-        """What each rank of this process has: of memory that they share, or of its own at least."""
+        """Returns the device with the free memory per rank of this process: a share of common
+        memory, or the least of several devices.
+        """
         platform = self._find_platform()
         found = platform.find_device()
         if found.kind == "cpu":
@@ -177,7 +179,7 @@ class RankedStart:
         return replace(found, free_bytes=self._least(free))
 
     def _least_device(self) -> Device:
-        """Rank 0's device, with as much memory as the rank that has least."""
+        """Returns rank 0's device, with the free memory of the rank that has least."""
         followers, own = self._followers, self._find_platform().find_device()
         assert followers is not None, "this is asked where there are others"
         followers.wait_until(lambda each: each.device is not None, "done with finding its device")
@@ -197,7 +199,7 @@ class RankedStart:
         return replace(own, free_bytes=free_bytes)
 
     def _least(self, free: Mapping[str, int]) -> int:
-        """What every rank takes as free, of what each has; notes where one has far more."""
+        """Returns the least free memory of all ranks; adds a note if a rank has far more."""
         least = min(free, key=lambda name: free[name])
         most = max(free, key=lambda name: free[name])
         if free[most] > MORE_FREE * free[least]:
@@ -215,7 +217,7 @@ def ranked_start(
     rank_module: str | None,
     on_failure: Callable[[str], None],
 ) -> Iterator[RankedStart]:
-    """A start of several ranks, whose processes end where it is left by an error."""
+    """Starts several ranks, whose processes are killed on an error."""
     start = RankedStart(options, find_platform, rank_module, on_failure)
     try:
         yield start
@@ -228,13 +230,13 @@ def _launcher(options: Options) -> Launcher:
     if options.ranks.distributed_executor_backend != RAY:
         return LocalLauncher()
     options.ranks.check_launcher()
-    module = import_module("shared.cluster.ray_launcher")  # it brings Ray
+    module = import_module("shared.cluster.ray_launcher")  # imports Ray
     gpu = gpu_of(os.environ, gpus_on_host(), 0)
     return module.RayLauncher(options.ranks.tp_size, FOLLOWER, gpu is not None)
 
 
 def _values(options: Options) -> dict[str, object]:
-    """What a start was told, by name, for `Options.from_values` in another process."""
+    """Returns the explicitly set options by name, for `Options.from_values` in another process."""
     told: dict[str, object] = {}
     for part in PARTS:
         told |= asdict(getattr(options, part))

@@ -1,8 +1,8 @@
-"""The process of a rank other than 0: `python -m shared.process.tp.worker MODULE RANK COUNT`.
+"""Worker process of a rank other than 0: `python -m shared.process.tp.worker MODULE RANK COUNT`.
 
-It starts as rank 0 does, with the flags that rank 0 was told, makes its own backend, and then hears
-`prepare`, plans and `close` alone. It has no engine, answers no request and outlives rank 0 by no
-moment.
+It starts as rank 0 (the driver) does, with the same flags, creates its own backend, and then
+receives only `prepare`, step plans and `close`. It has no engine, serves no request and ends with
+rank 0.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError, bo
 from shared.process.tp.workers import LOADED, PREPARING, SERVING
 
 LOOK_S = 0.002
-"""How long the next plan is looked for without giving the processor away, on a GPU's host; on a CPU
-the steps need the processors."""
+"""Time to spin for the next plan before sleeping, on a GPU host; on a CPU the steps need the
+cores."""
 
-TELL_S = 0.2  # between two messages of progress
+TELL_S = 0.2  # between two progress reports
 EXIT_LOST, EXIT_FAILED = 3, 1
 
 
 class _Ended(Exception):
-    """Rank 0 has told it to end, or has ended."""
+    """Rank 0 has requested the end, or has ended."""
 
 
 class Rank:
-    """What the process is about, once it hears rank 0."""
+    """Main loop of a worker rank: start, preparation, steps and end."""
 
     def __init__(self, link: Link, rank: int, count: int) -> None:
         self._link, self._rank, self._count = link, rank, count
@@ -63,7 +63,7 @@ class Rank:
         self._is_on_gpu = False
 
     def run(self, module: str) -> None:
-        """Starts, serves, and ends when told.
+        """Starts, serves, and ends when rank 0 requests it.
 
         Raises:
           _Ended: Rank 0 is gone.
@@ -86,7 +86,7 @@ class Rank:
         return start
 
     def _device(self, platform: Platform) -> Device:
-        """This rank's own device, with as much memory as the rank that has least."""
+        """Returns this rank's device, with the free memory of the rank that has least."""
         found = platform.find_device()
         self._is_on_gpu = found.kind == "gpu"
         self._link.send("device", boot(), found.kind, found.name, found.free_bytes)
@@ -149,7 +149,7 @@ class Rank:
         backend.close()
 
     def _plans(self) -> Iterator[Int32[np.ndarray, " words"]]:
-        """Every plan, until rank 0 has told how many there are."""
+        """Yields every step plan, up to the number that `close` gives."""
         last: int | None = None
         while last is None or self.taken < last:
             message = None
@@ -168,7 +168,7 @@ class Rank:
                 (last,) = fields
 
     def _retire(self) -> None:
-        """Waits for each step's end, so that one that fails is told at once."""
+        """Waits for the end of each step, so that a failed step is reported at once."""
         while (flight := self._flights.get()) is not None:
             try:
                 flight.result()
@@ -177,7 +177,7 @@ class Rank:
             self.ended += 1
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tells rank 0 why this rank ends, and ends."""
+        """Reports the error to rank 0 and ends the process."""
         traceback.print_exception(error)
         self._link.send("beat", self.taken, self.ended)
         self._link.send("failed", f"{type(error).__name__}: {error}")
@@ -188,7 +188,7 @@ class Rank:
         self._link.send("phase", phase)
 
     def _next(self, kind: str) -> list[Any]:
-        """The fields of the next message, which must be of this kind."""
+        """Returns the fields of the next message, which must be of this kind."""
         came, *fields = self._hear()
         if came == "close":
             raise _Ended
@@ -210,9 +210,9 @@ class Rank:
             self._hear()
 
     def _live(self) -> None:
-        """Says once a second that this process lives, and ends it at once where rank 0 has ended.
+        """Sends a heartbeat once a second, and ends the process at once when rank 0 has ended.
 
-        The main thread may be compiling, or may wait for a step that will never end.
+        The main thread may be compiling, or waiting for a step that never ends.
         """
         while not self._link.ends_within(BEAT_S):
             self._link.send("beat", self.taken, self.ended)
@@ -220,7 +220,7 @@ class Rank:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a rank; returns the process's exit code."""
+    """Runs a worker rank; returns the exit code of the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
     parser.add_argument("rank", type=int)
@@ -236,13 +236,13 @@ def main(argv: Sequence[str]) -> int:
         rank.run(flags.module)
     except _Ended:
         return EXIT_LOST
-    except Exception as error:  # whatever it is, rank 0 is to name it
+    except Exception as error:  # any error is reported by rank 0
         rank.fail(error)
     return 0
 
 
 def _call(address: str) -> socket.socket:
-    """A connection to the engine's process, which knows this one by a word."""
+    """Connects to the engine process and authenticates with the token from stdin."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

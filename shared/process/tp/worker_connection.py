@@ -1,17 +1,16 @@
-"""The messages between the engine's process and that of another rank, over a stream socket.
+"""Messages between the engine process and a worker rank, over a stream socket.
 
-They are frames of `shared.process.ipc_messages`; the first entry names the message.
+Each is a frame of `shared.process.ipc_messages`, whose first entry is the kind of the message.
 
-- to a follower, in this order: `options` (what the start was told, by name), `memory` (bytes that
-  every rank takes as free), `share` (path of the ring, or None where plans come by this socket;
-  path, bytes of an exchange and seconds of the mailboxes, or None; where ranks of several hosts
-  meet, or None), `prepare`
-  (indices of programs); then any number of `wake` and of `step` (a plan, where there is no ring),
-  and `close` (how many plans there were).
-- from a follower: `beat` (plans it has taken, steps that have ended; once a second), `phase` (what
-  it is at), `device` (host, kind, name, free bytes), `planned` (digest of its plan), `loaded`
-  (bytes so far), `began` (programs that it has begun to make ready), `refused` (a sentence that the
-  user can do something about), `failed` (a sentence).
+- to a worker, in this order: `options` (explicitly set options, by name), `memory` (free bytes that
+  every rank assumes), `share` (path of the ring, or None if plans are sent over this socket; path,
+  bytes of an exchange and timeout in seconds of the mailboxes, or None; rendezvous address of ranks
+  on several hosts, or None), `prepare` (program indices); then any number of `wake` and `step` (a
+  plan, without a ring), and `close` (number of plans sent).
+- from a worker: `beat` (heartbeat once a second: plans received, steps ended), `phase` (current
+  phase), `device` (host, kind, name, free bytes), `planned` (digest of its plan), `loaded` (bytes
+  so far), `began` (programs whose preparation has begun), `refused` (an error that the user can
+  correct), `failed` (an error).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from shared.process.ipc_messages import FrameReader, pack
 
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Interval of heartbeats."""
 
 RECEIVE_BYTES = 1 << 18
 
@@ -35,18 +34,18 @@ class LinkEndedError(ConnectionError):
 
 
 class Link:
-    """One end. Any thread may send; one thread receives."""
+    """One end of a connection. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._reader = connection, FrameReader()
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The socket's, to wait on."""
+        """Returns the socket's descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, *message: Any) -> None:
-        """Sends a message; where the other end is gone, who receives hears of it."""
+        """Sends a message; if the other end is gone, the receiving thread detects it."""
         try:
             with self._sending:
                 self._socket.sendall(pack(list(message)))
@@ -54,13 +53,13 @@ class Link:
             pass
 
     def receive(self, timeout_s: float | None) -> Iterator[list[Any]]:
-        """The messages that have come; waits for the first.
+        """Yields the received messages, after waiting for the first.
 
         Args:
-          timeout_s: How long; None waits for ever.
+          timeout_s: Time limit; None waits indefinitely.
 
         Raises:
-          LinkEndedError: There will be no more.
+          LinkEndedError: The connection has ended.
         """
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return
@@ -73,21 +72,22 @@ class Link:
         yield from self._reader.feed(received)
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits so long for the other end to close; what it has sent before stays to be received.
+        """Waits up to these seconds for the other end to close; earlier messages can still be
+        received.
 
-        Any thread may ask.
+        Thread-safe.
         """
         waiting = select.poll()
         waiting.register(self._socket, select.POLLRDHUP)
         return bool(waiting.poll(1000 * seconds))
 
     def close(self) -> None:
-        """Lets the other process see the end."""
+        """Closes this end, which the other process detects."""
         self._socket.close()
 
 
 def boot() -> str:
-    """Names the machine that is running, the same for all that share its memory."""
+    """Returns the boot id of this machine, equal for all processes that share its memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

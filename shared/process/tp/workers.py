@@ -1,7 +1,7 @@
-"""The other ranks, as the engine's process knows them.
+"""Worker ranks as seen by the engine process (rank 0).
 
-A thread listens to all of them, so that one that dies, stands still or fails is known by its number
-and by what it was at, also while the engine's own thread compiles or waits for the device.
+A thread receives from all of them, so that a rank that ends, is stopped or fails is reported by its
+number and phase, also while the engine thread compiles or waits for the device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError
 
 CHECK_S = 0.5  # between two looks at which process is stopped
 STOPPED_S = 3.0
-"""How long a process may stand still by a signal."""
+"""Time that a process may be stopped by a signal."""
 
 SILENCE_S = {False: 60.0, True: 10.0}
-"""How long a rank may say nothing: a start may be in one call of a library for long, steps not."""
+"""Time without a message from a rank, by serving: a start may be in one long library call, steps
+not."""
 
 PHASE_S = 600.0
-"""How long a rank may be at what rank 0 has behind it, such as loading."""
+"""Time that a rank may be in a phase that rank 0 has completed, such as loading."""
 
 CLOSE_S = 3.0
 STARTING, LOADED, PREPARING = "starting", "waiting for the others", "preparing programs"
@@ -33,23 +34,23 @@ SERVING = "serving"
 
 
 class RankError(RuntimeError):
-    """A rank is lost; the message names it and what it was at."""
+    """A rank is lost; the message gives the rank and its phase."""
 
 
 @dataclass
 class Follower:
-    """One other rank; all but the first three follow from its messages.
+    """State of one worker rank; all but the first three attributes follow from its messages.
 
     Attributes:
-      phase: What it is at, as "loading".
-      device: Host's boot, kind, name and free bytes, once it has found it.
-      digest: Of its plan.
-      loaded: Bytes of weights.
-      begun: Programs that it has begun to make ready.
-      taken, ended: Plans that it has taken, and steps that have ended.
-      heard: When it last said something, by the monotonic clock.
-      free_bytes: Of its device, divided among the ranks of a host where that is main memory.
-      stands_since: When it was first found standing still; None while it runs.
+      phase: Its current phase, e.g. "loading".
+      device: Boot id of its host, kind, name and free bytes; None until it is found.
+      digest: Digest of its plan.
+      loaded: Bytes of weights loaded.
+      begun: Programs whose preparation has begun.
+      taken, ended: Plans received, and steps ended.
+      heard: Time of the last message, by the monotonic clock.
+      free_bytes: Free bytes of its device; of main memory, its share among the ranks of the host.
+      stands_since: Time when it was first found stopped; None while it runs.
     """
 
     rank: int
@@ -68,16 +69,16 @@ class Follower:
 
     @property
     def name(self) -> str:
-        """For the reader."""
+        """Name of the rank in messages."""
         return f"rank {self.rank}" + (f" on {self.process.host}" if self.process.host else "")
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has its weights."""
+        """Tells whether its weights are loaded."""
         return self.phase in (LOADED, PREPARING, SERVING)
 
     def take(self, kind: str, *fields: Any) -> None:
-        """Notes a message."""
+        """Updates the state from a message."""
         self.heard = time.monotonic()
         match kind:
             case "phase":
@@ -94,33 +95,33 @@ class Follower:
                 self.taken, self.ended = fields
 
     def at(self) -> str:
-        """What it is at, with the step where it serves."""
+        """Returns its phase; while serving, with the last step that ended."""
         known = f"{SERVING}, last report after step {self.ended}"
         return known if self.phase == SERVING else self.phase
 
 
 class Followers:
-    """All other ranks.
+    """All worker ranks.
 
     Attributes:
-      count: Of ranks, with rank 0.
-      failure: Why one is lost, once one is; nothing goes on then.
-      address: By which processes on other hosts reach this one's.
-      on_failure: Gets that sentence, on a thread of its own.
+      count: Ranks, rank 0 included.
+      failure: Reason why a rank is lost, or None; the service ends then.
+      address: Address of this process for processes on other hosts.
+      on_failure: Called with that reason, on a separate thread.
     """
 
     def __init__(
         self, launcher: Launcher, count: int, module: str, on_failure: Callable[[str], None]
     ) -> None:
-        """Starts their processes.
+        """Starts the worker processes.
 
         Args:
-          launcher: Where they run.
-          count: Of ranks, with rank 0.
-          module: Has the `PLATFORM` that they serve with.
+          launcher: Launcher of the processes.
+          count: Ranks, rank 0 included.
+          module: Module with the `PLATFORM` of the ranks.
 
         Raises:
-          ConfigError: There is no place for one.
+          ConfigError: A rank has no device.
         """
         self.count, self.failure, self.on_failure = count, None, on_failure
         self.address = launcher.address
@@ -138,7 +139,7 @@ class Followers:
         threading.Thread(target=self._listen, name="ranks", daemon=True).start()
 
     def tell(self, *message: Any) -> None:
-        """Sends all the same message."""
+        """Sends a message to all ranks."""
         for each in self.ranks:
             each.link.send(*message)
 
@@ -148,15 +149,15 @@ class Followers:
         what: str,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits until it is so for every rank.
+        """Waits until the condition holds for every rank.
 
         Args:
-          what: What is waited for, for the reader.
-          tick: Called with each change.
+          what: Description of the condition in messages.
+          tick: Called on each change.
 
         Raises:
-          ConfigError: One refuses, with a sentence for the user.
-          RankError: One is lost, or takes too long.
+          ConfigError: A rank rejects the start, with a message for the user.
+          RankError: A rank is lost, or exceeds the time limit.
         """
         until = time.monotonic() + PHASE_S
         with self._changed:
@@ -173,10 +174,10 @@ class Followers:
                 self._changed.wait(CHECK_S)
 
     def check(self) -> None:
-        """Raises what is known against going on.
+        """Raises a known failure of a rank.
 
         Raises:
-          ConfigError: A rank has refused the start.
+          ConfigError: A rank has rejected the start.
           RankError: A rank is lost.
         """
         if self._refusal is not None:
@@ -185,12 +186,12 @@ class Followers:
             raise RankError(self.failure)
 
     def lost_within(self, seconds: float) -> bool:
-        """Whether a rank is lost, or is found to be in so many seconds."""
+        """Tells whether a rank is lost, or becomes lost within these seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self.failure is not None, seconds)
 
     def fail(self, sentence: str) -> None:
-        """Takes note that a rank is lost; the first sentence counts."""
+        """Records that a rank is lost; only the first reason is kept."""
         with self._changed:
             if self.failure is not None or self._is_closing:
                 return
@@ -199,30 +200,31 @@ class Followers:
         self.on_failure(sentence)
 
     def begin_close(self, plans: int) -> None:
-        """Has them end once they have done all steps; it is no failure from here on.
+        """Requests the end of all ranks after their last step; an ending rank is no failure from
+        here on.
 
         Args:
-          plans: How many they were given.
+          plans: Step plans sent.
         """
         self._is_closing = True
         self.tell("close", plans)
 
     def close(self) -> None:
-        """Waits for their end; who does not end in time is killed."""
+        """Waits for the end of all ranks, and kills those that exceed the time limit."""
         until = time.monotonic() + CLOSE_S
         for each in self.ranks:
             each.process.ending(max(0.0, until - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kills all ranks at once."""
         self._is_closing = True
         for each in self.ranks:
             each.process.kill()
         self._launcher.close()
 
     def _listen(self) -> None:
-        """Hears all ranks until none is left."""
+        """Receives from all ranks until none is left."""
         open_ranks, looked = list(self.ranks), time.monotonic()
         while open_ranks:
             readable, _, _ = select.select([each.link for each in open_ranks], [], [], CHECK_S)
@@ -255,7 +257,7 @@ class Followers:
             self.fail(f"{follower.name} {ending} while {follower.at()}")
 
     def _look(self, open_ranks: Sequence[Follower]) -> None:
-        """Finds ranks that are there and do nothing."""
+        """Detects ranks that are stopped or silent."""
         now = time.monotonic()
         for each in open_ranks:
             if not each.process.is_stopped():
