@@ -198,9 +198,9 @@ def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--speculative-num-draft-tokens 8", "drafts chains of 4 nodes; leave them out"),
-        ("--speculative-num-steps 2", "drafts chains of 4 nodes; leave them out"),
-        ("--speculative-draft-window-size 3", "than the chain that the draft model drafts, of 4"),
+        ("--speculative-num-draft-tokens 8", "drafts chains of 4 nodes; remove them"),
+        ("--speculative-num-steps 2", "drafts chains of 4 nodes; remove them"),
+        ("--speculative-draft-window-size 3", "than the draft model's chain of 4 nodes"),
     ],
 )
 def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
