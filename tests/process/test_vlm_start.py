@@ -141,7 +141,7 @@ def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(fol
     blind = write_seeing(tmp_path / "model")
     (blind / "preprocessor_config.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"no preprocessor_config.json.*--language-model-only serves"
+        ConfigError, match=r"no image processor settings.*--language-model-only"
     ):
         started(blind)
     assert started(blind, "--language-model-only").memory.capacity.pictures is None
