@@ -242,7 +242,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     """The operation that has the kernels, as on a GPU, and what it is called with."""
     impl = {"pallas": jax_impl, "triton": torch_impl}[language]
     bind_kernels(monkeypatch, impl.ops, KERNELS[language])
-    ops = impl.ops.delta_mix
+    ops = impl.ops.gdn.gdn_layer
     side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
     operation = partial(ops.kernel_feed, impl.ops.KERNELS)
     if language == "pallas":

@@ -325,13 +325,13 @@ def test_the_languages_have_one_signature() -> None:
     ("module", "name"),
     [
         *(("logits_processing", name) for name in ("Inputs", "Sizes", "Wish")),
-        *(("support", name) for name in ("Source", "Memory", "Bounds", "Known")),
+        *(("topk_topp", name) for name in ("Source", "Memory", "Bounds", "Known")),
         ("topk", "Support"),
     ],
 )
 def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: str) -> None:
     names = {
-        language: getattr(sys.modules[f"kernels.{language}_gpu.{module}"], name)._fields
+        language: getattr(sys.modules[f"kernels.{language}_gpu.sampling.{module}"], name)._fields
         for language in ("pallas", "triton")
     }
     # Triton takes no constants within named tuples: those of `Source` and `Memory` stand beside.
