@@ -146,15 +146,15 @@ OF_TOWERS = (
 """Operations that only vision encoders run."""
 
 OPERATIONS = (
-    Operation("mix", _attention_fault, is_refused=True),
-    Operation("delta_mix", _delta_fault, is_refused=True),
-    Operation("delta_mix.feed", _feed_fault, is_refused=False),
+    Operation("attention_layer", _attention_fault, is_refused=True),
+    Operation("gdn_layer", _delta_fault, is_refused=True),
+    Operation("gdn_layer.feed", _feed_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("convolution", _convolution_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
-    Operation("projection", _dtype_fault, is_refused=False),
+    Operation("lm_head", _dtype_fault, is_refused=False),
     *(Operation(name, _tower_fault, is_refused=False) for name in OF_TOWERS),
 )
 """All operations whose kernels do not support every model and dtype.

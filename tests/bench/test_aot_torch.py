@@ -46,7 +46,7 @@ def test_every_kernel_of_a_real_models_size_is_read_by_the_compiler(
 
 
 def test_a_whole_kernel_is_told_with_what_it_takes() -> None:
-    done = read("--whole", "--only", "slots: restore, 8 rows")
+    done = read("--whole", "--only", "slot_state: restore, 8 rows")
     assert done.returncode == 0, done.stdout + done.stderr
     kernel, *case, registers, spilled, shared = done.stdout.splitlines()[1].split()
     assert kernel == "_restore_kernel"

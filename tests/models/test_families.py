@@ -15,7 +15,8 @@ ALSO = {
     Path("shared/drafts/config.py"): "reads that of heads, whose layers are a family's",
     Path("shared/drafts/config_formats.py"): "reads heads, which say whose layers they have",
     Path("shared/drafts/mtp.py"): "reads MTP layers that stand alone",
-    Path("shared/options/rules.py"): "has examples of starts that are refused",
+    Path("shared/options/draft_model_rules.py"): "has examples of starts that are refused",
+    Path("shared/options/rules.py"): "the same",
     Path("shared/options/server.py"): "names parsers of reasoning after models",
     Path("shared/text/template_probe.py"): "chooses a parser of reasoning by that name",
 }

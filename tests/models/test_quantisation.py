@@ -106,16 +106,18 @@ FAULTS = {
     rf"{QUERY}_scale is stored as F8_E8M0": changed(
         f"{QUERY}_scale", np.ones((128, 1), np.uint8), "F8_E8M0"
     ),
-    "layers.0.self_attn.q_proj.weight_zero_point has no place": changed(
+    "layers.0.self_attn.q_proj.weight_zero_point is not part of a": changed(
         "layers.0.self_attn.q_proj.weight_zero_point", np.zeros((128, 1), np.float32)
     ),
-    "layers.0.self_attn.k_scale has no place": changed(
+    "layers.0.self_attn.k_scale is not part of a": changed(
         "layers.0.self_attn.k_scale", np.ones(1, np.float32)
     ),
-    "layers.0.mlp.gate.input_scale has no place": changed(
+    "layers.0.mlp.gate.input_scale is not part of a": changed(
         "layers.0.mlp.gate.input_scale", np.ones(1, np.float32)
     ),
-    rf"{QUERY}_scale has no place": changed(f"{QUERY}_scale_inv", np.ones((128, 1), np.float32)),
+    rf"{QUERY}_scale is not part of a": changed(
+        f"{QUERY}_scale_inv", np.ones((128, 1), np.float32)
+    ),
 }
 
 

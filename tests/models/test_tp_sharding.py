@@ -178,7 +178,7 @@ def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, 
 
     In torch they are made of several experts at a time, of parts of one, and of all.
     """
-    monkeypatch.setattr(torch_weights.dummy, "PIECE", piece)
+    monkeypatch.setattr(torch_weights.dummy_weights, "PIECE", piece)
     stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
     stated |= {"hidden_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
     config = config_from_dict(stated)
@@ -205,12 +205,12 @@ def _dummy_of(name, dummy, local, in_words):
     backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
     if not in_words:
         kind = torch.float32 if name == "torch" else np.float32
-        made = backend.dummy.parameter_array(local, dummy.law(local), kind, device)
+        made = backend.dummy_weights.parameter_array(local, dummy.law(local), kind, device)
         if (granularity := dummy.granularity_of(local)) is not None:
-            made = backend.words.scaled(made, local, granularity)
+            made = backend.fp8_weights.scaled(made, local, granularity)
         return np.asarray(made)
     (granularity,) = in_words.values()
-    both = backend.words.read(dummy, local, granularity, device, lambda count: None)
+    both = backend.fp8_weights.read(dummy, local, granularity, device, lambda count: None)
     ops = {"torch": torch_linear, "jax": jax_linear}[name]
     wide = ops.widened(ops.Matrix(both[0], scales=both[1]))
     return wide.float().numpy() if name == "torch" else np.asarray(wide.astype(np.float32))

@@ -40,7 +40,7 @@ def test_stream_http():
         assert "#### 78" in run("stream_http", server.url + "/v1")  # as earlier releases had it
         done = ended("stream_http", "--base-url", server.url, "--model", "gpt")
     assert done.returncode == 1
-    assert f"The server at {server.url} answered 404: the model 'gpt' is not served" in done.stderr
+    assert f"The server at {server.url} answered 404: the model 'gpt' does not exist" in done.stderr
     assert "Traceback" not in done.stderr
 
 
