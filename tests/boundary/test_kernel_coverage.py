@@ -211,7 +211,7 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
     assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
     told = capfd.readouterr().err
     assert "linear falls back to the reference implementation" in told
-    assert "bfloat16, got float32" in told
+    assert "its kernel requires bfloat16, got float32" in told
     page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     counts = {

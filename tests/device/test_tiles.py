@@ -113,7 +113,8 @@ def test_a_wrong_line_is_refused_with_its_place(
 def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
     for name in ("programs", "splits", "stages"):
         write(tmp_path, MEASURED, [LINE], attention_layer=[MIX | {name: 0}])
-        with pytest.raises(ValueError, match=f"layer, line 1: {name} must be at least 1"):
+        fault = f"attention_layer, line 1: {name} must be at least 1, got 0"
+        with pytest.raises(ValueError, match=fault):
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 

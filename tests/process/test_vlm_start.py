@@ -140,7 +140,10 @@ def test_what_leaves_no_room_for_pictures_is_refused_by_name(folder, flags):
 def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(folder, tmp_path):
     blind = write_seeing(tmp_path / "model")
     (blind / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"no image processor settings.*--language-model-only"):
+    fault = (
+        r"no image processor settings; add preprocessor_config.json, .*--language-model-only serves"
+    )
+    with pytest.raises(ConfigError, match=fault):
         started(blind)
     assert started(blind, "--language-model-only").memory.capacity.pictures is None
 
