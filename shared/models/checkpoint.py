@@ -333,9 +333,7 @@ class Checkpoint:
         cannot.
         """
         granularity = self._granularity(source)
-        if granularity is None or not fp8.are_whole_blocks(source.shape):
-            return None
-        if granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK):
+        if granularity is None or not fp8_packing.has_whole_blocks(source, granularity):
             return None
         if not fp8_packing.are_in_bfloat16(self._scales(source)):
             return None

@@ -22,7 +22,6 @@ from shared.models import fp8, fp8_packing
 from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
-from shared.models.parameter import Source
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import LM_HEAD
 from shared.models.vision_config import TENSORS, VisionConfig
@@ -262,7 +261,9 @@ class DummyCheckpoint:
             for parameter in wanted
             if fp8_packing.stays_fp8(parameter.name)
             and (granularity := self.granularity_of(parameter)) is not None
-            and all(_can_stay(source, granularity) for source in parameter.sources)
+            and all(
+                fp8_packing.has_whole_blocks(source, granularity) for source in parameter.sources
+            )
         }
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
@@ -296,12 +297,6 @@ class DummyCheckpoint:
         if (granularity := self.granularity_of(parameter)) is not None:
             return fp8_packing.bytes_of_words(parameter.shape, granularity)
         return STORED_BYTES * math.prod(parameter.shape)
-
-
-def _can_stay(source: Source, granularity: Granularity) -> bool:
-    """Returns True if a tensor, or a rank's shard of it, consists of whole blocks."""
-    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
-    return fp8.are_whole_blocks(source.shape) and not is_cut
 
 
 Stored = Checkpoint | DummyCheckpoint

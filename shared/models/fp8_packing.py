@@ -14,6 +14,7 @@ from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from shared.models import fp8
 from shared.models.fp8 import Granularity
+from shared.models.parameter import Source
 
 InWords = Mapping[str, Granularity]
 """Parameters stored as packed FP8, by name, with the granularity of their scales (block or
@@ -87,6 +88,12 @@ def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:
 def bytes_of_words(shape: tuple[int, ...], granularity: Granularity) -> int:
     """Returns the bytes of a packed weight of this shape with its scales."""
     return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape, granularity))
+
+
+def has_whole_blocks(source: Source, granularity: Granularity) -> bool:
+    """Returns whether the shard that a rank takes of a tensor consists of whole blocks."""
+    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
+    return fp8.are_whole_blocks(source.shape) and not is_cut
 
 
 def kept_granularity(stored: Granularity) -> Granularity:

@@ -15,8 +15,8 @@ from shared.drafts.checkpoint import (
     DraftFiles,
 )
 from shared.drafts.drafter_spec import Drafts
-from shared.models.fp8 import BLOCK, are_whole_blocks
-from shared.models.fp8_packing import EXPERTS
+from shared.models.fp8 import BLOCK, Granularity
+from shared.models.fp8_packing import EXPERTS, has_whole_blocks
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import tower_parameters
@@ -160,8 +160,7 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
             raise ConfigError(
                 "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
             )
-        sources = parameter.sources
-        if not all(are_whole_blocks(x.shape) and x.takes_whole(BLOCK) for x in sources):
+        if not all(has_whole_blocks(x, Granularity.BLOCK) for x in parameter.sources):
             raise ConfigError(
                 f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
                 f"and {parameter.name} has others; remove the flag"
