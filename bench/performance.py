@@ -6,10 +6,10 @@ python -m bench.performance
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.common.markdown import wrapped
 from bench.pages import host, tables
 from bench.pages.chart import svg
 from bench.pages.results import Found, Subject, measured, subjects_of
-from bench.pages.results import wrapped as _wrapped
 from bench.pages.summary import rows_of, slower, speed
 from bench.quality.accuracy_table import insert
 
@@ -134,7 +134,7 @@ def pages(found: Found) -> dict[str, str]:
 def _main_page(found: Found, dense: Sequence[Subject]) -> list[str]:
     lines = [line for row in rows_of(found) for side in row.own.values() for line in side.values()]
     cards = dict.fromkeys(row.asked.card for row in rows_of(found))
-    head = [SUMMARY, _wrapped(measured(lines, cards)), speed(found, in_readme=False), slower(found)]
+    head = [SUMMARY, wrapped(measured(lines, cards)), speed(found, in_readme=False), slower(found)]
     chart = f"![Milliseconds per decode step by engine, batch size and method]({CHART})"
     steps = _chapters(dense, lambda subject: tables.greedy_steps(found, subject))
     return [*head, chart, PAGES, READING, PEERS, *steps]

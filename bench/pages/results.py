@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.quality.accuracy_table import MISSING, markdown
+from bench.common import markdown
+from bench.quality.accuracy_table import MISSING
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -196,16 +197,7 @@ def table(
     """Returns the parts of a page with a table, or none if the table has no lines."""
     if len(cells) < 2:
         return []
-    return [f"### {title}", wrapped(measured(lines, cards)), markdown(cells)]
-
-
-def wrapped(text: str, width: int = 100) -> str:
-    """Breaks a paragraph at spaces."""
-    lines, words = [""], text.split()
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, word]
-    return "\n".join(lines)
+    return [f"### {title}", markdown.wrapped(measured(lines, cards)), markdown.table(cells)]
 
 
 def cell(line: Line | None, show: Callable[[Line], str]) -> str:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bench.pages.results import INDEX, SIMULATED, Found, Line, Subject, cell, lines_of, wrapped
+from bench.common import markdown
+from bench.pages.results import INDEX, SIMULATED, Found, Line, Subject, cell, lines_of
 from bench.pages.tables import bare, number
-from bench.quality.accuracy_table import MISSING, markdown
+from bench.quality.accuracy_table import MISSING
 from tests.support.op_sides import SIDES
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -144,7 +145,7 @@ def speed(found: Found, *, in_readme: bool) -> str:
         others = [[number(row.peers.get(name, {}).get(n)) for n in BATCHES] for name in engines]
         each = [_joined(numbers) for numbers in (*own, *others)]
         cells.append([row.asked.model, _gpus(row.asked), row.asked.name, *each])
-    return markdown(cells)
+    return markdown.table(cells)
 
 
 def _joined(numbers: Sequence[str]) -> str:
@@ -167,7 +168,7 @@ def slower(found: Found) -> str:
     ]
     if not parts:
         return f"Tandem is faster in all {count} cells that were measured with another engine."
-    return wrapped(
+    return markdown.wrapped(
         f"Another engine is faster in {slow} of {count} cells: {'; '.join(parts)}. "
         f"No draft is accepted in cells with {NONE_ACCEPTED}."
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.common.markdown import between, table
 from bench.quality.scoring import Row
 
 MISSING = "-"
@@ -28,7 +29,7 @@ def render(files: Sequence[File]) -> str:
     for line in _in_order(map(_line, rows)):
         mine, begin = [row for row in rows if _line(row) == line], [line[0], f"{line[1]:g}"]
         values.append(begin + _values(mine, kinds))
-    return "\n\n".join([markdown(values), *notes(files)])
+    return "\n\n".join([table(values), *notes(files)])
 
 
 def render_cells(rows: Sequence[Row]) -> str:
@@ -40,13 +41,7 @@ def render_cells(rows: Sequence[Row]) -> str:
         place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])
         speed = f"{row['tokens_per_s']:.0f}"
         lines.append((*place, f"{row['accept_length']:.3f}", shares, speed, row["text_hash"]))
-    return markdown(lines)
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as a table; the first one is its head."""
-    head, *rest = lines
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))
+    return table(lines)
 
 
 def _values(mine: list[Row], kinds: list[str]) -> list[str]:
@@ -120,18 +115,15 @@ def blame(files: Sequence[File]) -> int:
     return int(bool(found))
 
 
-def insert(document: Path, table: str, name: str = "accuracy") -> None:
-    """Puts the table between the document's markers of a name.
+def insert(document: Path, text: str, name: str = "accuracy") -> None:
+    """Puts text between the document's markers of a name.
 
     Raises:
       ValueError: The document does not have the two markers.
     """
-    text, marks = document.read_text(encoding="utf-8"), (f"<!-- {name} -->", f"<!-- /{name} -->")
-    before, begin, rest = text.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    if not begin or not end:
-        raise ValueError(f"{document} has no {marks[0]} and {marks[1]}")
-    document.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
+    page = document.read_text(encoding="utf-8")
+    page = between(page, f"<!-- {name} -->", f"<!-- /{name} -->", text)
+    document.write_text(page, encoding="utf-8")
 
 
 def _line(row: Row) -> Line:

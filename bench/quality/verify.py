@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from bench.common.environment import write_results
+from bench.common.markdown import table
 from bench.common.server import (
     HIDDEN,
     headers_of,
@@ -35,7 +36,7 @@ from bench.common.server import (
     url_of,
 )
 from bench.common.waiting import progress
-from bench.quality.accuracy_table import MISSING, markdown
+from bench.quality.accuracy_table import MISSING
 from models.demo.data import examples
 
 COUNT, MAX_TOKENS, CONCURRENCY = 20, 64, 8
@@ -257,7 +258,7 @@ def render(verdict: Verdict, other: str) -> str:
     told = verdict.to_json()
     names = ("checked", "equal", "tokens", "accept_length")
     lines = [
-        markdown([("prompts", "equal", "tokens", "accept length"), [str(told[n]) for n in names]])
+        table([("prompts", "equal", "tokens", "accept length"), [str(told[n]) for n in names]])
     ]
     if verdict.divergences:
         head = ("prompt", "position", "as served", other, "margin of the best two")
@@ -265,7 +266,7 @@ def render(verdict: Verdict, other: str) -> str:
             [MISSING if value is None else f"{value:.6g}" for value in asdict(each).values()]
             for each in verdict.divergences
         ]
-        lines.append(markdown([head, *rows]))
+        lines.append(table([head, *rows]))
     return "\n\n".join(lines)
 
 

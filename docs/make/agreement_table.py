@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.common.markdown import between, table
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "numerics" / "draft_agreement.md"
 RESULTS = ROOT / "bench" / "results" / "agreement.json"
@@ -25,36 +27,29 @@ DRAFTERS = {
 def tables() -> str:
     """Returns the acceptance lengths by drafter and total variation, and the means by tau."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return "\n".join([*_by_drafter(results["lines"]), "", *_by_tau(results["mean_by_tau"])])
+    parts = (list(_by_drafter(results["lines"])), list(_by_tau(results["mean_by_tau"])))
+    return "\n\n".join(map(table, parts))
 
 
-def _by_drafter(lines: list[dict[str, Any]]) -> Iterator[str]:
+def _by_drafter(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
     found = {(each["drafter"], each["target"], each["wanted"]): each for each in lines}
     columns = sorted({(each["target"], each["wanted"]) for each in lines})
-    yield _row("tokens per step", *(f"{target}, TV {wanted}" for target, wanted in columns))
-    yield _row(*["---"] * (len(columns) + 1))
+    yield ["tokens per step", *(f"{target}, TV {wanted}" for target, wanted in columns)]
     for name, label in DRAFTERS.items():
-        yield _row(label, *(f"{found[name, *key]['tokens_per_step']:.2f}" for key in columns))
+        yield [label, *(f"{found[name, *key]['tokens_per_step']:.2f}" for key in columns)]
     first = [found["perturbed chain", *key] for key in columns]
-    yield _row("first draft accepted, chain", *(f"{each['agreement'][0]:.3f}" for each in first))
-    yield _row("lower bound, (1 - TV) / (1 + TV)", *(f"{each['bound']:.3f}" for each in first))
+    yield ["first draft accepted, chain", *(f"{each['agreement'][0]:.3f}" for each in first)]
+    yield ["lower bound, (1 - TV) / (1 + TV)", *(f"{each['bound']:.3f}" for each in first)]
 
 
-def _by_tau(means: dict[str, float]) -> Iterator[str]:
-    yield _row("tau", *means)
-    yield _row(*["---"] * (len(means) + 1))
-    yield _row("tokens per step, geometric mean", *(f"{mean:.2f}" for mean in means.values()))
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def _by_tau(means: dict[str, float]) -> Iterator[list[str]]:
+    yield ["tau", *means]
+    yield ["tokens per step, geometric mean", *(f"{mean:.2f}" for mean in means.values())]
 
 
 def with_tables(page: str) -> str:
     """Returns the text of the page with the current tables between the markers."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return between(page, BEGIN, END, tables())
 
 
 def main() -> None:

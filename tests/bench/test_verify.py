@@ -112,7 +112,7 @@ def test_what_is_not_answered_is_told(servers, prompts, capsys):
     assert verify.main([*words, "no"]) == 2
     assert f"The server at {honest.url} answered 401: " in capsys.readouterr().err
     assert verify.main([*words, KEY, "--model", "gpt"]) == 2
-    assert "answered 404: the model 'gpt' is not served" in capsys.readouterr().err
+    assert "answered 404: the model 'gpt' does not exist" in capsys.readouterr().err
     assert verify.main(["--port", "9", "--prompts", str(prompts)]) == 2
     wanted = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
     assert capsys.readouterr().err == wanted

@@ -1,17 +1,18 @@
 """Table of vLLM's and SGLang's flags for `docs/coming_from_vllm_or_sglang.md`.
 
-`python -m shared.options.peers_page` writes the table between the markers of the page. The columns
+`python -m docs.make.peers_table` writes the table between the markers of the page. The columns
 of the peers are data; the column of this server follows from its flags.
 """
 
 from pathlib import Path
 
+from bench.common.markdown import between
 from shared.options.command_line import FLAGS
 from shared.options.flags import spelling
 from shared.options.unsupported_flags import ALWAYS, NEUTRAL, UNSUPPORTED_FLAGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from_vllm_or_sglang.md"
-MARKERS = ("<!-- peer flags -->", "<!-- /peer flags -->")
+BEGIN, END = "<!-- peer flags -->", "<!-- /peer flags -->"
 
 GROUPS = {
     "Model": (
@@ -108,9 +109,7 @@ def _note(name: str) -> str:
 
 def with_table(text: str) -> str:
     """Returns the text of the page with a current table between the markers."""
-    before, _, rest = text.partition(MARKERS[0])
-    _, _, after = rest.partition(MARKERS[1])
-    return f"{before}{MARKERS[0]}\n{table()}\n{MARKERS[1]}{after}"
+    return between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":
