@@ -108,18 +108,6 @@ def test_nothing_names_a_machines_path_or_a_registrys_host(forbidden):
     assert not found, "\n".join(found)
 
 
-def imported(path: Path) -> set[str]:
-    """The modules that a file names in its imports, and the names it takes from them."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {
-        f"{node.module}.{alias.name}"
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
 LATE_IMPORTS = {
     Path("torch_impl/triton_precompile.py"): "it is imported where Triton is not installed",
     Path("bench/quality/drafter_matrix.py"): "a side that is not asked for need not be installed",
@@ -155,7 +143,7 @@ KERNEL_IMPORTS = {
 
 
 def test_kernels_import_plain_data_of_shared():
-    named = set().union(*(imported(path) for path in (ROOT / "kernels").rglob("*.py")))
+    named = set().union(*(import_table.imported(path) for path in (ROOT / "kernels").rglob("*.py")))
     assert {name.rpartition(".")[0] for name in named if name[:7] == "shared."} == KERNEL_IMPORTS
 
 
@@ -176,7 +164,9 @@ def test_what_tests_share_knows_no_bench():
         str(path)
         for path in modules("tests")
         if path.parts[0] != "bench"
-        and any(name.split(".")[0] == "bench" for name in imported(ROOT / "tests" / path))
+        and any(
+            name.split(".")[0] == "bench" for name in import_table.imported(ROOT / "tests" / path)
+        )
     }
     assert not found
 

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from shared.revision import git
 
 
 @cache
@@ -22,19 +21,10 @@ def provenance() -> dict[str, str | None]:
 
     The revision is None outside a git checkout, and ends with `+` if tracked files have changes.
     """
-    revision = _git("rev-parse", "--short=7", "HEAD")
-    if revision and _git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results"):
+    revision = git("rev-parse", "--short=7", "HEAD")
+    if revision and git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results"):
         revision += "+"
     return {"revision": revision or None, "date": datetime.now(UTC).date().isoformat()}
-
-
-def _git(*words: str) -> str:
-    """Returns the output of a git command in the checkout, or nothing if it fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.decode().strip()
 
 
 def write_results(path: Path, found: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from bench.pages.results import File, Found, Line, model_of, table
+from bench.pages.results import Found, Line, model_of, stamp, table
 from bench.quality.accuracy_table import MISSING
 
 WORKS = {
@@ -11,11 +11,6 @@ WORKS = {
     "own_texts": "own outputs",
     "real_time": "own outputs, host in real time",
 }
-
-
-def _stamp(file: File) -> Line:
-    star = "*" if "revision_from" in file else ""
-    return {"date": file["date"], "revision": file["revision"] + star}
 
 
 def adaptive(found: Found) -> list[str]:
@@ -31,7 +26,7 @@ def adaptive(found: Found) -> list[str]:
                 if start.get(work):
                     place = [start["drafts"], model_of(file), start["backend"], device, name]
                     cells.append([*place, *_shares(start[work])])
-    stamps = [_stamp(file) for file in found.adaptive]
+    stamps = [stamp(file) for file in found.adaptive]
     return table("Adaptive speculation relative to static draft shapes", stamps, devices, cells)
 
 
@@ -56,7 +51,7 @@ def host_times(found: Found) -> list[str]:
             times = [f"{line['host_us']:.0f}", f"{line['device_ms']:.1f}", f"{line['share']:.1%}"]
             cells.append([*head, *times])
     cores = [f"one CPU core (Python {file['python']})" for file in found.host]
-    stamps = [_stamp(file) for file in found.host]
+    stamps = [stamp(file) for file in found.host]
     return table("Host time to plan, submit and retire a decode step", stamps, cores, cells)
 
 
@@ -68,6 +63,6 @@ def http_shares(found: Found) -> list[str]:
         speeds = [f"{summary[side]['tokens_per_s']:.0f}" for side in ("offline", "http")]
         shares = [f"{summary[name]:.1%}" for name in ("share", "low", "high")]
         cells.append([f"`{file['file']}`", *speeds, *shares])
-    stamps = [_stamp(file) for file in found.http]
+    stamps = [stamp(file) for file in found.http]
     title = "Throughput over HTTP relative to the engine alone"
     return table(title, stamps, ["H200 and CPU"], cells)

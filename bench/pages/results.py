@@ -135,11 +135,15 @@ def subject_of(file: File) -> Subject:
     return Subject(model_of(file), card)
 
 
+def stamp(file: File) -> Line:
+    """Returns the name, date and revision of a file, as each of its lines has them."""
+    star = FROM_LOG if "revision_from" in file else ""
+    return {"file": file.get("file"), "date": file["date"], "revision": file["revision"] + star}
+
+
 def stamped(file: File) -> list[Line]:
     """Returns the lines of a file, each with the file's name, revision and date."""
-    star = FROM_LOG if "revision_from" in file else ""
-    stamp = {"file": file.get("file"), "date": file["date"], "revision": file["revision"] + star}
-    return [line | stamp for line in file["lines"]]
+    return [line | stamp(file) for line in file["lines"]]
 
 
 def lines_of(files: Iterable[File], subject: Subject) -> list[Line]:

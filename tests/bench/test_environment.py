@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from bench.common import environment
+from shared import revision
 
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(revision, "FOLDER", tmp_path)
     environment.provenance.cache_clear()
     yield tmp_path
     environment.provenance.cache_clear()
