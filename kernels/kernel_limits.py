@@ -14,7 +14,7 @@ MOST_NODES = 64
 
 
 EXPERTS_UNIT = 16
-"""Of which the inputs of experts, and the values between their products, are multiples."""
+"""Unit of the inputs and intermediate sizes of experts."""
 
 MOST_ROW_WARPS = 8
 

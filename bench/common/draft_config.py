@@ -77,12 +77,12 @@ class Draft:
 
     @property
     def remembers(self) -> bool:
-        """Whether it drafts from outputs of earlier requests."""
+        """True if it drafts from outputs of earlier requests."""
         return self.algorithm.endswith("NGRAM")
 
     @property
     def has_own_corpus(self) -> bool:
-        """Whether it drafts from the model's outputs of another run."""
+        """True if it drafts from the model's outputs of another run."""
         return dict(self.settings).get("corpus") == "own"
 
     @property

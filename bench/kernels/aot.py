@@ -115,8 +115,8 @@ def line_of(kernel: Kernel, case: str, seconds: float | None) -> str:
 def options() -> argparse.ArgumentParser:
     """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    told = "text in the names of items: a module of ops, a model, a drafter, `start`"
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=told)
+    names = "text in the names of items: a module of ops, a model, a drafter, `start`"
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=names)
     add_bounds(parser)
     return parser
 
@@ -135,19 +135,19 @@ def add_bounds(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     """Prints all that was compiled; the exit code is 1 where anything is wrong."""
-    told = options().parse_args()
+    args = options().parse_args()
     # Before jax is imported: it shall look for no device, and not ask the CUDA driver's tools.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     work, report = import_module("bench.kernels.aot_items").examined, Report()
     with tempfile.TemporaryDirectory() as scratch:
-        items = items_of(told.only, Path(scratch))
-        bounded = Bounded(items, told.total_s)
+        items = items_of(args.only, Path(scratch))
+        bounded = Bounded(items, args.total_s)
         print(HEADER)
-        for number, done in enumerate(shared_out(work, bounded, told.jobs, told.limit_s), 1):
+        for number, done in enumerate(shared_out(work, bounded, args.jobs, args.limit_s), 1):
             report.add(done, f"{number}/{len(items)}")
         if bounded.left:
-            report.fail(f"{bounded.left} items were not begun within {told.total_s:.0f} s")
-    if not told.only:
+            report.fail(f"{bounded.left} items were not begun within {args.total_s:.0f} s")
+    if not args.only:
         report.check_completeness()
     print(report.summary)
     return 1 if report.faults or not report.items else 0

@@ -118,12 +118,15 @@ class AbsentGpu:
 
 def _compiled(lowered: Lowered) -> Compiled:
     with TemporaryDirectory() as folder:
-        told, mosaic = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}, Path(folder, "mosaic")
+        flags, mosaic = (
+            {"xla_dump_to": folder, "xla_dump_hlo_as_text": True},
+            Path(folder, "mosaic"),
+        )
         mosaic.mkdir()
         # Registers and spills are known to ptxas alone, so its input is what is wanted. Mosaic GPU
         # asks ptxas itself, and writes down what that says.
         with patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(mosaic)}):
-            made = lowered.compile({**told, "xla_dump_emitter_re": "ptx"})
+            made = lowered.compile({**flags, "xla_dump_emitter_re": "ptx"})
         # The passes over the thunks make command buffers. A program that they leave as it is has
         # one dump; of two, theirs has the longer name.
         dumps = Path(folder).glob("*thunk_sequence*.txt")

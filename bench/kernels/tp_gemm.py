@@ -109,7 +109,7 @@ PRODUCTS = {
     "down": Product(INNER, HIDDEN, False, True),
 }
 GATHERED = ("o", "gate_up", "down")
-"""Whose result ranks gather; so is attention's, which is none of these."""
+"""GEMMs whose result the ranks gather, as they do that of attention."""
 
 
 class Layers:
@@ -249,8 +249,9 @@ CANDIDATES = tuple(
         (16, 128, 128, 5, True),
     )
 )
-"""Of few rows, for the widths that ranks have; a product whose squares are summed takes 64 columns
-or more."""
+"""Tiles for few rows at the widths of ranks. A GEMM whose squares are summed needs 64 columns or
+more.
+"""
 
 
 def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -> list[Line]:

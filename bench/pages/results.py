@@ -191,8 +191,8 @@ def measured(lines: Iterable[Line], cards: Iterable[str]) -> str:
     dates: dict[str, set[str]] = {}
     for line in lines:
         dates.setdefault(line["date"], set()).add(line["revision"])
-    told = [f"{date} ({', '.join(sorted(names))})" for date, names in sorted(dates.items())]
-    return f"Measured on {', '.join(dict.fromkeys(cards))}: {'; '.join(told)}."
+    stamps = [f"{date} ({', '.join(sorted(names))})" for date, names in sorted(dates.items())]
+    return f"Measured on {', '.join(dict.fromkeys(cards))}: {'; '.join(stamps)}."
 
 
 def table(

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TASKS = Path("bench/lm_eval")  # as the tasks name their data, from where the harness runs
 KINDS = ("problems", "copying", "choices")
 DATA = {"choices": "problems"}
-"""Of a kind that asks otherwise for the data of another one."""
+"""Kinds that use the data of another kind with other questions."""
 
 SCORED = ("choices",)
 """Kinds whose answers are given, and scored by their logprobs (the harness's `loglikelihood`)."""

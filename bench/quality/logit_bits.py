@@ -45,14 +45,15 @@ WIDER = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-"""Of random checkpoints: blocks that descriptors copy are of 64 columns and more."""
+"""Sizes of random checkpoints: TMA copies blocks of 64 columns or more."""
 
 WIDER_DELTAS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
-"""Of those that have gated-delta layers: heads for eight ranks."""
+"""Sizes of GDN layers: heads for eight ranks."""
 
 WIDER_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-"""Of those that have experts: kernels take widths of whole units, and a shared expert's like the
-others'."""
+"""Sizes of MoE layers: kernels require widths of whole units, equal for shared and routed
+experts.
+"""
 
 RANK = "bench.quality.recorded_rank"
 """Entry point of the other ranks' processes."""

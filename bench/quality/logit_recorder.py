@@ -17,9 +17,9 @@ from unittest.mock import patch
 from kernels.rooms import module_in
 
 FOLDER = "TANDEM_NOTED_SUMS"
-"""Of the environment: where processes of ranks leave their sums when they end."""
+"""Environment variable: the folder where processes of ranks write their sums when they end."""
 _ODD = 2654435761
-"""Of the weights of places; the golden ratio's bits."""
+"""Multiplier of the weights of positions: the bits of the golden ratio."""
 _BITS = 0xFFFFFFFF
 
 Sums = list[int]

@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def are_equal(self) -> bool:
-        """Whether no output is wrong and near ties are rare enough."""
+        """True if no output is wrong and near ties are rare enough."""
         return not self.wrong and self.excused <= max(1, MOST_EXCUSED * self.tokens)
 
 

@@ -88,7 +88,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of all answers: nothing but its length ends one."""
+        """Number of output tokens of all requests; each output ends by its length."""
         return sum(request.sampling.max_tokens for request in self.requests)
 
 

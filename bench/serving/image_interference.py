@@ -38,7 +38,7 @@ from tests.support.images import url_of as data_url
 
 TEXT = {"type": "text", "text": "Count slowly to one thousand, one number a line."}
 OK, BAD = "", "400"
-"""How an answer begins that is none of an error, and how one that is."""
+"""Beginnings of the outcome of a served request, and of one with an error."""
 
 TINY = data_url(stored(Image.new("RGB", (1, 1))))
 NAMES = ("bomb", "truncated", "svg", "wrong base64", "animated", "remote")

@@ -57,8 +57,8 @@ acceptance.
 """
 
 LEAST_NOTICED = {"rss_bytes": 8 << 20, "threads": 6.0, "files": 3.0, "acceptance": 0.0}
-"""What is no growth at all: a few pages of an allocator, a connection more or less, and threads of
-the event loop's pool and of a second renderer, which are started when they are first needed."""
+"""Growth up to these values is ignored: allocator pages, one connection, and threads that the event
+loop and a second renderer start when they first need them."""
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def serve(
 
 
 def joins(draft: Draft) -> bool:
-    """Whether both sources draft."""
+    """True if both sources draft."""
     return draft.algorithm != draft.of_files
 
 

@@ -97,7 +97,7 @@ class Report:
 
     @property
     def has_other_texts(self) -> bool:
-        """Whether an output differs from one that it is guaranteed to equal."""
+        """True if an output differs from one that it is guaranteed to equal."""
         return any(not line["texts"]["equal"] for line in self.found["lines"] if line["texts"])
 
     def _say(self, text: str) -> None:

@@ -39,8 +39,9 @@ SHARD_BYTES = 1_000_000_000
 """From which on a file of the checkpoint is written, so that the whole never lies in memory."""
 
 OWN = (("/proc/self/status", "RssAnon:"), ("/proc/self/smaps", "Anonymous:"))
-"""Where a system tells how much resident memory of this process no file stands behind, and in which
-lines; gVisor has the second alone."""
+"""Files and lines with the anonymous resident memory of this process; gVisor has the second
+only.
+"""
 
 MOST_LOOKING = 0.1
 """Share of the time for reading memory counters."""

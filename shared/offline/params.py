@@ -130,7 +130,7 @@ class SamplingParams:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the result has a trace of every step."""
+        """True if the result has a trace of every step."""
         return bool(self.return_trace)
 
     @property

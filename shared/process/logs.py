@@ -72,7 +72,7 @@ class Repeats(logging.Filter):
         self._seen: dict[object, tuple[float, int]] = {}  # when it was let through, how many since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
+        """Returns whether the line is written."""
         if record.levelno < logging.WARNING:
             return True
         now, kind = time.monotonic(), _kind(record)

@@ -1,4 +1,4 @@
-"""What a start tells on the terminal: its memory plan, and what a user should know of the steps."""
+"""Startup report on the terminal: the memory plan, and notes and warnings on steps and outputs."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -31,7 +31,9 @@ GATHERED_S = 22e-6
 def start_notes(
     memory: MemoryPlan, plain: Sequence[PlainOperation], defaults: SamplingDefaults
 ) -> Iterator[str]:
-    """What a user should know of the texts to come, and of how fast they come."""
+    """Yields warnings on fallbacks, dummy weights and simulated acceptance, and notes on
+    defaults.
+    """
     for each in plain:
         yield (
             f"warning: {each.name} falls back to the reference implementation in "
@@ -65,7 +67,7 @@ def start_notes(
 
 
 def tokenizer_notes(folder: Path) -> Iterator[str]:
-    """What a model's folder has no tokenizer for."""
+    """Yields a warning if the model folder has a tokenizer that cannot be read."""
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         yield (
             "warning: the model folder has tokenizer.model and no tokenizer.json: prompts"
@@ -74,7 +76,7 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
 
 
 def head_notes(told: Options) -> Iterator[str]:
-    """What a draft head's config.json may mean otherwise, where no flag tells."""
+    """Yields a note for each ambiguity in a draft head's config.json that no flag resolves."""
     draft = told.speculative
     if (
         draft.head_path
@@ -102,7 +104,9 @@ def rank_notes(memory: MemoryPlan) -> Iterator[str]:
 
 
 def step_notes(told: Options, controller: Controller) -> Iterator[str]:
-    """What the steps take that there is a choice of, or why there is none."""
+    """Yields the choices of a controller that selects draft shapes, or the reason why it has
+    none.
+    """
     if isinstance(controller, GrammarController):
         controller = controller.inner
     chooses = told.adaptive.speculative_adaptive and told.speculative.drafts

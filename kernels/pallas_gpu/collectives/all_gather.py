@@ -157,7 +157,7 @@ def words_in_row(x: jax.Array) -> int:
 
 
 def missed(gather: Gather, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
-    """What any of the ranks has missed so far; see `kernels.peer_buffers.Missing`.
+    """Returns the message that a rank has missed so far; see `kernels.peer_buffers.Missing`.
 
     Args:
       after: What follows from the gathers that are asked about.
