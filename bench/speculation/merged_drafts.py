@@ -88,10 +88,16 @@ def _between(table: Mapping[int, float], size: int) -> float:
     return float(np.interp(size, list(table), list(table.values())))
 
 
+_FORMER_TIERS = {"none": "off", "disabled": "asleep"}
+"""Names of tiers in results of former versions."""
+
+
 def _tiers(file: str, tier: str) -> dict[int, float]:
     """Seconds of a tier by batch, of a report of `bench.speculation.adaptive`."""
     (start,) = json.loads((RESULTS / file).read_text(encoding="utf-8"))["starts"]
-    return {int(batch): seconds[tier] for batch, seconds in start["seconds"].items()}
+    tables = {int(batch): seconds for batch, seconds in start["seconds"].items()}
+    former = _FORMER_TIERS.get(tier, tier)
+    return {batch: seconds.get(tier, seconds.get(former)) for batch, seconds in tables.items()}
 
 
 def _lines(file: str, drafts: str) -> dict[int, float]:

@@ -50,7 +50,9 @@ def test_rows_are_near_those_of_the_specification(name):
     picture = vision_encoder.picture_of(4, TINY)
     dummy = vision_encoder.DummyCheckpoint(vision_encoder.tower_parameters(TINY), {}, None)
     weights = {p.name: dummy.load(p, "float32") for p in vision_encoder.tower_parameters(TINY)}
-    want = vision_encoder.tower.encoded(TINY, weights, vision_encoder.tower.patches(TINY, picture))
+    want = vision_encoder.vision_encoder.encoded(
+        TINY, weights, vision_encoder.vision_encoder.patches(TINY, picture)
+    )
     got = vision_encoder.ENCODERS[name](TINY)(picture)()
     assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
 

@@ -223,7 +223,7 @@ def test_ngram_drafts_for_a_grammar_awake_and_asleep(state, plain):
     check(outcomes, plain_texts(plain, "qwen3_5", "NGRAM"))
     steps = tier_steps(engine)
     watch.check(steps, TOLD[state])
-    assert bool(steps["asleep"]) is (state == "asleep")
+    assert bool(steps["disabled"]) is (state == "asleep")
     backend.close()
 
 

@@ -127,7 +127,7 @@ def test_the_index_takes_no_more_rows_than_its_trees_have_programs_for():
 
 
 def test_trees_that_no_program_takes_are_refused():
-    with pytest.raises(ValueError, match="trees of the host's, 5 nodes and 4 deep"):
+    with pytest.raises(ValueError, match=r"host-built trees \(5 nodes, depth 4\)"):
         NgramController(host_capacity(), index_of(5, 4))
 
 

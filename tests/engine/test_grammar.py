@@ -159,7 +159,9 @@ def test_a_request_that_cannot_be_held_is_refused_by_name():
     )
     asked = SamplingParams(grammar=of_regex("a"))
     check((2, 3), asked, limits)
-    with pytest.raises(Refusal, match="needs 2"):
+    with pytest.raises(
+        Refusal, match="^prompt must have at least 2 tokens when structured output is requested$"
+    ):
         check((2,), asked, limits)
     without = RequestLimits(**vars(limits) | {"structured_outputs": False})
     with pytest.raises(Refusal, match="--grammar-backend llguidance"):

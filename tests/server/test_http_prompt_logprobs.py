@@ -141,7 +141,10 @@ def test_the_openai_client_reads_an_echo_with_logprobs(server):
 
 def test_more_than_the_start_allows_is_refused_with_the_bound(server):
     asked = {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": MAX_PROMPT_LOGPROBS + 1}
-    assert f"from 0 to {MAX_PROMPT_LOGPROBS}" in server.post(COMPLETIONS, **asked).text
+    assert (
+        f"prompt_logprobs must be 0 to {MAX_PROMPT_LOGPROBS} "
+        in server.post(COMPLETIONS, **asked).text
+    )
 
 
 def test_no_answer_and_nothing_of_the_prompt_is_refused(server):

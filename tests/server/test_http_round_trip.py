@@ -227,4 +227,6 @@ def test_two_names_of_the_reasoning_may_not_differ(server):
     message = {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}
     error = server.post(CHAT, messages=[message]).json()["error"]
     assert error["param"] == "messages[0]"
-    assert "reasoning_content and reasoning that differ" in error["message"]
+    assert error["message"].startswith(
+        "messages[0] has different reasoning_content and reasoning; send one of them, got "
+    )

@@ -164,5 +164,5 @@ def test_without_the_extra_the_flag_is_refused_by_name(monkeypatch):
     options = parse(["--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"])
     for find in (missing, lambda name: None):
         monkeypatch.setattr(observing, "find_spec", find)
-        with pytest.raises(ConfigError, match="^--otlp-traces-endpoint needs.*the extra otel"):
+        with pytest.raises(ConfigError, match="^--otlp-traces-endpoint requires.*the extra otel"):
             prepare(options, PLATFORM)

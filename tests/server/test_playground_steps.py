@@ -33,7 +33,7 @@ def title(accepted: int, tokens: int) -> str:
     [
         (3, 4, "Step 13: 3 of 4 drafts accepted"),
         (3, 3, "Step 13: 3 of 4 drafts accepted"),
-        (3, 1, "Step 13: 3 of 4 drafts accepted, 1 used: the text ended there"),
+        (3, 1, "Step 13: 3 of 4 drafts accepted, 1 used: the output ended"),
         (0, 1, "Step 13: 0 of 4 drafts accepted"),
     ],
 )
