@@ -17,40 +17,40 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, ops, weights
-from jax_impl.compilation_cache import KeptPrograms
+from jax_impl.compilation_cache import CompilationCache
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
 from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
 from jax_impl.kernel_limits import KERNEL_LIMITS
-from jax_impl.mesh import Together
+from jax_impl.mesh import RankMesh
 from jax_impl.model import Model
 from jax_impl.model_weights import BlockWeights
 from jax_impl.step import step
-from jax_impl.step_context import Machine
-from jax_impl.symmetric_memory import DeviceMailboxes, on_devices
+from jax_impl.step_context import StepContext
+from jax_impl.symmetric_memory import AllGather, on_devices
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
-from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes
-from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
+from kernels.peer_buffers import BLOCK_BYTES, MAX_POLLS, BufferLayout
+from shared.boundary.backend import BackendLimits, BackendSpec, LaunchMode, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.kernel_coverage import plain_operations
 from shared.boundary.program import Program
-from shared.boundary.shm_allgather import RankMissingError
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.shm_allgather import AllGatherTimeout
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import local
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
 Shape = jax.Array | jax.ShapeDtypeStruct | np.ndarray
-Given = tuple[list[Leaf], DeviceMailboxes | None]
+StepInputs = tuple[list[Leaf], AllGather | None]
 Words = Int[jax.Array, " words"]
-Ready = Callable[..., tuple[DeviceState, jax.Array]]
+CompiledStep = Callable[..., tuple[DeviceState, jax.Array]]
 
 MOST_COMPILERS = 8
 """Programs that are compiled side by side; each takes up to a gigabyte while it is."""
@@ -68,15 +68,15 @@ class JaxBackend:
         self,
         config: ModelConfig,
         arrays: Arrays | Loaded | Sequence[Loaded],
-        capacity: Capacity,
-        drafts: Drafts,
+        capacity: BackendLimits,
+        drafts: DrafterSpec,
         draft_arrays: Arrays | Loaded | Sequence[Loaded] | None,
         *,
         dtype: str,
         device: jax.Device | str,
         quick_compile: bool,
         kept_in: Path | None = None,
-        group: Ranks = ALONE,
+        group: TPGroup = SINGLE_RANK,
         tower: Loaded | Sequence[Loaded] | None = None,
     ) -> None:
         """Allocates the pools of `capacity`; nothing is compiled yet.
@@ -106,7 +106,7 @@ class JaxBackend:
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        self._together = Together.of(where, group)
+        self._together = RankMesh.of(where, group)
         read = partial(weights.from_arrays, config=config, dtype=kind, token_map=drafts.token_map)
         models = _of_ranks(arrays, read, self._together)
         own = _of_ranks(draft_arrays, partial(_placed, drafts=drafts, dtype=kind), self._together)
@@ -117,7 +117,7 @@ class JaxBackend:
         in_stacks = weights.are_read_in_stacks(model, where)
         self.capacity, self.compiles = capacity, 0
         on_gpu = where.platform == "gpu"
-        self._blueprint = Blueprint(
+        self._blueprint = BackendSpec(
             config=config, drafts=drafts, capacity=capacity, dtype=dtype, on_gpu=on_gpu
         )
         kernels = ops.kernels_on(where)
@@ -138,14 +138,14 @@ class JaxBackend:
         self._leaves, self._state = self._together.joined(each), self._together.joined(states)
         self._exchange = self._meet = None
         if kernels is not None and not group.is_alone:
-            boxes, join = Boxes(group.count, BLOCK_BYTES), self._together.joined
+            boxes, join = BufferLayout(group.count, BLOCK_BYTES), self._together.joined
             memory = kernels.symmetric_memory.Mailboxes(boxes, devices) if is_here else None
             self._meet = partial(on_devices, kernels, devices, join, memory, boxes)
-            self._exchange = self._meet(LOOKS)
+            self._exchange = self._meet(MAX_POLLS)
         self._options = _step_options(where, quick_compile)
-        self._programs: dict[Program, Ready] = {}
+        self._programs: dict[Program, CompiledStep] = {}
         self._kept = None if kept_in is None else self._keeping(kept_in)
-        self._clock = _Clock()
+        self._clock = _CompletionTimer()
         self._last: JaxFuture | None = None
 
     @property
@@ -192,9 +192,9 @@ class JaxBackend:
         of_words = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=self._together.all)
         return step.trace((self._leaves, self._exchange), self._state, of_words)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """Returns how a step of the program is launched."""
-        return Launch.COMPILED
+        return LaunchMode.COMPILED
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.
@@ -209,7 +209,7 @@ class JaxBackend:
             ready = self._programs[plan.program]
             given = (self._leaves, self._exchange)
             self._state, result = ready(given, self._state, plan.buffer)
-        assert isinstance(result, Awaited)
+        assert isinstance(result, ReadyArray)
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
         how = (self.capacity, result, self._clock, self._exchange)
@@ -219,13 +219,13 @@ class JaxBackend:
     def close(self) -> None:
         """Waits for the steps in flight and frees the device memory."""
         if self._last is not None:
-            with suppress(RankMissingError):  # already reported by the step's future
+            with suppress(AllGatherTimeout):  # already reported by the step's future
                 self._last.result()
         self._leaves, self._programs, self._last = [], {}, None
         self._exchange = self._meet = None
         del self._state
 
-    def _load(self, programs: Sequence[Program], idle: DeviceMailboxes) -> None:
+    def _load(self, programs: Sequence[Program], idle: AllGather) -> None:
         """Runs each program over padding, without waiting for ranks that load their kernels.
 
         Values that no rank sent read as NaN; only reserved rows receive them.
@@ -235,7 +235,7 @@ class JaxBackend:
             ran = run((self._leaves, idle), self._state, plan.buffer)
             self._state, _ = jax.block_until_ready(ran)
 
-    def _keeping(self, folder: Path) -> KeptPrograms:
+    def _keeping(self, folder: Path) -> CompilationCache:
         """Returns the compilation cache, keyed by everything that determines a program."""
         arrays = ((self._leaves, self._exchange), self._state)
         words = jax.ShapeDtypeStruct((), jnp.int32)
@@ -243,7 +243,7 @@ class JaxBackend:
         made_from = (self._blueprint, shapes, self._options, ops.kernel_names())
         takes = jax.tree.structure(((*arrays, words), {}))
         gives = jax.tree.structure((self._state, words))
-        return KeptPrograms(folder, self._together.devices, made_from, takes, gives)
+        return CompilationCache(folder, self._together.devices, made_from, takes, gives)
 
     def _compiled(self, program: Program, lowered: Lowered) -> Compiled:
         compiled = lowered.compile()
@@ -252,16 +252,14 @@ class JaxBackend:
         return compiled
 
     def _step(
-        self,
-        program: Program,
-        given: Given,
-        state: DeviceState,
-        words: Words,
+        self, program: Program, given: StepInputs, state: DeviceState, words: Words
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
         """Step function that JAX traces once per compilation."""
         self.compiles += 1
 
-        def of_rank(given: Given, state: DeviceState, words: Words) -> tuple[DeviceState, Words]:
+        def of_rank(
+            given: StepInputs, state: DeviceState, words: Words
+        ) -> tuple[DeviceState, Words]:
             leaves, exchange = given
             state, result = step(self._machine(leaves, exchange), state, words, program)
             if exchange is not None:
@@ -270,18 +268,18 @@ class JaxBackend:
 
         return self._together.run(of_rank, given, state, words)
 
-    def _machine(self, leaves: list[Leaf], exchange: DeviceMailboxes | None) -> Machine:
+    def _machine(self, leaves: list[Leaf], exchange: AllGather | None) -> StepContext:
         """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
         tower = seeing and weights.tower_of(seeing)
-        return Machine(*self._bind(loaded, own, self._group.on(exchange)), tower, self.capacity)
+        return StepContext(*self._bind(loaded, own, self._group.on(exchange)), tower, self.capacity)
 
 
 def _of_ranks(
     given: Arrays | Loaded | Sequence[Loaded] | None,
     read: Callable[..., Loaded | None],
-    together: Together,
+    together: RankMesh,
 ) -> list[Loaded | None]:
     """Returns each rank's weights on its device."""
     if given is None or isinstance(given, Loaded):
@@ -317,7 +315,7 @@ def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
 
 
 def _placed(
-    arrays: Arrays, drafts: Drafts, dtype: np.dtype, device: jax.Device, group: Ranks
+    arrays: Arrays, drafts: DrafterSpec, dtype: np.dtype, device: jax.Device, group: TPGroup
 ) -> Loaded | None:
     if drafts.head is not None:
         return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device, group)
@@ -327,12 +325,12 @@ def _placed(
 
 
 def _binding(
-    config: ModelConfig, drafts: Drafts, in_stacks: bool
-) -> Callable[[Loaded, Loaded | None, Ranks], tuple[Model, drafters.Drafter | None]]:
+    config: ModelConfig, drafts: DrafterSpec, in_stacks: bool
+) -> Callable[[Loaded, Loaded | None, TPGroup], tuple[Model, drafters.Drafter | None]]:
     """Returns a function that builds the model and the drafter of a trace from its arrays."""
 
     def bind(
-        loaded: Loaded, own: Loaded | None, group: Ranks
+        loaded: Loaded, own: Loaded | None, group: TPGroup
     ) -> tuple[Model, drafters.Drafter | None]:
         model = Model.of(config, weights.weights_of(config, loaded, in_stacks), group)
         if drafts.with_mtp:
@@ -388,7 +386,7 @@ def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
 
 
 @runtime_checkable
-class Awaited(Protocol):
+class ReadyArray(Protocol):
     """Array that may not be computed yet; `jax.Array` does not declare `is_ready`."""
 
     def is_ready(self) -> bool: ...
@@ -400,14 +398,14 @@ class JaxFuture:
     def __init__(
         self,
         program: Program,
-        capacity: Capacity,
-        words: Awaited,
-        clock: "_Clock",
-        exchange: DeviceMailboxes | None,
+        capacity: BackendLimits,
+        words: ReadyArray,
+        clock: "_CompletionTimer",
+        exchange: AllGather | None,
     ) -> None:
         self._program, self._capacity, self._clock = program, capacity, clock
         self._exchange = exchange
-        self._words: Awaited | None = words
+        self._words: ReadyArray | None = words
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
 
@@ -429,7 +427,7 @@ class JaxFuture:
         return self._result
 
 
-class _Clock:
+class _CompletionTimer:
     """Time between completions of steps, measured on the host."""
 
     def __init__(self) -> None:

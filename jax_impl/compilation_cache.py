@@ -29,7 +29,7 @@ MOST_FILES = 512
 """Programs that are kept; those that were not asked for the longest go first."""
 
 
-class KeptPrograms:
+class CompilationCache:
     """Compilation cache of one backend.
 
     Args:

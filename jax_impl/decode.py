@@ -13,19 +13,19 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Mask, Plan
-from jax_impl.drafters import Drafted, Fed
+from jax_impl.drafters import DraftTrees, ExtendRows
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.ops.attention import attention
 from jax_impl.ops.attention.attention import Rows
-from jax_impl.ops.gdn.gdn_layer import Nodes
+from jax_impl.ops.gdn.gdn_layer import TreeNodes
 from jax_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
-from jax_impl.ops.sampling.acceptance import Followed
+from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
-from jax_impl.ops.trees.merge_drafts import Copies, Grown, Joined
-from jax_impl.step_context import Machine, behind_pictures, logprobs_of, ranking
-from shared.boundary.program import Extra, Program
+from jax_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
+from jax_impl.step_context import StepContext, behind_pictures, logprobs_of, ranking
+from shared.boundary.program import Program, ProgramFeature
 from shared.spec.ngram import width_of
 
 
@@ -43,7 +43,7 @@ class Trees(NamedTuple):
     num_nodes: Int[jax.Array, " B"]
     forced: Bool[jax.Array, " B"] | None
     drafted: Float[jax.Array, "B S vocab"] | None
-    origins: Joined | None = None
+    origins: MergedTrees | None = None
 
     def fields(self) -> Fields:
         trees = {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
@@ -52,7 +52,7 @@ class Trees(NamedTuple):
         return trees | {"drafted": self.origins.drafted, "copied": self.origins.copied}
 
 
-class Verified(NamedTuple):
+class VerifyOutput(NamedTuple):
     """Result of a verify.
 
     Attributes:
@@ -63,13 +63,13 @@ class Verified(NamedTuple):
     """
 
     passed: model.Forward
-    accepted: Followed
+    accepted: AcceptedPath
     logits: Float[jax.Array, "R share"] | None
     mixer: VerifyMixer | None
 
 
 def decode(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Builds draft trees or reads the plan's, verifies them, and commits accepted tokens."""
     lengths = state.lengths[plan.slots]
@@ -81,7 +81,7 @@ def decode(
 
 
 def draft(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Drafts only; writes nothing but draft KV past the lengths."""
     trees, state = grow(machine, state, plan, program, state.lengths[plan.slots])
@@ -89,7 +89,7 @@ def draft(
 
 
 def grow(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -107,7 +107,7 @@ def grow(
         return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None), state
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
-    if program.has(Extra.TEXTS):
+    if program.has(ProgramFeature.DEVICE_NGRAM):
         return _of_texts(machine, state, plan, program), state
     assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
@@ -124,7 +124,7 @@ def grow(
     return Trees(*trees, None, drafted.processed), state
 
 
-def _of_texts(machine: Machine, state: DeviceState, plan: Plan, program: Program) -> Trees:
+def _of_texts(machine: StepContext, state: DeviceState, plan: Plan, program: Program) -> Trees:
     """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
     shape, memory = program.shape, state.texts
     assert memory is not None  # required by the program
@@ -133,12 +133,12 @@ def _of_texts(machine: Machine, state: DeviceState, plan: Plan, program: Program
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
     grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
     if program.shares_rows:
-        return Trees(*_share(Drafted(*grown, None), plan, shape.rows), None, None)
+        return Trees(*_share(DraftTrees(*grown, None), plan, shape.rows), None, None)
     return Trees(grown.tokens, grown.parents, grown.num_nodes, None, None)
 
 
 def _share(
-    drafted: Drafted, plan: Plan, rows: int
+    drafted: DraftTrees, plan: Plan, rows: int
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
     assert drafted.weights is not None  # set by a program with a verify budget
@@ -146,36 +146,40 @@ def _share(
     return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
-def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
+def _no_drafts(newest: Int[jax.Array, " B"]) -> DraftTrees:
     """Returns trees without drafts: each root and one padding node.
 
     Kernels require trees of more than one node.
     """
     tokens = jnp.pad(newest[:, None], ((0, 0), (0, 1)))
     weights = jnp.zeros(tokens.shape, jnp.float32)
-    return Drafted(tokens, jnp.zeros_like(tokens), jnp.ones_like(newest), weights, None)
+    return DraftTrees(tokens, jnp.zeros_like(tokens), jnp.ones_like(newest), weights, None)
 
 
 def _joined(
-    drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[jax.Array, " B"]
+    drafted: DraftTrees,
+    plan: Plan,
+    program: Program,
+    given: NgramTrees,
+    lengths: Int[jax.Array, " B"],
 ) -> Trees:
     """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
     assert drafted.weights is not None  # set by a shape with merged drafts
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
+    grown = DraftedTrees(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
     joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
 def verify(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
     trees: Trees,
     lengths: Int[jax.Array, " B"],
-) -> Verified:
+) -> VerifyOutput:
     """Runs the target over all trees and finds the accepted paths; GDN states are not changed."""
     shape = program.shape
     rows, node = attention.tree_rows(
@@ -187,7 +191,7 @@ def verify(
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
-    reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
+    reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
@@ -205,11 +209,11 @@ def verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(passed, accepted, logits, mixer)
+    return VerifyOutput(passed, accepted, logits, mixer)
 
 
 def _mixer(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -222,13 +226,13 @@ def _mixer(
     if state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
-    nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
+    nodes = TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
     pools = (state.delta, plan.slots)
     return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -282,7 +286,7 @@ def _allowed(
 
 
 def _accepting(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -306,11 +310,11 @@ def _accepting(
 
 
 def commit(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
-    verified: Verified,
+    verified: VerifyOutput,
     lengths: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
@@ -343,7 +347,7 @@ def commit(
 def _commit_state(
     state: DeviceState,
     plan: Plan,
-    verified: Verified,
+    verified: VerifyOutput,
     save_after: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
@@ -357,12 +361,12 @@ def _commit_state(
 
 
 def extend(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
     trees: Trees,
-    verified: Verified,
+    verified: VerifyOutput,
     lengths: Int[jax.Array, " B"],
 ) -> DeviceState:
     """Extends the drafter over the accepted paths with the target's hidden states.
@@ -381,17 +385,17 @@ def extend(
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
     rows = behind_pictures(machine, state, plan, rows)
-    fed = Fed(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
+    fed = ExtendRows(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)
 
 
 def result_fields(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
-    verified: Verified,
+    verified: VerifyOutput,
     saved: Bool[jax.Array, " B"],
 ) -> Fields:
     """Returns the fields of a decode step's result."""

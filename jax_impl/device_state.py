@@ -12,17 +12,17 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops.attention.attention import KV
-from jax_impl.ops.gdn.gdn_state import DeltaState
+from jax_impl.ops.gdn.gdn_state import GDNState
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
-from jax_impl.ops.trees.merge_drafts import Copies
+from jax_impl.ops.trees.merge_drafts import NgramTrees
 from jax_impl.vision_encoder import Begun, Pixels
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.images import most_begun
-from shared.boundary.program import Extra, Program, Work
-from shared.drafts.config import DraftSizes
-from shared.models.cache_spec import Plane
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.drafts.config import DraftStateSizes
+from shared.models.cache_spec import CacheArraySpec
 from shared.models.config import ModelConfig
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
@@ -58,11 +58,11 @@ class DraftState(NamedTuple):
     draft_from: Int[jax.Array, " slots"]
     relay: Relay | None
     kv: KV
-    delta: DeltaState | None
-    snapshots: DeltaState | None
+    delta: GDNState | None
+    snapshots: GDNState | None
 
 
-class PictureState(NamedTuple):
+class ImageState(NamedTuple):
     """State of a vision-language model for images.
 
     Attributes:
@@ -94,17 +94,17 @@ class DeviceState(NamedTuple):
     newest: Int[jax.Array, " slots"]
     seen: Int[jax.Array, "slots vocab"]
     kv: KV
-    delta: DeltaState | None
-    snapshots: DeltaState | None
+    delta: GDNState | None
+    snapshots: GDNState | None
     draft: DraftState | None
-    pictures: PictureState | None
-    texts: ngram.Memory | None
+    pictures: ImageState | None
+    texts: ngram.NgramState | None
 
 
 def allocate(
     config: ModelConfig,
-    capacity: Capacity,
-    drafter: DraftSizes | None,
+    capacity: BackendLimits,
+    drafter: DraftStateSizes | None,
     dtype: np.dtype | type,
     device: jax.Device,
 ) -> DeviceState:
@@ -134,7 +134,7 @@ def allocate(
     return zeros()
 
 
-def _new_pictures(capacity: Capacity, dtype: np.dtype | type) -> PictureState | None:
+def _new_pictures(capacity: BackendLimits, dtype: np.dtype | type) -> ImageState | None:
     pictures = capacity.pictures
     if pictures is None:
         return None
@@ -142,23 +142,25 @@ def _new_pictures(capacity: Capacity, dtype: np.dtype | type) -> PictureState | 
     if most:
         cos, sin = (jnp.zeros((most, vision.head_size // 2)) for _ in range(2))
         begun = Begun(jnp.zeros((most, vision.hidden), dtype), cos, sin, jnp.zeros(1, np.int32))
-    return PictureState(
+    return ImageState(
         pool=jnp.zeros((pictures.num_rows, vision.out), dtype),
         deltas=jnp.zeros(capacity.num_slots, np.int32),
         begun=begun,
     )
 
 
-def _new_texts(capacity: Capacity) -> ngram.Memory | None:
+def _new_texts(capacity: BackendLimits) -> ngram.NgramState | None:
     if capacity.texts is None:
         return None
     shape = (len(LENGTHS), capacity.texts.groups, WAYS)
     tokens, checks, stamps = (jnp.zeros(shape, np.int32) for _ in range(3))
-    table = ngram.Table(tokens, checks, stamps, jnp.zeros(len(LENGTHS), np.int32))
-    return ngram.Memory(jnp.zeros((capacity.num_slots, WINDOW), np.int32), table)
+    table = ngram.NgramTable(tokens, checks, stamps, jnp.zeros(len(LENGTHS), np.int32))
+    return ngram.NgramState(jnp.zeros((capacity.num_slots, WINDOW), np.int32), table)
 
 
-def _new_draft(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> DraftState:
+def _new_draft(
+    drafter: DraftStateSizes, capacity: BackendLimits, dtype: np.dtype | type
+) -> DraftState:
     sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
     delta = snapshots = None
     if drafter.num_gated_delta_layers:
@@ -173,7 +175,7 @@ def _new_draft(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) 
     )
 
 
-def _new_relay(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> Relay:
+def _new_relay(drafter: DraftStateSizes, capacity: BackendLimits, dtype: np.dtype | type) -> Relay:
     slots, width = capacity.num_slots, capacity.max_width
     return Relay(
         tokens=jnp.zeros((slots, width), np.int32),
@@ -182,17 +184,17 @@ def _new_relay(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) 
     )
 
 
-def new_states(config: ModelConfig, count: int, dtype: np.dtype | type) -> DeltaState | None:
+def new_states(config: ModelConfig, count: int, dtype: np.dtype | type) -> GDNState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
 
-    def new(plane: Plane) -> jax.Array:
+    def new(plane: CacheArraySpec) -> jax.Array:
         shape, kind = (num_layers, count, *plane.shape), np.float32 if plane.float32 else dtype
         return jnp.zeros(shape, kind)
 
-    return DeltaState(**{plane.name: new(plane) for plane in sizes.kept})
+    return GDNState(**{plane.name: new(plane) for plane in sizes.kept})
 
 
 def new_kv(
@@ -258,8 +260,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """N-gram scopes of the rows; see `shared.boundary.ngram_table.Texts`."""
+class NgramScopes:
+    """N-gram scopes of the rows; see `shared.boundary.ngram_table.NgramScopes`."""
 
     scopes: Int[jax.Array, "B 2"]
     before: Int[jax.Array, "B window"] | None
@@ -293,13 +295,13 @@ class Plan:
     sampling: Sampling
     prompt: Prompt | None
     drafts: HostDraft | None
-    copies: Copies | None
+    copies: NgramTrees | None
     mask: Mask | None
     picture: Picture | None
-    texts: Texts | None
+    texts: NgramScopes | None
 
 
-def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
+def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
     """Returns views of a plan's fields; floats and seeds are bit-cast."""
     layout = plan_layout(program, capacity)
     at = {name: _view(words, field) for name, field in layout.fields.items()}
@@ -314,10 +316,10 @@ def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
         save_at=at["save_at"],
         sampling=Sampling(**{name: at[name] for name in Sampling._fields}),
         prompt=_read_prompt(at, program),
-        drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
-        copies=_read_copies(at) if program.has(Extra.COPIES) else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
-        picture=_read_picture(at) if program.work is Work.ENCODE else None,
+        drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
+        copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
+        picture=_read_picture(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )
 
@@ -330,7 +332,7 @@ def _view(words: Words, field: Field) -> jax.Array:
 
 
 def _read_prompt(at: Fields, program: Program) -> Prompt | None:
-    if program.work not in (Work.PREFILL, Work.COUNT):
+    if program.work not in (StepKind.PREFILL, StepKind.COUNT):
         return None
     nothing = jnp.zeros_like(at["save_at"])
     return Prompt(
@@ -343,8 +345,8 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
     )
 
 
-def _read_texts(at: Fields) -> Texts | None:
-    return Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
+def _read_texts(at: Fields) -> NgramScopes | None:
+    return NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
 def _read_pictures(at: Fields) -> Pictures | None:
@@ -373,8 +375,8 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def _read_copies(at: Fields) -> Copies:
-    return Copies(
+def _read_copies(at: Fields) -> NgramTrees:
+    return NgramTrees(
         tokens=at["copies_tokens"],
         parents=at["copies_parents"],
         num_nodes=at["copies_num_nodes"],
@@ -383,7 +385,7 @@ def _read_copies(at: Fields) -> Copies:
     )
 
 
-def pack(values: Fields, program: Program, capacity: Capacity) -> Words:
+def pack(values: Fields, program: Program, capacity: BackendLimits) -> Words:
     """Concatenates the fields of a result; fields that the step did not compute are 0."""
     parts = []
     for name, field in result_layout(program, capacity).fields.items():
@@ -423,9 +425,7 @@ def _reset(plan: Plan, memory: jax.Array) -> jax.Array:
     return memory.at[plan.slots].set(rows)
 
 
-def _restore(
-    plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
-) -> DeltaState | None:
+def _restore(plan: Plan, states: GDNState | None, snapshots: GDNState | None) -> GDNState | None:
     """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return None
@@ -435,7 +435,7 @@ def _restore(
     )
 
 
-def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaState) -> DeltaState:
+def select(is_first: Bool[jax.Array, " B"], first: GDNState, second: GDNState) -> GDNState:
     """Selects the first or second states per row; NaN in states not selected has no effect."""
 
     def pick(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt32
 
-from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
@@ -22,7 +22,7 @@ def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
 
 
 def elements(
-    law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+    law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> Float[jax.Array, "..."]:
     """Same as the specification; key and places may have any shapes that go together."""
     tops = _tops(law, key, places)
@@ -62,7 +62,7 @@ def _words_made(
 
 
 def parameter_array(
-    parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
+    parameter: Parameter, law: InitSpec, dtype: np.dtype | type, device: jax.Device
 ) -> Float[jax.Array, "..."]:
     """A parameter or a rank's share; nothing else is held while it is made."""
     keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
@@ -74,7 +74,7 @@ def _made(
     keys: UInt32[jax.Array, " layers"],
     outputs: Int32[jax.Array, " outputs"],
     form: "_Form",
-    law: Law,
+    law: InitSpec,
     dtype: np.dtype,
 ) -> Float[jax.Array, "..."]:
     places, key, is_filled = _numbered(keys, outputs, form)
@@ -126,7 +126,7 @@ def _numbered(
 
 
 def _tops(
-    law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+    law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> UInt32[jax.Array, "..."]:
     """The highest bits of the hash, as many as a law looks at."""
     return mixed(mixed(places) ^ key) >> (32 - law.bits)

@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 
 from jax_impl import vision_encoder
-from jax_impl.device_state import DeviceState, Fields, PictureState, Plan
-from jax_impl.step_context import Machine
+from jax_impl.device_state import DeviceState, Fields, ImageState, Plan
+from jax_impl.step_context import StepContext
 from jax_impl.vision_encoder import Begun
 from shared.boundary.program import Program
 
 
 def encode(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Runs blocks of the vision encoder; after the last block writes the encoder cache.
 
@@ -38,13 +38,13 @@ def encode(
     return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
 
 
-def _kept(held: PictureState, size: int) -> Begun:
+def _kept(held: ImageState, size: int) -> Begun:
     """Returns the activations stored by the previous encode step, cut to `size` rows."""
     assert held.begun is not None  # required by a program that continues
     return Begun(*(x[:size] for x in held.begun))
 
 
-def _keeping(held: PictureState, begun: Begun) -> PictureState:
+def _keeping(held: ImageState, begun: Begun) -> ImageState:
     assert held.begun is not None
     kept = zip(held.begun, begun, strict=True)
     return held._replace(begun=Begun(*(to.at[: len(x)].set(x) for to, x in kept)))

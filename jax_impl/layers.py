@@ -14,23 +14,23 @@ from jax_impl.ops.attention.attention import KV, Rows, windowed
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gdn import gdn_layer
-from jax_impl.ops.gdn.gdn_layer import Nodes
-from jax_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
+from jax_impl.ops.gdn.gdn_layer import TreeNodes
+from jax_impl.ops.gdn.gdn_state import GDNState, GDNWeights, ReplayInputs
 from jax_impl.ops.gemm import layers, linear
-from jax_impl.ops.gemm.linear import Matrix, Stream
+from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
 from shared.spec.mrope import turn_of_pairs
 
 Hidden = Float[jax.Array, "R hidden"]
-LayerCarry = tuple[DeltaState, Any]
+LayerCarry = tuple[GDNState, Any]
 """Threaded through the gated-delta layers of a pass: the states, and the snapshots of a prefill or
 the scratch of a verify."""
 
-Feed = Callable[[ModelConfig, Layer, Stream, Norm | None], Stream]
+Feed = Callable[[ModelConfig, Layer, NormedStream, Norm | None], NormedStream]
 """Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
 
 
@@ -67,7 +67,7 @@ def turning(config: AttentionConfig, rows: Rows) -> Int[jax.Array, "R ..."]:
     return rows.turns[:, turn_of_pairs(config.rotary)]
 
 
-class Sight(NamedTuple):
+class AttentionContext(NamedTuple):
     """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
@@ -82,10 +82,10 @@ class Sight(NamedTuple):
     growth: Float[jax.Array, " R"] | None
     rows: Rows
     kv: PagedKV
-    group: Ranks
+    group: TPGroup
 
     @classmethod
-    def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: Ranks) -> "Sight":
+    def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: TPGroup) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, turning(config, rows))
@@ -108,7 +108,7 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    sight: Sight,
+    sight: AttentionContext,
     place: Place,
     weights: Attention | GatedDelta,
     qkv: Float[jax.Array, "R outputs"],
@@ -134,9 +134,9 @@ def finished(
     layer: Layer,
     feed: Feed,
     mixed: Float[jax.Array, "R values"],
-    stream: Stream,
+    stream: NormedStream,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     """Adds the output projection of a mixer and then the MLP or MoE block to the residual stream.
 
     Args:
@@ -147,13 +147,15 @@ def finished(
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
-def mlp(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
+def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None) -> NormedStream:
     """Adds the gated MLP of a layer to the residual stream."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
-def experts(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
+def experts(
+    config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None
+) -> NormedStream:
     """Adds the MoE block of a layer to the residual stream."""
     assert isinstance(layer.feed, Experts)
     assert config.experts is not None  # a model with such layers has their sizes
@@ -169,9 +171,9 @@ def _added(
     end_norm: Norm | None,
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     norm: Norm | None,
-) -> Stream:
+) -> NormedStream:
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
@@ -202,9 +204,9 @@ def write_keys(
     )
 
 
-def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
+def delta_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
-    return DeltaWeights(
+    return GDNWeights(
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
@@ -224,8 +226,8 @@ class PrefillMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: DeltaState,
-        snapshots: DeltaState,
+        states: GDNState,
+        snapshots: GDNState,
         slots: Int[jax.Array, " B"],
         row_starts: Int[jax.Array, " B1"],
         request: Int[jax.Array, " R"],
@@ -259,9 +261,9 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: DeltaState,
+        states: GDNState,
         slots: Int[jax.Array, " B"],
-        nodes: Nodes,
+        nodes: TreeNodes,
         advances: bool,
     ) -> None:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
@@ -279,27 +281,27 @@ class VerifyMixer:
         states, scratch = carry
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
-        if isinstance(scratch.kept, Kept):
+        if isinstance(scratch.kept, ReplayInputs):
             out, states, scratch = gdn_layer.verify(*given, scratch)
         else:
             out, states, scratch = gdn_layer.advance(*given, scratch)
         return out, (states, scratch)
 
     @property
-    def advanced(self) -> DeltaState:
+    def advanced(self) -> GDNState:
         """Returns the states after a step of plain decoding."""
         states, scratch = self.carry
-        assert not isinstance(scratch.kept, Kept)  # plain decoding
+        assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
         return gdn_layer.followed(states, scratch.kept)
 
     def commit(
         self,
-        snapshots: DeltaState,
+        snapshots: GDNState,
         path: Int[jax.Array, "B W"],
         counts: Int[jax.Array, " B"],
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
-    ) -> tuple[DeltaState, DeltaState]:
+    ) -> tuple[GDNState, GDNState]:
         """Advances the states along the accepted paths; see `gdn_layer.commit`."""
         (states, scratch), slots = self.carry, self._slots
         return gdn_layer.commit(

@@ -10,14 +10,14 @@ from jax.extend.backend import clear_backends
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_impl.ops.collectives.all_gather import AXIS
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class Together:
+class RankMesh:
     """Mesh of the devices of one process, one rank per device.
 
     Arrays of all ranks are one JAX array, concatenated along the first axis; the program of a rank
@@ -30,7 +30,7 @@ class Together:
     devices: tuple[jax.Device, ...]
 
     @classmethod
-    def of(cls, first: jax.Device, group: Ranks) -> Self:
+    def of(cls, first: jax.Device, group: TPGroup) -> Self:
         """Returns the mesh of the first devices, one per rank.
 
         Raises:
@@ -49,10 +49,10 @@ class Together:
         return cls(devices)
 
     @property
-    def ranks(self) -> list[Ranks]:
-        """Returns the `Ranks` of each device."""
+    def ranks(self) -> list[TPGroup]:
+        """Returns the `TPGroup` of each device."""
         count = len(self.devices)
-        return [Ranks(rank, count, None) for rank in range(count)]
+        return [TPGroup(rank, count, None) for rank in range(count)]
 
     @property
     def all(self) -> Sharding:
@@ -111,7 +111,7 @@ def take_devices(count: int) -> None:
     """Has JAX make a device of the processor for each of so many ranks, where they run on it.
 
     Who imports the ops has asked for the devices already. That is undone, unless another part of
-    the process has arrays on them; `Together.of` then says that there are too few.
+    the process has arrays on them; `RankMesh.of` then says that there are too few.
     """
     has_few = count > 1 and jax.default_backend() == "cpu" and len(jax.devices()) < count
     if has_few and not jax.live_arrays():

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
+from jax_impl.layers import FEEDS, AttentionContext, DeltaMixer, Feed, Hidden, attention, finished
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.gemm import layers, linear
-from jax_impl.ops.gemm.layers import Shown
-from jax_impl.ops.gemm.linear import Stream
+from jax_impl.ops.gemm.layers import ImageEmbeds
+from jax_impl.ops.gemm.linear import NormedStream
 from jax_impl.ops.moe.experts import counted
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 
@@ -44,7 +44,7 @@ class Forward(NamedTuple):
         return Forward(self.hidden[rows], tuple(x[rows] for x in self.streams), self.kv)
 
 
-class Block(NamedTuple):
+class DecoderLayer(NamedTuple):
     """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
@@ -62,15 +62,15 @@ class Model(NamedTuple):
 
     config: ModelConfig
     weights: Weights
-    blocks: tuple[Block, ...]
-    group: Ranks
+    blocks: tuple[DecoderLayer, ...]
+    group: TPGroup
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
+    def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
         kinds = config.layer_kinds
         blocks = tuple(
-            Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            DecoderLayer(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         return cls(config, weights, blocks, group)
@@ -84,7 +84,7 @@ class Model(NamedTuple):
 def forward(
     model: Model,
     tokens: Int[jax.Array, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     rows: Rows,
     kv: KV,
     mixer: DeltaMixer | None,
@@ -101,7 +101,7 @@ def forward(
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, eps = model.config, model.config.rms_eps
-    sights = {each: Sight.of(each, rows, kv, model.group) for each in config.attentions}
+    sights = {each: AttentionContext.of(each, rows, kv, model.group) for each in config.attentions}
     # Layers of one configuration share a mixer; layers of one kind pass its carry on.
     mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
         each: partial(attention, config, sight) for each, sight in sights.items()
@@ -116,11 +116,11 @@ def forward(
         like: AttentionConfig | GatedDeltaConfig,
         feed: Feed,
         layer: Layer,
-        stream: Stream,
+        stream: NormedStream,
         carry: Any,
         place: Place,
         norm: Norm | None,
-    ) -> tuple[Stream, Any]:
+    ) -> tuple[NormedStream, Any]:
         inputs = linear.normed_product(stream, config.input_eps, layer.mixer.inputs)
         mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
         return finished(config, layer, feed, mixed, stream, norm), carry

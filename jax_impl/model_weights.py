@@ -56,7 +56,7 @@ class Layer(NamedTuple):
     feed_end_norm: Norm | None
 
 
-class Mtp(NamedTuple):
+class MTPLayer(NamedTuple):
     """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
@@ -66,7 +66,7 @@ class Mtp(NamedTuple):
     layer: Layer
 
 
-class DraftRows(NamedTuple):
+class DraftVocabHead(NamedTuple):
     """LM-head rows of the reduced draft vocabulary, and the target's id of each."""
 
     lm_head: Matrix
@@ -84,8 +84,8 @@ class Weights(NamedTuple):
     lm_head: Matrix
     final_norm: Float[jax.Array, " hidden"]
     layers: tuple[Layer, ...]
-    mtp: Mtp | None
-    draft_rows: DraftRows | None
+    mtp: MTPLayer | None
+    draft_rows: DraftVocabHead | None
 
 
 class HeadWeights(NamedTuple):
@@ -142,7 +142,7 @@ class MarkovWeights(NamedTuple):
         )
 
 
-class Conv(NamedTuple):
+class ConvWeights(NamedTuple):
     """Convolutions before and after the attention or the MLP of a DFlash2 layer.
 
     Attributes:
@@ -154,22 +154,22 @@ class Conv(NamedTuple):
     moved: Matrix
 
 
-class Around(NamedTuple):
+class LayerConvs(NamedTuple):
     """Convolutions around the attention and the MLP of a DFlash2 layer."""
 
-    attention: Conv
-    mlp: Conv
+    attention: ConvWeights
+    mlp: ConvWeights
 
     @classmethod
     def of(
         cls, config: DraftConfig, arrays: Mapping[str, jax.Array]
-    ) -> "tuple[Around, ...] | None":
+    ) -> "tuple[LayerConvs, ...] | None":
         """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.conv is None:
             return None
 
-        def conv(name: str) -> Conv:
-            return Conv(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
+        def conv(name: str) -> ConvWeights:
+            return ConvWeights(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
 
         names = [f"conv.{layer}" for layer in range(config.layer.num_layers)]
         return tuple(cls(conv(f"{name}.attention"), conv(f"{name}.mlp")) for name in names)
@@ -219,7 +219,7 @@ class BlockWeights(NamedTuple):
     embed: Float[jax.Array, "vocab hidden"] | None
     draft_ids: Int[jax.Array, " draft_vocab"] | None
     markov: MarkovWeights | None
-    around: tuple[Around, ...] | None
+    around: tuple[LayerConvs, ...] | None
     selector: SelectorWeights | None
 
     @classmethod
@@ -237,7 +237,7 @@ class BlockWeights(NamedTuple):
             embed=arrays.get("embed"),
             draft_ids=arrays.get("draft_ids"),
             markov=MarkovWeights.of(config, arrays),
-            around=Around.of(config, arrays),
+            around=LayerConvs.of(config, arrays),
             selector=SelectorWeights.of(config, arrays),
         )
 

@@ -11,12 +11,12 @@ from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.kernel_limits import KERNEL_LIMITS
-from jax_impl.mesh import Together, free_on_each, take_devices
+from jax_impl.mesh import RankMesh, free_on_each, take_devices
 from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import device_mailbox_bytes
-from shared.boundary.backend import Blueprint
-from shared.boundary.tp_group import Ranks
+from shared.boundary.backend import BackendSpec
+from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.dummy_weights import Stored
 from shared.process.buckets import ProgramCosts
@@ -29,7 +29,7 @@ CACHE_FOLDER = (
 
 
 def load_backend(
-    blueprint: Blueprint,
+    blueprint: BackendSpec,
     checkpoint: Stored | convert.OrbaxCheckpoint,
     draft_files: DraftFiles,
     progress: Callable[[int], None],
@@ -41,7 +41,7 @@ def load_backend(
             f"--tp-size {group.count} needs files that ranks can read in parts, and those of Orbax "
             "are read whole; give the Hugging Face folder"
         )
-    together = Together.of(device, group)
+    together = RankMesh.of(device, group)
     loaded = [
         read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
         for each, rank in zip(together.devices, together.ranks, strict=True)
@@ -73,12 +73,12 @@ def _unseen(num_bytes: int) -> None:
 
 
 def read_weights(
-    blueprint: Blueprint,
+    blueprint: BackendSpec,
     checkpoint: Stored | convert.OrbaxCheckpoint,
     draft_files: DraftFiles,
     device: jax.Device,
     progress: Callable[[int], None],
-    group: Ranks,
+    group: TPGroup,
 ) -> tuple[Loaded, Loaded | None]:
     """Loads a rank's shard of the model and of the drafter, if the drafter has weights."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)

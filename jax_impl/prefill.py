@@ -9,22 +9,22 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from jax_impl import model, ops
 from jax_impl.device_state import DeviceState, Fields, Plan, start
-from jax_impl.drafters import Fed, Prompts
+from jax_impl.drafters import ExtendRows, PrefillChunks
 from jax_impl.layers import PrefillMixer
 from jax_impl.model import Forward
 from jax_impl.ops.gdn import gdn_state
-from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
-from jax_impl.step_context import Machine, logprobs_of, ranking
+from jax_impl.step_context import StepContext, logprobs_of, ranking
 from shared.boundary.buffers import SCORES
-from shared.boundary.program import Extra, Program
+from shared.boundary.program import Program, ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
 
 
 def count_tokens(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Adds tokens to the token counts in `seen`; resets the slots of starting rows first."""
     state, prompt = start(state, plan), plan.prompt
@@ -38,12 +38,12 @@ def count_tokens(
 
 
 def prefill(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Prefills prompt chunks and chooses the first output token of prompts that end."""
     state, prompt = start(state, plan), plan.prompt
     assert prompt is not None  # a prefill has one
-    prompts = Prompts.of(plan, program)
+    prompts = PrefillChunks.of(plan, program)
     if prompt.pictures is not None and state.pictures is not None:
         deltas = state.pictures.deltas.at[plan.slots].set(prompt.pictures.deltas)
         state = state._replace(pictures=state.pictures._replace(deltas=deltas))
@@ -75,7 +75,7 @@ def prefill(
     return state, values | _scores(machine, program, prompts, passed, following)
 
 
-def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
+def _following(prompts: PrefillChunks, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
     """Returns the token that follows each token of the chunks."""
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
@@ -83,8 +83,8 @@ def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array,
 
 
 def _learnt_texts(
-    memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[jax.Array, " T"]
-) -> ngram.Memory:
+    memory: ngram.NgramState, plan: Plan, prompts: PrefillChunks, following: Int[jax.Array, " T"]
+) -> ngram.NgramState:
     """Adds the chunks to the n-gram table, without runs of one token, such as image tokens."""
     assert plan.texts is not None
     assert plan.texts.before is not None  # set in a prefill
@@ -97,7 +97,7 @@ def _learnt_texts(
     return ngram.learn_prompts(memory, plan.slots, *rows)
 
 
-def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | None:
+def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[jax.Array, " T"] | None:
     """Returns the encoder-cache rows of those tokens."""
     if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
         return None
@@ -107,21 +107,21 @@ def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | N
     return jnp.where(is_last, next_sources[request], jnp.roll(prompts.sources, -1))
 
 
-def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> Shown | None:
+def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> ImageEmbeds | None:
     """Returns the image embeddings that replace token embeddings; None for a text-only model."""
     pictures = state.pictures
-    return None if sources is None or pictures is None else Shown(pictures.pool, sources)
+    return None if sources is None or pictures is None else ImageEmbeds(pictures.pool, sources)
 
 
 def _scores(
-    machine: Machine,
+    machine: StepContext,
     program: Program,
-    prompts: Prompts,
+    prompts: PrefillChunks,
     passed: Forward,
     following: Int[jax.Array, " T"],
 ) -> Fields:
     """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
-    if not program.has(Extra.SCORES):
+    if not program.has(ProgramFeature.PROMPT_LOGPROBS):
         return {}
     rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.capacity.max_scores
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
@@ -141,14 +141,14 @@ def _scores(
     return {name: _real(prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
 
-def _real(prompts: Prompts, values: Shaped[jax.Array, "T ..."]) -> Shaped[jax.Array, "T ..."]:
+def _real(prompts: PrefillChunks, values: Shaped[jax.Array, "T ..."]) -> Shaped[jax.Array, "T ..."]:
     """Sets values of padding rows to zero."""
     is_real = prompts.rows.is_real.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.where(is_real, values, jnp.zeros((), values.dtype))
 
 
 def _count_prompts(
-    machine: Machine, state: DeviceState, plan: Plan, prompts: Prompts
+    machine: StepContext, state: DeviceState, plan: Plan, prompts: PrefillChunks
 ) -> DeviceState:
     """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows = prompts.rows
@@ -162,10 +162,10 @@ def _count_prompts(
 
 
 def _feed_prompts(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
-    prompts: Prompts,
+    prompts: PrefillChunks,
     passed: Forward,
     following: Int[jax.Array, " T"],
 ) -> DeviceState:
@@ -176,13 +176,13 @@ def _feed_prompts(
     rows = rows._replace(first=draft_from[rows.request])
     rank = ranking(machine, state, plan, prompts.lengths, machine.capacity.max_width, False)
     shown = _shown(state, _following_sources(plan, prompts))
-    fed = Fed(rows, prompts.tokens, following, shown, passed, prompts.last)
+    fed = ExtendRows(rows, prompts.tokens, following, shown, passed, prompts.last)
     memory = machine.drafter.prefill(state.draft, plan, prompts, fed, rank)
     return state._replace(draft=memory)
 
 
 def _read_prompts(
-    machine: Machine, state: DeviceState, plan: Plan, program: Program, prompts: Prompts
+    machine: StepContext, state: DeviceState, plan: Plan, program: Program, prompts: PrefillChunks
 ) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     streams, mixer = machine.streams(program), None
@@ -204,12 +204,12 @@ def _read_prompts(
 
 
 def _choose_next(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     logits: Float[jax.Array, "B share"],
     lengths: Int[jax.Array, " B"],
-) -> sampling.Chosen:
+) -> sampling.SampledTokens:
     """Chooses the target's token after each chunk."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))

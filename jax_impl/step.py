@@ -8,29 +8,29 @@ from jax_impl.decode import decode, draft
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.encode_image import encode
 from jax_impl.prefill import count_tokens, prefill
-from jax_impl.step_context import Machine
+from jax_impl.step_context import StepContext
 from shared.boundary.buffers import SCORES
-from shared.boundary.program import Program, Work
+from shared.boundary.program import Program, StepKind
 
 
 def step(
-    machine: Machine, state: DeviceState, words: Int[jax.Array, " words"], program: Program
+    machine: StepContext, state: DeviceState, words: Int[jax.Array, " words"], program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Runs the plan in an int32 buffer; returns the new state and the result buffer."""
     plan = read_plan(words, program, machine.capacity)
     work = {
-        Work.PREFILL: prefill,
-        Work.DECODE: decode,
-        Work.DRAFT: draft,
-        Work.COUNT: count_tokens,
-        Work.ENCODE: encode,
+        StepKind.PREFILL: prefill,
+        StepKind.DECODE: decode,
+        StepKind.DRAFT: draft,
+        StepKind.COUNT: count_tokens,
+        StepKind.ENCODE: encode,
     }[program.work]
     state, values = work(machine, state, plan, program)
     return _end(machine, state, plan, values, program)
 
 
 def _end(
-    machine: Machine, state: DeviceState, plan: Plan, fields: Fields, program: Program
+    machine: StepContext, state: DeviceState, plan: Plan, fields: Fields, program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Finishes a step of any kind; returns the result buffer."""
     is_row = plan.slots != 0

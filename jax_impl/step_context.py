@@ -11,11 +11,11 @@ from jax_impl.model import Model
 from jax_impl.model_weights import TowerWeights
 from jax_impl.ops.attention.attention import Rows, turned
 from jax_impl.ops.sampling import logprobs
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 
 
-class Machine(NamedTuple):
+class StepContext(NamedTuple):
     """Context of a step: everything that it reads except the device state.
 
     Attributes:
@@ -28,11 +28,11 @@ class Machine(NamedTuple):
     model: Model
     drafter: Drafter | None
     tower: TowerWeights | None
-    capacity: Capacity
+    capacity: BackendLimits
 
     def feeds(self, program: Program) -> bool:
         """Returns True if the step extends the drafter; else the draft KV gets a gap."""
-        is_prefill = program.work is Work.PREFILL
+        is_prefill = program.work is StepKind.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
     def samples(self, program: Program) -> bool:
@@ -45,7 +45,7 @@ class Machine(NamedTuple):
 
 
 def ranking(
-    machine: Machine,
+    machine: StepContext,
     state: DeviceState,
     plan: Plan,
     lengths: Int[jax.Array, " B"],
@@ -58,7 +58,7 @@ def ranking(
 
 
 def logprobs_of(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     logits: Float[jax.Array, "R share"] | None,
@@ -70,7 +70,7 @@ def logprobs_of(
 
     The result is empty if the program has no logprobs.
     """
-    if not program.has(Extra.LOGPROBS):
+    if not program.has(ProgramFeature.LOGPROBS):
         return {}
     assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
@@ -78,7 +78,7 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(machine: Machine, state: DeviceState, plan: Plan, rows: Rows) -> Rows:
+def behind_pictures(machine: StepContext, state: DeviceState, plan: Plan, rows: Rows) -> Rows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     if state.pictures is None:
         return rows

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
 from jax_impl.ops import Kernels
-from kernels.peer_buffers import Boxes, Missing
-from shared.boundary.shm_allgather import RankMissingError
+from kernels.peer_buffers import BufferLayout, PeerTimeout
+from shared.boundary.shm_allgather import AllGatherTimeout
 
 
 @dataclass(frozen=True)
-class DeviceMailboxes:
+class AllGather:
     """How a rank's program finds the mailboxes of all GPUs, and its gathers.
 
     All ranks run one program, so that their gathers come in one order, whatever XLA makes of it.
@@ -32,7 +32,7 @@ class DeviceMailboxes:
     place: Any
     kernels: ModuleType
     vocabulary: ModuleType
-    boxes: Boxes
+    boxes: BufferLayout
 
     @property
     def rank(self) -> Int32[jax.Array, ""]:
@@ -49,9 +49,9 @@ class DeviceMailboxes:
         Raises:
           RankMissingError: A rank did not join an all-gather.
         """
-        missing = Missing.read(word)
+        missing = PeerTimeout.read(word)
         if missing is not None:
-            raise RankMissingError(
+            raise AllGatherTimeout(
                 f"rank {missing.rank} of {self.boxes.ranks} did not come to gather {missing.call}, "
                 "as they are counted from the start on"
             )
@@ -94,7 +94,7 @@ class DeviceMailboxes:
 
 
 jax.tree_util.register_dataclass(
-    DeviceMailboxes, data_fields=["place"], meta_fields=["kernels", "vocabulary", "boxes"]
+    AllGather, data_fields=["place"], meta_fields=["kernels", "vocabulary", "boxes"]
 )
 
 
@@ -103,9 +103,9 @@ def on_devices(
     devices: Sequence[jax.Device],
     join: Callable[[Sequence[Any]], Any],
     memory: Any,
-    boxes: Boxes,
+    boxes: BufferLayout,
     looks: int,
-) -> DeviceMailboxes:
+) -> AllGather:
     """How the program of all ranks finds the mailboxes.
 
     Args:
@@ -118,4 +118,4 @@ def on_devices(
     else:
         placed = zip(memory.places(looks), devices, strict=True)
         places = [jax.device_put(words, device) for words, device in placed]
-    return DeviceMailboxes(join(places), kernels.all_gather, kernels.vocab_parallel, boxes)
+    return AllGather(join(places), kernels.all_gather, kernels.vocab_parallel, boxes)

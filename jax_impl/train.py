@@ -34,7 +34,7 @@ from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.nnx_modules import DraftModel
 from jax_impl.training.tasks import Module, Precision, Target, Trainable
-from shared.drafts.aux_hidden_states import IDS_FLAG, Ids
+from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
@@ -114,7 +114,9 @@ def _add_subject(group: Any) -> None:
     group.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files")
     group.add_argument("--out", type=Path, required=True, help="folder to write")
     group.add_argument("--start", type=Path, help="folder whose weights to start from")
-    group.add_argument(IDS_FLAG, choices=[x.value for x in Ids], help="what --start's layers mean")
+    group.add_argument(
+        IDS_FLAG, choices=[x.value for x in LayerIdMeaning], help="what --start's layers mean"
+    )
     group.add_argument("--shards", type=int, default=1, help="files that a model is written in")
     group.add_argument(
         "--format", choices=FORMATS, default=AUTHORS, help="that a head is written in"
@@ -266,7 +268,7 @@ def _train_head(given: argparse.Namespace) -> None:
         return
     head_json = _head_json(given, config)
     told = given.speculative_aux_layer_convention
-    draft_config = DraftConfig.from_dict(head_json, config, told and Ids(told))
+    draft_config = DraftConfig.from_dict(head_json, config, told and LayerIdMeaning(told))
     if given.start:
         draft_config = tasks.started(draft_config, given.draft, given.start, stored)
     tasks.check_head_trained(draft_config)

@@ -20,13 +20,13 @@ from jax_impl import dummy_weights, fp8_weights
 from jax_impl.model_weights import (
     Attention,
     BlockWeights,
-    DraftRows,
+    DraftVocabHead,
     GatedDelta,
     HeadWeights,
     Layer,
     LayerNorm,
     Mlp,
-    Mtp,
+    MTPLayer,
     TowerBlock,
     TowerWeights,
     Weights,
@@ -35,7 +35,7 @@ from jax_impl.ops import Norm, Scale
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.moe.experts import Experts
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
@@ -94,7 +94,7 @@ def load(
     progress: Callable[[int], None],
     in_words: InWords,
     in_codes: Collection[str] = (),
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
     """Reads a rank's share of a checkpoint to the device, parameter by parameter.
@@ -133,7 +133,7 @@ def load_head(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
 ) -> Loaded:
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
@@ -167,7 +167,7 @@ def from_arrays(
     config: ModelConfig,
     dtype: np.dtype | type,
     device: jax.Device,
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
     """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
@@ -179,7 +179,7 @@ def from_arrays(
 
 
 def head_from_arrays(
-    head: DraftHead, dtype: np.dtype | type, device: jax.Device, group: Ranks = ALONE
+    head: DraftHead, dtype: np.dtype | type, device: jax.Device, group: TPGroup = SINGLE_RANK
 ) -> Loaded:
     """Brings a rank's share of the arrays of a draft head to the device; it may lack some."""
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
@@ -282,7 +282,7 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
     """A model's records; `in_stacks` is that of `are_read_in_stacks`."""
     alone, rows = loaded.alone, None
     if DRAFT_HEAD in alone:
-        rows = DraftRows(Matrix(alone[DRAFT_HEAD]), alone["draft_ids"])
+        rows = DraftVocabHead(Matrix(alone[DRAFT_HEAD]), alone["draft_ids"])
     return Weights(
         embed=alone["embed"],
         lm_head=Matrix(alone.get("lm_head", alone["embed"])),
@@ -403,8 +403,8 @@ def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None
     return Scale(stack, jnp.asarray(place, jnp.int32)) if in_stacks else stack[place]
 
 
-def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Mtp:
-    return Mtp(
+def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> MTPLayer:
+    return MTPLayer(
         fc=Matrix(loaded.alone["mtp.fc"]),
         layer=_layers(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
         **{x: loaded.alone[f"mtp.{x}"] for x in ("embedding_norm", "hidden_norm", "final_norm")},

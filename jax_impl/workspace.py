@@ -4,9 +4,9 @@ from functools import partial
 
 from jax_impl.ops.attention.attention import BLOCK
 from kernels.tiles import MOST_LANES
-from shared.boundary.backend import Blueprint, Capacity
+from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program
-from shared.boundary.workspace import Costs, split_attention, step_bytes
+from shared.boundary.workspace import WorkspaceCosts, split_attention, step_bytes
 from shared.models.config import ModelConfig
 
 LOGIT, REPORTED = 41, 4
@@ -14,7 +14,9 @@ LOGIT, REPORTED = 41, 4
 bytes."""
 
 
-def blocked_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
+def blocked_attention(
+    program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+) -> int:
     """Returns the bytes of reference attention: keys, values, scores of a block, and outputs."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = min(program.pages * capacity.page_size, max(BLOCK, capacity.page_size))
@@ -23,10 +25,12 @@ def blocked_attention(program: Program, model: ModelConfig, capacity: Capacity, 
     return gathered + 2 * rows * (keys + model.attention.head_size + 2) * 4
 
 
-ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=blocked_attention)
-ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES))
+ON_CPU = WorkspaceCosts(logit=LOGIT, reported=REPORTED, attention=blocked_attention)
+ON_GPU = WorkspaceCosts(
+    logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES)
+)
 
 
-def workspace(program: Program, blueprint: Blueprint) -> int:
+def workspace(program: Program, blueprint: BackendSpec) -> int:
     """Returns the workspace of a step of the program: bytes beyond weights and pools."""
     return step_bytes(program, blueprint, ON_GPU if blueprint.on_gpu else ON_CPU)

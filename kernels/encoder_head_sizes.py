@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Sizes(NamedTuple):
+class EncoderHeadSizes(NamedTuple):
     """Sizes of a head and of its column blocks, which are powers of two.
 
     Attributes:
@@ -37,11 +37,11 @@ class Sizes(NamedTuple):
         return self.besides + self.heads * self.beside_block
 
 
-def sizes_of(heads: int, D: int) -> Sizes:
+def sizes_of(heads: int, D: int) -> EncoderHeadSizes:
     """Returns the block sizes of `heads` heads of D columns."""
     main = 1 << (D.bit_length() - 1)
     rest = D - main
-    return Sizes(
+    return EncoderHeadSizes(
         heads=heads,
         main=main,
         rest=rest,

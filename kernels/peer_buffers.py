@@ -34,15 +34,15 @@ MOST_WHOLE_WORDS = 1 << 18
 """Most logits of a rank that are gathered as they are, where parts of the vocabulary could leave
 less. Measured on two H200, a head with its choice: 160 us so with 1 row and 164 otherwise, with 8
 rows 176 and 168, with 128 rows 433 and 248."""
-NOTHING = 0x7FFFFFFF
+MISSING_VALUE = 0x7FFFFFFF
 """Stands where no word came in time: a number that is none, also as two of bfloat16."""
 
-LOOKS = 1 << 24
+MAX_POLLS = 1 << 24
 """Of a wait for another rank: longer than one's host takes to launch a step, some ten seconds."""
 BLOCK_BYTES = 1 << 24
 """Most bytes of a rank in a gather of a step; more rows take several."""
 
-CLOCK_AT = 64
+SEQUENCE_OFFSET = 64
 """Where the number of the last call stands in a mailbox, in bytes, and behind it its arrivals."""
 _FLAGS_AT = 128
 _WORDS_AT = _FLAGS_AT + FLAG_PROGRAMS * 8 * 4
@@ -53,7 +53,7 @@ ADDRESS = {1: "mov.b64 {0}, {1};", 2: "mov.b64 {0}, {{{1}, {2}}};"}
 
 
 @dataclass(frozen=True)
-class Boxes:
+class BufferLayout:
     """The sizes of the mailboxes of ranks, the same for all and for every program.
 
     Attributes:
@@ -112,11 +112,11 @@ def device_mailbox_bytes(ranks: int) -> int:
     Raises:
       ValueError: There cannot be so many.
     """
-    return Boxes(ranks, BLOCK_BYTES).bytes
+    return BufferLayout(ranks, BLOCK_BYTES).bytes
 
 
 @dataclass(frozen=True)
-class Missing:
+class PeerTimeout:
     """Rank that sent nothing in time.
 
     Attributes:
@@ -128,7 +128,7 @@ class Missing:
     call: int
 
     @classmethod
-    def read(cls, word: int) -> "Missing | None":
+    def read(cls, word: int) -> "PeerTimeout | None":
         """Decodes the error word of a mailbox; None if nothing was missing."""
         return cls((word & 15) - 1, word >> 4) if word else None
 
@@ -158,7 +158,7 @@ def receive_text(registers: int, pack: int) -> str:
 
     Operands, each `pack` times: the mailbox, the place in bytes, the number, how often to look, 0
     where no word is waited for, what is written as an error, and what was sent, which is not read.
-    A word that does not come in time is `NOTHING`.
+    A word that does not come in time is `MISSING_VALUE`.
     """
     regs = [f"${pack + i}" for i in range(pack * (registers + 5))]
     boxes = [regs[i : registers * pack : pack] for i in range(pack)]
@@ -178,7 +178,8 @@ def receive_text(registers: int, pack: int) -> str:
         first += [
             ADDRESS[registers].format("box", *boxes[i]),
             f"cvt.u64.u32 at{i}, {places[i]}; add.u64 at{i}, at{i}, box;",
-            f"mov.b64 word{i}, 0; mov.b32 bits{i}, {NOTHING}; setp.le.s32 come{i}, {looks[i]}, 0;",
+            f"mov.b64 word{i}, 0; mov.b32 bits{i}, {MISSING_VALUE}; "
+            f"setp.le.s32 come{i}, {looks[i]}, 0;",
             f"mov.s32 most, {looks[i]};" if i == 0 else f"max.s32 most, most, {looks[i]};",
         ]
         look.append(f"@!come{i} ld.relaxed.sys.global.b64 word{i}, [at{i}];")
@@ -207,7 +208,7 @@ def receive_text(registers: int, pack: int) -> str:
     )
 
 
-def put_text(registers: int) -> str:
+def store_block_ptx(registers: int) -> str:
     """Assembly: stores four bytes of a block, and gives them back. Operands as of a word's."""
     address, value, place, _, is_one = _operands(1, registers, 1, 1, 1)
     return f"""{{ .reg .pred is_one; .reg .b32 bits; .reg .b64 box, at;
@@ -216,7 +217,7 @@ setp.ne.s32 is_one, {is_one}, 0; @is_one st.global.b32 [at], bits;
 mov.b32 $0, bits; }}"""
 
 
-def raise_text(registers: int) -> str:
+def set_flag_ptx(registers: int) -> str:
     """Assembly: raises a program's flag, after all that the program has stored.
 
     All threads of a program must run it as often. Operands: what was stored, which is not read, the
@@ -230,7 +231,7 @@ bar.sync 0; setp.ne.s32 is_one, {is_one}, 0;
 mov.b32 $0, {stored}; }}"""
 
 
-def look_text(registers: int) -> str:
+def wait_flag_ptx(registers: int) -> str:
     """Assembly: waits for a flag; 1 where it was raised in time, else 0.
 
     A flag of a later call counts too. Operands: the mailbox, the place, the number, how often to
@@ -248,8 +249,8 @@ CAME: mov.b32 $0, 1;
 DONE: }}"""
 
 
-def take_text(registers: int) -> str:
-    """Assembly: four bytes of a block whose flag was raised, else `NOTHING`.
+def load_block_ptx(registers: int) -> str:
+    """Assembly: four bytes of a block whose flag was raised, else `MISSING_VALUE`.
 
     Operands: the mailbox, the place, and whether to read.
     """
@@ -258,7 +259,7 @@ def take_text(registers: int) -> str:
     place, is_one = names[registers:]
     return f"""{{ .reg .pred is_one; .reg .b64 box, at;
 {address} cvt.u64.u32 at, {place}; add.u64 at, at, box;
-setp.ne.s32 is_one, {is_one}, 0; mov.b32 $0, {NOTHING};
+setp.ne.s32 is_one, {is_one}, 0; mov.b32 $0, {MISSING_VALUE};
 @is_one ld.relaxed.sys.global.b32 $0, [at]; }}"""
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Routing:
         return self.experts + self.is_shared
 
 
-def routing_of(config: ExpertsConfig) -> Routing:
+def routing_of(config: MoEConfig) -> Routing:
     """How rows choose in such a layer, whose shared expert stands in the stacks of the others."""
     return Routing(
         experts=config.num_experts,

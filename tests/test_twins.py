@@ -10,12 +10,12 @@ from tests.support import backend_parity
 ROOT = Path(__file__).resolve().parents[1]
 
 _OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
-_MET = ("on_device", "on_devices", "DeviceMailboxes") + tuple(
-    f"DeviceMailboxes.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
+_MET = ("on_device", "on_devices", "AllGather") + tuple(
+    f"AllGather.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
 )
 ONE_SIDED_NAMES = {
-    "backend.py::Awaited": "what JAX does not declare of its arrays",
-    "backend.py::Awaited.is_ready": "the same",
+    "backend.py::ReadyArray": "what JAX does not declare of its arrays",
+    "backend.py::ReadyArray.is_ready": "the same",
     "backend.py::Backend.traced": "a program of JAX, to be read before it is compiled",
     "backend.py::Backend.captures": "graphs are torch's",
     "backend.py::Backend.replays": "the same",
@@ -38,7 +38,7 @@ ONE_SIDED_NAMES = {
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
     "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
-    "ops/gdn/gdn_state.py::DeltaWeights.alone": "the same",
+    "ops/gdn/gdn_state.py::GDNWeights.alone": "the same",
     "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
     "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
     "platform.py::take_threads": "torch's threads",
@@ -53,7 +53,7 @@ ONE_SIDED_NAMES = {
     "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
-    "layers.py::Sight.of": "the same",
+    "layers.py::AttentionContext.of": "the same",
     "model.py::Model": "the same",
     **{f"drafters/dflash.py::{name}": "the same" for name in _OF_BLOCKS},
     "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",

@@ -14,19 +14,26 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import (
+    BackendLimits,
+    BackendSpec,
+    LaunchMode,
+    StepFuture,
+    StepPlan,
+    StepResult,
+)
 from shared.boundary.buffers import plan_layout, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.kernel_coverage import plain_operations
-from shared.boundary.program import CAPTURED, Program, Work
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.program import CAPTURED, Program, StepKind
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import local
 from torch_impl import drafters
 from torch_impl import weights as weights_module
-from torch_impl.cuda_graphs import Graph, Graphs
+from torch_impl.cuda_graphs import CapturedGraph, CapturedGraphs
 from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
 from torch_impl.drafters.dflash import BlockDrafter
@@ -37,8 +44,8 @@ from torch_impl.model import Model
 from torch_impl.model_weights import BlockWeights, HeadWeights, TowerWeights, Weights
 from torch_impl.ops import kernels_on
 from torch_impl.step import step
-from torch_impl.step_context import Machine
-from torch_impl.symmetric_memory import DeviceMailboxes, on_device
+from torch_impl.step_context import StepContext
+from torch_impl.symmetric_memory import AllGather, on_device
 from torch_impl.workspace import workspace
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -56,14 +63,14 @@ class TorchBackend:
         self,
         config: ModelConfig,
         weights: Arrays | Weights,
-        capacity: Capacity,
-        drafts: Drafts,
+        capacity: BackendLimits,
+        drafts: DrafterSpec,
         draft_weights: Arrays | DraftWeights | None,
         *,
         dtype: str,
         device: torch.device | str,
-        captured: Collection[Work] = (),
-        group: Ranks = ALONE,
+        captured: Collection[StepKind] = (),
+        group: TPGroup = SINGLE_RANK,
         tower: TowerWeights | None = None,
     ) -> None:
         """Allocates a rank's share of the pools of `capacity` on the device.
@@ -99,7 +106,7 @@ class TorchBackend:
         config, drafts = local(config, group.count), drafts.local(group.count)
         kept = drafts.sizes
         self.capacity = capacity
-        self._blueprint = Blueprint(
+        self._blueprint = BackendSpec(
             config=config,
             drafts=drafts,
             capacity=capacity,
@@ -114,9 +121,9 @@ class TorchBackend:
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
         drafter = _drafter(model, drafts, draft_weights)
-        machine = Machine(model, drafter, tower, capacity, self._state)
+        machine = StepContext(model, drafter, tower, capacity, self._state)
         self._queue = (
-            _Stream(machine, device, captured, self.workspace)
+            _GPUStreamWorker(machine, device, captured, self.workspace)
             if device.type == "cuda"
             else _Worker(machine)
         )
@@ -153,7 +160,7 @@ class TorchBackend:
         self._queue.prepare(wanted, progress)
         self._ready.update(wanted)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """Returns how a step of the program is launched."""
         return self._queue.launch(program)
 
@@ -172,7 +179,7 @@ class TorchBackend:
 
 
 def _placed(
-    drafts: Drafts, arrays: Arrays, dtype: str, device: torch.device, group: Ranks
+    drafts: DrafterSpec, arrays: Arrays, dtype: str, device: torch.device, group: TPGroup
 ) -> DraftWeights | None:
     if drafts.head is not None:
         head = DraftHead(drafts.head, arrays)
@@ -182,7 +189,9 @@ def _placed(
     return None
 
 
-def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> drafters.Drafter | None:
+def _drafter(
+    model: Model, drafts: DrafterSpec, weights: DraftWeights | None
+) -> drafters.Drafter | None:
     """Builds the drafter from its weights and the target, or returns None without one."""
     if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
@@ -204,7 +213,7 @@ class _Worker:
 
     captures = replays = 0
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: StepContext) -> None:
         self._machine = machine
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
 
@@ -213,8 +222,8 @@ class _Worker:
         for program in programs:
             progress(program)
 
-    def launch(self, program: Program) -> Launch:
-        return Launch.EAGER
+    def launch(self, program: Program) -> LaunchMode:
+        return LaunchMode.EAGER
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._run, plan)
@@ -231,16 +240,16 @@ class _Worker:
 
 
 @dataclass
-class _Launched:
+class _SubmittedStep:
     """Step queued on the GPU; `words` and `error` are pinned buffers of rings."""
 
     program: Program
-    capacity: Capacity
+    capacity: BackendLimits
     words: Int[Tensor, " words"]
     began: torch.cuda.Event
     ended: torch.cuda.Event
     copied: torch.cuda.Event
-    exchange: DeviceMailboxes | None
+    exchange: AllGather | None
     error: Int[Tensor, " 1"]
     _result: StepResult | None = None
 
@@ -255,7 +264,7 @@ class _Launched:
         return self._result
 
 
-class _Stream:
+class _GPUStreamWorker:
     """Runs steps on a GPU, in the order of one CUDA stream.
 
     Plans and results use rings of pinned memory. A ring has one entry more than the maximum number
@@ -264,9 +273,9 @@ class _Stream:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: StepContext,
         device: torch.device,
-        captured: Collection[Work],
+        captured: Collection[StepKind],
         workspace: Callable[[Program], int],
     ) -> None:
         self.replays, self._machine = 0, machine
@@ -280,10 +289,10 @@ class _Stream:
         self._on_device = [
             torch.zeros(most_result, dtype=torch.int32, device=device) for _ in self._results
         ]
-        self._exchange: DeviceMailboxes | None = machine.model.group.on_device
+        self._exchange: AllGather | None = machine.model.group.on_device
         self._errors = [_pinned(1) for _ in self._results]
-        self._flights: list[_Launched | None] = [None] * len(self._plans)
-        self._graphs = Graphs(machine, device, self._compute, captured, workspace)
+        self._flights: list[_SubmittedStep | None] = [None] * len(self._plans)
+        self._graphs = CapturedGraphs(machine, device, self._compute, captured, workspace)
         self._count, self._device = 0, device
 
     @property
@@ -291,7 +300,7 @@ class _Stream:
         return len(self._graphs.captured)
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> _Launched:
+    def submit(self, plan: StepPlan) -> _SubmittedStep:
         place = self._count % len(self._plans)
         self._count += 1
         earlier = self._flights[place]
@@ -303,10 +312,10 @@ class _Stream:
         self._flights[place] = flight
         return flight
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         if program in self._graphs.captured:
-            return Launch.CUDA_GRAPH
-        return Launch.DISABLED if program.work in CAPTURED else Launch.EAGER
+            return LaunchMode.CUDA_GRAPH
+        return LaunchMode.DISABLED if program.work in CAPTURED else LaunchMode.EAGER
 
     def close(self) -> None:
         self._compute.synchronize()
@@ -315,8 +324,12 @@ class _Stream:
             self._exchange.close()
 
     def _launch(
-        self, program: Program, graph: Graph | None, staged: Int[Tensor, " words"], place: int
-    ) -> _Launched:
+        self,
+        program: Program,
+        graph: CapturedGraph | None,
+        staged: Int[Tensor, " words"],
+        place: int,
+    ) -> _SubmittedStep:
         events = [torch.cuda.Event(enable_timing=i < 2) for i in range(3)]
         began, ended, copied = events
         size = result_layout(program, self._machine.capacity).size
@@ -331,7 +344,7 @@ class _Stream:
             if self._exchange is not None:
                 self._errors[place].copy_(self._exchange.error, non_blocking=True)
             copied.record()
-        return _Launched(
+        return _SubmittedStep(
             program=program,
             capacity=self._machine.capacity,
             words=words,
@@ -343,7 +356,7 @@ class _Stream:
         )
 
     def _run(
-        self, program: Program, graph: Graph | None, staged: Int[Tensor, " words"]
+        self, program: Program, graph: CapturedGraph | None, staged: Int[Tensor, " words"]
     ) -> Int[Tensor, " out"]:
         if graph is None:
             on_device = staged.to(self._device, non_blocking=True)

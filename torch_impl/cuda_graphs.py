@@ -8,14 +8,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Program, Work
+from shared.boundary.program import Program, StepKind
 from torch_impl.step import step
-from torch_impl.step_context import Machine
+from torch_impl.step_context import StepContext
 from torch_impl.triton_precompile import compile_kernels
 
 
 @dataclass(frozen=True)
-class Graph:
+class CapturedGraph:
     """A captured program: where it reads its plan and leaves its result."""
 
     graph: torch.cuda.CUDAGraph
@@ -23,7 +23,7 @@ class Graph:
     result: Int[Tensor, " out"]
 
 
-class Graphs:
+class CapturedGraphs:
     """The captured programs of a machine.
 
     What a graph works on is of the pool of all graphs, of which one runs at a time.
@@ -34,10 +34,10 @@ class Graphs:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: StepContext,
         device: torch.device,
         stream: torch.cuda.Stream,
-        works: Collection[Work],
+        works: Collection[StepKind],
         workspace: Callable[[Program], int],
     ) -> None:
         """Captures nothing yet.
@@ -47,7 +47,7 @@ class Graphs:
           works: Whose programs are captured.
           workspace: Bytes that a step of a program works on.
         """
-        self.captured: dict[Program, Graph] = {}
+        self.captured: dict[Program, CapturedGraph] = {}
         self._machine, self._device, self._stream = machine, device, stream
         self._works, self._workspace = works, workspace
         self._pool = torch.cuda.graph_pool_handle() if works else None
@@ -100,7 +100,7 @@ class Graphs:
         plan = empty_plan(program, self._machine.capacity)
         return torch.from_numpy(plan.buffer).to(self._device)
 
-    def _capture(self, program: Program, captured: Sequence[Program]) -> Graph:
+    def _capture(self, program: Program, captured: Sequence[Program]) -> CapturedGraph:
         """Captures one of some programs; the first takes the pool of all."""
         plan, graph = self._padding(program), torch.cuda.CUDAGraph()
         # Another thread of the process (a JAX backend, say) may allocate meanwhile.
@@ -113,4 +113,4 @@ class Graphs:
             if not self.captured:
                 self._take(captured)
             result = step(self._machine, plan, program)
-        return Graph(graph, plan, result)
+        return CapturedGraph(graph, plan, result)

@@ -11,23 +11,23 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.program import Extra, Program
+from shared.boundary.program import Program, ProgramFeature
 from shared.spec.ngram import width_of
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Mask, Plan
-from torch_impl.drafters import Drafted, Fed
+from torch_impl.drafters import DraftTrees, ExtendRows
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import Rows
-from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.gdn.gdn_layer import TreeNodes
 from torch_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
-from torch_impl.ops.sampling.acceptance import Followed
+from torch_impl.ops.sampling.acceptance import AcceptedPath
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
-from torch_impl.ops.trees.merge_drafts import Copies, Grown, Joined
-from torch_impl.step_context import Machine, behind_pictures, logprobs_of, ranking
+from torch_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
+from torch_impl.step_context import StepContext, behind_pictures, logprobs_of, ranking
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trees:
     num_nodes: Int[Tensor, " B"]
     forced: Bool[Tensor, " B"] | None
     drafted: Float[Tensor, "B S vocab"] | None
-    origins: Joined | None = None
+    origins: MergedTrees | None = None
 
     def fields(self) -> Fields:
         trees = {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
@@ -55,17 +55,17 @@ class Trees:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyOutput:
     """Result of a verify: the target's forward pass over all nodes, the accepted paths, this rank's
     shard of the logits of all nodes (if the program reads them), and the inputs of a commit."""
 
     passed: Forward
-    accepted: Followed
+    accepted: AcceptedPath
     logits: Float[Tensor, "R share"] | None
     mixer: VerifyMixer | None
 
 
-def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
+def decode(machine: StepContext, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
     trees = grow(machine, plan, program, lengths)
     verified = verify(machine, plan, program, trees, lengths)
@@ -74,12 +74,12 @@ def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     return result_fields(machine, plan, program, trees, verified, saved)
 
 
-def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
+def draft(machine: StepContext, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
     return grow(machine, plan, program, lengths).fields()
 
 
-def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
+def grow(machine: StepContext, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
     """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
     state, shape = machine.state, program.shape
     newest = state.newest[plan.slots]
@@ -89,7 +89,7 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
         return _roots(newest)
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths)
-    if program.has(Extra.TEXTS):
+    if program.has(ProgramFeature.DEVICE_NGRAM):
         return _of_texts(machine, plan, program)
     assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
@@ -103,7 +103,7 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
 
 
-def _of_texts(machine: Machine, plan: Plan, program: Program) -> Trees:
+def _of_texts(machine: StepContext, plan: Plan, program: Program) -> Trees:
     """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
     shape, memory = program.shape, machine.state.texts
     assert memory is not None  # required by the program
@@ -111,14 +111,14 @@ def _of_texts(machine: Machine, plan: Plan, program: Program) -> Trees:
     width = width_of(shape.nodes, machine.capacity.accept_rule)
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
     grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
-    drafted = Drafted(grown.tokens, grown.parents, grown.num_nodes, grown.weights, None)
+    drafted = DraftTrees(grown.tokens, grown.parents, grown.num_nodes, grown.weights, None)
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None)
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, None)
 
 
 def _share(
-    drafted: Drafted, plan: Plan, rows: int
+    drafted: DraftTrees, plan: Plan, rows: int
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
     assert drafted.weights is not None  # set by a program with a verify budget
@@ -126,23 +126,23 @@ def _share(
     return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
-def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
+def _no_drafts(newest: Int[Tensor, " B"]) -> DraftTrees:
     """Returns trees without drafts: each root and one padding node.
 
     Kernels require trees of more than one node.
     """
     tokens = torch.stack([newest, torch.zeros_like(newest)], dim=1)
     weights = torch.zeros_like(tokens, dtype=torch.float32)
-    return Drafted(tokens, torch.zeros_like(tokens), torch.ones_like(newest), weights, None)
+    return DraftTrees(tokens, torch.zeros_like(tokens), torch.ones_like(newest), weights, None)
 
 
 def _joined(
-    drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[Tensor, " B"]
+    drafted: DraftTrees, plan: Plan, program: Program, given: NgramTrees, lengths: Int[Tensor, " B"]
 ) -> Trees:
     """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
     assert drafted.weights is not None  # set by a shape with merged drafts
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
+    grown = DraftedTrees(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
     joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
@@ -170,12 +170,12 @@ def _roots(newest: Int[Tensor, " B"]) -> Trees:
 
 
 def verify(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
     lengths: Int[Tensor, " B"],
-) -> Verified:
+) -> VerifyOutput:
     """Runs the target over all trees and finds the accepted paths; GDN states are not changed."""
     shape = program.shape
     rows, node = attention.tree_rows(
@@ -193,7 +193,7 @@ def verify(
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
-    reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
+    reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
@@ -211,11 +211,11 @@ def verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(passed, accepted, logits, mixer)
+    return VerifyOutput(passed, accepted, logits, mixer)
 
 
 def _mixer(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -226,13 +226,13 @@ def _mixer(
     if machine.state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
-    nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
+    nodes = TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
     pools = (machine.state.delta, plan.slots)
     return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -285,7 +285,7 @@ def _allowed(
 
 
 def _accepting(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -309,7 +309,11 @@ def _accepting(
 
 
 def commit(
-    machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
+    machine: StepContext,
+    plan: Plan,
+    program: Program,
+    verified: VerifyOutput,
+    lengths: Int[Tensor, " B"],
 ) -> Bool[Tensor, " B"]:
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     state, draft = machine.state, machine.state.draft
@@ -338,7 +342,7 @@ def commit(
 
 
 def _commit_state(
-    machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
+    machine: StepContext, plan: Plan, verified: VerifyOutput, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
     accepted, snapshots = verified.accepted, machine.state.snapshots
@@ -349,11 +353,11 @@ def _commit_state(
 
 
 def extend(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
-    verified: Verified,
+    verified: VerifyOutput,
     lengths: Int[Tensor, " B"],
 ) -> None:
     """Extends the drafter over the accepted paths with the target's hidden states.
@@ -371,7 +375,7 @@ def extend(
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
-    fed = Fed(
+    fed = ExtendRows(
         rows=behind_pictures(machine, plan, rows),
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
         following=verified.accepted.tokens.flatten(),
@@ -383,11 +387,11 @@ def extend(
 
 
 def result_fields(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
-    verified: Verified,
+    verified: VerifyOutput,
     saved: Bool[Tensor, " B"],
 ) -> Fields:
     """Returns the fields of a decode step's result."""

@@ -6,18 +6,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import most_begun
-from shared.boundary.program import Extra, Program, Work
-from shared.drafts.config import DraftSizes
-from shared.models.cache_spec import Plane
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.drafts.config import DraftStateSizes
+from shared.models.cache_spec import CacheArraySpec
 from shared.models.config import ModelConfig
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
-from torch_impl.ops.gdn.gdn_state import DeltaState
+from torch_impl.ops.gdn.gdn_state import GDNState
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import ngram, slot_state
-from torch_impl.ops.trees.merge_drafts import Copies
+from torch_impl.ops.trees.merge_drafts import NgramTrees
 from torch_impl.vision_encoder import Begun, Pixels
 
 Fields = dict[str, Tensor]
@@ -52,12 +52,12 @@ class DraftState:
     draft_from: Int[Tensor, " slots"]
     relay: Relay | None
     kv: Float[Tensor, "L 2 pages page H D"]
-    delta: DeltaState | None
-    snapshots: DeltaState | None
+    delta: GDNState | None
+    snapshots: GDNState | None
 
 
 @dataclass(frozen=True)
-class PictureState:
+class ImageState:
     """State of a vision-language model for images.
 
     Attributes:
@@ -92,17 +92,17 @@ class DeviceState:
     newest: Int[Tensor, " slots"]
     seen: Int[Tensor, "slots vocab"]
     kv: Float[Tensor, "L 2 pages page H D"]
-    delta: DeltaState | None
-    snapshots: DeltaState | None
+    delta: GDNState | None
+    snapshots: GDNState | None
     draft: DraftState | None
-    pictures: PictureState | None
-    texts: ngram.Memory | None
+    pictures: ImageState | None
+    texts: ngram.NgramState | None
 
 
 def allocate(
     config: ModelConfig,
-    capacity: Capacity,
-    drafter: DraftSizes | None,
+    capacity: BackendLimits,
+    drafter: DraftStateSizes | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> DeviceState:
@@ -127,8 +127,8 @@ def allocate(
 
 
 def _new_pictures(
-    capacity: Capacity, dtype: torch.dtype, device: torch.device
-) -> PictureState | None:
+    capacity: BackendLimits, dtype: torch.dtype, device: torch.device
+) -> ImageState | None:
     pictures = capacity.pictures
     if pictures is None:
         return None
@@ -141,14 +141,14 @@ def _new_pictures(
     if most:
         half, count = (most, vision.head_size // 2), new(1, kind=torch.int32)
         begun = Begun(new(most, vision.hidden, kind=dtype), new(*half), new(*half), count)
-    return PictureState(
+    return ImageState(
         pool=new(pictures.num_rows, vision.out, kind=dtype),
         deltas=new(capacity.num_slots, kind=torch.int32),
         begun=begun,
     )
 
 
-def _new_texts(capacity: Capacity, device: torch.device) -> ngram.Memory | None:
+def _new_texts(capacity: BackendLimits, device: torch.device) -> ngram.NgramState | None:
     if capacity.texts is None:
         return None
     shape = (len(LENGTHS), capacity.texts.groups, WAYS)
@@ -156,14 +156,14 @@ def _new_texts(capacity: Capacity, device: torch.device) -> ngram.Memory | None:
     def new(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    table = ngram.Table(
+    table = ngram.NgramTable(
         tokens=new(*shape), checks=new(*shape), stamps=new(*shape), clocks=new(len(LENGTHS))
     )
-    return ngram.Memory(new(capacity.num_slots, WINDOW), table)
+    return ngram.NgramState(new(capacity.num_slots, WINDOW), table)
 
 
 def _new_draft(
-    drafter: DraftSizes, capacity: Capacity, dtype: torch.dtype, device: torch.device
+    drafter: DraftStateSizes, capacity: BackendLimits, dtype: torch.dtype, device: torch.device
 ) -> DraftState:
     sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
     delta = snapshots = None
@@ -180,7 +180,7 @@ def _new_draft(
 
 
 def _new_relay(
-    drafter: DraftSizes, capacity: Capacity, dtype: torch.dtype, device: torch.device
+    drafter: DraftStateSizes, capacity: BackendLimits, dtype: torch.dtype, device: torch.device
 ) -> Relay:
     slots, width = capacity.num_slots, capacity.max_width
     return Relay(
@@ -192,17 +192,17 @@ def _new_relay(
 
 def new_states(
     config: ModelConfig, count: int, dtype: torch.dtype, device: torch.device
-) -> DeltaState | None:
+) -> GDNState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
 
-    def new(plane: Plane) -> Tensor:
+    def new(plane: CacheArraySpec) -> Tensor:
         shape, kind = (num_layers, count, *plane.shape), torch.float32 if plane.float32 else dtype
         return torch.zeros(shape, dtype=kind, device=device)
 
-    return DeltaState(**{plane.name: new(plane) for plane in sizes.kept})
+    return GDNState(**{plane.name: new(plane) for plane in sizes.kept})
 
 
 def new_kv(
@@ -270,8 +270,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """N-gram scopes of the rows; see `shared.boundary.ngram_table.Texts`."""
+class NgramScopes:
+    """N-gram scopes of the rows; see `shared.boundary.ngram_table.NgramScopes`."""
 
     scopes: Int[Tensor, "B 2"]
     before: Int[Tensor, "B window"] | None
@@ -305,16 +305,16 @@ class Plan:
     sampling: Sampling
     prompt: Prompt | None
     drafts: HostDraft | None
-    copies: Copies | None
+    copies: NgramTrees | None
     mask: Mask | None
     picture: Picture | None
-    texts: Texts | None
+    texts: NgramScopes | None
 
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
-def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity) -> Plan:
+def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendLimits) -> Plan:
     """Returns views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
     at = {}
     for name, field in plan_layout(program, capacity).fields.items():
@@ -333,16 +333,16 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity
         save_at=at["save_at"],
         sampling=Sampling(**{field.name: at[field.name] for field in fields(Sampling)}),
         prompt=_read_prompt(at, program),
-        drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
-        copies=_read_copies(at) if program.has(Extra.COPIES) else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
-        picture=_read_picture(at) if program.work is Work.ENCODE else None,
+        drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
+        copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
+        picture=_read_picture(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )
 
 
 def _read_prompt(at: Fields, program: Program) -> Prompt | None:
-    if program.work not in (Work.PREFILL, Work.COUNT):
+    if program.work not in (StepKind.PREFILL, StepKind.COUNT):
         return None
     nothing = torch.zeros_like(at["save_at"])
     return Prompt(
@@ -355,8 +355,8 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
     )
 
 
-def _read_texts(at: Fields) -> Texts | None:
-    return Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
+def _read_texts(at: Fields) -> NgramScopes | None:
+    return NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
 def _read_pictures(at: Fields) -> Pictures | None:
@@ -385,8 +385,8 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def _read_copies(at: Fields) -> Copies:
-    return Copies(
+def _read_copies(at: Fields) -> NgramTrees:
+    return NgramTrees(
         tokens=at["copies_tokens"],
         parents=at["copies_parents"],
         num_nodes=at["copies_num_nodes"],
@@ -395,7 +395,7 @@ def _read_copies(at: Fields) -> Copies:
     )
 
 
-def pack(values: Fields, program: Program, capacity: Capacity) -> Int[Tensor, " out"]:
+def pack(values: Fields, program: Program, capacity: BackendLimits) -> Int[Tensor, " out"]:
     """Concatenates the fields of a result; fields that the step did not compute are 0."""
     device, parts = next(iter(values.values())).device, []
     for name, field in result_layout(program, capacity).fields.items():
@@ -427,7 +427,7 @@ def start(state: DeviceState, plan: Plan) -> None:
         _restore(plan, draft.delta, draft.snapshots)
 
 
-def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None) -> None:
+def _restore(plan: Plan, states: GDNState | None, snapshots: GDNState | None) -> None:
     """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return

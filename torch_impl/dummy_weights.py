@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
@@ -22,7 +22,7 @@ def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
 
 
 def elements(
-    law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]
+    law: InitSpec, key: Int[Tensor, ""], places: Int[Tensor, " places"]
 ) -> Float[Tensor, " places"]:
     tops = _tops(law, key, places)
     whole = tops.mul_(2).add_(1 - 2**law.bits)
@@ -54,7 +54,7 @@ def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "...
 
 
 def parameter_array(
-    parameter: Parameter, law: Law, dtype: torch.dtype, device: torch.device
+    parameter: Parameter, law: InitSpec, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "..."]:
     """A parameter or a rank's share; beside it stand a few pieces of `PIECE` elements."""
     new = torch.empty if parameter.is_filled else torch.zeros
@@ -105,7 +105,9 @@ def _shifts(spans: list[tuple[int, int]], device: torch.device) -> int | Int32[T
     return far.repeat_interleave(torch.tensor(counts)).to(device)
 
 
-def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+def _tops(
+    law: InitSpec, key: Int[Tensor, ""], places: Int[Tensor, " places"]
+) -> Int[Tensor, " places"]:
     """The highest bits of the hash, as many as a law looks at."""
     return _shifted(mixed(mixed(places) ^ key), 32 - law.bits)
 

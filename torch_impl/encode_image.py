@@ -4,12 +4,12 @@ import torch
 
 from shared.boundary.program import Program
 from torch_impl import vision_encoder
-from torch_impl.device_state import Fields, PictureState, Plan
-from torch_impl.step_context import Machine
+from torch_impl.device_state import Fields, ImageState, Plan
+from torch_impl.step_context import StepContext
 from torch_impl.vision_encoder import Begun
 
 
-def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
+def encode(machine: StepContext, plan: Plan, program: Program) -> Fields:
     """Runs blocks of the vision encoder; after the last block writes the encoder cache.
 
     Padding writes row 0. The activations for later steps are stored in the device state.
@@ -36,13 +36,13 @@ def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
     return {"counts": torch.zeros_like(plan.save_at)}
 
 
-def _kept(held: PictureState, size: int) -> Begun:
+def _kept(held: ImageState, size: int) -> Begun:
     """Returns the activations stored by the previous encode step, cut to `size` rows."""
     assert held.begun is not None  # required by a program that continues
     return Begun(**{name: x[:size] for name, x in vars(held.begun).items()})
 
 
-def _keep(held: PictureState, begun: Begun) -> None:
+def _keep(held: ImageState, begun: Begun) -> None:
     assert held.begun is not None
     for name, x in vars(begun).items():
         getattr(held.begun, name)[: len(x)] = x

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.models.rotary import RotaryConfig
@@ -20,10 +20,10 @@ from torch_impl.ops.attention.attention import Rows, windowed
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gdn import gdn_layer
-from torch_impl.ops.gdn.gdn_layer import Nodes
-from torch_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
+from torch_impl.ops.gdn.gdn_layer import TreeNodes
+from torch_impl.ops.gdn.gdn_state import GDNState, GDNWeights, ReplayInputs
 from torch_impl.ops.gemm import layers, linear
-from torch_impl.ops.gemm.linear import Matrix, Stream
+from torch_impl.ops.gemm.linear import Matrix, NormedStream
 from torch_impl.ops.moe.experts import Experts, added_experts
 
 Hidden = Float[Tensor, "R hidden"]
@@ -33,7 +33,7 @@ DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tenso
 """How a pass runs a gated-delta layer: from its place among its kind, its weights and its projected
 inputs to the heads' outputs after the gated norm."""
 
-Feed = Callable[[ModelConfig, Layer, Stream, Float[Tensor, " hidden"] | None], Stream]
+Feed = Callable[[ModelConfig, Layer, NormedStream, Float[Tensor, " hidden"] | None], NormedStream]
 """Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
 
 
@@ -62,7 +62,7 @@ def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: R
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionContext:
     """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sight:
     growth: Float[Tensor, " R"] | None
     rows: Rows
     kv: PagedKV
-    group: Ranks
+    group: TPGroup
 
     @classmethod
     def of(
@@ -86,8 +86,8 @@ class Sight:
         frequencies: Float[Tensor, " half"],
         rows: Rows,
         kv: Pools,
-        group: Ranks,
-    ) -> "Sight":
+        group: TPGroup,
+    ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, frequencies, rows)
@@ -110,7 +110,7 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    sight: Sight,
+    sight: AttentionContext,
     place: int,
     weights: Attention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
@@ -130,9 +130,9 @@ def finished(
     layer: Layer,
     feed: Feed,
     mixed: Float[Tensor, "R values"],
-    stream: Stream,
+    stream: NormedStream,
     norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     """Adds the output projection of a mixer and then the MLP or MoE block to the residual stream.
 
     Args:
@@ -144,16 +144,16 @@ def finished(
 
 
 def mlp(
-    config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
-) -> Stream:
+    config: ModelConfig, layer: Layer, stream: NormedStream, norm: Float[Tensor, " hidden"] | None
+) -> NormedStream:
     """Adds the gated MLP of a layer to the residual stream."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
 def experts(
-    config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
-) -> Stream:
+    config: ModelConfig, layer: Layer, stream: NormedStream, norm: Float[Tensor, " hidden"] | None
+) -> NormedStream:
     """Adds the MoE block of a layer to the residual stream."""
     assert isinstance(layer.feed, Experts)
     assert config.experts is not None  # a model with such layers has their sizes
@@ -169,9 +169,9 @@ def _added(
     end_norm: Float[Tensor, " hidden"] | None,
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     norm: Float[Tensor, " hidden"] | None,
-) -> Stream:
+) -> NormedStream:
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
@@ -200,9 +200,9 @@ def write_keys(
     attention_layer.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
-def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
+def delta_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
-    return DeltaWeights(
+    return GDNWeights(
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
@@ -222,8 +222,8 @@ class PrefillMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: DeltaState,
-        snapshots: DeltaState,
+        states: GDNState,
+        snapshots: GDNState,
         slots: Int[Tensor, " B"],
         row_starts: Int[Tensor, " B1"],
         request: Int[Tensor, " R"],
@@ -250,9 +250,9 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: DeltaState,
+        states: GDNState,
         slots: Int[Tensor, " B"],
-        nodes: Nodes,
+        nodes: TreeNodes,
         advances: bool,
     ) -> None:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
@@ -265,19 +265,19 @@ class VerifyMixer:
     ) -> Float[Tensor, "R values"]:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
-        if isinstance(self._scratch.kept, Kept):
+        if isinstance(self._scratch.kept, ReplayInputs):
             return gdn_layer.verify(*given, self._scratch)
         return gdn_layer.advance(*given, self._scratch)
 
     @property
-    def advanced(self) -> DeltaState:
+    def advanced(self) -> GDNState:
         """Returns the states after a step of plain decoding."""
-        assert not isinstance(self._scratch.kept, Kept)  # plain decoding
+        assert not isinstance(self._scratch.kept, ReplayInputs)  # plain decoding
         return gdn_layer.followed(self._states, self._scratch.kept)
 
     def commit(
         self,
-        snapshots: DeltaState,
+        snapshots: GDNState,
         path: Int[Tensor, "B W"],
         counts: Int[Tensor, " B"],
         save_after: Int[Tensor, " B"],

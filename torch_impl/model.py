@@ -10,16 +10,16 @@ from functools import partial
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
     FEEDS,
+    AttentionContext,
     DeltaMixer,
     Feed,
     Hidden,
     Pools,
-    Sight,
     attention,
     finished,
     rotary_frequencies,
@@ -27,7 +27,7 @@ from torch_impl.layers import (
 from torch_impl.model_weights import Layer, Weights
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.gemm import layers, linear
-from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.moe.experts import counted
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
@@ -52,7 +52,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderLayer:
     """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
@@ -73,15 +73,15 @@ class Model:
     config: ModelConfig
     weights: Weights
     frequencies: Mapping[AttentionConfig, Float[Tensor, " half"]]
-    blocks: tuple[Block, ...]
-    group: Ranks
+    blocks: tuple[DecoderLayer, ...]
+    group: TPGroup
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
+    def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
         kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
-            Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            DecoderLayer(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
@@ -96,7 +96,7 @@ class Model:
 def forward(
     model: Model,
     tokens: Int[Tensor, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     rows: Rows,
     kv: Pools,
     mixer: DeltaMixer | None,
@@ -115,7 +115,7 @@ def forward(
     config, weights = model.config, model.weights
     # Layers of one configuration share a mixer.
     mixers: dict[object, Callable[..., Tensor]] = {
-        each: partial(attention, config, Sight.of(each, turns, rows, kv, model.group))
+        each: partial(attention, config, AttentionContext.of(each, turns, rows, kv, model.group))
         for each, turns in model.frequencies.items()
     }
     if mixer is not None:

@@ -60,7 +60,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Mtp:
+class MTPLayer:
     """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
@@ -71,7 +71,7 @@ class Mtp:
 
 
 @dataclass(frozen=True)
-class DraftRows:
+class DraftVocabHead:
     """LM-head rows of the reduced draft vocabulary, and the target's id of each."""
 
     lm_head: Matrix
@@ -90,8 +90,8 @@ class Weights:
     lm_head: Matrix
     final_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
-    mtp: Mtp | None
-    draft_rows: DraftRows | None
+    mtp: MTPLayer | None
+    draft_rows: DraftVocabHead | None
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class MarkovWeights:
 
 
 @dataclass(frozen=True)
-class Conv:
+class ConvWeights:
     """Convolutions before and after the attention or the MLP of a DFlash2 layer.
 
     Attributes:
@@ -164,20 +164,22 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Around:
+class LayerConvs:
     """Convolutions around the attention and the MLP of a DFlash2 layer."""
 
-    attention: Conv
-    mlp: Conv
+    attention: ConvWeights
+    mlp: ConvWeights
 
     @classmethod
-    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "tuple[Around, ...] | None":
+    def of(
+        cls, config: DraftConfig, arrays: Mapping[str, Tensor]
+    ) -> "tuple[LayerConvs, ...] | None":
         """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.conv is None:
             return None
 
-        def conv(name: str) -> Conv:
-            return Conv(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
+        def conv(name: str) -> ConvWeights:
+            return ConvWeights(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
 
         names = [f"conv.{layer}" for layer in range(config.layer.num_layers)]
         return tuple(cls(conv(f"{name}.attention"), conv(f"{name}.mlp")) for name in names)
@@ -229,7 +231,7 @@ class BlockWeights:
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
     markov: MarkovWeights | None
-    around: tuple[Around, ...] | None
+    around: tuple[LayerConvs, ...] | None
     selector: SelectorWeights | None
 
     @classmethod
@@ -247,7 +249,7 @@ class BlockWeights:
             embed=arrays.get("embed"),
             draft_ids=arrays.get("draft_ids"),
             markov=MarkovWeights.of(config, arrays),
-            around=Around.of(config, arrays),
+            around=LayerConvs.of(config, arrays),
             selector=SelectorWeights.of(config, arrays),
         )
 

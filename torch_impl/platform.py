@@ -9,8 +9,8 @@ import torch
 import torch.distributed as distributed
 
 from kernels.peer_buffers import device_mailbox_bytes
-from shared.boundary.backend import Blueprint
-from shared.boundary.tp_group import Ranks
+from shared.boundary.backend import BackendSpec
+from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy_weights import Stored
@@ -37,7 +37,7 @@ one of 600 million 0.7 times as fast.
 
 
 def load_backend(
-    blueprint: Blueprint,
+    blueprint: BackendSpec,
     checkpoint: Stored,
     draft_files: DraftFiles,
     progress: Callable[[int], None],
@@ -73,7 +73,7 @@ def load_backend(
     )
 
 
-def _meet(group: Ranks, on_gpu: bool) -> None:
+def _meet(group: TPGroup, on_gpu: bool) -> None:
     """Connects ranks on different hosts; all ranks call it before they load weights."""
     if group.meeting is not None:
         distributed.init_process_group(

@@ -7,21 +7,21 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from shared.boundary.buffers import SCORES
-from shared.boundary.program import Extra, Program
+from shared.boundary.program import Program, ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
 from torch_impl import model
 from torch_impl.device_state import Fields, Plan, start
-from torch_impl.drafters import Fed, Prompts
+from torch_impl.drafters import ExtendRows, PrefillChunks
 from torch_impl.layers import PrefillMixer
 from torch_impl.model import Forward
 from torch_impl.ops.gdn import gdn_state
-from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.sampling import logprobs, sampling
 from torch_impl.ops.trees import draft_tree, ngram, slot_state
-from torch_impl.step_context import Machine, logprobs_of, ranking
+from torch_impl.step_context import StepContext, logprobs_of, ranking
 
 
-def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
+def count_tokens(machine: StepContext, plan: Plan, program: Program) -> Fields:
     start(machine.state, plan)
     prompt = plan.prompt
     assert prompt is not None  # a count has one
@@ -34,11 +34,11 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     return {"counts": torch.zeros_like(plan.save_at)}
 
 
-def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
+def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
     state, is_row, prompt = machine.state, plan.slots != 0, plan.prompt
     assert prompt is not None  # a prefill has one
     start(state, plan)
-    prompts = Prompts.of(plan, program)
+    prompts = PrefillChunks.of(plan, program)
     if prompt.pictures is not None and state.pictures is not None:
         state.pictures.deltas[plan.slots] = prompt.pictures.deltas
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
@@ -73,7 +73,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     return values | _scores(machine, program, prompts, passed, following)
 
 
-def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
+def _following(prompts: PrefillChunks, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
     """Returns the token that follows each token of the chunks."""
     request = prompts.rows.request
     is_last = draft_tree.is_last(prompts.row_starts, request)
@@ -81,7 +81,7 @@ def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]
 
 
 def _learn_texts(
-    memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[Tensor, " T"]
+    memory: ngram.NgramState, plan: Plan, prompts: PrefillChunks, following: Int[Tensor, " T"]
 ) -> None:
     """Adds the chunks to the n-gram table, without runs of one token, such as image tokens."""
     assert plan.texts is not None
@@ -95,7 +95,7 @@ def _learn_texts(
     ngram.learn_prompts(memory, plan.slots, *rows)
 
 
-def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None:
+def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[Tensor, " T"] | None:
     """Returns the encoder-cache rows of those tokens."""
     if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
         return None
@@ -105,21 +105,21 @@ def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None
     return torch.where(is_last, next_sources[request], prompts.sources.roll(-1))
 
 
-def _shown(machine: Machine, sources: Int[Tensor, " T"] | None) -> Shown | None:
+def _shown(machine: StepContext, sources: Int[Tensor, " T"] | None) -> ImageEmbeds | None:
     """Returns the image embeddings that replace token embeddings; None for a text-only model."""
     pictures = machine.state.pictures
-    return None if sources is None or pictures is None else Shown(pictures.pool, sources)
+    return None if sources is None or pictures is None else ImageEmbeds(pictures.pool, sources)
 
 
 def _scores(
-    machine: Machine,
+    machine: StepContext,
     program: Program,
-    prompts: Prompts,
+    prompts: PrefillChunks,
     passed: Forward,
     following: Int[Tensor, " T"],
 ) -> Fields:
     """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
-    if not program.has(Extra.SCORES):
+    if not program.has(ProgramFeature.PROMPT_LOGPROBS):
         return {}
     blocks = []
     for hidden, ids in zip(
@@ -133,7 +133,7 @@ def _scores(
 
 
 def _real(
-    program: Program, prompts: Prompts, values: Shaped[Tensor, "R ..."]
+    program: Program, prompts: PrefillChunks, values: Shaped[Tensor, "R ..."]
 ) -> Shaped[Tensor, "T ..."]:
     """Sets values of padding rows to zero; on a CPU there are none."""
     is_real = prompts.rows.is_real.view(-1, *[1] * (values.dim() - 1))
@@ -143,7 +143,7 @@ def _real(
 
 
 def _read_prompts(
-    machine: Machine, plan: Plan, prompts: Prompts, streams: tuple[int, ...]
+    machine: StepContext, plan: Plan, prompts: PrefillChunks, streams: tuple[int, ...]
 ) -> tuple[Forward, Bool[Tensor, " B"]]:
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     state, config, rows = machine.state, machine.model.config, prompts.rows
@@ -162,7 +162,7 @@ def _read_prompts(
     return passed, is_saved
 
 
-def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
+def _count_prompts(machine: StepContext, plan: Plan, prompts: PrefillChunks) -> None:
     """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows, starts = prompts.rows, plan.starts
     was_newest = (rows.positions == prompts.first[rows.request]) & ~starts[rows.request]
@@ -172,11 +172,11 @@ def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
 
 
 def _choose_next(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     logits: Float[Tensor, "B share"],
     lengths: Int[Tensor, " B"],
-) -> sampling.Chosen:
+) -> sampling.SampledTokens:
     """Chooses the target's token after each chunk."""
     seen = sampling.seen_alone(machine.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
@@ -185,9 +185,9 @@ def _choose_next(
 
 
 def _feed_prompts(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
-    prompts: Prompts,
+    prompts: PrefillChunks,
     passed: Forward,
     following: Int[Tensor, " T"],
 ) -> None:
@@ -196,7 +196,7 @@ def _feed_prompts(
     assert machine.drafter is not None  # required by draft extend
     assert draft is not None
     rank = ranking(machine, plan, prompts.lengths, machine.capacity.max_width, False)
-    fed = Fed(
+    fed = ExtendRows(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,
         following=following,

@@ -7,23 +7,25 @@ the operations of a step, so a whole decode step can be captured as one CUDA gra
 from jaxtyping import Int
 from torch import Tensor
 
-from shared.boundary.program import Program, Work
+from shared.boundary.program import Program, StepKind
 from torch_impl.decode import decode, draft
 from torch_impl.device_state import Fields, pack, read_plan
 from torch_impl.encode_image import encode
 from torch_impl.prefill import count_tokens, prefill
-from torch_impl.step_context import Machine
+from torch_impl.step_context import StepContext
 
 WORK = {
-    Work.PREFILL: prefill,
-    Work.DECODE: decode,
-    Work.DRAFT: draft,
-    Work.COUNT: count_tokens,
-    Work.ENCODE: encode,
+    StepKind.PREFILL: prefill,
+    StepKind.DECODE: decode,
+    StepKind.DRAFT: draft,
+    StepKind.COUNT: count_tokens,
+    StepKind.ENCODE: encode,
 }
 
 
-def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
+def step(
+    machine: StepContext, words: Int[Tensor, " words"], program: Program
+) -> Int[Tensor, " out"]:
     """Runs the plan in an int32 buffer; returns the result buffer."""
     exchange = machine.model.group.on_device  # set if each rank has a GPU
     if exchange is not None:
@@ -35,7 +37,7 @@ def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> In
     return result
 
 
-def _end(machine: Machine, fields: Fields, program: Program) -> Int[Tensor, " out"]:
+def _end(machine: StepContext, fields: Fields, program: Program) -> Int[Tensor, " out"]:
     """Finishes a step of any kind; returns the result buffer."""
     machine.state.lengths[:1].zero_()  # padded rows would grow slot 0 without bound
     return pack(fields, program, machine.capacity)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
@@ -16,7 +16,7 @@ from torch_impl.ops.sampling import logprobs
 
 
 @dataclass(frozen=True)
-class Machine:
+class StepContext:
     """Context of a step.
 
     Attributes:
@@ -30,12 +30,12 @@ class Machine:
     model: Model
     drafter: Drafter | None
     tower: TowerWeights | None
-    capacity: Capacity
+    capacity: BackendLimits
     state: DeviceState
 
     def feeds(self, program: Program) -> bool:
         """Returns True if the step extends the drafter; else the draft KV gets a gap."""
-        is_prefill = program.work is Work.PREFILL
+        is_prefill = program.work is StepKind.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
     def samples(self, program: Program) -> bool:
@@ -48,7 +48,7 @@ class Machine:
 
 
 def ranking(
-    machine: Machine, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
+    machine: StepContext, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
 ) -> Ranking:
     """Returns the ranking of candidates after `lengths` committed tokens."""
     return Ranking(
@@ -63,7 +63,7 @@ def ranking(
 
 
 def logprobs_of(
-    machine: Machine,
+    machine: StepContext,
     plan: Plan,
     program: Program,
     logits: Float[Tensor, "R share"] | None,
@@ -75,7 +75,7 @@ def logprobs_of(
 
     The result is empty if the program has no logprobs.
     """
-    if not program.has(Extra.LOGPROBS):
+    if not program.has(ProgramFeature.LOGPROBS):
         return {}
     assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
@@ -84,7 +84,7 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(machine: Machine, plan: Plan, rows: Rows) -> Rows:
+def behind_pictures(machine: StepContext, plan: Plan, rows: Rows) -> Rows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     pictures = machine.state.pictures
     return rows if pictures is None else turned(rows, pictures.deltas[plan.slots])

@@ -7,19 +7,19 @@ import torch
 from jaxtyping import Float, Int, Int32, Shaped
 from torch import Tensor
 
-from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes, Missing
-from shared.boundary.shm_allgather import RankMissingError
-from shared.boundary.tp_group import Ranks
+from kernels.peer_buffers import BLOCK_BYTES, MAX_POLLS, BufferLayout, PeerTimeout
+from shared.boundary.shm_allgather import AllGatherTimeout
+from shared.boundary.tp_group import TPGroup
 from torch_impl.ops import Kernels
 
 
-class DeviceMailboxes:
+class AllGather:
     """The mailboxes of a rank's GPU, and the gathers of its steps in their order.
 
     All ranks make the same steps in the same order, each in one stream.
     """
 
-    def __init__(self, kernels: Kernels, group: Ranks, device: torch.device) -> None:
+    def __init__(self, kernels: Kernels, group: TPGroup, device: torch.device) -> None:
         """Takes the memory, and meets the other ranks, which open it.
 
         Raises:
@@ -28,12 +28,12 @@ class DeviceMailboxes:
         """
         assert group.mailboxes is not None  # ranks that are processes have some
         self._kernels, self._group, self._calls = kernels, group, 0
-        boxes = Boxes(group.count, BLOCK_BYTES)
+        boxes = BufferLayout(group.count, BLOCK_BYTES)
         self._mailbox = kernels.symmetric_memory.Mailbox(boxes, group.rank, device)
         handle = np.frombuffer(self._mailbox.handle, np.uint8)
         handles = group.mailboxes.exchange(group.rank, handle)
         self._mailbox.connect([each.tobytes() for each in handles])
-        self._mailbox.wait(LOOKS)
+        self._mailbox.wait(MAX_POLLS)
         torch.cuda.synchronize(device)
 
     @property
@@ -47,9 +47,9 @@ class DeviceMailboxes:
         Raises:
           RankMissingError: A rank did not join an all-gather.
         """
-        missing = Missing.read(word)
+        missing = PeerTimeout.read(word)
         if missing is not None:
-            raise RankMissingError(
+            raise AllGatherTimeout(
                 f"rank {missing.rank} of {self._group.count} did not come to gather {missing.call} "
                 f"of a step; rank {self._group.rank} waited for it"
             )
@@ -123,8 +123,8 @@ class DeviceMailboxes:
         return found
 
 
-def on_device(group: Ranks, kernels: Kernels | None, device: torch.device) -> Ranks:
+def on_device(group: TPGroup, kernels: Kernels | None, device: torch.device) -> TPGroup:
     """Ranks that exchange through their GPUs, where those of a host have some; each calls it."""
     if group.mailboxes is None or kernels is None:
         return group
-    return group.on(DeviceMailboxes(kernels, group, device))
+    return group.on(AllGather(kernels, group, device))

@@ -76,7 +76,7 @@ def compile_kernels(steps: Callable[[], object], ranks: int = 1) -> None:
             steps()
 
 
-class _Asked(NamedTuple):
+class _CompileRequest(NamedTuple):
     """A kernel that was not compiled before.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Compilers:
         self._threads = ThreadPoolExecutor(min(max(cores, 1), _MOST_COMPILERS))
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen] = []
-        self._asked: dict[str, _Asked | None] = {}
+        self._asked: dict[str, _CompileRequest | None] = {}
 
     def __enter__(self) -> "_Compilers":
         return self
@@ -136,7 +136,9 @@ class _Compilers:
             kept = kept_of(fn.jit_function, line)
             asked = None
             if not kept.has_file(_DONE):
-                asked = _Asked(kept, line, self._threads.submit(self._compile, kept, line, False))
+                asked = _CompileRequest(
+                    kept, line, self._threads.submit(self._compile, kept, line, False)
+                )
             self._asked[line] = asked
         return self._asked[line] is not None
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
@@ -25,13 +25,13 @@ from torch_impl import dummy_weights, fp8_weights
 from torch_impl.model_weights import (
     Attention,
     BlockWeights,
-    DraftRows,
+    DraftVocabHead,
     GatedDelta,
     HeadWeights,
     Layer,
     LayerNorm,
     Mlp,
-    Mtp,
+    MTPLayer,
     TowerBlock,
     TowerWeights,
     Weights,
@@ -54,7 +54,7 @@ def load(
     progress: Callable[[int], None],
     in_words: InWords,
     in_codes: Collection[str] = (),
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
     """Reads a rank's share of a checkpoint's weights onto a device, parameter by parameter.
@@ -90,7 +90,7 @@ def from_arrays(
     arrays: Arrays,
     dtype: str,
     device: torch.device,
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
     """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
@@ -104,7 +104,7 @@ def load_head(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-    group: Ranks = ALONE,
+    group: TPGroup = SINGLE_RANK,
 ) -> HeadWeights | BlockWeights:
     """Reads a draft head's weights onto a device; the arguments are those of `load`.
 
@@ -136,7 +136,7 @@ def load_tower(
 
 
 def head_from_arrays(
-    head: DraftHead, dtype: str, device: torch.device, group: Ranks = ALONE
+    head: DraftHead, dtype: str, device: torch.device, group: TPGroup = SINGLE_RANK
 ) -> HeadWeights | BlockWeights:
     """A rank's share of a head's weights from arrays, which are copied."""
     wanted = head_parameters(head.config, None)
@@ -146,12 +146,12 @@ def head_from_arrays(
     return _head(_local_head(head.config, group), tensors)
 
 
-def _local_head(config: DraftConfig, group: Ranks) -> DraftConfig:
+def _local_head(config: DraftConfig, group: TPGroup) -> DraftConfig:
     return replace(config, layer=local(config.layer, group.count))
 
 
 def _from_arrays(
-    wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device, group: Ranks
+    wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device, group: TPGroup
 ) -> dict[str, Tensor]:
     """Returns the wanted parameters that are present; a head may omit some."""
     tensors = {}
@@ -210,7 +210,7 @@ def _assemble(
     embed, draft_rows = tensors["embed"], None
     if token_map is not None:
         ids = torch.tensor(token_map, dtype=torch.int32, device=embed.device)
-        draft_rows = DraftRows(Matrix(tensors[DRAFT_HEAD]), ids)
+        draft_rows = DraftVocabHead(Matrix(tensors[DRAFT_HEAD]), ids)
     return Weights(
         embed=embed,
         lm_head=Matrix(tensors.get("lm_head", embed)),
@@ -297,9 +297,9 @@ def _gated_delta(
     )
 
 
-def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
+def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> MTPLayer:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
-    return Mtp(
+    return MTPLayer(
         fc=Matrix(tensors["mtp.fc"]),
         layer=_layers(config, tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},

@@ -3,18 +3,25 @@
 from functools import partial
 
 from kernels.tiles import MOST_LANES
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program
-from shared.boundary.workspace import Costs, gathered_attention, split_attention, step_bytes
+from shared.boundary.workspace import (
+    WorkspaceCosts,
+    gathered_attention,
+    split_attention,
+    step_bytes,
+)
 
 LOGIT, REPORTED = 41, 4
 """Measured: counts of each node twice, noise, the processed and the sorted logits, and ids of 8
 bytes."""
 
-ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
-ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES))
+ON_CPU = WorkspaceCosts(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
+ON_GPU = WorkspaceCosts(
+    logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES)
+)
 
 
-def workspace(program: Program, blueprint: Blueprint) -> int:
+def workspace(program: Program, blueprint: BackendSpec) -> int:
     """Returns the workspace of a step of the program: bytes beyond weights and pools."""
     return step_bytes(program, blueprint, ON_GPU if blueprint.on_gpu else ON_CPU)

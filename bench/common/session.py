@@ -18,7 +18,7 @@ import numpy as np
 from bench.common.draft_config import Draft
 from bench.common.environment import nothing_waits
 from bench.common.step_bytes import step_bytes, step_products
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.engine.request import Request, SamplingParams
 from shared.process import gc_freeze
 from shared.process.buckets import draft_shape
@@ -231,7 +231,7 @@ class Session:
         """Multiplications that a step must make in the middle of the outputs."""
         return step_products(*self._in_the_middle(load))
 
-    def _in_the_middle(self, load: Load) -> tuple[Blueprint, TreeShape, int, int]:
+    def _in_the_middle(self, load: Load) -> tuple[BackendSpec, TreeShape, int, int]:
         context = load.prompt + load.output // 2
         return self.served.memory.blueprint, self.shape, load.batch, context
 

@@ -11,7 +11,7 @@ Padding, norms and recurrent states are omitted.
 
 from math import prod
 
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.drafts.checkpoint import MARKOV, SELECTOR, draft_parameters
 from shared.drafts.drafter_spec import MODEL, MTP
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
@@ -25,7 +25,7 @@ from shared.spec.draft_tree import TreeShape
 FLOAT32_BYTES = 4
 
 
-def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
     """Bytes of one step of a batch.
 
     Args:
@@ -48,7 +48,7 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     return moved + _draft_bytes(blueprint, shape, batch, context)
 
 
-def step_products(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+def step_products(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
     """Multiplications of one step of a batch, each with its addition; arguments as `step_bytes`."""
     config, rows = blueprint.config, batch * shape.nodes
     wanted = parameters(config, False)
@@ -71,7 +71,7 @@ def _attended(config: ModelConfig) -> int:
     return 2 * config.num_attention_layers * attention.query_size
 
 
-def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
     """Returns the bytes of the drafter: each level is a pass; a block takes one pass in all.
 
     What a DSPARK head has for its choices is read for each of them. Of the S passes of an EAGLE
@@ -91,7 +91,7 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
     return passes * (once + kv) + again
 
 
-def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
+def _draft_weights(blueprint: BackendSpec) -> tuple[list[Parameter], bool]:
     """Returns the weights that a drafter pass reads, and whether its embedding is its LM head."""
     drafts = blueprint.drafts
     if drafts.kind == MTP:
@@ -103,7 +103,7 @@ def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
     return [p for p in every if p.name not in by_rows], is_tied  # of these some rows are read
 
 
-def _target_head(own: list[Parameter], is_tied: bool, blueprint: Blueprint) -> int:
+def _target_head(own: list[Parameter], is_tied: bool, blueprint: BackendSpec) -> int:
     """Numbers of the target's LM head, where it scores the drafts of a drafter without one."""
     if is_tied or any(p.name == "lm_head" for p in own):
         return 0
@@ -111,7 +111,7 @@ def _target_head(own: list[Parameter], is_tied: bool, blueprint: Blueprint) -> i
     return config.hidden * (config.vocab if token_map is None else len(token_map))
 
 
-def _in_fp8(blueprint: Blueprint) -> InWords:
+def _in_fp8(blueprint: BackendSpec) -> InWords:
     return {**blueprint.in_words, **dict.fromkeys(blueprint.in_codes, Granularity.BLOCK)}
 
 

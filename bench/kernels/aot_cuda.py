@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.fp8_packing import shape_of_words
 from shared.models.parameters import Parameter
 from shared.options.command_line import parse
@@ -173,7 +173,7 @@ def _no_memory() -> Iterator[None]:
     def words(wanted: Parameter, device: Any) -> torch.Tensor:
         return torch.empty(shape_of_words(wanted.shape), dtype=torch.int32, device=device)
 
-    class Mailbox(mailboxes.Mailbox):
+    class SymmetricBuffer(mailboxes.SymmetricBuffer):
         def __init__(self, boxes: Any, rank: int, device: Any) -> None:
             self.boxes, self._rank, self._device, self.handle = boxes, rank, device, b" "
 
@@ -181,7 +181,7 @@ def _no_memory() -> Iterator[None]:
             self.use([0] * len(handles))
 
     made = patch.multiple(dummy, parameter_array=parameter, word_array=words)
-    with made, patch.object(mailboxes, "Mailbox", Mailbox):
+    with made, patch.object(mailboxes, "SymmetricBuffer", SymmetricBuffer):
         yield
 
 
@@ -203,8 +203,8 @@ class AbsentStart:
         begun = prepare(parse(list(flags)), replace(platform.PLATFORM, find_device=lambda: device))
         count = begun.memory.blueprint.ranks.count
         if count > 1:
-            begun = begun.of_rank(Ranks(0, count, cast(Any, _Mail(count))))
-        queue = patch.object(backend, "_Stream", lambda machine, *_: _Queue(machine))
+            begun = begun.of_rank(TPGroup(0, count, cast(Any, _Mail(count))))
+        queue = patch.object(backend, "_GPUStreamWorker", lambda machine, *_: _Queue(machine))
         with queue, _no_memory():
             made = begun.load(platform.PLATFORM, lambda num_bytes: None)
         self._machine = cast(Any, made)._queue.machine

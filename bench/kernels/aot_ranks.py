@@ -13,7 +13,7 @@ from jax.stages import Lowered
 from bench.kernels.aot_target import DESCRIPTION
 from kernels.pallas_gpu.collectives import all_gather
 from kernels.pallas_gpu.gemm import linear
-from kernels.peer_buffers import Boxes
+from kernels.peer_buffers import BufferLayout
 from kernels.tiles import MEASURED, Tiles
 from shared.spec.reduction_order import SQUARES
 
@@ -31,7 +31,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         topology=f"1x1x{count}",
     )
     mesh = Mesh(np.array(described.devices), ("ranks",))
-    boxes, tables = Boxes(count, BLOCK_BYTES), Tiles.load("pallas_gpu", MEASURED).linear
+    boxes, tables = BufferLayout(count, BLOCK_BYTES), Tiles.load("pallas_gpu", MEASURED).linear
 
     def multiply(x: Any, weight: Any, gather: Any, *, is_gated: bool = False, **how: Any) -> Any:
         outputs, inputs = weight.shape[1] // (2 if is_gated else 1), weight.shape[2]
@@ -44,7 +44,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         return linear.product(x, weight, None, zero, **how)
 
     def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:
-        gather = all_gather.Gather(place, boxes)
+        gather = all_gather.AllGatherArgs(place, boxes)
         every, _ = all_gather.gathered(attended, None, gather)
         stream, read, sums, _ = multiply(every, weights[0], gather, added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather, is_gated=True, squares=sums)

@@ -30,10 +30,10 @@ from jax.stages import Lowered
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
-from jax_impl.mesh import Together
+from jax_impl.mesh import RankMesh
 from jax_impl.ops.collectives.all_gather import AXIS
 from kernels.rooms import module_in
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -208,7 +208,7 @@ class AbsentStart:
         blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
         self._gpu, self.programs = gpu, blueprint.capacity.programs
         with gpu.traced():
-            together = Together.of(gpu.devices[0], blueprint.ranks)
+            together = RankMesh.of(gpu.devices[0], blueprint.ranks)
             each = list(zip(together.devices, together.ranks, strict=True))
             read = partial(platform.read_weights, blueprint, *files)
             loaded = [
@@ -267,9 +267,10 @@ def lowered_step(
     fitting = (
         program
         for program in start.programs
-        if program.work is (Work.PREFILL if tokens else Work.DECODE)
-        if (program.batch, program.tokens, program.has(Extra.SCORES)) == (batch, tokens, scores)
-        if program.has(Extra.LOGPROBS) is scores
+        if program.work is (StepKind.PREFILL if tokens else StepKind.DECODE)
+        if (program.batch, program.tokens, program.has(ProgramFeature.PROMPT_LOGPROBS))
+        == (batch, tokens, scores)
+        if program.has(ProgramFeature.LOGPROBS) is scores
     )
     # Two sources have programs of one each beside that of both.
     program = max(fitting, key=lambda each: each.shape.nodes)

@@ -28,8 +28,8 @@ from bench.kernels.aot import add_bounds
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import Start, chosen, one_of_each
 from bench.kernels.workers import Done, shared_out
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature
 from shared.engine.request import Request, SamplingParams
 from tests.support.in_process_engine import serve_all, started
 
@@ -84,9 +84,9 @@ def answered(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _narrowed(is_brief: bool, capacity: Capacity) -> Capacity:
+def _narrowed(is_brief: bool, capacity: BackendLimits) -> BackendLimits:
     """With the programs of the fewest and of the most rows; the latter serve all requests."""
-    kept = [program for program in capacity.programs if not program.has(Extra.LOGPROBS)]
+    kept = [program for program in capacity.programs if not program.has(ProgramFeature.LOGPROBS)]
     return replace(capacity, programs=tuple(chosen(kept, is_brief)))
 
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from bench.kernels.starts import DEMO, Start
 from bench.kernels.workers import format_error
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 
 STARTS = (Start(DEMO / "target", "NEXTN"), Start(DEMO / "target", "EAGLE3"))
 
@@ -49,9 +49,9 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def programs_of(programs: Sequence[Program], drafts: str) -> list[Program]:
     """Decoding by one request or, with a draft head, by the most; and a short prompt."""
-    plain = [program for program in programs if not program.has(Extra.LOGPROBS)]
-    decode = [program for program in plain if program.work is Work.DECODE]
-    prefill = [program for program in plain if program.work is Work.PREFILL]
+    plain = [program for program in programs if not program.has(ProgramFeature.LOGPROBS)]
+    decode = [program for program in plain if program.work is StepKind.DECODE]
+    prefill = [program for program in plain if program.work is StepKind.PREFILL]
     return [decode[0], prefill[0]] if drafts == "NEXTN" else decode[-1:]
 
 

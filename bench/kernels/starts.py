@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.draft_config import PLAIN, WITH_FOLDER, Draft, folders_of
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 
 ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
@@ -140,15 +140,15 @@ def chosen(programs: Sequence[Program], is_brief: bool) -> list[Program]:
       is_brief: The largest program of each kind of work and draft shape alone.
     """
     found = list[Program]()
-    for work in Work:
+    for work in StepKind:
         every = sorted((p for p in programs if p.work is work), key=_size)
-        plain = [program for program in every if not program.has(Extra.LOGPROBS)]
+        plain = [program for program in every if not program.has(ProgramFeature.LOGPROBS)]
         if is_brief:
-            found += {p.shape.tree: p for p in plain}.values() if work is not Work.COUNT else []
+            found += {p.shape.tree: p for p in plain}.values() if work is not StepKind.COUNT else []
             continue
-        middle = plain[len(plain) // 2 :][:1] if work is Work.DECODE else []
+        middle = plain[len(plain) // 2 :][:1] if work is StepKind.DECODE else []
         found += [*plain[:1], *middle, *plain[-1:]]
-        found += every[-1:] if work is Work.DECODE else []
+        found += every[-1:] if work is StepKind.DECODE else []
     return list(dict.fromkeys(found))
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.kernels.starts import Start, one_of_each
-from shared.boundary.program import Extra, Program
+from shared.boundary.program import Program, ProgramFeature
 
 _OPERATION = re.compile(r"\"?\b((?:stablehlo|chlo|sdy)\.\w+)\"?[ (]")
 _TARGET = re.compile(r"custom_call @([\w.$]+)|call_target_name = \"([^\"]+)\"")
@@ -52,7 +52,7 @@ def selected(programs: Sequence[Program]) -> list[Program]:
     """The largest program of each kind of work, the smallest of decoding and one with logprobs."""
     kinds: dict[str, list[Program]] = {}
     for program in programs:
-        kind = f"{program.work.name}{' with logprobs' * program.has(Extra.LOGPROBS)}"
+        kind = f"{program.work.name}{' with logprobs' * program.has(ProgramFeature.LOGPROBS)}"
         kinds.setdefault(kind, []).append(program)
     found = list[Program]()
     for kind, group in sorted(kinds.items()):

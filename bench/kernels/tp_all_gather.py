@@ -38,7 +38,7 @@ from bench.kernels.tp_gemm import (
 )
 from bench.kernels.tp_gemm_jax import layer_in_jax
 from bench.kernels.tp_sampling import choices_in_jax, choices_in_torch
-from kernels.peer_buffers import Boxes
+from kernels.peer_buffers import BufferLayout
 from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank, in_processes
 from tests.support.ranks_on_gpus import joined
@@ -103,7 +103,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
     mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
-        Boxes(ranks, block_bytes(ranks, max(rows))), devices
+        BufferLayout(ranks, block_bytes(ranks, max(rows))), devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
     for name, (values, chunks) in VALUES.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.peer_buffers import MOST_JOINED_ROWS, Boxes
+from kernels.peer_buffers import MOST_JOINED_ROWS, BufferLayout
 from kernels.tiles import Tiles
 from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -77,7 +77,7 @@ def mailbox_of(rank: Rank, size: int) -> Any:
     mailboxes = import_module("kernels.triton_gpu.collectives.symmetric_memory")
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    made = mailboxes.Mailbox(Boxes(rank.count, size), rank.rank, device)
+    made = mailboxes.Mailbox(BufferLayout(rank.count, size), rank.rank, device)
     made.connect(rank.meet(made.handle))
     return made
 

@@ -17,7 +17,7 @@ from bench.kernels.tp_gemm import (
     block_bytes,
     note,
 )
-from kernels.peer_buffers import MOST_JOINED_ROWS, Boxes
+from kernels.peer_buffers import MOST_JOINED_ROWS, BufferLayout
 from kernels.tiles import Tiles
 from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -34,7 +34,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    boxes = mailboxes.Mailboxes(Boxes(ranks, block_bytes(ranks, max(rows))), devices)
+    boxes = mailboxes.Mailboxes(BufferLayout(ranks, block_bytes(ranks, max(rows))), devices)
     idle, waiting = (joined(mesh, boxes.places(looks), 0) for looks in (0, LOOKS))
     table = Tiles.load("pallas_gpu", devices[0].device_kind).linear
     columns, whole = spec(None, "ranks"), spec()

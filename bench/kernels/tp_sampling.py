@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from bench.kernels.tp_gemm import HIDDEN, Line, Timed, mailbox_of, note, randoms
-from kernels.peer_buffers import BLOCK_BYTES, Boxes
+from kernels.peer_buffers import BLOCK_BYTES, BufferLayout
 from kernels.rooms import module_in
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.spec.gumbel_noise import TARGET_STREAM
-from shared.spec.sampling import Seen
+from shared.spec.sampling import TokenCounts
 from tests.support.cases.sampling.sampling import asked
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.implementations import to_jax, to_torch
 from tests.support.op_records import mapped
 from tests.support.ranks_on_gpus import joined
-from torch_impl.symmetric_memory import DeviceMailboxes
+from torch_impl.symmetric_memory import AllGather
 
 TOKENS = 151_936
 WAYS = ("whole", "parts", "joined")
@@ -32,10 +32,10 @@ CALLS = 16
 """Choices of a program of JAX, whose launch takes the host longer than one of them the GPU."""
 
 
-class _Exchange(DeviceMailboxes):
+class _Exchange(AllGather):
     """The gathers of a step through a mailbox that is connected already."""
 
-    def __init__(self, kernels: Any, group: Ranks, mailbox: Any) -> None:
+    def __init__(self, kernels: Any, group: TPGroup, mailbox: Any) -> None:
         self._kernels, self._group, self._calls, self._mailbox = kernels, group, 0, mailbox
 
 
@@ -52,7 +52,7 @@ def kinds(R: int) -> dict[str, Any]:
 def given_of(R: int, params: Any) -> list[Any]:
     """Returns token counts, positions, sampling parameters, and the request of each row."""
     rows, path = np.arange(R, dtype=np.int32), np.zeros((R, 0), np.int32)
-    seen = Seen(np.zeros((2, TOKENS), np.int32), np.ones(R, np.int32), path, path > 0)
+    seen = TokenCounts(np.zeros((2, TOKENS), np.int32), np.ones(R, np.int32), path, path > 0)
     return [seen, rows + 100, params, rows]
 
 
@@ -86,7 +86,7 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     linear, projection, sampling, tokens = (module_in("torch_impl.ops", name) for name in names)
     mailbox = mailbox_of(rank, BLOCK_BYTES)
     device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
-    alone = Ranks(rank.rank, rank.count, None)
+    alone = TPGroup(rank.rank, rank.count, None)
     exchange = _Exchange(ops.KERNELS, alone, mailbox)
     vocabulary = tokens.Vocabulary(TOKENS, alone.on(exchange))
     head = randoms(device, 1, TOKENS, HIDDEN).bfloat16()
@@ -127,12 +127,12 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     linear, projection, sampling, tokens = (module_in("jax_impl.ops", name) for name in names)
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    boxes = Boxes(ranks, BLOCK_BYTES)
+    boxes = BufferLayout(ranks, BLOCK_BYTES)
     mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
         boxes, devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
-    share = tokens.Vocabulary(TOKENS, Ranks(0, ranks, None)).share
+    share = tokens.Vocabulary(TOKENS, TPGroup(0, ranks, None)).share
     # The same numbers on each device, of which it has its part.
     normal = jax.jit(
         lambda first: jnp.pad(
@@ -158,7 +158,7 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
 
                 def run(weight: Any, x: Any, given: Any, place: Any, way: str = way) -> Any:
                     exchange = mailboxes_of.DeviceMailboxes(place, *kernels, boxes)
-                    vocabulary = tokens.Vocabulary(TOKENS, Ranks(0, ranks, None).on(exchange))
+                    vocabulary = tokens.Vocabulary(TOKENS, TPGroup(0, ranks, None).on(exchange))
                     choose, ids = ways_of("jax", ops.KERNELS, vocabulary)[way], None
                     for _ in range(CALLS):  # of which none begins before the last one's end
                         ids = choose(projection.Projection(x, linear.Matrix(weight)), *given)

@@ -31,7 +31,7 @@ from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
 from models.demo.data import KINDS
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue, Policy, Static
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
@@ -96,7 +96,7 @@ def chooser(served: in_process_engine.Served, policy: Policy | None) -> Controll
     if isinstance(begun, AdaptiveNgramController):
         return _of_texts(served, begun, policy)
     assert isinstance(begun, AdaptiveController)
-    chosen_by = policy or BestValue(), begun.costs.table
+    chosen_by = policy or ExpectedValuePolicy(), begun.costs.table
     return AdaptiveController(served.backend.capacity, *chosen_by, has_experts=begun.has_experts)
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.environment import write_results
-from shared.boundary.backend import Capacity, StepPlan
+from shared.boundary.backend import BackendLimits, StepPlan
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue
+from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController
@@ -56,13 +56,15 @@ class Timed(SimulatedBackend):
         return found
 
 
-def capacity_of(rows: int) -> Capacity:
+def capacity_of(rows: int) -> BackendLimits:
     """Plain steps and chains of three drafts, and room for every state."""
     tiers = [Tier(1, 0, 0), Tier(4, 3, 1)]
     return replace(simulated_capacity(tiers, [rows], overlap=1), num_snapshots=1 + 4 * rows)
 
 
-def measure(controller: Controller, capacity: Capacity, cache: CachePolicy, rows: int) -> float:
+def measure(
+    controller: Controller, capacity: BackendLimits, cache: CachePolicy, rows: int
+) -> float:
     """Microseconds of a step, the median of steps in which every request decodes."""
     table = {"off": {1: 5.0, 256: 5.0}, "S3": {1: 6.0, 256: 6.0}}
 
@@ -86,13 +88,13 @@ def measure(controller: Controller, capacity: Capacity, cache: CachePolicy, rows
     return 1e6 * statistics.median(found[WARM_UP:])
 
 
-def controllers_of(capacity: Capacity, rows: int) -> dict[str, Controller]:
+def controllers_of(capacity: BackendLimits, rows: int) -> dict[str, Controller]:
     """Returns the controllers: plain steps, chains, and adaptive."""
     return {
         "off": StaticController(capacity, nodes=1, depth=0, width=0),
         "chain": StaticController(capacity, nodes=4, depth=3, width=1),
         "adaptive": AdaptiveController(
-            capacity, BestValue(), {rows: [0.005, 0.006]}, has_experts=False
+            capacity, ExpectedValuePolicy(), {rows: [0.005, 0.006]}, has_experts=False
         ),
     }
 

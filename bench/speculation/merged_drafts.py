@@ -32,7 +32,7 @@ from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -68,7 +68,7 @@ class Costs:
     def of(self, program: Program) -> float:
         """Returns the seconds of a step; merged drafts cost their additional rows."""
         shape = program.shape
-        if shape.is_plain or program.has(Extra.HOST_DRAFT):
+        if shape.is_plain or program.has(ProgramFeature.HOST_DRAFT):
             return self._rows(shape.rows) + self.waits
         table = self.fed if shape.drafter.is_plain else self.drafted
         more = self._rows(shape.rows) - self._rows(program.batch * self.nodes)
@@ -187,7 +187,7 @@ class Steps:
         vars(served.last)["submit"] = self
 
     def __call__(self, plan: StepPlan) -> StepFuture:
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             self.counts[plan.program] += 1
         return self._submit(plan)
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from shared.engine.adaptive.acceptance import Acceptance
-from shared.engine.adaptive.policy import BestValue, Policy, Situation
+from shared.engine.adaptive.acceptance import AcceptanceModel
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, PolicyInput
 from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.policies import Greedy, Probe
 
@@ -113,7 +113,11 @@ def scores(recorded: Recorded) -> list[Score]:
         _replay(recorded, hindsight, str(tier), lambda step, now, tier=number: tier)
         for number, tier in enumerate(recorded.tiers)
     ]
-    for name, policy in (("greedy", Greedy()), ("probe", Probe()), ("adaptive", BestValue())):
+    for name, policy in (
+        ("greedy", Greedy()),
+        ("probe", Probe()),
+        ("adaptive", ExpectedValuePolicy()),
+    ):
         found.append(_replay(recorded, hindsight, name, _Student(recorded, policy)))
     seconds = recorded.table
 
@@ -203,7 +207,7 @@ class _Student:
 
     def __init__(self, recorded: Recorded, policy: Policy) -> None:
         self._tiers, self._table, self._policy = recorded.tiers, recorded.table, policy
-        self._acceptance, self._after_off = Acceptance(recorded.tiers), set[int]()
+        self._acceptance, self._after_off = AcceptanceModel(recorded.tiers), set[int]()
 
     def __call__(self, step: Step, tokens: list[float]) -> int:
         rows = self._acceptance.rows_of(step.requests)
@@ -211,7 +215,7 @@ class _Student:
         seconds, most = self._table[step.batch], np.full(len(rows), 1 << 20)
         expected, _ = self._acceptance.expect(rows, most, after_off, step.batch, seconds)
         tier = self._policy.choose(
-            Situation(seconds, expected, len(rows), float(after_off.mean()), STEPS_AHEAD)
+            PolicyInput(seconds, expected, len(rows), float(after_off.mean()), STEPS_AHEAD)
         )
         is_off = self._tiers[tier].is_off
         requests = step.requests

@@ -32,7 +32,7 @@ from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
 from bench.common.session import Load, Session, peak_bytes
 from bench.common.staggered_processes import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
-from shared.boundary.shm_allgather import RankMissingError
+from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.process.tp.workers import RankError
 from tests.support.op_sides import SIDES
 
@@ -199,7 +199,7 @@ def _one_by_one(
         try:
             for found in _served(lambda: None, start, rates, options):
                 report.add(*found)
-        except (ValueError, RankError, RankMissingError) as error:
+        except (ValueError, RankError, AllGatherTimeout) as error:
             report.refuse(backend, start.draft, error)
 
 

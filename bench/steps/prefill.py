@@ -25,8 +25,8 @@ from bench.common.environment import write_results
 from bench.common.session import Load, reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
-from shared.boundary.backend import Launch
-from shared.boundary.program import Work
+from shared.boundary.backend import LaunchMode
+from shared.boundary.program import StepKind
 from shared.models.active_parameters import EXPERTS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
@@ -61,10 +61,10 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
     with gpu_clock.watched(served.device == "gpu") as watched:
         answers = [ask_once(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
-    counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
+    counts, kind = served.engine.metrics.snapshot(), StepKind.PREFILL.value
     launches = {
         launch.value: int(counts[f'engine_steps_total{{kind="{kind}",launch="{launch.value}"}}'])
-        for launch in Launch
+        for launch in LaunchMode
     }
     last = answers[-1].outcome
     return {

@@ -17,15 +17,15 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.common.environment import provenance, versions
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.request import Request, SamplingParams
 from shared.options.command_line import parse
 from shared.process import engines
-from shared.process.tp.startup import ranked_start
+from shared.process.tp.startup import tp_startup
 from tests.support.in_process_engine import made_programs, serve_all
 
 
-def mixed_requests(count: int, capacity: Capacity) -> list[Request]:
+def mixed_requests(count: int, capacity: BackendLimits) -> list[Request]:
     """Requests of every kind that a server takes; the same for every backend."""
     rng, made = random.Random(7), []
     for index in range(count):
@@ -51,7 +51,7 @@ def measure(framework: str, flags: list[str], requests: int) -> dict:
     module = f"{framework}_impl.platform"
     of_ranks = module if framework == "torch" else None
     platform = lambda: import_module(module).PLATFORM  # noqa: E731
-    with ranked_start(parse(flags), platform, of_ranks, print) as ranks:
+    with tp_startup(parse(flags), platform, of_ranks, print) as ranks:
         start = ranks.prepare()
         backend = ranks.load(start, lambda num_bytes: None)
         loaded = time.perf_counter()

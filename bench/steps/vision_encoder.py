@@ -25,7 +25,7 @@ from jaxtyping import Float
 from bench.common import gpu_clock
 from bench.common.environment import write_results
 from shared.models.dummy_weights import DummyCheckpoint
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import tower_parameters
 from shared.spec import vision_encoder
@@ -33,7 +33,7 @@ from shared.spec.vision_encoder import Pixels
 from tests.support.op_sides import SIDES
 from tests.support.vision_shapes import QWEN3_5
 
-PICTURES = PictureConfig(
+PICTURES = ImageProcessorConfig(
     factor=32, least=1 << 16, most=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
 )
 SEED = 1

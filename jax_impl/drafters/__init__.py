@@ -11,18 +11,18 @@ from jax_impl.model import Forward
 from jax_impl.ops import scan
 from jax_impl.ops.attention import attention
 from jax_impl.ops.attention.attention import Rows
-from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling import lm_head, sampling, vocab_parallel
 from jax_impl.ops.sampling.lm_head import Projection
-from jax_impl.ops.sampling.sampling import Ranked, Sampling, Seen
+from jax_impl.ops.sampling.sampling import RankedCandidates, Sampling, TokenCounts
 from jax_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 from shared.boundary.program import Program
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 
 
-class Drafted(NamedTuple):
+class DraftTrees(NamedTuple):
     """Draft trees, built by `draft_tree.keep_best`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Drafted(NamedTuple):
     processed: Float[jax.Array, "B S vocab"] | None
 
 
-class Prompts(NamedTuple):
+class PrefillChunks(NamedTuple):
     """Prompt chunks of a prefill.
 
     Attributes:
@@ -60,7 +60,7 @@ class Prompts(NamedTuple):
     sources: Int[jax.Array, " T"] | None
 
     @classmethod
-    def of(cls, plan: Plan, program: Program) -> "Prompts":
+    def of(cls, plan: Plan, program: Program) -> "PrefillChunks":
         prompt = plan.prompt
         assert prompt is not None  # a prefill has one
         row_starts, first = prompt.row_starts, prompt.first_positions
@@ -84,7 +84,7 @@ class Ranking(NamedTuple):
 
     Attributes:
       sampling: Sampling parameters of the B requests.
-      counts: Token counts of all slots, see `sampling.Seen`; they include the newest tokens.
+      counts: Token counts of all slots, see `sampling.TokenCounts`; they include the newest tokens.
       slots: Slots of the requests.
       lengths: Committed tokens of each request, which is the position of its newest token.
       width: Number of children of a node.
@@ -104,7 +104,7 @@ class Ranking(NamedTuple):
 
     def __call__(
         self, scored: Projection, paths: Int[jax.Array, "B k path"], depth: Int[jax.Array, ""] | int
-    ) -> Ranked:
+    ) -> RankedCandidates:
         """Returns the top children of k nodes of each request, all at one depth.
 
         Args:
@@ -118,7 +118,7 @@ class Ranking(NamedTuple):
         logits: Float[jax.Array, "B k share"],
         paths: Int[jax.Array, "B k path"],
         depth: Int[jax.Array, ""] | int,
-    ) -> Ranked:
+    ) -> RankedCandidates:
         """Same as `__call__`, for logits instead of a projection."""
         return sampling.rank(logits, *self._given(paths, depth))
 
@@ -129,7 +129,7 @@ class Ranking(NamedTuple):
         B, k, length = paths.shape
         path = paths.reshape(B * k, length)
         on_path = jnp.broadcast_to(jnp.arange(length) < depth, path.shape)
-        seen = Seen(self.counts, jnp.repeat(self.slots, k), path, on_path)
+        seen = TokenCounts(self.counts, jnp.repeat(self.slots, k), path, on_path)
         positions = self.lengths + depth + 1
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
@@ -137,7 +137,7 @@ class Ranking(NamedTuple):
         how = (keys, stream, self.width, self.is_sampled, self.columns, self.vocabulary)
         return seen, positions, self.sampling, *how
 
-    def roots(self, scored: Projection) -> Ranked:
+    def roots(self, scored: Projection) -> RankedCandidates:
         """Returns the top children of each request's root."""
         return self(scored, jnp.zeros((len(self.lengths), 1, 0), jnp.int32), 0)
 
@@ -202,7 +202,7 @@ class Ranking(NamedTuple):
         return ids.reshape(B, S), None, None
 
 
-class Fed(NamedTuple):
+class ExtendRows(NamedTuple):
     """Committed rows of a draft extend.
 
     Attributes:
@@ -217,7 +217,7 @@ class Fed(NamedTuple):
     rows: Rows
     tokens: Int[jax.Array, " R"]
     following: Int[jax.Array, " R"]
-    shown: Shown | None
+    shown: ImageEmbeds | None
     passed: Forward
     last: Int[jax.Array, " B"]
 
@@ -231,12 +231,12 @@ class Drafter(Protocol):
         ...
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> DraftStateSizes:
         """Returns the sizes of its state; draft extend uses `rank` only if there is a relay."""
         ...
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> DraftState:
         """Extends the drafter over prompt chunks.
 
@@ -251,7 +251,7 @@ class Drafter(Protocol):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         """Extends the drafter over accepted paths, with W rows per request.
@@ -271,7 +271,7 @@ class Drafter(Protocol):
         deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> tuple[Drafted, DraftState]:
+    ) -> tuple[DraftTrees, DraftState]:
         """Drafts a tree for each request; only the root if `draft_from` equals its length.
 
         Committed rows of the state are not changed.

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Float
 
-from jax_impl.layers import Sight, attention
-from jax_impl.model_weights import Around, Conv, Layer
+from jax_impl.layers import AttentionContext, attention
+from jax_impl.model_weights import ConvWeights, Layer, LayerConvs
 from jax_impl.ops import Norm
 from jax_impl.ops.attention.attention_layer import PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import convolution, linear
-from jax_impl.ops.gemm.linear import Stream, product
+from jax_impl.ops.gemm.linear import NormedStream, product
 from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "R hidden"]
@@ -20,13 +20,13 @@ Hidden = Float[jax.Array, "R hidden"]
 def layer(
     sizes: ModelConfig,
     weights: Layer,
-    around: Around,
+    around: LayerConvs,
     norms: tuple[Norm, Norm],
     place: int,
     size: int,
     x: Hidden,
     normed: Hidden,
-    sight: Sight,
+    sight: AttentionContext,
 ) -> tuple[Hidden, Hidden, PagedKV]:
     """Runs attention and MLP, each between two convolutions, and adds them to the stream.
 
@@ -44,12 +44,12 @@ def layer(
     mixed = all_gather.gathered(group, mixed)
     x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
+    fed = linear.gated_product(NormedStream(read, group=group), None, weights.feed.gate_up)
     return *added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1]), kv
 
 
 def _around(
-    sizes: ModelConfig, conv: Conv, size: int, normed: Hidden
+    sizes: ModelConfig, conv: ConvWeights, size: int, normed: Hidden
 ) -> tuple[Hidden, Callable[[Hidden, Hidden, Norm], tuple[Hidden, Hidden]]]:
     """Returns the input of attention or MLP, and a function that adds its output to the stream.
 

@@ -7,9 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
-from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflash2, dspark
+from jax_impl.drafters import (
+    DraftTrees,
+    ExtendRows,
+    PrefillChunks,
+    Ranking,
+    convolution,
+    dflash2,
+    dspark,
+)
 from jax_impl.drafters.heads import embedding
-from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
+from jax_impl.layers import AttentionContext, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, projected
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import alone
@@ -23,8 +31,8 @@ from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from jax_impl.ops.trees import draft_tree, verify_budget
-from shared.boundary.tp_group import Ranks
-from shared.drafts.config import DraftConfig, DraftSizes
+from shared.boundary.tp_group import TPGroup
+from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
 from shared.spec.draft_tree import TreeShape
 
@@ -40,11 +48,11 @@ class BlockDrafter(NamedTuple):
         return self.weights.config.aux_streams
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> DraftStateSizes:
         return self.weights.config.sizes
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> DraftState:
         return self._extend(memory, fed)
 
@@ -54,12 +62,12 @@ class BlockDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         return self._extend(memory, fed)
 
-    def _extend(self, memory: DraftState, fed: Fed) -> DraftState:
+    def _extend(self, memory: DraftState, fed: ExtendRows) -> DraftState:
         read = (fed.rows, fed.passed)
         kv = write_context(self.weights, *read, memory.kv, self.target.group)
         return memory._replace(kv=kv)
@@ -73,7 +81,7 @@ class BlockDrafter(NamedTuple):
         deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> tuple[Drafted, DraftState]:
+    ) -> tuple[DraftTrees, DraftState]:
         """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
@@ -90,7 +98,7 @@ class BlockDrafter(NamedTuple):
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
-        return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
+        return DraftTrees(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
 
     def _chosen(
         self,
@@ -134,7 +142,7 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
-def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, group: Ranks) -> KV:
+def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, group: TPGroup) -> KV:
     """Writes the KV of context rows (committed tokens) to the pools of all layers.
 
     Args:
@@ -197,7 +205,7 @@ def fill(
     newest: Int[jax.Array, " B"],
     rows: list[Rows],
     kv: KV,
-    group: Ranks,
+    group: TPGroup,
 ) -> tuple[Float[jax.Array, "B size hidden"], KV]:
     """Runs the blocks; returns the hidden states after the final norm and the updated pools.
 
@@ -216,7 +224,7 @@ def fill(
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
         out = rms_norm(x, alone(scales[0]), config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
-            sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+            sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
             following = (scales[2 * place + 1], scales[2 * place + 2])
             given = (config, weights.layers[place], around, following, place, block.size)
             x, out, paged = convolution.layer(*given, x, out, sight)
@@ -225,7 +233,7 @@ def fill(
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+        sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
         mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.device_state import DraftState, Plan, Relay
-from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
+from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.heads import Head, Tokens
 from jax_impl.ops import scan
 from jax_impl.ops.attention.attention import KV, Rows, turned
 from jax_impl.ops.sampling.lm_head import Projection
-from jax_impl.ops.sampling.sampling import Ranked
+from jax_impl.ops.sampling.sampling import RankedCandidates
 from jax_impl.ops.trees import draft_tree, verify_budget
 from jax_impl.ops.trees.draft_tree import Level
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 
 Carried = Any
@@ -53,11 +53,11 @@ class EagleDrafter(NamedTuple):
         return self.head.streams
 
     @property
-    def sizes(self) -> DraftSizes:
-        return DraftSizes(self.head.config, self.head.num_layers, 0, True)
+    def sizes(self) -> DraftStateSizes:
+        return DraftStateSizes(self.head.config, self.head.num_layers, 0, True)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> DraftState:
         return self._extend(memory, plan, fed, rank)
 
@@ -67,12 +67,12 @@ class EagleDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         return self._extend(memory, plan, fed, rank)
 
-    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> DraftState:
+    def _extend(self, memory: DraftState, plan: Plan, fed: ExtendRows, rank: Ranking) -> DraftState:
         assert memory.relay is not None  # a head has a relay
         new, kv = relay_of(self.head, memory.kv, fed, rank)
         relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
@@ -87,7 +87,7 @@ class EagleDrafter(NamedTuple):
         deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> tuple[Drafted, DraftState]:
+    ) -> tuple[DraftTrees, DraftState]:
         relay = jax.tree.map(lambda values: values[plan.slots], memory.relay)
         drafted, kv = draft(
             head=self.head,
@@ -105,7 +105,7 @@ class EagleDrafter(NamedTuple):
         return drafted, memory._replace(kv=kv)
 
 
-def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
+def relay_of(head: Head, kv: KV, fed: ExtendRows, rank: Ranking) -> tuple[Relay, KV]:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
     ends = out[fed.last]
@@ -114,7 +114,7 @@ def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
-class First(NamedTuple):
+class FirstLevel(NamedTuple):
     """First level of a tree: the candidates below its root.
 
     Attributes:
@@ -126,19 +126,19 @@ class First(NamedTuple):
     processed: Float[jax.Array, "B vocab"] | None
 
     @classmethod
-    def of(cls, ranked: Ranked) -> "First":
+    def of(cls, ranked: RankedCandidates) -> "FirstLevel":
         """Builds the first level from the ranked children of the roots."""
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
+def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> FirstLevel:
     """Returns the relay's candidates; for rejection sampling the draft is sampled again.
 
     A slot does not store the draft distribution.
     """
     if rank.is_sampled:
-        return First.of(rank.roots(head.projected(relay.hidden)))
-    return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
+        return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
+    return FirstLevel(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
 def draft(
@@ -153,7 +153,7 @@ def draft(
     page_table: Int[jax.Array, "B table"],
     shape: TreeShape,
     rank: Ranking,
-) -> tuple[Drafted, KV]:
+) -> tuple[DraftTrees, KV]:
     """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
 
     def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Projection, Carried, KV]:
@@ -223,7 +223,7 @@ class _Frontier(NamedTuple):
     kv: KV
 
 
-class _Candidates(NamedTuple):
+class _TreeCandidates(NamedTuple):
     """The k * k candidates of an expansion."""
 
     tokens: Int[jax.Array, "B kk"]
@@ -231,7 +231,7 @@ class _Candidates(NamedTuple):
     parents: Int[jax.Array, "B kk"]
 
 
-class _Link(NamedTuple):
+class _ChainFrontier(NamedTuple):
     """Inputs of the next expansion of a chain; see `_Frontier`."""
 
     tokens: Int[jax.Array, " B"]
@@ -240,7 +240,7 @@ class _Link(NamedTuple):
     kv: KV
 
 
-class _Found(NamedTuple):
+class _ChainExpansion(NamedTuple):
     """Result of one expansion of a chain.
 
     Attributes:
@@ -256,7 +256,7 @@ class _Found(NamedTuple):
 def grow(
     expand: Expand,
     kv: KV,
-    first: First,
+    first: FirstLevel,
     newest: Int[jax.Array, " B"],
     lengths: Int[jax.Array, " B"],
     draft_from: Int[jax.Array, " B"],
@@ -265,17 +265,17 @@ def grow(
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> tuple[Drafted, KV]:
+) -> tuple[DraftTrees, KV]:
     """Builds trees from their first level; the first `root_rows` of the window are the root's."""
     B, k, S = len(newest), shape.width, shape.depth
     if k == 1:
         bounds = (lengths, draft_from, max_drafts, page_table)
         return _grow_chain(expand, kv, first, newest, *bounds, shape, rank, root_rows)
     can_draft = draft_from < lengths
-    levels_of = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
+    levels_of = [_TreeCandidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
 
-        def body(at: _Frontier, s: Int[jax.Array, ""]) -> tuple[_Frontier, _Candidates]:
+        def body(at: _Frontier, s: Int[jax.Array, ""]) -> tuple[_Frontier, _TreeCandidates]:
             rows = _expansion_rows(
                 sees=at.level.sees,
                 s=s,
@@ -291,7 +291,7 @@ def grow(
             parents, weights, level = draft_tree.next_level(
                 at.level, ranked.ids, ranked.weights, s, root_rows
             )
-            candidates = _Candidates(ranked.ids.reshape(B, k * k), weights, parents)
+            candidates = _TreeCandidates(ranked.ids.reshape(B, k * k), weights, parents)
             carried = expand.pick(carried, level.parents.reshape(-1))
             return _Frontier(level, carried, kv), candidates
 
@@ -310,13 +310,13 @@ def grow(
         has_relay=can_draft,
         nodes=shape.nodes,
     )
-    return Drafted(*kept, None), kv
+    return DraftTrees(*kept, None), kv
 
 
 def _grow_chain(
     expand: Expand,
     kv: KV,
-    first: First,
+    first: FirstLevel,
     newest: Int[jax.Array, " B"],
     lengths: Int[jax.Array, " B"],
     draft_from: Int[jax.Array, " B"],
@@ -325,14 +325,16 @@ def _grow_chain(
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> tuple[Drafted, KV]:
+) -> tuple[DraftTrees, KV]:
     """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
     (B, depth), can_draft = (len(newest), shape.depth), draft_from < lengths
     tokens, edges, is_weighed = first.tokens, first.weights, shape.shares_rows(B)
     processed = [] if first.processed is None else [first.processed[:, None]]
     if depth > 1:
 
-        def body(end: _Link, s: Int[jax.Array, ""]) -> tuple[_Link, _Found]:
+        def body(
+            end: _ChainFrontier, s: Int[jax.Array, ""]
+        ) -> tuple[_ChainFrontier, _ChainExpansion]:
             place = lengths + root_rows + s - 1
             rows = extend_rows(place, can_draft.astype(jnp.int32), draft_from, page_table, 0)
             scored, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
@@ -341,10 +343,12 @@ def _grow_chain(
             is_own = jnp.arange(depth - 1) == s
             paths = jnp.where(is_own, token[:, None, None], end.paths)
             edge = ranked.weights[:, 0, 0] if is_weighed else None
-            return _Link(token, carried, paths, kv), _Found(token, edge, ranked.processed)
+            return _ChainFrontier(token, carried, paths, kv), _ChainExpansion(
+                token, edge, ranked.processed
+            )
 
         paths = jnp.zeros((B, 1, depth - 1), jnp.int32).at[:, :, 0].set(tokens)
-        end = _Link(tokens[:, 0], expand.carried, paths, kv)
+        end = _ChainFrontier(tokens[:, 0], expand.carried, paths, kv)
         end, more = scan(body, end, jnp.arange(1, depth, dtype=jnp.int32))
         tokens, kv = jnp.concatenate([tokens, more.token.T], axis=1), end.kv
         if more.edge is not None:
@@ -354,10 +358,10 @@ def _grow_chain(
     chains = draft_tree.chains(tokens, newest, max_drafts, can_draft)
     weights = verify_budget.chain_weights(edges) if is_weighed else None
     laws = jnp.concatenate(processed, axis=1) if processed else None
-    return Drafted(*chains, weights, laws), kv
+    return DraftTrees(*chains, weights, laws), kv
 
 
-def _first_level(first: First, shape: TreeShape, root_rows: int) -> Level:
+def _first_level(first: FirstLevel, shape: TreeShape, root_rows: int) -> Level:
     (B, k), expansions = first.tokens.shape, shape.depth - 1
     window = jnp.arange(root_rows + k * expansions)
     sees = (window < root_rows) | (window == root_rows + jnp.arange(k)[:, None])

@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.layers import FEEDS, Hidden, Sight, attention, finished
+from jax_impl.layers import FEEDS, AttentionContext, Hidden, attention, finished
 from jax_impl.model import Forward, Model, projected
 from jax_impl.model_weights import BlockWeights, HeadWeights, Layer
 from jax_impl.ops import alone
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import linear
-from jax_impl.ops.gemm.layers import Shown, embedded, rms_norm
-from jax_impl.ops.gemm.linear import Stream, normed_product, product
+from jax_impl.ops.gemm.layers import ImageEmbeds, embedded, rms_norm
+from jax_impl.ops.gemm.linear import NormedStream, normed_product, product
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, LayerConfig
 
@@ -52,7 +52,7 @@ class Head(NamedTuple):
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, KV]]
+    forward: Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, KV]]
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
@@ -70,7 +70,7 @@ def mtp(model: Model) -> Head:
     like = (config.draft_layer,)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
         fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
@@ -92,11 +92,11 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
         x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens, shown), hidden], axis=1))
         qkv = product(x, weights.layers[0].mixer.inputs)
-        stream = Stream(x, group=group)
+        stream = NormedStream(x, group=group)
         return _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
 
     return Head(config, config.num_layers, (), _final_hidden, forward, *_head(model))
@@ -114,12 +114,12 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
         fed = rms_norm(embedded(embed, tokens, shown), alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), first.mixer.inputs)
-        stream = Stream(normed if norm_residual else hidden, group=group)
+        stream = NormedStream(normed if norm_residual else hidden, group=group)
         x, kv = _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
@@ -154,7 +154,7 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
-def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
+def _project(group: TPGroup, weights: HeadWeights, passed: Forward) -> Hidden:
     """Same as `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
@@ -166,7 +166,7 @@ def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
     return _fc(group, weights, joined)
 
 
-def _fc(group: Ranks, weights: HeadWeights, x: Inputs) -> Hidden:
+def _fc(group: TPGroup, weights: HeadWeights, x: Inputs) -> Hidden:
     x = all_gather.gathered(group, product(x, weights.fc))
     return x if weights.fc_bias is None else x + weights.fc_bias
 
@@ -183,7 +183,7 @@ def _through(
     like: Sequence[LayerConfig],
     layers: Sequence[Layer],
     qkv: Float[jax.Array, "R outputs"],
-    stream: Stream,
+    stream: NormedStream,
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
@@ -192,8 +192,8 @@ def _through(
     Args:
       like: Configs of the layers, all with attention.
     """
-    sights: dict[object, Sight] = {
-        each.mixer: Sight.of(each.mixer, rows, kv, stream.group)
+    sights: dict[object, AttentionContext] = {
+        each.mixer: AttentionContext.of(each.mixer, rows, kv, stream.group)
         for each in like
         if isinstance(each.mixer, AttentionConfig)
     }

@@ -8,17 +8,17 @@ from jaxtyping import Int
 
 from jax_impl import model
 from jax_impl.device_state import DraftState, Plan, select
-from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
-from jax_impl.drafters.eagle import Carried, Expand, First, extend_rows, grow
+from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, grow
 from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.gdn import gdn_layer, gdn_state
-from jax_impl.ops.gdn.gdn_layer import Nodes
-from jax_impl.ops.gdn.gdn_state import DeltaState
+from jax_impl.ops.gdn.gdn_layer import TreeNodes
+from jax_impl.ops.gdn.gdn_state import GDNState
 from jax_impl.ops.sampling.lm_head import Projection
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 
 
@@ -32,11 +32,11 @@ class StandaloneDrafter(NamedTuple):
         return ()
 
     @property
-    def sizes(self) -> DraftSizes:
-        return DraftSizes.of_model(self.small.config)
+    def sizes(self) -> DraftStateSizes:
+        return DraftStateSizes.of_model(self.small.config)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
             return self._without_states(memory, fed)
@@ -56,7 +56,7 @@ class StandaloneDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
@@ -64,7 +64,7 @@ class StandaloneDrafter(NamedTuple):
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
-        nodes = Nodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
+        nodes = TreeNodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
         states = _in_slots(memory, plan, before)
         mixer = VerifyMixer(self.small.config, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
@@ -81,7 +81,7 @@ class StandaloneDrafter(NamedTuple):
         deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> tuple[Drafted, DraftState]:
+    ) -> tuple[DraftTrees, DraftState]:
         draft_from, states = memory.draft_from[plan.slots], None
         rank = rank._replace(vocabulary=self.small.vocabulary)
         if memory.delta is not None:
@@ -94,7 +94,7 @@ class StandaloneDrafter(NamedTuple):
             if states is not None:
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
                 request = starts[:-1]
-                nodes = Nodes(None, starts, request[:, None], request, 0 * request)
+                nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
             scored = model.projected(self.small, passed.hidden)
@@ -109,7 +109,7 @@ class StandaloneDrafter(NamedTuple):
         drafted, kv = grow(
             expand=Expand(run, pick, states),
             kv=kv,
-            first=First.of(rank.roots(scored)),
+            first=FirstLevel.of(rank.roots(scored)),
             newest=newest,
             lengths=lengths,
             draft_from=draft_from,
@@ -121,7 +121,7 @@ class StandaloneDrafter(NamedTuple):
         )
         return drafted, memory._replace(kv=kv)
 
-    def _without_states(self, memory: DraftState, fed: Fed) -> DraftState:
+    def _without_states(self, memory: DraftState, fed: ExtendRows) -> DraftState:
         """Extends a draft model without GDN states."""
         return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
 
@@ -131,7 +131,7 @@ class StandaloneDrafter(NamedTuple):
         return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
+def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> GDNState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     assert memory.delta is not None  # a draft model with GDN layers
     held = gdn_layer.take(memory.delta, plan.slots)
@@ -139,7 +139,7 @@ def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> D
     return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
 
 
-def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
+def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> GDNState:
     """Returns the states of all slots; those in the plan are the states of their context."""
     assert memory.delta is not None  # a draft model with GDN layers
     return gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, lengths))

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float32, Int32, Int64
 
 from jax_impl.training.lines import for_template, read_line
 from shared import children
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import Conversation, TemplateError
 from shared.text.tokenizer import Tokenizer
 
 WIDTH_STEP = 64
@@ -234,7 +234,7 @@ def _chat(name: str, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
         raise ValueError(f"{name} is a chat, and the tokenizer has no chat template; give prompts")
     try:
         return tokenizer.encode_more(tokenizer.render_chat(chat))
-    except TemplateFailed as error:
+    except TemplateError as error:
         raise ValueError(f"{name}: {error}") from error
 
 

@@ -16,7 +16,7 @@ from jax_impl.ops.gemm import layers as ops
 from jax_impl.ops.moe.experts import choose
 from jax_impl.training.layers import Rows, linear, linear_float32
 from jax_impl.training.nnx_modules import ExpertsStack
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 
 
 class Routed(NamedTuple):
@@ -31,7 +31,7 @@ class Routed(NamedTuple):
     ids: Int[jax.Array, "R chosen"]
 
 
-def mixed(sizes: ExpertsConfig, weights: ExpertsStack, place: int, x: Rows) -> tuple[Rows, Routed]:
+def mixed(sizes: MoEConfig, weights: ExpertsStack, place: int, x: Rows) -> tuple[Rows, Routed]:
     """What the experts of each row give, and how they were chosen.
 
     Args:

@@ -19,7 +19,7 @@ from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.nnx_modules import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
 Tokens = Int[jax.Array, "B T"]
@@ -152,7 +152,7 @@ def _layer(
     x = x + mixed
     y = normed(x, stack.post_attention_norm[place.layer], config.rms_eps, compute_dtype)
     sizes = config.layers[place.layer].feed
-    if isinstance(sizes, ExpertsConfig):
+    if isinstance(sizes, MoEConfig):
         added, routed = experts.mixed(sizes, stack.experts, place.feed, y)
         return x + added, routed
     return x + layers.mlp(stack, place.feed, y), None

@@ -23,9 +23,9 @@ from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
 from jax_impl.training.nnx_modules import Weights, loaded_of
 from jax_impl.workspace import workspace
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.token_map import most_frequent
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -65,11 +65,16 @@ def make_engine(
     """
     values = {"max_running_requests": slots, "context_length": context, "dtype": dtype}
     device = jax.devices()[0]
-    made_for = (config, Drafts.none(), _memory(device), ProgramCosts(workspace, are_compiled=True))
+    made_for = (
+        config,
+        DrafterSpec.none(),
+        _memory(device),
+        ProgramCosts(workspace, are_compiled=True),
+    )
     capacity = _capacity(plan(Options.from_values(values), *made_for).capacity, slots)
     settings = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
     loaded = loaded_of(model, config)
-    backend = JaxBackend(config, loaded, capacity, Drafts.none(), None, **settings)
+    backend = JaxBackend(config, loaded, capacity, DrafterSpec.none(), None, **settings)
     backend.prepare(capacity.programs, lambda program: None)
     shape = TreeShape.plain(slots)
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
@@ -86,14 +91,15 @@ def _memory(device: jax.Device) -> Device:
     return Device("gpu", device.device_kind, stats["bytes_limit"] - stats["bytes_in_use"])
 
 
-def _capacity(capacity: Capacity, slots: int) -> Capacity:
+def _capacity(capacity: BackendLimits, slots: int) -> BackendLimits:
     """With the widest program of each work alone, as nobody waits for a single answer."""
     widest = {
-        program.work: program.having({Extra.LOGPROBS: False}) for program in capacity.programs
+        program.work: program.having({ProgramFeature.LOGPROBS: False})
+        for program in capacity.programs
     }
     batch = min(slots, MAX_PREFILL_ROWS)
-    prefill = replace(widest[Work.PREFILL], batch=batch, shape=TreeShape.plain(batch))
-    return replace(capacity, programs=(prefill, widest[Work.DECODE]))
+    prefill = replace(widest[StepKind.PREFILL], batch=batch, shape=TreeShape.plain(batch))
+    return replace(capacity, programs=(prefill, widest[StepKind.DECODE]))
 
 
 def write_outputs(

@@ -35,23 +35,23 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.images import Encode, PicturePool, Pictures
-from shared.boundary.ngram_table import Texts, TextTable
-from shared.boundary.program import CAPTURED, Extra, Program, Work, unmasked
-from shared.boundary.tp_group import ALONE, Ranks
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
+from shared.boundary.ngram_table import NgramScopes, NgramTableSpec
+from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind, unmasked
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.fp8_packing import InWords
 from shared.models.tp_sharding import local
 from shared.spec.draft_tree import TreeShape
-from shared.spec.logprobs import Logprobs, Scores
-from shared.spec.merge_drafts import Copies
+from shared.spec.logprobs import Logprobs, PromptLogprobs
+from shared.spec.merge_drafts import NgramTrees
 from shared.spec.sampling import Sampling
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-class Launch(Enum):
+class LaunchMode(Enum):
     """Launch mode of a step."""
 
     COMPILED = "compiled"
@@ -61,7 +61,7 @@ class Launch(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Capacity:
+class BackendLimits:
     """Limits and programs of a backend, fixed at startup.
 
     A program that is not listed does not exist, and the planner never requests one.
@@ -101,14 +101,15 @@ class Capacity:
     max_scores: int = 0
     accept_rule: str = "exact"
     accept_rates: tuple[float, ...] | None = None
-    pictures: PicturePool | None = None
-    texts: TextTable | None = None
+    pictures: EncoderCacheSpec | None = None
+    texts: NgramTableSpec | None = None
 
     def __post_init__(self) -> None:
         widest = max(
-            (p.shape.width for p in self.programs if not p.has(Extra.HOST_DRAFT)), default=0
+            (p.shape.width for p in self.programs if not p.has(ProgramFeature.HOST_DRAFT)),
+            default=0,
         )
-        if any(p.has(Extra.COPIES) for p in self.programs):
+        if any(p.has(ProgramFeature.NGRAM_DRAFTS) for p in self.programs):
             widest = max(widest, 2)  # n-gram drafts are siblings of the drafter's
         if self.accept_rule != "exact" and widest > 1:
             raise ValueError(
@@ -134,14 +135,14 @@ class Capacity:
     @cached_property
     def token_sizes(self) -> tuple[int, ...]:
         """Token buckets of a prefill, in ascending order."""
-        return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
+        return tuple(sorted({p.tokens for p in self.programs if p.work is StepKind.PREFILL}))
 
     @cached_property
     def max_image_tokens(self) -> int:
         """Maximum prompt tokens of one image; 0 for a text-only model."""
         if self.pictures is None:
             return 0
-        most = max((p.tokens for p in self.programs if p.work is Work.ENCODE), default=0)
+        most = max((p.tokens for p in self.programs if p.work is StepKind.ENCODE), default=0)
         return most // self.pictures.vision.merged
 
     @cached_property
@@ -185,7 +186,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Blueprint:
+class BackendSpec:
     """Specification from which a backend is built; known before any memory is allocated.
 
     Attributes:
@@ -201,17 +202,17 @@ class Blueprint:
     """
 
     config: ModelConfig
-    drafts: Drafts
-    capacity: Capacity
+    drafts: DrafterSpec
+    capacity: BackendLimits
     dtype: str
     on_gpu: bool
-    captured: tuple[Work, ...] = CAPTURED
+    captured: tuple[StepKind, ...] = CAPTURED
     in_words: InWords = field(default_factory=dict)
     in_codes: frozenset[str] = frozenset()
-    ranks: Ranks = ALONE
+    ranks: TPGroup = SINGLE_RANK
 
     @property
-    def share(self) -> Blueprint:
+    def share(self) -> BackendSpec:
         """The same specification with the tensor-parallel shard of the model and of the drafter."""
         count = self.ranks.count
         return replace(self, config=local(self.config, count), drafts=self.drafts.local(count))
@@ -240,7 +241,7 @@ class Prefill:
     first_positions: Int32[np.ndarray, " B"]
     ends_prompt: Int32[np.ndarray, " B"]
     next_tokens: Int32[np.ndarray, " B"]
-    pictures: Pictures | None
+    pictures: ImageInputs | None
 
 
 @dataclass(frozen=True)
@@ -269,18 +270,18 @@ class Decode:
 
     shape: TreeShape
     drafts: HostDraft | None
-    copies: Copies | None = None
+    copies: NgramTrees | None = None
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftOnly:
     """Drafts and ranks the nodes, returns the trees and commits nothing."""
 
     shape: TreeShape
 
 
 @dataclass(frozen=True)
-class Count:
+class CountPromptTokens:
     """Adds prompt tokens that a cache hit skips in the prefill to the token counts of their row.
 
     A row is counted from its first token through the first token of its prefill, in one or more
@@ -317,7 +318,7 @@ class Snapshots:
 
 
 @dataclass(frozen=True)
-class Mask:
+class GrammarBitmask:
     """Token bitmasks of grammars, as in `spec.masks`: node (b, n) uses mask `index[b, n]`.
 
     Mask 0 allows every token. There is one more mask for each verify row.
@@ -349,7 +350,7 @@ class StepPlan:
 
     program: Program
     buffer: Int32[np.ndarray, " words"]
-    work: Prefill | Decode | Draft | Count | Encode
+    work: Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage
     slots: Int32[np.ndarray, " B"]
     page_table: Int32[np.ndarray, "B P"]
     starts: Int32[np.ndarray, " B"]
@@ -357,11 +358,11 @@ class StepPlan:
     reports: Int32[np.ndarray, " B"]
     sampling: Sampling
     snapshots: Snapshots
-    mask: Mask | None
-    texts: Texts | None = None
+    mask: GrammarBitmask | None
+    texts: NgramScopes | None = None
 
 
-class Origins(NamedTuple):
+class DraftSources(NamedTuple):
     """Sources of the nodes of merged draft trees; a node may have both.
 
     Attributes:
@@ -398,9 +399,9 @@ class StepResult:
     parents: Int32[np.ndarray, "B N"]
     num_nodes: Int32[np.ndarray, " B"]
     logprobs: Logprobs | None
-    scores: Scores | None
+    scores: PromptLogprobs | None
     device_seconds: float | None
-    origins: Origins | None = None
+    origins: DraftSources | None = None
 
 
 class StepFuture(Protocol):
@@ -412,9 +413,9 @@ class StepFuture(Protocol):
 
 
 class Backend(Protocol):
-    """A device that runs steps; its module also has a function `workspace` of a `Blueprint`."""
+    """A device that runs steps; its module also has a function `workspace` of a `BackendSpec`."""
 
-    capacity: Capacity
+    capacity: BackendLimits
 
     def workspace(self, program: Program) -> int:
         """Returns the bytes that a step of the program needs beyond weights and pools."""
@@ -432,7 +433,7 @@ class Backend(Protocol):
         """
         ...
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """Returns the launch mode of a step of the program."""
         ...
 

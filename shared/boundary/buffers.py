@@ -14,23 +14,23 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import (
-    Capacity,
-    Count,
+    BackendLimits,
+    CountPromptTokens,
     Decode,
-    Draft,
+    DraftOnly,
+    DraftSources,
+    GrammarBitmask,
     HostDraft,
-    Mask,
-    Origins,
     Prefill,
     Snapshots,
     StepPlan,
     StepResult,
 )
-from shared.boundary.images import Encode, Pictures
-from shared.boundary.ngram_table import Texts
-from shared.boundary.program import Extra, Program, Work
-from shared.spec.logprobs import Logprobs, Scores
-from shared.spec.merge_drafts import Copies
+from shared.boundary.images import EncodeImage, ImageInputs
+from shared.boundary.ngram_table import NgramScopes
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.spec.logprobs import Logprobs, PromptLogprobs
+from shared.spec.merge_drafts import NgramTrees
 from shared.spec.ngram import WINDOW
 from shared.spec.sampling import Sampling
 from shared.spec.vision_encoder import Pixels
@@ -87,7 +87,7 @@ DTYPES = {"float32": np.float32, "int32": np.int32, "uint32": np.uint32}
 
 
 @cache
-def sampling_layout(kind: type, capacity: Capacity) -> dict[str, tuple[tuple[int, ...], type]]:
+def sampling_layout(kind: type, capacity: BackendLimits) -> dict[str, tuple[tuple[int, ...], type]]:
     """Returns the shape after the row axis and the dtype of each annotated field of `Sampling`.
 
     Args:
@@ -113,7 +113,7 @@ def sampling_layout(kind: type, capacity: Capacity) -> dict[str, tuple[tuple[int
     return layout
 
 
-def neutral(capacity: Capacity, rows: int) -> Sampling:
+def neutral(capacity: BackendLimits, rows: int) -> Sampling:
     """Returns sampling parameters without effect: greedy argmax of the unmodified logits."""
     layout = sampling_layout(Sampling, capacity)
     made = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
@@ -126,15 +126,16 @@ _padding = cache(neutral)  # to copy from
 
 
 @cache
-def plan_layout(program: Program, capacity: Capacity) -> Layout:
+def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
     """Returns the buffer layout of a plan of `program`.
 
     Field names are those of the dataclasses. Prefixes: `draft_tree_` for `HostDraft`, `mask_` for
-    `Mask`, `picture_` for `Pictures` and `Pixels`, `copies_` for `Copies`, `text_` for `Texts`.
+    `GrammarBitmask`, `picture_` for `ImageInputs` and `Pixels`, `copies_` for `NgramTrees`, `text_`
+    for `NgramScopes`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
-        Work.PREFILL: [
+        StepKind.PREFILL: [
             ("tokens", (T,)),
             ("row_starts", (B + 1,)),
             ("first_positions", (B,)),
@@ -142,12 +143,12 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
             ("next_tokens", (B,)),
             *_picture_fields(program, capacity),
         ],
-        Work.DECODE: [],
-        Work.DRAFT: [],
-        Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
-        Work.ENCODE: [("place", (1,))],
+        StepKind.DECODE: [],
+        StepKind.DRAFT: [],
+        StepKind.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
+        StepKind.ENCODE: [("place", (1,))],
     }[program.work]
-    if program.has(Extra.HOST_DRAFT):
+    if program.has(ProgramFeature.HOST_DRAFT):
         work = [
             ("draft_tree_tokens", (B, N)),
             ("draft_tree_parents", (B, N)),
@@ -158,9 +159,9 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     if capacity.texts is not None:
         rows += [("text_scopes", (B, 2))]
-        rows += [("text_before", (B, WINDOW))] * (program.work is Work.PREFILL)
+        rows += [("text_before", (B, WINDOW))] * (program.work is StepKind.PREFILL)
     masks = []
-    if program.has(Extra.MASK):
+    if program.has(ProgramFeature.MASK):
         words = mask_words(capacity.vocab)
         masks = [("mask_index", (B, N)), ("mask_bits", (1 + program.shape.rows, words))]
     sampling = [
@@ -170,13 +171,15 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
     pixels = _pixel_layout(program, capacity)
-    copies = _copies_layout(B, program.shape.copied) if program.has(Extra.COPIES) else []
+    copies = (
+        _copies_layout(B, program.shape.copied) if program.has(ProgramFeature.NGRAM_DRAFTS) else []
+    )
     bits = [(name, shape, np.int32) for name, shape in masks]
     return _lay_out([*ints, *sampling, *pixels, pages, *copies, *bits])
 
 
-def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the fields of `Pictures` in a prefill; empty for a text-only model."""
+def _picture_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the fields of `ImageInputs` in a prefill; empty for a text-only model."""
     if capacity.pictures is None:
         return []
     B, T = program.batch, program.tokens
@@ -188,9 +191,11 @@ def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tup
     ]
 
 
-def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
+def _pixel_layout(
+    program: Program, capacity: BackendLimits
+) -> list[tuple[str, tuple[int, ...], type]]:
     """Returns the fields of `Pixels`, for encode programs that run the first block."""
-    if program.work is not Work.ENCODE or program.blocks.start or capacity.pictures is None:
+    if program.work is not StepKind.ENCODE or program.blocks.start or capacity.pictures is None:
         return []
     vision = capacity.pictures.vision
     lines, quarter = vision.most_lines(program.tokens), vision.head_size // 4
@@ -205,7 +210,7 @@ def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple
 
 
 def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
-    """Returns the fields of `Copies`."""
+    """Returns the fields of `NgramTrees`."""
     shape_of = {"num_nodes": (B,), "at": (B,)}
     return [
         (
@@ -213,30 +218,30 @@ def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
             shape_of.get(f.name, (B, M)),
             np.float32 if f.name == "weights" else np.int32,
         )
-        for f in fields(Copies)
+        for f in fields(NgramTrees)
     ]
 
 
 @cache
-def result_layout(program: Program, capacity: Capacity) -> Layout:
+def result_layout(program: Program, capacity: BackendLimits) -> Layout:
     """Returns the layout of a result of `program`.
 
-    The fields named in `SCORES` hold the `Scores`. They have one row per token; all others have one
-    row per row of the plan.
+    The fields named in `SCORES` hold the `PromptLogprobs`. They have one row per token;
+    all others have one row per row of the plan.
     """
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
-    if program.has(Extra.COPIES):
-        ints += [(name, (B, N)) for name in Origins._fields]
+    if program.has(ProgramFeature.NGRAM_DRAFTS):
+        ints += [(name, (B, N)) for name in DraftSources._fields]
     arrays = [(name, shape, np.int32) for name, shape in ints]
-    if program.has(Extra.LOGPROBS):
+    if program.has(ProgramFeature.LOGPROBS):
         arrays += [
             ("chosen", (B, W), np.float32),
             ("top_ids", (B, W, K), np.int32),
             ("top_values", (B, W, K), np.float32),
         ]
-    if program.has(Extra.SCORES):
+    if program.has(ProgramFeature.PROMPT_LOGPROBS):
         T, K = program.tokens, capacity.max_scores
         arrays += [
             ("score_chosen", (T,), np.float32),
@@ -247,7 +252,7 @@ def result_layout(program: Program, capacity: Capacity) -> Layout:
     return _lay_out(arrays)
 
 
-SCORES = tuple(f"score_{name}" for name in Scores._fields)
+SCORES = tuple(f"score_{name}" for name in PromptLogprobs._fields)
 
 
 def mask_words(vocab: int) -> int:
@@ -255,52 +260,60 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def empty_plan(program: Program, capacity: Capacity) -> StepPlan:
+def empty_plan(program: Program, capacity: BackendLimits) -> StepPlan:
     """Returns a plan of padding rows in a new buffer; the planner fills in the rows."""
     layout = plan_layout(program, capacity)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
     for name, values in vars(_padding(capacity, program.batch)).items():
         at[name][:] = values
-    if program.has(Extra.MASK):
+    if program.has(ProgramFeature.MASK):
         at["mask_bits"][0] = -1
     return plan_in(buffer, program, capacity)
 
 
-def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, capacity: Capacity) -> StepPlan:
+def plan_in(
+    buffer: Int32[np.ndarray, " words"], program: Program, capacity: BackendLimits
+) -> StepPlan:
     """Returns the plan stored in a buffer, as views."""
     at = plan_layout(program, capacity).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
-    mask = Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None
-    texts = Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
+    mask = (
+        GrammarBitmask(at["mask_bits"], at["mask_index"])
+        if program.has(ProgramFeature.MASK)
+        else None
+    )
+    texts = NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
     return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask, texts)
 
 
-def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Draft | Count | Encode:
+def _work(
+    program: Program, at: dict[str, np.ndarray]
+) -> Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage:
     match program.work:
-        case Work.PREFILL:
+        case StepKind.PREFILL:
             sees = "picture_sources" in at
-            pictures = _prefixed(Pictures, "picture_", at) if sees else None
+            pictures = _prefixed(ImageInputs, "picture_", at) if sees else None
             names = (f.name for f in fields(Prefill) if f.name != "pictures")
             return Prefill(**{name: at[name] for name in names}, pictures=pictures)
-        case Work.ENCODE:
+        case StepKind.ENCODE:
             begins = "picture_bytes" in at
-            return Encode(_prefixed(Pixels, "picture_", at) if begins else None, at["place"])
-        case Work.COUNT:
-            return Count(**{f.name: at[f.name] for f in fields(Count)})
-        case Work.DRAFT:
-            return Draft(program.shape)
-    if program.has(Extra.COPIES):
-        copies = Copies(**{f.name: at[f"copies_{f.name}"] for f in fields(Copies)})
+            return EncodeImage(_prefixed(Pixels, "picture_", at) if begins else None, at["place"])
+        case StepKind.COUNT:
+            return CountPromptTokens(**{f.name: at[f.name] for f in fields(CountPromptTokens)})
+        case StepKind.DRAFT:
+            return DraftOnly(program.shape)
+    if program.has(ProgramFeature.NGRAM_DRAFTS):
+        copies = NgramTrees(**{f.name: at[f"copies_{f.name}"] for f in fields(NgramTrees)})
         return Decode(program.shape, None, copies)
-    if not program.has(Extra.HOST_DRAFT):
+    if not program.has(ProgramFeature.HOST_DRAFT):
         return Decode(program.shape, None)
     return Decode(program.shape, _prefixed(HostDraft, "draft_tree_", at))
 
 
-Record = TypeVar("Record", Pictures, Pixels, HostDraft)
+Record = TypeVar("Record", ImageInputs, Pixels, HostDraft)
 
 
 def _prefixed(kind: type[Record], prefix: str, at: dict[str, np.ndarray]) -> Record:
@@ -310,19 +323,19 @@ def _prefixed(kind: type[Record], prefix: str, at: dict[str, np.ndarray]) -> Rec
 
 def read_result(
     program: Program,
-    capacity: Capacity,
+    capacity: BackendLimits,
     words: Int32[np.ndarray, " words"],
     device_seconds: float | None,
 ) -> StepResult:
     """Splits the int32 array of a backend into a result."""
     at = result_layout(program, capacity).views(words)
     logprobs = scores = origins = None
-    if program.has(Extra.COPIES):
-        origins = Origins(*map(at.pop, Origins._fields))
-    if program.has(Extra.LOGPROBS):
+    if program.has(ProgramFeature.NGRAM_DRAFTS):
+        origins = DraftSources(*map(at.pop, DraftSources._fields))
+    if program.has(ProgramFeature.LOGPROBS):
         logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))
-    if program.has(Extra.SCORES):
-        scores = Scores(*map(at.pop, SCORES))
+    if program.has(ProgramFeature.PROMPT_LOGPROBS):
+        scores = PromptLogprobs(*map(at.pop, SCORES))
     return StepResult(
         **at, logprobs=logprobs, scores=scores, device_seconds=device_seconds, origins=origins
     )

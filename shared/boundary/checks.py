@@ -5,12 +5,14 @@ from itertools import chain
 
 import numpy as np
 
-from shared.boundary.backend import Capacity, Decode, StepPlan
-from shared.boundary.program import Extra, Program, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.backend import BackendLimits, Decode, StepPlan
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 
 
-def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower: bool) -> None:
+def check_capacity(
+    capacity: BackendLimits, drafts: DrafterSpec, has_mtp: bool, has_tower: bool
+) -> None:
     """Checks that the backend's models can run its programs.
 
     Args:
@@ -35,7 +37,7 @@ def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower:
         )
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores)
-        if program.work is Work.ENCODE:
+        if program.work is StepKind.ENCODE:
             _check_encoding(program, capacity)
         if program.shares_rows and capacity.accept_rule != "exact":
             raise ValueError(
@@ -44,27 +46,31 @@ def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower:
             )
 
 
-def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
+def _check_program(program: Program, drafts: DrafterSpec, most_scores: int) -> None:
     shape = program.shape
-    if program.has(Extra.MASK) and (program.work is not Work.DECODE or program.drafts_on_device):
+    if program.has(ProgramFeature.MASK) and (
+        program.work is not StepKind.DECODE or program.drafts_on_device
+    ):
         raise ValueError(f"grammar masks require draft trees built by the host, got {program}")
-    if program.has(Extra.SCORES) and (program.work is not Work.PREFILL or not most_scores):
+    if program.has(ProgramFeature.PROMPT_LOGPROBS) and (
+        program.work is not StepKind.PREFILL or not most_scores
+    ):
         raise ValueError(
             f"prompt logprobs require a prefill and max_scores of at least 1, got {program}"
         )
-    if program.has(Extra.COPIES) is not bool(shape.copied):
+    if program.has(ProgramFeature.NGRAM_DRAFTS) is not bool(shape.copied):
         raise ValueError(
             f"n-gram drafts and a tree shape with room for them require each other, got {program}"
         )
-    if program.work not in (Work.DECODE, Work.DRAFT):
+    if program.work not in (StepKind.DECODE, StepKind.DRAFT):
         return
     if shape.rows < program.batch:
         raise ValueError(
             f"at least one verify row per batch row is required, got {shape.rows} in {program}"
         )
-    if program.has(Extra.HOST_DRAFT) or shape.is_plain:
+    if program.has(ProgramFeature.HOST_DRAFT) or shape.is_plain:
         return
-    if program.has(Extra.TEXTS) != drafts.from_text:
+    if program.has(ProgramFeature.DEVICE_NGRAM) != drafts.from_text:
         raise ValueError(
             f"drafting from the n-gram table does not match the drafter of the backend in {program}"
         )
@@ -76,7 +82,7 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
             drafts.block.check_shape(own.nodes, own.width, own.scratch)
 
 
-def _check_encoding(program: Program, capacity: Capacity) -> None:
+def _check_encoding(program: Program, capacity: BackendLimits) -> None:
     pictures = capacity.pictures
     if pictures is None:
         raise ValueError(f"{program} requires a vision-language model")
@@ -86,7 +92,7 @@ def _check_encoding(program: Program, capacity: Capacity) -> None:
             f"encode sizes must be multiples of {merged} patches and fit into "
             f"{pictures.num_rows - 1} encoder-cache rows, got {program}"
         )
-    depth, size = pictures.vision.depth, (Work.ENCODE, program.tokens)
+    depth, size = pictures.vision.depth, (StepKind.ENCODE, program.tokens)
     pieces = [p.blocks for p in capacity.programs if (p.work, p.tokens) == size]
     if [*chain(*sorted(pieces, key=lambda blocks: blocks.start))] != [*range(depth)]:
         raise ValueError(
@@ -96,7 +102,7 @@ def _check_encoding(program: Program, capacity: Capacity) -> None:
 
 
 def to_prepare(
-    programs: Sequence[Program], capacity: Capacity, ready: Collection[Program]
+    programs: Sequence[Program], capacity: BackendLimits, ready: Collection[Program]
 ) -> Iterator[Program]:
     """Yields each program that is not ready yet, once.
 
@@ -125,7 +131,7 @@ def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
     program = plan.program
     if program not in ready:
         raise ValueError(f"{program} is not prepared; call prepare first")
-    begins = program.work in (Work.PREFILL, Work.COUNT)
+    begins = program.work in (StepKind.PREFILL, StepKind.COUNT)
     if not begins and (plan.starts.any() or plan.snapshots.restore.any()):
         raise ValueError(f"rows must start in a prefill or a count, got {program}")
     if isinstance(plan.work, Decode) and plan.work.drafts is not None:

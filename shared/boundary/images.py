@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.program import Program, Work
-from shared.models.image_processor import PictureConfig
+from shared.boundary.program import Program, StepKind
+from shared.models.image_processor import ImageProcessorConfig
 from shared.models.vision_config import VisionConfig
 from shared.spec.vision_encoder import Pixels
 
 
 @dataclass(frozen=True)
-class PicturePool:
+class EncoderCacheSpec:
     """Encoder cache: image embeddings on the device, stored until prompts have read them.
 
     Attributes:
@@ -23,12 +23,12 @@ class PicturePool:
     """
 
     vision: VisionConfig
-    processor: PictureConfig
+    processor: ImageProcessorConfig
     num_rows: int
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageInputs:
     """Image inputs of a prefill. Text tokens have M-RoPE positions equal to their sequence
     positions.
 
@@ -48,7 +48,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Encode:
+class EncodeImage:
     """Encodes one image, or runs some blocks of its encoding; reads no row of the plan.
 
     The activations of an image that is encoded in several steps stay on the device between them.
@@ -66,5 +66,5 @@ class Encode:
 
 def most_begun(programs: Iterable[Program], vision: VisionConfig) -> int:
     """Returns the patches of the largest image that is encoded in several steps; 0 if none is."""
-    cut = (p.tokens for p in programs if p.work is Work.ENCODE and len(p.blocks) < vision.depth)
+    cut = (p.tokens for p in programs if p.work is StepKind.ENCODE and len(p.blocks) < vision.depth)
     return max(cut, default=0)

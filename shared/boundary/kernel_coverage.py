@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from shared.boundary.backend import Blueprint
-from shared.boundary.program import Program, Work
+from shared.boundary.backend import BackendSpec
+from shared.boundary.program import Program, StepKind
 from shared.models.config import ModelConfig
 
 
@@ -35,10 +35,10 @@ class KernelLimits:
     experts_unit: int
 
 
-WITHOUT_LAYERS = (Work.COUNT, Work.ENCODE)
+WITHOUT_LAYERS = (StepKind.COUNT, StepKind.ENCODE)
 """Step kinds that run no layer of the language model."""
 
-Fault = Callable[[KernelLimits, Blueprint, Program], str | None]
+Fault = Callable[[KernelLimits, BackendSpec, Program], str | None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class PlainOperation:
+class FallbackOp:
     """An operation that falls back to the reference implementation on a GPU.
 
     Attributes:
@@ -72,7 +72,7 @@ class PlainOperation:
     programs: int
 
 
-def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _attention_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
         size = model.attention.head_size
         if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
@@ -80,7 +80,7 @@ def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program
     return None
 
 
-def _delta_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
         delta = model.gated_delta
         if delta is None or program.work in WITHOUT_LAYERS:
@@ -93,38 +93,42 @@ def _delta_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) ->
     return None
 
 
-def _dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _dtype_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     if program.work in WITHOUT_LAYERS or blueprint.dtype == takes.product_dtype:
         return None
     return f"{takes.product_dtype}, got {blueprint.dtype}"
 
 
-def _tower_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
-    if program.work is not Work.ENCODE or blueprint.dtype == takes.product_dtype:
+def _tower_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    if program.work is not StepKind.ENCODE or blueprint.dtype == takes.product_dtype:
         return None
     return f"{takes.product_dtype}, got {blueprint.dtype}"
 
 
-def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     has_layers = any(model.gated_delta is not None for model in _models(blueprint))
-    is_fed = has_layers and program.work is Work.PREFILL
+    is_fed = has_layers and program.work is StepKind.PREFILL
     return _dtype_fault(takes, blueprint, program) if is_fed else None
 
 
-def _convolution_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _convolution_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     block = blueprint.drafts.block
-    is_drafted = program.work in (Work.DECODE, Work.DRAFT)
+    is_drafted = program.work in (StepKind.DECODE, StepKind.DRAFT)
     if not is_drafted or block is None or block.conv is None:
         return None
     return _dtype_fault(takes, blueprint, program)
 
 
-def _experts_dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _experts_dtype_fault(
+    takes: KernelLimits, blueprint: BackendSpec, program: Program
+) -> str | None:
     has_layers = any(model.experts is not None for model in _models(blueprint))
     return _dtype_fault(takes, blueprint, program) if has_layers else None
 
 
-def _experts_size_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _experts_size_fault(
+    takes: KernelLimits, blueprint: BackendSpec, program: Program
+) -> str | None:
     if _dtype_fault(takes, blueprint, program) or program.work in WITHOUT_LAYERS:
         return None
     for model in _models(blueprint):
@@ -164,7 +168,7 @@ GDN prefill fall back.
 """
 
 
-def plain_operations(blueprint: Blueprint, takes: KernelLimits) -> tuple[PlainOperation, ...]:
+def plain_operations(blueprint: BackendSpec, takes: KernelLimits) -> tuple[FallbackOp, ...]:
     """Returns the fallbacks of a GPU's programs, in the order of `OPERATIONS`.
 
     Raises:
@@ -175,7 +179,7 @@ def plain_operations(blueprint: Blueprint, takes: KernelLimits) -> tuple[PlainOp
     return tuple(_plain(blueprint, takes))
 
 
-def _plain(blueprint: Blueprint, takes: KernelLimits) -> Iterator[PlainOperation]:
+def _plain(blueprint: BackendSpec, takes: KernelLimits) -> Iterator[FallbackOp]:
     for operation in OPERATIONS:
         programs = blueprint.capacity.programs
         faults = (operation.fault(takes, blueprint, program) for program in programs)
@@ -184,10 +188,10 @@ def _plain(blueprint: Blueprint, takes: KernelLimits) -> Iterator[PlainOperation
                 raise ValueError(
                     f"GPU kernels require {reason}; set CUDA_VISIBLE_DEVICES= to serve on the CPU"
                 )
-            yield PlainOperation(operation.name, reason, count)
+            yield FallbackOp(operation.name, reason, count)
 
 
-def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[], float]]:
+def plain_gauges(operations: tuple[FallbackOp, ...]) -> dict[str, Callable[[], float]]:
     """Returns metrics that count the programs with a fallback, one for each operation of
     `OPERATIONS`.
     """
@@ -200,7 +204,7 @@ def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[
     }
 
 
-def _models(blueprint: Blueprint) -> Iterator[ModelConfig]:
+def _models(blueprint: BackendSpec) -> Iterator[ModelConfig]:
     """Yields the target and the drafter on the device; a draft head is a model of a few layers."""
     yield blueprint.config
     if blueprint.drafts.sizes is not None:

@@ -7,7 +7,7 @@ from numpy import ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTable:
+class NgramTableSpec:
     """Size of the device's n-gram table; see `shared.spec.ngram`.
 
     Attributes:
@@ -21,7 +21,7 @@ class TextTable:
 
 
 @dataclass(frozen=True)
-class Texts:
+class NgramScopes:
     """N-gram scopes of the rows of a plan.
 
     Attributes:

@@ -9,7 +9,7 @@ from enum import Enum, Flag
 from shared.spec.draft_tree import TreeShape
 
 
-class Work(Enum):
+class StepKind(Enum):
     """Kind of a step."""
 
     PREFILL = "prefill"
@@ -19,11 +19,11 @@ class Work(Enum):
     ENCODE = "encode"
 
 
-CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL, Work.ENCODE)
+CAPTURED = (StepKind.DECODE, StepKind.DRAFT, StepKind.PREFILL, StepKind.ENCODE)
 """Kinds of steps that backends capture as graphs."""
 
 
-class Extra(Flag):
+class ProgramFeature(Flag):
     """Optional inputs and outputs of a step, as flags.
 
     Attributes:
@@ -40,12 +40,12 @@ class Extra(Flag):
     HOST_DRAFT = 1
     MASK = 2
     LOGPROBS = 4
-    SCORES = 8
-    COPIES = 16
-    TEXTS = 32
+    PROMPT_LOGPROBS = 8
+    NGRAM_DRAFTS = 16
+    DEVICE_NGRAM = 32
 
 
-OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK | Extra.COPIES
+OF_A_PLAN = ProgramFeature.HOST_DRAFT | ProgramFeature.MASK | ProgramFeature.NGRAM_DRAFTS
 """Features that are inputs: a program with one of them requires it in every plan. The other
 features only add outputs, which a plan may ignore."""
 
@@ -65,19 +65,19 @@ class Program:
         continues the image of the previous encode step.
     """
 
-    work: Work
+    work: StepKind
     batch: int
     pages: int
     tokens: int
     shape: TreeShape
-    extras: Extra
+    extras: ProgramFeature
     blocks: range = range(0)
 
-    def has(self, extra: Extra) -> bool:
+    def has(self, extra: ProgramFeature) -> bool:
         """Returns True if the program has the feature."""
         return extra in self.extras
 
-    def having(self, wanted: Mapping[Extra, bool]) -> Program:
+    def having(self, wanted: Mapping[ProgramFeature, bool]) -> Program:
         """Returns the same program with features added or removed."""
         extras = self.extras
         for extra, is_wanted in wanted.items():
@@ -87,14 +87,21 @@ class Program:
     @property
     def is_chain(self) -> bool:
         """True if every tree is a chain; trees from the host or from n-grams may branch."""
-        branches = bool(self.extras & (Extra.HOST_DRAFT | Extra.COPIES | Extra.TEXTS))
+        branches = bool(
+            self.extras
+            & (
+                ProgramFeature.HOST_DRAFT
+                | ProgramFeature.NGRAM_DRAFTS
+                | ProgramFeature.DEVICE_NGRAM
+            )
+        )
         return self.shape.width <= 1 and not branches
 
     @property
     def drafts_on_device(self) -> bool:
         """True if the device builds the draft trees of the step."""
-        drafts = self.work in (Work.DECODE, Work.DRAFT)
-        return drafts and not self.has(Extra.HOST_DRAFT) and not self.shape.is_plain
+        drafts = self.work in (StepKind.DECODE, StepKind.DRAFT)
+        return drafts and not self.has(ProgramFeature.HOST_DRAFT) and not self.shape.is_plain
 
     @property
     def shares_rows(self) -> bool:
@@ -104,7 +111,7 @@ class Program:
     def __str__(self) -> str:
         """Formats the kind, sizes and features."""
         sizes = [f"{self.batch} rows"]
-        of = "patches" if self.work is Work.ENCODE else "tokens"
+        of = "patches" if self.work is StepKind.ENCODE else "tokens"
         sizes += [f"{self.tokens} {of}"] * bool(self.tokens)
         sizes += [f"blocks {b.start} to {b.stop - 1}" for b in [self.blocks] if b]
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
@@ -120,11 +127,11 @@ def unmasked(programs: Sequence[Program]) -> tuple[Program, ...]:
     A program that takes masks is included if no other has its batch and its tree: rows without a
     grammar then use the mask of all ones.
     """
-    plain = [program for program in programs if not program.has(Extra.MASK)]
+    plain = [program for program in programs if not program.has(ProgramFeature.MASK)]
     known = {_batch_and_tree(program) for program in plain}
     return (*plain, *(p for p in programs if p not in plain and _batch_and_tree(p) not in known))
 
 
-def _batch_and_tree(program: Program) -> tuple[Work, int, tuple[int, ...], bool]:
-    brought = program.has(Extra.HOST_DRAFT)
+def _batch_and_tree(program: Program) -> tuple[StepKind, int, tuple[int, ...], bool]:
+    brought = program.has(ProgramFeature.HOST_DRAFT)
     return program.work, program.batch, program.shape.tree, brought

@@ -43,11 +43,11 @@ def path_in(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-class RankMissingError(RuntimeError):
+class AllGatherTimeout(RuntimeError):
     """A rank did not reach an exchange in time, or with another number of bytes."""
 
 
-class Mailboxes:
+class ShmAllGather:
     """Mailboxes of all ranks of a host. An unpickled copy maps the same memory.
 
     Attributes:
@@ -69,7 +69,9 @@ class Mailboxes:
         self._boxes = boxes.reshape(count, 2, box_bytes)
 
     @classmethod
-    def create(cls, count: int, box_bytes: int = BOX_BYTES, wait_s: float = WAIT_S) -> "Mailboxes":
+    def create(
+        cls, count: int, box_bytes: int = BOX_BYTES, wait_s: float = WAIT_S
+    ) -> "ShmAllGather":
         """Allocates mailboxes; the caller must call `remove`.
 
         Args:
@@ -86,7 +88,7 @@ class Mailboxes:
         return made
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, float]]:
-        return Mailboxes, (self._path, self.count, self._box_bytes, self.wait_s)
+        return ShmAllGather, (self._path, self.count, self._box_bytes, self.wait_s)
 
     def remove(self) -> None:
         """Closes the descriptor, so that no other process can open the memory; existing maps stay
@@ -143,7 +145,7 @@ class Mailboxes:
         while self._words[peer, 0] < call:
             if time.monotonic() > until:
                 self.wait_s = 0.0  # do not wait again for a missing rank
-                raise RankMissingError(
+                raise AllGatherTimeout(
                     f"rank {peer} of {self.count} did not reach exchange {call} within "
                     f"{wait_s:g} s (waited on by rank {rank})"
                 )
@@ -153,7 +155,7 @@ class Mailboxes:
     def _check_size(self, rank: int, peer: int, call: int, num_bytes: int) -> None:
         sent = int(self._words[peer, 1 + call % 2])
         if sent != num_bytes:
-            raise RankMissingError(
+            raise AllGatherTimeout(
                 f"rank {peer} of {self.count} sent {sent} bytes in exchange {call}, rank {rank} "
                 f"sent {num_bytes}: they do not run the same step"
             )

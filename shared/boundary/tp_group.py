@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.boundary.shm_allgather import Mailboxes
+from shared.boundary.shm_allgather import ShmAllGather
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TPGroup:
     """Tensor-parallel (TP) group and the rank of a backend in it. Each rank computes a shard of
     every product's outputs.
 
@@ -25,7 +25,7 @@ class Ranks:
 
     rank: int
     count: int
-    mailboxes: Mailboxes | None
+    mailboxes: ShmAllGather | None
     meeting: str | None = None
     on_device: Any = None
 
@@ -37,7 +37,7 @@ class Ranks:
                 f"mailboxes must be created for {self.count} ranks, got {self.mailboxes.count}"
             )
 
-    def on(self, device: Any) -> "Ranks":
+    def on(self, device: Any) -> "TPGroup":
         """Returns the same group with the all-gather object of a GPU."""
         return replace(self, on_device=device)
 
@@ -47,5 +47,5 @@ class Ranks:
         return self.count == 1
 
 
-ALONE = Ranks(0, 1, None)
+SINGLE_RANK = TPGroup(0, 1, None)
 """The group of a model that runs on one device."""

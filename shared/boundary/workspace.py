@@ -8,12 +8,12 @@ computed from them.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.boundary.backend import Blueprint, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import BackendLimits, BackendSpec
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.models import fp8_packing
 from shared.models.cache_spec import kept_bytes
 from shared.models.config import ModelConfig
-from shared.models.layers import DenseConfig, ExpertsConfig
+from shared.models.layers import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.reduction_order import ATTENTION
@@ -33,11 +33,11 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-AttentionBytes = Callable[[Program, ModelConfig, Capacity, int], int]
+AttentionBytes = Callable[[Program, ModelConfig, BackendLimits, int], int]
 
 
 @dataclass(frozen=True)
-class Costs:
+class WorkspaceCosts:
     """Memory costs that differ between backends.
 
     Attributes:
@@ -52,11 +52,11 @@ class Costs:
     attention: AttentionBytes
 
 
-def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
+def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) -> int:
     """Returns the bytes that a step of the program needs beyond weights and pools."""
-    if program.work is Work.COUNT:
+    if program.work is StepKind.COUNT:
         return 4 * program.batch * blueprint.capacity.vocab
-    if program.work is Work.ENCODE:
+    if program.work is StepKind.ENCODE:
         return _tower_bytes(program, blueprint)
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
@@ -70,7 +70,7 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
 
 
-def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
+def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:
     """Returns the bytes of an encode step: patches, embedding inputs, and the widest part of a
     block.
 
@@ -89,7 +89,9 @@ def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
     return patches + rows * widest * 4 + scores
 
 
-def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
+def gathered_attention(
+    program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+) -> int:
     """Returns the bytes of fallback attention: gathered keys and values, and the scores of all
     rows.
 
@@ -103,7 +105,7 @@ def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity,
 
 
 def split_attention(
-    most_pairs: int, program: Program, model: ModelConfig, capacity: Capacity, item: int
+    most_pairs: int, program: Program, model: ModelConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of split-KV attention: queries, the output, and partial results if rows are
     few.
@@ -139,7 +141,9 @@ def state_layer_bytes(model: ModelConfig, item: int) -> int:
     return 0 if delta is None else kept_bytes(delta.kept, item)
 
 
-def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:
+def _model_bytes(
+    program: Program, model: ModelConfig, blueprint: BackendSpec, costs: WorkspaceCosts
+) -> int:
     """Returns the bytes of the widest layer of a forward pass, plus those stored for all GDN
     layers.
     """
@@ -150,13 +154,13 @@ def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, cos
     return layer + attention + _delta_bytes(program, model, item)
 
 
-def _feed_row_bytes(feed: DenseConfig | ExpertsConfig, hidden: int, item: int) -> int:
+def _feed_row_bytes(feed: MLPConfig | MoEConfig, hidden: int, item: int) -> int:
     """Returns a row's bytes for gate, up and their product; for MoE, per selected expert, with its
     output.
 
     Expert outputs and router logits are float32.
     """
-    if isinstance(feed, DenseConfig):
+    if isinstance(feed, MLPConfig):
         return 3 * feed.intermediate * item
     chosen = feed.num_chosen * (3 * feed.intermediate * item + 4 * hidden)
     shared = 3 * feed.shared_intermediate * item + 4 * hidden
@@ -181,7 +185,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
     return rows_of(program) * per_row + 4 * states
 
 
-def _widened_bytes(blueprint: Blueprint) -> int:
+def _widened_bytes(blueprint: BackendSpec) -> int:
     """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
     dense, hidden = blueprint.config.dense, blueprint.config.hidden
     if dense is None or not any(name.endswith(fp8_packing.DENSE) for name in blueprint.in_words):
@@ -189,21 +193,21 @@ def _widened_bytes(blueprint: Blueprint) -> int:
     return 2 * dense.intermediate * hidden * blueprint.item_bytes
 
 
-def _stream_bytes(program: Program, blueprint: Blueprint) -> int:
+def _stream_bytes(program: Program, blueprint: BackendSpec) -> int:
     streams = len(blueprint.drafts.streams)
     return rows_of(program) * streams * blueprint.config.hidden * blueprint.item_bytes
 
 
-def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
+def _logit_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) -> int:
     rows = program.batch if program.tokens else rows_of(program)
     each = rows * costs.logit
     if blueprint.capacity.accept_rule != "exact" and not program.shape.is_plain:
         each += rows * DRAFT_LAW_BYTES
-    if program.has(Extra.MASK):
+    if program.has(ProgramFeature.MASK):
         each += rows * MASK_BYTES
-    if program.has(Extra.LOGPROBS):
+    if program.has(ProgramFeature.LOGPROBS):
         each += program.batch * program.shape.max_tokens * costs.reported
-    if program.has(Extra.SCORES):
+    if program.has(ProgramFeature.PROMPT_LOGPROBS):
         # Prompt logprobs are computed block by block.
         each += min(program.tokens, SCORED_ROWS) * (costs.logit + costs.reported)
     return each * blueprint.capacity.vocab

@@ -9,7 +9,7 @@ meaning loads and silently drafts badly, so an ambiguous list is an error.
 from collections.abc import Iterator
 from enum import Enum
 
-from shared.drafts.config_formats import Stated
+from shared.drafts.config_formats import RawDraftConfig
 
 IDS_FLAG = "--speculative-aux-layer-convention"
 """Flag that selects the meaning of a list."""
@@ -21,14 +21,16 @@ BLOCK = "target_layer_ids"
 DFlash head in the format of its authors."""
 
 
-class Ids(Enum):
+class LayerIdMeaning(Enum):
     """Meaning of listed layers, by the value of the flag."""
 
     INPUTS = "inputs"
     OUTPUTS = "outputs"
 
 
-def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[int, ...]:
+def eagle3_streams(
+    stated: RawDraftConfig, num_layers: int, told: LayerIdMeaning | None
+) -> tuple[int, ...]:
     """Returns the streams of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
 
     Args:
@@ -44,7 +46,7 @@ def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[i
     listed = _listed(stated, field)
     if listed is None:
         _refuse_flag(told, field)
-        listed, told = (2, num_layers // 2, num_layers - 3), Ids.INPUTS
+        listed, told = (2, num_layers // 2, num_layers - 3), LayerIdMeaning.INPUTS
         if not listed[0] < listed[1] < listed[2]:
             raise ValueError(
                 f"the draft model's {field} is missing, and a target of {num_layers} layers has "
@@ -60,7 +62,7 @@ def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[i
 
 
 def block_streams(
-    stated: Stated, default: tuple[int, ...], num_layers: int, told: Ids | None
+    stated: RawDraftConfig, default: tuple[int, ...], num_layers: int, told: LayerIdMeaning | None
 ) -> tuple[int, ...]:
     """Returns the streams of a DFlash head.
 
@@ -82,11 +84,11 @@ def block_streams(
             )
         _refuse_flag(told, field)
         listed = default
-    means = told or (Ids.INPUTS if stated.is_speculators else Ids.OUTPUTS)
+    means = told or (LayerIdMeaning.INPUTS if stated.is_speculators else LayerIdMeaning.OUTPUTS)
     return _checked(stated, field, listed, means, num_layers)
 
 
-def doubts(stated: Stated) -> Iterator[str]:
+def doubts(stated: RawDraftConfig) -> Iterator[str]:
     """Yields a warning for each setting that has two possible meanings."""
     listed = _listed(stated, NESTED) or _listed(stated, OUTER) or ()
     if stated.is_speculators and listed[:1] == (1,):
@@ -103,7 +105,7 @@ def doubts(stated: Stated) -> Iterator[str]:
         )
 
 
-def _listed(stated: Stated, field: str) -> tuple[int, ...] | None:
+def _listed(stated: RawDraftConfig, field: str) -> tuple[int, ...] | None:
     listed = stated.settings.get(field)
     if listed in (None, []):
         return None
@@ -112,7 +114,9 @@ def _listed(stated: Stated, field: str) -> tuple[int, ...] | None:
     return tuple(sorted(listed))
 
 
-def _meant(stated: Stated, field: str, ids: tuple[int, ...], num_layers: int) -> Ids:
+def _meant(
+    stated: RawDraftConfig, field: str, ids: tuple[int, ...], num_layers: int
+) -> LayerIdMeaning:
     """Infers the meaning of a list: only inputs can contain the number of layers, and only outputs
     are known to start at 1.
 
@@ -120,9 +124,9 @@ def _meant(stated: Stated, field: str, ids: tuple[int, ...], num_layers: int) ->
     inputs start at 2.
     """
     if stated.is_speculators or num_layers in ids or ids[0] == 2:
-        return Ids.INPUTS
+        return LayerIdMeaning.INPUTS
     if ids[0] == 1 or (ids[0] == 0 and field in stated.nested):
-        return Ids.OUTPUTS
+        return LayerIdMeaning.OUTPUTS
     raise ValueError(
         f"the draft model's {field} {list(ids)} is ambiguous: outputs or inputs of these layers "
         f"may be meant; give {IDS_FLAG} outputs or {IDS_FLAG} inputs"
@@ -130,10 +134,10 @@ def _meant(stated: Stated, field: str, ids: tuple[int, ...], num_layers: int) ->
 
 
 def _checked(
-    stated: Stated, field: str, ids: tuple[int, ...], means: Ids, num_layers: int
+    stated: RawDraftConfig, field: str, ids: tuple[int, ...], means: LayerIdMeaning, num_layers: int
 ) -> tuple[int, ...]:
-    streams = tuple(i + (means is Ids.OUTPUTS) for i in ids)
-    lowest = 1 if means is Ids.OUTPUTS else 0
+    streams = tuple(i + (means is LayerIdMeaning.OUTPUTS) for i in ids)
+    lowest = 1 if means is LayerIdMeaning.OUTPUTS else 0
     if len(set(ids)) != len(ids) or streams[0] < lowest or streams[-1] > num_layers:
         raise ValueError(
             f"the draft model's {field} {_said(stated, field)}; they must be different layers of "
@@ -142,11 +146,11 @@ def _checked(
     return streams
 
 
-def _said(stated: Stated, field: str) -> str:
+def _said(stated: RawDraftConfig, field: str) -> str:
     listed = _listed(stated, field)
     return "are not given" if listed is None else f"are {list(listed)}"
 
 
-def _refuse_flag(told: Ids | None, field: str) -> None:
+def _refuse_flag(told: LayerIdMeaning | None, field: str) -> None:
     if told is not None:
         raise ValueError(f"the draft model's {field} is missing; remove {IDS_FLAG}")

@@ -18,7 +18,7 @@ from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
 from shared.drafts.config_formats import BLOCKS
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dflash_config import BlockConfig
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.dspark_config import GATED, MarkovConfig
 from shared.models.checkpoint import (
     Checkpoint,
@@ -96,7 +96,7 @@ class DraftFiles:
       checkpoint: Its files; None if it has no files of its own.
     """
 
-    drafts: Drafts
+    drafts: DrafterSpec
     checkpoint: Stored | None
 
     @property
@@ -122,7 +122,7 @@ class DraftFiles:
         return read_model(self.checkpoint, self.drafts.model)
 
 
-def draft_parameters(drafts: Drafts, names: Collection[str] | None) -> list[Parameter]:
+def draft_parameters(drafts: DrafterSpec, names: Collection[str] | None) -> list[Parameter]:
     """Returns the parameters in the drafter's own files; empty if it has none.
 
     Args:

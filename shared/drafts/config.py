@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from shared.drafts.aux_hidden_states import IDS_FLAG, Ids, block_streams, eagle3_streams
-from shared.drafts.config_formats import PLACE, Stated, stated
+from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning, block_streams, eagle3_streams
+from shared.drafts.config_formats import PLACE, RawDraftConfig, stated
 from shared.drafts.dflash_config import SLIDING, BlockConfig, block_of, default_layers, windows_of
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, count, read_json
@@ -84,16 +84,16 @@ class DraftConfig:
         return self.layer.hidden * (2 if self.kind == "EAGLE3" else 1)
 
     @property
-    def sizes(self) -> "DraftSizes":
+    def sizes(self) -> "DraftStateSizes":
         """State of the head on the device."""
-        return DraftSizes(self.layer, self.layer.num_attention_layers, 0, self.block is None)
+        return DraftStateSizes(self.layer, self.layer.num_attention_layers, 0, self.block is None)
 
     @classmethod
     def from_folder(
         cls,
         folder: str | Path,
         target: ModelConfig,
-        layer_ids: Ids | None = None,
+        layer_ids: LayerIdMeaning | None = None,
         num_known: int | None = None,
     ) -> "DraftConfig":
         """Reads config.json of a draft model's folder; for the arguments see `from_dict`.
@@ -108,7 +108,7 @@ class DraftConfig:
         cls,
         config: Json,
         target: ModelConfig,
-        layer_ids: Ids | None = None,
+        layer_ids: LayerIdMeaning | None = None,
         num_known: int | None = None,
     ) -> "DraftConfig":
         """Parses the contents of a head's config.json, in any supported format.
@@ -167,7 +167,7 @@ class DraftConfig:
         """Returns the config with changed attention settings of all layers."""
         return replace(self, layer=_with_mixers(self.layer, **changed))
 
-    def _checked(self, target: ModelConfig, said: Stated) -> "DraftConfig":
+    def _checked(self, target: ModelConfig, said: RawDraftConfig) -> "DraftConfig":
         if not 0 < self.draft_vocab <= target.vocab:
             raise ValueError(
                 f"the draft model's draft_vocab_size must be 1 to {target.vocab}, the vocabulary "
@@ -217,7 +217,7 @@ class DraftHead:
 
 
 @dataclass(frozen=True)
-class DraftSizes:
+class DraftStateSizes:
     """State of a drafter on the device between steps.
 
     Attributes:
@@ -234,12 +234,12 @@ class DraftSizes:
     has_relay: bool
 
     @classmethod
-    def of_layer(cls, target: ModelConfig) -> "DraftSizes":
+    def of_layer(cls, target: ModelConfig) -> "DraftStateSizes":
         """Returns the sizes of one attention layer with the target's sizes."""
         return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_relay=True)
 
     @classmethod
-    def of_model(cls, config: ModelConfig) -> "DraftSizes":
+    def of_model(cls, config: ModelConfig) -> "DraftStateSizes":
         """Returns the sizes of a draft model: KV and states of all its layers, and no draft
         input.
         """
@@ -266,7 +266,7 @@ def _with_mixers(model: ModelConfig, **changed: Any) -> ModelConfig:
 _SLIDING = ("layer_types", "use_sliding_window", "sliding_window")
 
 
-def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
+def _layers(said: RawDraftConfig, target: ModelConfig) -> ModelConfig:
     """Returns the layers of a head as a model config.
 
     A head may omit fields that only a whole model needs. Sliding windows are read separately: in a
@@ -301,7 +301,7 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
 
 
 def _refuse_sizes(
-    said: Stated, layer: ModelConfig, target: ModelConfig, num_known: int | None
+    said: RawDraftConfig, layer: ModelConfig, target: ModelConfig, num_known: int | None
 ) -> None:
     is_padded = num_known is not None and num_known <= min(layer.vocab, target.vocab)
     if layer.vocab != target.vocab and not is_padded:
@@ -320,7 +320,7 @@ def _refuse_sizes(
 
 
 def _streams(
-    said: Stated, layer: ModelConfig, target: ModelConfig, layer_ids: Ids | None
+    said: RawDraftConfig, layer: ModelConfig, target: ModelConfig, layer_ids: LayerIdMeaning | None
 ) -> tuple[int, ...]:
     L = target.num_layers
     if said.kind == "EAGLE3":

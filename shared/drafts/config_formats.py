@@ -137,7 +137,7 @@ NOTHING = NEUTRAL | _TRAINING
 
 
 @dataclass(frozen=True)
-class Stated:
+class RawDraftConfig:
     """Normalised config.json of a draft head.
 
     Attributes:
@@ -162,7 +162,7 @@ class Stated:
         return config_fields.flag(self.settings, field, default, PLACE)
 
 
-def stated(config: Json) -> Stated:
+def stated(config: Json) -> RawDraftConfig:
     """Reads and normalises the contents of a head's config.json.
 
     Raises:
@@ -179,10 +179,10 @@ def stated(config: Json) -> Stated:
     own = {name: value for name, value in own.items() if name not in of_target}
     settings = {**own, **config, **nested}
     refuse_unknown(settings, kind)
-    return Stated(kind, settings, False, frozenset(nested))
+    return RawDraftConfig(kind, settings, False, frozenset(nested))
 
 
-def _of_speculators(config: Json) -> Stated:
+def _of_speculators(config: Json) -> RawDraftConfig:
     named = config["speculators_model_type"]
     if named not in SPECULATORS:
         raise ValueError(
@@ -194,7 +194,7 @@ def _of_speculators(config: Json) -> Stated:
     outer = {name: value for name, value in config.items() if name != "transformer_layer_config"}
     if kind == "NEXTN":
         refuse_unknown(outer, kind)
-        return Stated(kind, config, True, frozenset())
+        return RawDraftConfig(kind, config, True, frozenset())
     if family not in LAYERS:
         raise ValueError(
             f"the draft model's transformer_layer_config has model_type {family!r}, which is not "
@@ -203,7 +203,7 @@ def _of_speculators(config: Json) -> Stated:
     own = _layer_defaults(family)
     settings = {**LEFT_OUT[kind], **outer, **own, **layer, "model_type": family}
     refuse_unknown(settings, kind)
-    return Stated(kind, settings, True, frozenset())
+    return RawDraftConfig(kind, settings, True, frozenset())
 
 
 def _layer_defaults(family: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.drafts.config_formats import Stated
+from shared.drafts.config_formats import RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import VOCAB_GROUP
 
@@ -41,7 +41,7 @@ class SelectorConfig:
     candidates: int
 
 
-def conv_of(stated: Stated, layer: ModelConfig, size: int) -> ConvConfig:
+def conv_of(stated: RawDraftConfig, layer: ModelConfig, size: int) -> ConvConfig:
     """Reads the convolutions of a DFlash2 draft model.
 
     Args:
@@ -64,7 +64,7 @@ def conv_of(stated: Stated, layer: ModelConfig, size: int) -> ConvConfig:
     return conv
 
 
-def selector_of(stated: Stated, layer: ModelConfig) -> SelectorConfig:
+def selector_of(stated: RawDraftConfig, layer: ModelConfig) -> SelectorConfig:
     """Reads the candidate selector of a DFlash2 draft model.
 
     Raises:
@@ -77,7 +77,7 @@ def selector_of(stated: Stated, layer: ModelConfig) -> SelectorConfig:
     )
 
 
-def _whole(stated: Stated, field: str, most: int, what: str) -> int:
+def _whole(stated: RawDraftConfig, field: str, most: int, what: str) -> int:
     value = stated.settings.get(field)
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"the draft model's {field} must be 1 to {most} ({what}), got {value!r}")

@@ -5,7 +5,7 @@ The model is a small Qwen3 that predicts a whole block of mask tokens in one pas
 
 from dataclasses import dataclass, replace
 
-from shared.drafts.config_formats import LEFT_OUT, PLACE, SPECULATORS, Stated
+from shared.drafts.config_formats import LEFT_OUT, PLACE, SPECULATORS, RawDraftConfig
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig, conv_of, selector_of
 from shared.drafts.dspark_config import MarkovConfig, markov_of
 from shared.models.config import ModelConfig
@@ -96,7 +96,7 @@ def stated_nodes(config: Json, kind: str) -> int | None:
     return size + 1 - _first_slot(settings, kind) if isinstance(size, int) else None
 
 
-def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
+def block_of(stated: RawDraftConfig, layer: ModelConfig) -> BlockConfig:
     """Reads the block of a DFlash, DSpark or DFlash2 draft model.
 
     Args:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from shared.drafts.config import DraftConfig, DraftSizes
+from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import local
@@ -13,7 +13,7 @@ NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafts:
+class DrafterSpec:
     """Drafter on the device, without weights.
 
     Attributes:
@@ -28,7 +28,7 @@ class Drafts:
     """
 
     kind: str
-    sizes: DraftSizes | None
+    sizes: DraftStateSizes | None
     head: DraftConfig | None
     model: ModelConfig | None
     token_map: tuple[int, ...] | None = None
@@ -43,7 +43,7 @@ class Drafts:
     @classmethod
     def of_mtp(cls, target: ModelConfig) -> Self:
         """Returns the specification of the target's own MTP layer."""
-        return cls(kind=MTP, sizes=DraftSizes.of_layer(target), head=None, model=None)
+        return cls(kind=MTP, sizes=DraftStateSizes.of_layer(target), head=None, model=None)
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:
@@ -53,7 +53,7 @@ class Drafts:
     @classmethod
     def of_model(cls, model: ModelConfig) -> Self:
         """Returns the specification of a small draft model with the same tokenizer (STANDALONE)."""
-        return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
+        return cls(kind=MODEL, sizes=DraftStateSizes.of_model(model), head=None, model=model)
 
     @classmethod
     def of_text(cls) -> Self:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.drafts.config_formats import Stated
+from shared.drafts.config_formats import RawDraftConfig
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
 KINDS = (VANILLA, GATED, RNN)
@@ -43,7 +43,7 @@ class MarkovConfig:
         return hidden + (self.rank if self.confidence_sees_previous else 0)
 
 
-def markov_of(stated: Stated) -> MarkovConfig:
+def markov_of(stated: RawDraftConfig) -> MarkovConfig:
     """Reads the Markov head and the confidence head of a DSpark draft model.
 
     Raises:

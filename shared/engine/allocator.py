@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 
 NO_PAGES = np.zeros(0, np.int32)
 
@@ -34,7 +34,7 @@ class Allocator:
     num_pages: Int32[np.ndarray, " slots"]
     num_owners: Int32[np.ndarray, " pages"]
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         self.capacity = capacity
         columns = capacity.num_pages_for(capacity.max_positions)
         self.page_table = np.zeros((capacity.num_slots, columns), np.int32)

@@ -16,7 +16,7 @@ from shared.engine.request import Request
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PrefixMatch:
     """Cached prefix of a request's context.
 
     Attributes:
@@ -37,14 +37,14 @@ class Prefix:
 
 
 @dataclass
-class Standing:
+class CacheLease:
     """Prefix-cache state of a running request.
 
     Attributes:
       request: The request.
       node: Node of its last page in the cache; None for none.
       pinned: Snapshot that its first step will restore; 0 for none.
-      branch: See `Prefix`.
+      branch: See `PrefixMatch`.
       fed: Prefilled positions of its context, as far as results are known.
       is_broken: True if its draft KV has a gap.
       holes: Position ranges without draft extend since it received its slot.
@@ -65,7 +65,7 @@ class Standing:
     kept: list[tuple[int, int]] = field(default_factory=list)
 
 
-def snapshots_of(standing: Standing) -> Iterator[int]:
+def snapshots_of(standing: CacheLease) -> Iterator[int]:
     """Yields the snapshots that a request holds."""
     named = [standing.pending, *standing.kept, *standing.saving.items()]
     yield from (snapshot for _, snapshot in named if snapshot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.spec.gated_delta import CHUNK
 
 
@@ -35,7 +35,7 @@ class CachePolicy:
     reads_past: bool
     track_interval: int
 
-    def check(self, capacity: Capacity, overlap: int) -> None:
+    def check(self, capacity: BackendLimits, overlap: int) -> None:
         """Checks the track interval against the page size and the steps in flight.
 
         Raises:

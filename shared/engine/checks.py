@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature
 from shared.engine.image_inputs import Picture
-from shared.engine.request import Refusal, SamplingParams
+from shared.engine.request import InvalidRequestError, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's error code for a request with too many tokens."""
@@ -49,9 +49,9 @@ class RequestLimits:
     max_image_tokens: int = 0
 
     @classmethod
-    def of(cls, capacity: Capacity, max_request_tokens: int) -> RequestLimits:
+    def of(cls, capacity: BackendLimits, max_request_tokens: int) -> RequestLimits:
         """Returns the limits that a backend's capacity implies."""
-        has_logprobs = any(program.has(Extra.LOGPROBS) for program in capacity.programs)
+        has_logprobs = any(program.has(ProgramFeature.LOGPROBS) for program in capacity.programs)
         pictures = capacity.pictures
         return cls(
             context_length=capacity.context_length,
@@ -61,7 +61,9 @@ class RequestLimits:
             max_logit_bias_entries=capacity.max_bias,
             max_logprobs=capacity.max_logprobs if has_logprobs else None,
             max_prompt_logprobs=capacity.max_scores,
-            structured_outputs=any(program.has(Extra.MASK) for program in capacity.programs),
+            structured_outputs=any(
+                program.has(ProgramFeature.MASK) for program in capacity.programs
+            ),
             image_token=None if pictures is None else pictures.vision.image_token,
             max_image_tokens=capacity.max_image_tokens,
         )
@@ -96,7 +98,7 @@ def check(
     _check_pictures(prompt, pictures, limits, names["prompt"])
     _check_length(len(prompt), sampling, limits, names["max_tokens"])
     if sampling.min_tokens > sampling.max_tokens:
-        raise Refusal(
+        raise InvalidRequestError(
             "min_tokens",
             f"min_tokens must not exceed {names['max_tokens']}, which is {sampling.max_tokens}",
         )
@@ -110,16 +112,16 @@ def check(
         _check_grammar(len(prompt), sampling, limits, names)
         if pictures and pictures[-1].end == len(prompt):
             name = names["prompt"]
-            raise Refusal(
+            raise InvalidRequestError(
                 name, f"{name} must not end with an image when structured output is requested"
             )
 
 
 def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
     if not prompt:
-        raise Refusal(name, f"{name} must not be empty: it has no tokens")
+        raise InvalidRequestError(name, f"{name} must not be empty: it has no tokens")
     if len(prompt) >= limits.max_request_tokens:
-        raise Refusal(
+        raise InvalidRequestError(
             name,
             f"{name} has {len(prompt)} tokens, which leaves no room for output within "
             f"{limits.room}",
@@ -134,7 +136,7 @@ def _check_pictures(
     """Checks that the image tokens of a prompt match its images."""
     if limits.image_token is None:
         if pictures:
-            raise Refusal(
+            raise InvalidRequestError(
                 name, f"{name} contains an image, but this server serves a text-only model"
             )
         return
@@ -142,13 +144,13 @@ def _check_pictures(
         return
     for number, each in enumerate(pictures, start=1):
         if each.count > limits.max_image_tokens:
-            raise Refusal(
+            raise InvalidRequestError(
                 name,
                 f"image {number} of {name} has {each.count} tokens, at most "
                 f"{limits.max_image_tokens} are supported; send a smaller image",
             )
     if not _are_in_place(prompt, pictures, limits.image_token):
-        raise Refusal(
+        raise InvalidRequestError(
             name,
             f"the image tokens ({limits.image_token}) of {name} do not match its "
             f"{len(pictures)} images; text must not contain the image token",
@@ -170,9 +172,9 @@ def _check_length(
 ) -> None:
     asked = sampling.max_tokens
     if asked < 0:
-        raise Refusal(name, f"{name} must be at least 0, got {asked}")
+        raise InvalidRequestError(name, f"{name} must be at least 0, got {asked}")
     if prompt_tokens + asked > limits.max_request_tokens:
-        raise Refusal(
+        raise InvalidRequestError(
             name,
             f"the prompt has {prompt_tokens} tokens and {name} is {asked!s:.40}: together more "
             f"than {limits.room}",
@@ -182,7 +184,9 @@ def _check_length(
 
 def _check_count(name: str, entries: Collection[int], most: int, noun: str) -> None:
     if len(entries) > most:
-        raise Refusal(name, f"{name} must have at most {most} {noun}, got {len(entries)}")
+        raise InvalidRequestError(
+            name, f"{name} must have at most {most} {noun}, got {len(entries)}"
+        )
 
 
 def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
@@ -193,7 +197,7 @@ def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)
-        raise Refusal(
+        raise InvalidRequestError(
             name, f"{name} contains token id {wrong!s:.40}; valid ids are 0 to {vocab - 1}"
         )
 
@@ -202,9 +206,9 @@ def _check_logprobs(asked: int | None, most: int | None, name: str) -> None:
     if asked is None:
         return
     if most is None:
-        raise Refusal(name, f"{name} is not supported: logprobs are off on this server")
+        raise InvalidRequestError(name, f"{name} is not supported: logprobs are off on this server")
     if not 0 <= asked <= most:
-        raise Refusal(name, f"{name} must be 0 to {most}, got {asked!s:.40}")
+        raise InvalidRequestError(name, f"{name} must be 0 to {most}, got {asked!s:.40}")
 
 
 def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) -> None:
@@ -212,13 +216,13 @@ def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) 
         return
     most = limits.max_prompt_logprobs
     if not most:
-        raise Refusal(
+        raise InvalidRequestError(
             name,
             f"{name} requests logprobs of the prompt; start the server with "
             f"--max-prompt-logprobs {max(asked, 1)!s:.40} or more",
         )
     if not 0 <= asked <= most:
-        raise Refusal(
+        raise InvalidRequestError(
             name,
             f"{name} must be 0 to {most} for logprobs of the prompt "
             f"(--max-prompt-logprobs), got {asked!s:.40}",
@@ -229,13 +233,15 @@ def _check_grammar(
     prompt_tokens: int, sampling: SamplingParams, limits: RequestLimits, names: Mapping[str, str]
 ) -> None:
     if not limits.structured_outputs:
-        raise Refusal("grammar", NO_GRAMMARS)
+        raise InvalidRequestError("grammar", NO_GRAMMARS)
     if prompt_tokens < 2:
         # A decode step samples the first token, starting from the prompt's last one.
         name = names["prompt"]
-        raise Refusal(
+        raise InvalidRequestError(
             name, f"{name} must have at least 2 tokens when structured output is requested"
         )
     if not sampling.max_tokens:
         name = names["max_tokens"]
-        raise Refusal(name, f"{name} must be at least 1 when structured output is requested")
+        raise InvalidRequestError(
+            name, f"{name} must be at least 1 when structured output is requested"
+        )

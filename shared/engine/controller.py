@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from shared.boundary.backend import Capacity, StepResult
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits, StepResult
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
 
 Reserve = Callable[[Sequence[Request], int], list[Request]]
@@ -39,7 +39,7 @@ class Controller(Protocol):
         """True if its next rows need tokens of a step in flight."""
         ...
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns the rows of the next decode step, or of a draft step for it; None to wait.
 
         Args:
@@ -49,14 +49,14 @@ class Controller(Protocol):
         """
         ...
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Notifies that a step is submitted and the host has time while the device runs it.
 
         It is the last call before the host waits for a result.
         """
         ...
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Receives the result of a step.
 
         Args:
@@ -82,7 +82,7 @@ class Controller(Protocol):
 
 
 def shapes_by_batch(
-    capacity: Capacity,
+    capacity: BackendLimits,
     *,
     host_draft: bool,
     is_wanted: Callable[[TreeShape], bool],
@@ -101,9 +101,9 @@ def shapes_by_batch(
     shapes = {
         (program.batch, program.shape.rows): program.shape
         for program in programs
-        if program.work is Work.DECODE
-        and program.has(Extra.HOST_DRAFT) is host_draft
-        and (program.has(Extra.MASK) or not mask)
+        if program.work is StepKind.DECODE
+        and program.has(ProgramFeature.HOST_DRAFT) is host_draft
+        and (program.has(ProgramFeature.MASK) or not mask)
         and is_wanted(program.shape)
     }
     # In ascending order the last entry of a batch has the most verify rows.
@@ -122,7 +122,7 @@ class StaticController:
       ValueError: The backend has no decode program of this tree.
     """
 
-    def __init__(self, capacity: Capacity, *, nodes: int, depth: int, width: int) -> None:
+    def __init__(self, capacity: BackendLimits, *, nodes: int, depth: int, width: int) -> None:
         wanted = (nodes, depth, width)
         self._shapes = shapes_by_batch(
             capacity, host_draft=False, is_wanted=lambda shape: shape.tree == wanted
@@ -143,16 +143,16 @@ class StaticController:
         """
         return smallest_that_holds(self._shapes, num_rows)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages."""
         shape = self.shape_for(len(ready))
         requests = reserve(ready, shape.scratch)
-        return Rows.decode(requests, shape) if requests else None
+        return ScheduledRows.decode(requests, shape) if requests else None
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Does nothing."""
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Does nothing: the shape is fixed."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
@@ -165,10 +165,10 @@ class StaticController:
         """Does nothing: no data is stored per request."""
 
 
-class TextController(StaticController):
+class DeviceNgramController(StaticController):
     """Controller that uses the same tree from the device's n-gram table in every step."""
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages; no draft token comes from a corpus."""
         rows = super().rows_for(ready, reserve)
         return rows and replace(rows, corpus_nodes=of_no_corpus)

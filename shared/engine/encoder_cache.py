@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from shared.boundary.images import PicturePool
-from shared.boundary.program import Program, Work
+from shared.boundary.images import EncoderCacheSpec
+from shared.boundary.program import Program, StepKind
 from shared.engine.image_inputs import Picture, touched
 from shared.engine.request import Request
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 from shared.spec import vision_encoder
 from shared.spec.gated_delta import CHUNK
 
@@ -33,7 +33,7 @@ def least_rows(largest: int) -> int:
     return 2 * largest + CHUNK
 
 
-class PictureRows:
+class EncoderCache:
     """Host side of the encoder cache.
 
     Args:
@@ -44,7 +44,7 @@ class PictureRows:
       num_encoded: Number of encoded images, including repeated ones.
     """
 
-    def __init__(self, pool: PicturePool, programs: Sequence[Program]) -> None:
+    def __init__(self, pool: EncoderCacheSpec, programs: Sequence[Program]) -> None:
         self._pool = pool
         self._pieces = _pieces(programs)
         self._held: OrderedDict[Key, range] = OrderedDict()
@@ -56,7 +56,9 @@ class PictureRows:
         """Rows that hold images."""
         return sum(map(len, self._held.values()))
 
-    def chunk_of(self, request: Request, end: int, may_encode: bool) -> Chunk | Rows | None:
+    def chunk_of(
+        self, request: Request, end: int, may_encode: bool
+    ) -> Chunk | ScheduledRows | None:
         """Returns the next chunk of a prompt up to `end` or earlier, or the encode step required
         before it.
 
@@ -81,7 +83,7 @@ class PictureRows:
         places = [self._held[key].start for key in keys]
         return Chunk(request, first, end, tuple(zip(named, places, strict=True)))
 
-    def _encode(self, key: Key, picture: Picture, beside: Collection[Key]) -> Rows:
+    def _encode(self, key: Key, picture: Picture, beside: Collection[Key]) -> ScheduledRows:
         """Returns the next encode step of the image; its last step assigns the rows.
 
         If another image is in progress, it is discarded: its prompt has ended, was preempted, or
@@ -101,7 +103,7 @@ class PictureRows:
             place = self._take(picture.count, beside)
             self._held[key] = range(place, place + picture.count)
             self.num_encoded += 1
-        return Rows.encode(patches, blocks, pixels, place)
+        return ScheduledRows.encode(patches, blocks, pixels, place)
 
     def _take(self, count: int, beside: Collection[Key]) -> int:
         """Allocates `count` consecutive rows and returns the first; row 0 is reserved.
@@ -129,7 +131,7 @@ class PictureRows:
 def _pieces(programs: Sequence[Program]) -> dict[int, list[range]]:
     """Returns the block ranges of the steps that encode an image, by maximum patches, ascending."""
     pieces: dict[int, list[range]] = {}
-    encodings = [program for program in programs if program.work is Work.ENCODE]
+    encodings = [program for program in programs if program.work is StepKind.ENCODE]
     for program in sorted(encodings, key=lambda p: (p.tokens, p.blocks.start)):
         pieces.setdefault(program.tokens, []).append(program.blocks)
     return pieces

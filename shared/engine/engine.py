@@ -6,25 +6,25 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepResult
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepResult
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
-from shared.engine.encoder_cache import PictureRows
-from shared.engine.image_inputs import Sight
+from shared.engine.encoder_cache import EncoderCache
+from shared.engine.image_inputs import MropePositions
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
-from shared.engine.request import Event, FinishReason, Refusal, Request
-from shared.engine.rows import Rows
+from shared.engine.request import Event, FinishReason, InvalidRequestError, Request
+from shared.engine.rows import ScheduledRows
 from shared.engine.scheduler import Scheduler
 from shared.engine.step_trace import trace_of
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step in flight, and its rows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Flight:
     """
 
     future: StepFuture
-    rows: Rows
+    rows: ScheduledRows
     number: int
     began: float
 
@@ -73,7 +73,9 @@ class Engine:
         self.planner = Planner(capacity, self.allocator)
         self.cache = PrefixCache(capacity, self.allocator, cache, overlap)
         self.pictures = (
-            None if capacity.pictures is None else PictureRows(capacity.pictures, capacity.programs)
+            None
+            if capacity.pictures is None
+            else EncoderCache(capacity.pictures, capacity.programs)
         )
         self.scheduler = Scheduler(
             capacity,
@@ -103,7 +105,7 @@ class Engine:
             capacity.max_depth,
         )
         self._requests: dict[int, Request] = {}
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[InFlightStep] = deque()
         self._num_steps = 0
 
     @property
@@ -118,12 +120,12 @@ class Engine:
           Refusal: The request is invalid or unsupported.
         """
         if request.request_id in self._requests:
-            raise Refusal("request_id", f"request_id {request.request_id} is taken")
+            raise InvalidRequestError("request_id", f"request_id {request.request_id} is taken")
         limits = self._request_limits
         check(request.prompt, request.sampling, limits, pictures=request.pictures)
         if request.pictures:
             assert limits.image_token is not None  # checked above
-            request.sight = Sight.of(request.prompt, limits.image_token, request.pictures)
+            request.sight = MropePositions.of(request.prompt, limits.image_token, request.pictures)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -171,19 +173,19 @@ class Engine:
             self._submit(rows)
         return rows is not None
 
-    def _submit(self, rows: Rows) -> None:
+    def _submit(self, rows: ScheduledRows) -> None:
         plan = self.planner.plan(rows)
         self.cache.name_saves(rows, plan)
         began = time.monotonic()
         self._num_steps += 1
-        self.flights.append(Flight(self.backend.submit(plan), rows, self._num_steps, began))
+        self.flights.append(InFlightStep(self.backend.submit(plan), rows, self._num_steps, began))
         self.metrics.count_step(rows.work, self.backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
         self.planner.lay_out_ahead(plan.program)
         self.controller.submitted(rows)
 
-    def _retire(self, flight: Flight) -> list[Event]:
+    def _retire(self, flight: InFlightStep) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []
         self.controller.learned(rows, result)
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
@@ -225,7 +227,7 @@ class Engine:
 
     def _commit(
         self,
-        flight: Flight,
+        flight: InFlightStep,
         result: StepResult,
         row: int,
         tokens: list[int],
@@ -288,7 +290,7 @@ def _last_event(request: Request, error: str) -> Event:
     )
 
 
-def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> bool:
+def _take_scores(request: Request, rows: ScheduledRows, row: int, result: StepResult) -> bool:
     """Stores the prompt logprobs of a chunk if requested; returns False if they are not finite."""
     if not request.wants_scores:
         return True
@@ -298,7 +300,7 @@ def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> 
     chunk = rows.chunks[row]
     first = sum(other.end - other.first for other in rows.chunks[:row])
     span = slice(first, first + chunk.end - chunk.first)
-    return request.score(chunk.first, Scores(*(part[span] for part in result.scores)))
+    return request.score(chunk.first, PromptLogprobs(*(part[span] for part in result.scores)))
 
 
 def _logprobs(
@@ -326,7 +328,7 @@ def _logprobs(
     ]
 
 
-def _picture_gauges(pictures: PictureRows | None) -> Gauges:
+def _picture_gauges(pictures: EncoderCache | None) -> Gauges:
     if pictures is None:
         return {}
     return {
@@ -335,7 +337,7 @@ def _picture_gauges(pictures: PictureRows | None) -> Gauges:
     }
 
 
-def _lot(capacity: Capacity) -> Gauges:
+def _lot(capacity: BackendLimits) -> Gauges:
     """Returns the gauge of simulated acceptance, if it is enabled."""
     length = capacity.simulated_accept_length
     return {} if length is None else {"spec_decode_simulated_accept_length": lambda: length}

@@ -62,7 +62,7 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True)
-class Masks:
+class BitmaskRows:
     """Bitmasks of a step's rows; see `shared.boundary.backend.Mask`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Masks:
     index: Int32[np.ndarray, "B N"]
 
 
-class Constraint:
+class GrammarState:
     """Grammar of a request, and the state of its output in it.
 
     Args:

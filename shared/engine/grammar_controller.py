@@ -7,23 +7,23 @@ from functools import partial
 
 import numpy as np
 
-from shared.boundary.backend import Capacity, HostDraft, StepResult
+from shared.boundary.backend import BackendLimits, HostDraft, StepResult
 from shared.boundary.buffers import mask_words
-from shared.boundary.program import Extra, Work
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.controller import (
     Controller,
+    DeviceNgramController,
     Gauges,
     Reserve,
-    TextController,
     of_no_corpus,
     shapes_by_batch,
     smallest_that_holds,
 )
-from shared.engine.grammar import Masks
+from shared.engine.grammar import BitmaskRows
 from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import corpus_nodes
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
 
 Origin = Callable[[int], list[int]]
@@ -52,13 +52,15 @@ class GrammarController:
       ValueError: The backend has no decode program that takes masks.
     """
 
-    def __init__(self, capacity: Capacity, inner: Controller, index: NgramIndex | None) -> None:
-        masked = [program for program in capacity.programs if program.has(Extra.MASK)]
+    def __init__(
+        self, capacity: BackendLimits, inner: Controller, index: NgramIndex | None
+    ) -> None:
+        masked = [program for program in capacity.programs if program.has(ProgramFeature.MASK)]
         if not masked:
             raise ValueError("no decode program takes the masks of a grammar")
         self._trees = _widest(capacity, host_draft=True)
         self._plain = _widest(capacity, host_draft=False)
-        drafts = [program for program in capacity.programs if program.work is Work.DRAFT]
+        drafts = [program for program in capacity.programs if program.work is StepKind.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
         self.inner, self.index, self._words = inner, index, mask_words(capacity.vocab)
         self._decoded_last: Sequence[Request] = []
@@ -71,7 +73,7 @@ class GrammarController:
         """True if tokens or draft trees of the previous step are not available yet."""
         return not all(request.is_settled for request in self._decoded_last) or self.inner.waits
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests with known tokens, once those of the previous step are
         known.
         """
@@ -86,7 +88,7 @@ class GrammarController:
         self._decoded_last = rows.requests if rows else []
         return rows
 
-    def _begun(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def _begun(self, known: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns the first step of a round, which may be its only one."""
         if not known:
             return None
@@ -94,9 +96,9 @@ class GrammarController:
             return self._verified(known, reserve)
         shape = smallest_that_holds(self._drafts, len(known))
         requests = reserve(known, shape.scratch)
-        return Rows.draft(requests, shape) if requests else None
+        return ScheduledRows.draft(requests, shape) if requests else None
 
-    def _verified(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def _verified(self, known: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns a decode step with the available trees and their masks."""
         shapes = self._trees or self._plain
         requests = reserve(known, smallest_that_holds(shapes, len(known)).scratch)
@@ -116,14 +118,14 @@ class GrammarController:
                 index[row, node] = place
         drafts = None if is_plain else _laid_out(trees, shape)
         origin = None if is_plain else origin
-        return Rows.decode(
-            requests, shape, drafts=drafts, corpus_nodes=origin, masks=Masks(bits, index)
+        return ScheduledRows.decode(
+            requests, shape, drafts=drafts, corpus_nodes=origin, masks=BitmaskRows(bits, index)
         )
 
     def _trees_of(self, requests: Sequence[Request]) -> tuple[list[Tree], Origin | None]:
         """Returns the available draft trees: the host's, those of the previous step, or roots.
 
-        Also returns a function for the nodes that come from a corpus, see `Rows`.
+        Also returns a function for the nodes that come from a corpus, see `ScheduledRows`.
         """
         if self.index is not None:
             grown = self.index.trees(requests)
@@ -138,7 +140,7 @@ class GrammarController:
             ]
             return trees, partial(corpus_nodes, grown)
         drafted, self._drafted = self._drafted, {}
-        origin = of_no_corpus if isinstance(self.inner, TextController) else None
+        origin = of_no_corpus if isinstance(self.inner, DeviceNgramController) else None
         return [drafted.get(request.request_id, ([0], [0])) for request in requests], origin
 
     def _masked(
@@ -159,13 +161,13 @@ class GrammarController:
             masks.append(mask_of or {})
         return kept, masks
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Notifies the inner controller, which has time while the device works."""
         self.inner.submitted(rows)
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Stores the trees of a draft step."""
-        if rows.work is not Work.DRAFT:
+        if rows.work is not StepKind.DRAFT:
             self.inner.learned(rows, result)
             return
         for row, request in enumerate(rows.requests):
@@ -189,7 +191,7 @@ class GrammarController:
         self.inner.cut(request_id, num_tokens)
 
 
-def _widest(capacity: Capacity, *, host_draft: bool) -> dict[int, TreeShape]:
+def _widest(capacity: BackendLimits, *, host_draft: bool) -> dict[int, TreeShape]:
     return shapes_by_batch(capacity, host_draft=host_draft, is_wanted=lambda shape: True, mask=True)
 
 

@@ -57,7 +57,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Sight:
+class MropePositions:
     """M-RoPE positions of a prompt with images; see `shared.spec.mrope`.
 
     Attributes:

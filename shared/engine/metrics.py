@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from shared.boundary.backend import Launch
-from shared.boundary.program import Work
+from shared.boundary.backend import LaunchMode
+from shared.boundary.program import StepKind
 from shared.engine.request import FinishReason
 
 
@@ -40,7 +40,7 @@ class Metrics:
             raise KeyError(name)
         self._counters[name] += number
 
-    def count_step(self, work: Work, launch: Launch) -> None:
+    def count_step(self, work: StepKind, launch: LaunchMode) -> None:
         """Counts a submitted step by kind and launch mode."""
         self._counters[_steps(work, launch)] += 1
 
@@ -77,7 +77,7 @@ def _accepted(position: int) -> str:
     return f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
 
 
-def _steps(work: Work, launch: Launch) -> str:
+def _steps(work: StepKind, launch: LaunchMode) -> str:
     return f'engine_steps_total{{kind="{work.value}",launch="{launch.value}"}}'
 
 
@@ -89,5 +89,5 @@ _COUNTERS = (
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
     *map(_success, FinishReason),
-    *(_steps(work, launch) for work in Work for launch in Launch),
+    *(_steps(work, launch) for work in StepKind for launch in LaunchMode),
 )

@@ -5,11 +5,11 @@ from hashlib import blake2b
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.ngram_table import TextTable
+from shared.boundary.ngram_table import NgramTableSpec
 from shared.engine.request import Request
 
 
-def scope_of(request: Request, table: TextTable) -> Int32[np.ndarray, " 2"]:
+def scope_of(request: Request, table: NgramTableSpec) -> Int32[np.ndarray, " 2"]:
     """Returns a 64-bit hash of a tenant's name or a request's number, as two int32.
 
     For 10,000 tenants the probability of any collision is about 10^-11; colliding tenants would

@@ -9,18 +9,18 @@ from functools import reduce
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Capacity, StepPlan
+from shared.boundary.backend import BackendLimits, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
-from shared.boundary.program import OF_A_PLAN, Extra, Program, Work
+from shared.boundary.program import OF_A_PLAN, Program, ProgramFeature, StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.ngram_scope import scope_of
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.sampling import Sampling
 
 
 @dataclass
-class _Held:
+class PreparedPlan:
     """A plan with its rows filled in, from which the next plan of the same rows is copied.
 
     Attributes:
@@ -41,18 +41,20 @@ class Planner:
     once.
     """
 
-    def __init__(self, capacity: Capacity, allocator: Allocator) -> None:
+    def __init__(self, capacity: BackendLimits, allocator: Allocator) -> None:
         self._capacity, self._allocator = capacity, allocator
         self._sampling = neutral(capacity, capacity.num_slots)
         self._reports = np.zeros(capacity.num_slots, np.int32)
         self._scopes = np.zeros((capacity.num_slots, 2), np.int32)
         self._binding = 0
-        self._held: dict[Program, _Held] = {}
-        self._by_kind: dict[tuple[Work, Extra, range], list[tuple[Program, tuple[int, ...]]]] = {}
+        self._held: dict[Program, PreparedPlan] = {}
+        self._by_kind: dict[
+            tuple[StepKind, ProgramFeature, range], list[tuple[Program, tuple[int, ...]]]
+        ] = {}
         unmasked = set(capacity.unmasked_programs)
         for program in sorted(capacity.programs, key=_order):
             brought = program.extras & OF_A_PLAN
-            kinds = {brought, brought & ~Extra.MASK} if program in unmasked else {brought}
+            kinds = {brought, brought & ~ProgramFeature.MASK} if program in unmasked else {brought}
             for each in kinds:
                 kind = program.work, each, program.blocks
                 self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
@@ -89,7 +91,7 @@ class Planner:
         at.bias_ids[slot, :num_biased] = list(sampling.logit_bias.keys())
         at.bias_values[slot, :num_biased] = list(sampling.logit_bias.values())
 
-    def plan(self, rows: Rows) -> StepPlan:
+    def plan(self, rows: ScheduledRows) -> StepPlan:
         """Returns a plan in a new buffer, for the smallest program that holds the rows.
 
         Raises:
@@ -120,11 +122,13 @@ class Planner:
             return plan
         plan = empty_plan(program, self._capacity)
         self.fill_rows(plan, rows)
-        if program.work is Work.DECODE and not has_masks:  # masks are large and change in each step
-            self._held[program] = _Held(named, self._binding, plan.buffer.copy())
+        if (
+            program.work is StepKind.DECODE and not has_masks
+        ):  # masks are large and change in each step
+            self._held[program] = PreparedPlan(named, self._binding, plan.buffer.copy())
         return plan
 
-    def pick(self, rows: Rows) -> Program:
+    def pick(self, rows: ScheduledRows) -> Program:
         """Returns the smallest program for the rows, without prompt logprobs unless requested.
 
         Its batch may be larger than the shape requires: only the largest may have logprobs.
@@ -136,8 +140,8 @@ class Planner:
         num_pages = max((held.item(request.slot) for request in requests), default=0)
         verified = 0 if rows.shape is None else rows.shape.rows
         asked = any(request.sampling.logprobs is not None for request in requests)
-        logprobs = asked and rows.work in (Work.PREFILL, Work.DECODE)
-        scores = rows.work is Work.PREFILL and any(r.wants_scores for r in requests)
+        logprobs = asked and rows.work in (StepKind.PREFILL, StepKind.DECODE)
+        scores = rows.work is StepKind.PREFILL and any(r.wants_scores for r in requests)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs, scores)
         tree = None if rows.shape is None else rows.shape.tree
         for program, sizes in self._by_kind.get((rows.work, _brought(rows), rows.blocks), ()):
@@ -169,24 +173,29 @@ def _order(program: Program) -> tuple[int, ...]:
 
 def _sizes(program: Program) -> tuple[int, ...]:
     """Returns the sizes that rows must not exceed, and the optional outputs of a program."""
-    of_the_result = program.has(Extra.LOGPROBS), program.has(Extra.SCORES)
+    of_the_result = (
+        program.has(ProgramFeature.LOGPROBS),
+        program.has(ProgramFeature.PROMPT_LOGPROBS),
+    )
     return (program.batch, program.pages, program.tokens, program.shape.rows, *of_the_result)
 
 
-def _brought(rows: Rows) -> Extra:
+def _brought(rows: ScheduledRows) -> ProgramFeature:
     """Returns the input features of the plan of these rows."""
     brought = {
-        Extra.HOST_DRAFT: rows.drafts,
-        Extra.COPIES: rows.copies,
-        Extra.MASK: rows.masks,
+        ProgramFeature.HOST_DRAFT: rows.drafts,
+        ProgramFeature.NGRAM_DRAFTS: rows.copies,
+        ProgramFeature.MASK: rows.masks,
     }
-    return reduce(operator.or_, (e for e, of in brought.items() if of is not None), Extra.NONE)
+    return reduce(
+        operator.or_, (e for e, of in brought.items() if of is not None), ProgramFeature.NONE
+    )
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
-def _max_drafts(request: Request, capacity: Capacity) -> int:
+def _max_drafts(request: Request, capacity: BackendLimits) -> int:
     most = max(shape.nodes for shape in capacity.shapes) - 1
     wanted = request.sampling.max_draft_tokens
     return most if wanted is None else min(wanted, most)

@@ -19,15 +19,15 @@ from itertools import islice
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Capacity, StepPlan
-from shared.boundary.program import Work
+from shared.boundary.backend import BackendLimits, StepPlan
+from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
-from shared.engine.cache_entry import Prefix, Standing, snapshots_of
+from shared.engine.cache_entry import CacheLease, PrefixMatch, snapshots_of
 from shared.engine.cache_policy import CachePolicy, track_unit
 from shared.engine.image_inputs import parting
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
 from shared.engine.request import FinishReason, Request
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 
 WORTH_WAITING = 64
 """Minimum positions saved for a request to wait until another request has prefilled them."""
@@ -54,16 +54,16 @@ class PrefixCache:
     """
 
     def __init__(
-        self, capacity: Capacity, allocator: Allocator, policy: CachePolicy, overlap: int
+        self, capacity: BackendLimits, allocator: Allocator, policy: CachePolicy, overlap: int
     ) -> None:
         policy.check(capacity, overlap)
         self.allocator, self._policy = allocator, policy
         self._page_size, self._unit = capacity.page_size, track_unit(capacity.page_size)
-        self._counts = any(program.work is Work.COUNT for program in capacity.programs)
+        self._counts = any(program.work is StepKind.COUNT for program in capacity.programs)
         self._interval = policy.track_interval if policy.is_on else 0
         self.tree = RadixCache(allocator, policy.key_reach)
-        self._standing: dict[int, Standing] = {}
-        self._asked, self._answer = None, Prefix()  # the last lookup
+        self._standing: dict[int, CacheLease] = {}
+        self._asked, self._answer = None, PrefixMatch()  # the last lookup
         self.num_queried = self.num_hit = 0
 
     # Pages
@@ -101,7 +101,7 @@ class PrefixCache:
 
     # A request gets a slot
 
-    def find(self, request: Request) -> Prefix:
+    def find(self, request: Request) -> PrefixMatch:
         """Returns the longest cached prefix from which a request may start.
 
         A waiting request looks it up in every step, so the last result is kept until the cache
@@ -114,9 +114,9 @@ class PrefixCache:
     def _key(self, request: Request) -> tuple[Request, int, int, int]:
         return request, request.length, request.most_found, self.tree.num_changes
 
-    def _look_up(self, request: Request) -> Prefix:
+    def _look_up(self, request: Request) -> PrefixMatch:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
-            return Prefix()
+            return PrefixMatch()
         most = request.most_found // self._page_size
         path = self.tree.path(request.tenant, request.tokens(), request.pictures)[:most]
         if not self._interval:
@@ -125,13 +125,13 @@ class PrefixCache:
         branch = len(path) * self._page_size // self._unit * self._unit
         return self._prefix(path[:deepest], branch)
 
-    def _prefix(self, path: Sequence[Node], branch: int) -> Prefix:
+    def _prefix(self, path: Sequence[Node], branch: int) -> PrefixMatch:
         length = len(path) * self._page_size
         branch = branch if branch > length else 0
         if not path:
-            return Prefix(branch=branch)
+            return PrefixMatch(branch=branch)
         broken = (node.num_pages for node in reversed(path) if not node.is_whole)
-        return Prefix(
+        return PrefixMatch(
             node=path[-1],
             pages=np.array([node.page for node in path], np.int32),
             length=length,
@@ -140,13 +140,13 @@ class PrefixCache:
             branch=branch,
         )
 
-    def num_available_beside(self, prefix: Prefix) -> int:
+    def num_available_beside(self, prefix: PrefixMatch) -> int:
         """Returns the pages available to a request in addition to those of its prefix."""
         if prefix.node is None:
             return self.num_available
         return self.num_available - sum(not node.num_locks for node in prefix.node.upwards())
 
-    def hold(self, request: Request, prefix: Prefix) -> None:
+    def hold(self, request: Request, prefix: PrefixMatch) -> None:
         """Locks a prefix for a request that starts with it."""
         if not self._policy.is_on:
             return
@@ -157,7 +157,7 @@ class PrefixCache:
         if request.cached_tokens is None:
             self.num_queried += len(request.prompt)
             self.num_hit += prefix.length
-        self._standing[request.request_id] = Standing(
+        self._standing[request.request_id] = CacheLease(
             request=request,
             node=prefix.node,
             pinned=prefix.snapshot,
@@ -166,7 +166,7 @@ class PrefixCache:
             is_broken=prefix.draft_from > 0,
         )
 
-    def is_under_way(self, request: Request, prefix: Prefix) -> bool:
+    def is_under_way(self, request: Request, prefix: PrefixMatch) -> bool:
         """Returns True if a running request is about to prefill more of the same prefix than is
         cached.
 
@@ -186,7 +186,7 @@ class PrefixCache:
                     return True
         return False
 
-    def _common(self, request: Request, other: Standing) -> int:
+    def _common(self, request: Request, other: CacheLease) -> int:
         """Returns the positions that a request could take over from another one once those are
         prefilled.
         """
@@ -201,17 +201,17 @@ class PrefixCache:
         return max(0, equal) // unit * unit
 
     @staticmethod
-    def _is_fed(standing: Standing) -> bool:
+    def _is_fed(standing: CacheLease) -> bool:
         return standing.fed == standing.request.prefill_length
 
     # Steps
 
-    def name_saves(self, rows: Rows, plan: StepPlan) -> None:
+    def name_saves(self, rows: ScheduledRows, plan: StepPlan) -> None:
         """Writes the snapshots to save into a plan, and unpins those that it restores."""
         if not self._interval:
             return
         standings = [self._standing[request.request_id] for request in rows.requests]
-        if rows.work is Work.DECODE:
+        if rows.work is StepKind.DECODE:
             saves = [self._save_of_decode(standing) for standing in standings]
         else:
             for standing in standings:
@@ -222,19 +222,19 @@ class PrefixCache:
             count = len(saves)
             plan.snapshots.save_at[:count], plan.snapshots.save[:count] = zip(*saves, strict=True)
 
-    def _unpin(self, standing: Standing) -> None:
+    def _unpin(self, standing: CacheLease) -> None:
         if standing.pinned:
             self.tree.snapshots.unpin(standing.pinned)
             standing.pinned = NO_SNAPSHOT
 
-    def _save_of_chunk(self, standing: Standing, chunk: Chunk) -> tuple[int, int]:
+    def _save_of_chunk(self, standing: CacheLease, chunk: Chunk) -> tuple[int, int]:
         at = _last_tracked(chunk, standing.branch, self._unit)
         snapshot = self.tree.snapshots.take() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot
         return at, snapshot
 
-    def _save_of_decode(self, standing: Standing) -> tuple[int, int]:
+    def _save_of_decode(self, standing: CacheLease) -> tuple[int, int]:
         """Returns the only tracked position that this step and the steps in flight may pass."""
         request, (at, snapshot) = standing.request, standing.pending
         known = self._filled(request, standing, prefilled=request.prefill_length)
@@ -261,7 +261,7 @@ class PrefixCache:
             else:
                 self.tree.snapshots.give(snapshot)
 
-    def _keep_state(self, request: Request, standing: Standing, at: int, snapshot: int) -> None:
+    def _keep_state(self, request: Request, standing: CacheLease, at: int, snapshot: int) -> None:
         """Attaches a prompt's snapshot to its node in the tree, or keeps it until the node
         exists.
         """
@@ -271,12 +271,12 @@ class PrefixCache:
         else:
             self._hold_state(standing, at, snapshot)
 
-    def _hold_state(self, standing: Standing, at: int, snapshot: int) -> None:
+    def _hold_state(self, standing: CacheLease, at: int, snapshot: int) -> None:
         standing.kept.append((at, snapshot))
         if len(standing.kept) > KEPT_STATES:
             self.tree.snapshots.give(standing.kept.pop(0)[1])
 
-    def leaves_hole(self, rows: Rows) -> bool:
+    def leaves_hole(self, rows: ScheduledRows) -> bool:
         """Returns True if a step adds tokens without draft extend."""
         return self._policy.leaves_holes and rows.shape is not None and rows.shape.is_plain
 
@@ -300,7 +300,7 @@ class PrefixCache:
             self._hold_state(standing, *standing.pending)
             standing.pending = (0, NO_SNAPSHOT)
 
-    def _note_hole(self, standing: Standing, start: int, end: int) -> None:
+    def _note_hole(self, standing: CacheLease, start: int, end: int) -> None:
         standing.is_broken = True
         if standing.holes and standing.holes[-1][1] >= start:
             standing.holes[-1] = standing.holes[-1][0], end
@@ -326,7 +326,7 @@ class PrefixCache:
         if locked is not None:
             self.tree.unlock(locked)
 
-    def _filled(self, request: Request, standing: Standing, prefilled: int) -> int:
+    def _filled(self, request: Request, standing: CacheLease, prefilled: int) -> int:
         """Returns the positions with KV, as far as results are known; `prefilled` during the
         prefill.
         """
@@ -336,7 +336,7 @@ class PrefixCache:
     def _insert(
         self,
         request: Request,
-        standing: Standing,
+        standing: CacheLease,
         tokens: Int32[np.ndarray, " T"],
         end: int,
         *,
@@ -351,7 +351,7 @@ class PrefixCache:
         known = (request.tenant, standing.node, tokens, pages, whole, request.pictures)
         standing.node = self.tree.insert(*known, is_running=is_running)
 
-    def _whole_pages(self, standing: Standing, count: int) -> list[bool]:
+    def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:
         """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""
         if not standing.is_broken:
             return [True] * count

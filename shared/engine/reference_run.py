@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shared.boundary.backend import Backend, Capacity, StepResult
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import Backend, BackendLimits, StepResult
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.allocator import Allocator
-from shared.engine.encoder_cache import PictureRows
+from shared.engine.encoder_cache import EncoderCache
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request
-from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.engine.rows import Chunk, ScheduledRows, chunk_end
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 
@@ -49,7 +49,7 @@ class Divergence:
         )
 
 
-class PlainRunner:
+class ReferenceRunner:
     """Runs one request alone with plain decoding, without overlap.
 
     It uses the smallest steps, because a request that arrives meanwhile waits for the end of one.
@@ -71,7 +71,7 @@ class PlainRunner:
         planner: Planner,
         allocator: Allocator,
         cache: PrefixCache,
-        pictures: PictureRows | None,
+        pictures: EncoderCache | None,
     ) -> None:
         self._backend, self._planner = backend, planner
         self._allocator, self._cache, self._pictures = allocator, cache, pictures
@@ -129,41 +129,41 @@ class PlainRunner:
             return _divergence(request, position + 1, served, None, None)
         return None
 
-    def _next_rows(self, request: Request) -> Rows:
+    def _next_rows(self, request: Request) -> ScheduledRows:
         if request.decodes:
             self._reserve(request, request.length + PLAIN.scratch)
-            return Rows.decode([request], PLAIN)
+            return ScheduledRows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
         if self._pictures is not None and request.pictures:
             found = self._pictures.chunk_of(request, chunk.end, may_encode=True)
             assert found is not None, "encode steps are allowed"
             chunk = found
-        if isinstance(chunk, Rows):
+        if isinstance(chunk, ScheduledRows):
             return chunk
         self._reserve(request, chunk.end)
         request.prefill(chunk.end)
-        return Rows.prefill((chunk,))
+        return ScheduledRows.prefill((chunk,))
 
     def _reserve(self, request: Request, positions: int) -> None:
         has_room = self._cache.reserve(request.slot, positions)
         assert has_room, "a served request fits if no other request runs"
 
-    def _result(self, rows: Rows) -> StepResult:
+    def _result(self, rows: ScheduledRows) -> StepResult:
         return self._backend.submit(self._planner.plan(rows)).result()
 
 
-def _check_programs(capacity: Capacity) -> int:
+def _check_programs(capacity: BackendLimits) -> int:
     """Returns the tokens of the smallest usable prefill program.
 
     Raises:
-      ValueError: See `PlainRunner`.
+      ValueError: See `ReferenceRunner`.
     """
     if capacity.accept_rates is not None:
         raise ValueError("shadow checks are not supported with simulated acceptance")
     unmasked = capacity.unmasked_programs
-    usable = [p for p in unmasked if p.extras & ~Extra.MASK is Extra.LOGPROBS]
-    chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
-    has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
+    usable = [p for p in unmasked if p.extras & ~ProgramFeature.MASK is ProgramFeature.LOGPROBS]
+    chunks = [p.tokens for p in usable if p.work is StepKind.PREFILL and p.tokens >= CHUNK]
+    has_plain = any(p.work is StepKind.DECODE and p.shape.is_plain for p in usable)
     if not (chunks and has_plain and capacity.max_logprobs >= SHOWN):
         raise ValueError(
             f"shadow checks require programs of plain steps and of prefills with {SHOWN} "

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.grammar import Constraint
-from shared.engine.image_inputs import Picture, Sight
-from shared.spec.logprobs import Scores
+from shared.engine.grammar import GrammarState
+from shared.engine.image_inputs import MropePositions, Picture
+from shared.spec.logprobs import PromptLogprobs
 from shared.text.grammar_errors import OF_THE_REQUEST
 
 
@@ -132,7 +132,7 @@ class Event(NamedTuple):
     logprobs: list[tuple[float, list[tuple[int, float]]]] | None
     cached_tokens: int = 0
     step: StepTrace | None = None
-    scores: Scores | None = None
+    scores: PromptLogprobs | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -176,9 +176,9 @@ class Request:
     sampling: SamplingParams
     tenant: str = ""
     priority: int = 0
-    constraint: Constraint | None = None
+    constraint: GrammarState | None = None
     pictures: tuple[Picture, ...] = ()
-    sight: Sight | None = None
+    sight: MropePositions | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Request:
     most_growth: int = 0
     least_growth: int = 0
     finish_reason: FinishReason | None = None
-    _scores: list[Scores] = field(default_factory=list)
+    _scores: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -301,7 +301,7 @@ class Request:
         """Records that the context up to position `end` is submitted."""
         self.prefilled = end
 
-    def score(self, first: int, scores: Scores) -> bool:
+    def score(self, first: int, scores: PromptLogprobs) -> bool:
         """Stores the logprobs of the tokens after positions `first` and following.
 
         After a preemption some of them arrive again.
@@ -312,17 +312,17 @@ class Request:
         assert first <= self.num_scored, "prompt logprobs have a gap"
         new = slice(self.num_scored - first, len(self.prompt) - 1 - first)
         chosen, ranks, *best = (part[new] for part in scores)
-        new_scores = Scores(
+        new_scores = PromptLogprobs(
             chosen, ranks, *(part[:, : self.sampling.prompt_logprobs] for part in best)
         )
         self._scores.append(new_scores)
         self.num_scored += len(new_scores.chosen)
         return bool(np.isfinite(new_scores.chosen).all())
 
-    def take_scores(self) -> Scores | None:
+    def take_scores(self) -> PromptLogprobs | None:
         """Returns and clears all stored prompt logprobs."""
         parts, self._scores = self._scores, []
-        return Scores(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+        return PromptLogprobs(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
 
     def displace(self) -> None:
         """Removes its slot (preemption); the output stays."""
@@ -376,7 +376,7 @@ class Request:
         self.finish_reason = reason
 
 
-class Refusal(ValueError):
+class InvalidRequestError(ValueError):
     """A request is invalid or unsupported; the message names the field.
 
     Attributes:

@@ -9,20 +9,20 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float32
 
-from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan
-from shared.boundary.images import Encode, Pictures
-from shared.boundary.program import Work
-from shared.engine.grammar import Masks
+from shared.boundary.backend import CountPromptTokens, Decode, HostDraft, Prefill, StepPlan
+from shared.boundary.images import EncodeImage, ImageInputs
+from shared.boundary.program import StepKind
+from shared.engine.grammar import BitmaskRows
 from shared.engine.image_inputs import Picture
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
-from shared.spec.merge_drafts import Copies
+from shared.spec.merge_drafts import NgramTrees
 from shared.spec.ngram import WINDOW
 from shared.spec.vision_encoder import Pixels
 
 _TREE = tuple(field.name for field in fields(HostDraft))
-_COPIES = tuple(field.name for field in fields(Copies))
+_COPIES = tuple(field.name for field in fields(NgramTrees))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def chunk_end(request: Request, budget: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class ScheduledRows:
     """Rows of one step; created by `prefill`, `count`, `decode`, `draft` or `encode`.
 
     Attributes:
@@ -87,7 +87,7 @@ class Rows:
       masks: Grammar masks of the nodes; None if no row has a grammar.
     """
 
-    work: Work
+    work: StepKind
     requests: Sequence[Request]
     chunks: Sequence[Chunk] = ()
     counted: Chunk | None = None
@@ -97,26 +97,28 @@ class Rows:
     place: int = 0
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
-    copies: Copies | None = None
+    copies: NgramTrees | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
-    masks: Masks | None = None
+    masks: BitmaskRows | None = None
 
     @classmethod
     def prefill(cls, chunks: Sequence[Chunk]) -> Self:
         """Returns a step that prefills prompt chunks, at most one per request."""
-        return cls(work=Work.PREFILL, requests=[chunk.request for chunk in chunks], chunks=chunks)
+        return cls(
+            work=StepKind.PREFILL, requests=[chunk.request for chunk in chunks], chunks=chunks
+        )
 
     @classmethod
     def count(cls, counted: Chunk) -> Self:
         """Returns a step that counts tokens of one request; its first such step starts the row."""
-        return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
+        return cls(work=StepKind.COUNT, requests=[counted.request], counted=counted)
 
     @classmethod
     def encode(cls, patches: int, blocks: range, pixels: Pixels | None, place: int) -> Self:
-        """Returns a step that runs blocks of the vision encoder; see `Encode`."""
+        """Returns a step that runs blocks of the vision encoder; see `EncodeImage`."""
         return cls(
-            work=Work.ENCODE,
+            work=StepKind.ENCODE,
             requests=[],
             patches=patches,
             blocks=blocks,
@@ -131,14 +133,14 @@ class Rows:
         shape: TreeShape,
         *,
         drafts: HostDraft | None = None,
-        copies: Copies | None = None,
+        copies: NgramTrees | None = None,
         calibration: Float32[np.ndarray, "B S_max"] | None = None,
         corpus_nodes: Callable[[int], list[int]] | None = None,
-        masks: Masks | None = None,
+        masks: BitmaskRows | None = None,
     ) -> Self:
         """Returns a step that verifies trees from any drafter and commits the accepted tokens."""
         return cls(
-            work=Work.DECODE,
+            work=StepKind.DECODE,
             requests=requests,
             shape=shape,
             drafts=drafts,
@@ -151,7 +153,7 @@ class Rows:
     @classmethod
     def draft(cls, requests: Sequence[Request], shape: TreeShape) -> Self:
         """Returns a step that drafts trees for a later decode step, and commits nothing."""
-        return cls(work=Work.DRAFT, requests=requests, shape=shape)
+        return cls(work=StepKind.DRAFT, requests=requests, shape=shape)
 
     @property
     def num_tokens(self) -> int:
@@ -164,10 +166,10 @@ class Rows:
     @property
     def most_tokens(self) -> list[int]:
         """Maximum tokens that the step adds to each row; 0 if it samples none."""
-        if self.work is Work.DECODE:
+        if self.work is StepKind.DECODE:
             assert self.shape is not None
             return [self.shape.max_tokens] * len(self.requests)
-        if self.work is Work.PREFILL:
+        if self.work is StepKind.PREFILL:
             return [int(chunk.ends_prompt) for chunk in self.chunks]
         return [0] * len(self.requests)
 
@@ -175,7 +177,9 @@ class Rows:
         """Returns the number of accepted draft tokens among a row's tokens; None for steps without
         verification.
         """
-        return num_tokens - 1 if self.work is Work.DECODE else None  # the last is the bonus token
+        return (
+            num_tokens - 1 if self.work is StepKind.DECODE else None
+        )  # the last is the bonus token
 
     def fill(self, plan: StepPlan) -> None:
         """Writes the inputs of the rows other than slots, pages and sampling parameters.
@@ -185,10 +189,10 @@ class Rows:
         """
         if isinstance(plan.work, Prefill):
             _lay_chunks(plan, plan.work, self.chunks)
-        elif isinstance(plan.work, Count):
+        elif isinstance(plan.work, CountPromptTokens):
             assert self.counted is not None
             _lay_counted(plan, plan.work, self.counted)
-        elif isinstance(plan.work, Encode):
+        elif isinstance(plan.work, EncodeImage):
             _lay_picture(plan.work, self.pixels, self.place)
         else:
             _check_prefilled(self.requests)
@@ -218,7 +222,7 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
     work.row_starts[len(chunks) + 1 :] = end
 
 
-def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> None:
+def _lay_pictures(pictures: ImageInputs, row: int, start: int, chunk: Chunk) -> None:
     """Writes the M-RoPE positions of a chunk, and the encoder-cache rows of its image tokens."""
     first, end, sight = chunk.first, chunk.end, chunk.request.sight
     turns = pictures.turns[start : start + end - first]
@@ -235,14 +239,14 @@ def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> Non
             pictures.next_sources[row] = end + at
 
 
-def _lay_picture(work: Encode, pixels: Pixels | None, place: int) -> None:
+def _lay_picture(work: EncodeImage, pixels: Pixels | None, place: int) -> None:
     if pixels is not None:
         for name, values in vars(pixels).items():
             getattr(work.pixels, name)[: len(values)] = values
     work.place[0] = place
 
 
-def _lay_counted(plan: StepPlan, work: Count, counted: Chunk) -> None:
+def _lay_counted(plan: StepPlan, work: CountPromptTokens, counted: Chunk) -> None:
     """Writes the tokens; the first count step of a row starts it."""
     num_tokens = counted.end - counted.first
     work.tokens[:num_tokens] = counted.request.context[counted.first : counted.end]
@@ -258,7 +262,7 @@ def _start(plan: StepPlan, row: int, request: Request) -> None:
     plan.snapshots.restore[row] = request.restores
 
 
-def _copy_known(plan: StepPlan, rows: Rows) -> None:
+def _copy_known(plan: StepPlan, rows: ScheduledRows) -> None:
     """Writes calibration and masks of a decode, and the draft trees of the host."""
     if rows.calibration is not None:
         plan.sampling.calibration[: len(rows.calibration)] = rows.calibration

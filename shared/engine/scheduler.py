@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
-from shared.engine.encoder_cache import PictureRows
-from shared.engine.prefix_cache import Prefix, PrefixCache
-from shared.engine.request import Refusal, Request
-from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.engine.encoder_cache import EncoderCache
+from shared.engine.prefix_cache import PrefixCache, PrefixMatch
+from shared.engine.request import InvalidRequestError, Request
+from shared.engine.rows import Chunk, ScheduledRows, chunk_end
 from shared.engine.waiting_queue import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
@@ -39,18 +39,18 @@ class Scheduler:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         allocator: Allocator,
         cache: PrefixCache,
         controller: Controller,
-        pictures: PictureRows | None,
+        pictures: EncoderCache | None,
         *,
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
         self._capacity, self.allocator, self._controller = capacity, allocator, controller
         self._cache, self._pictures = cache, pictures
-        counts = (p.tokens for p in capacity.programs if p.work is Work.COUNT)
+        counts = (p.tokens for p in capacity.programs if p.work is StepKind.COUNT)
         self._most_counted = max(counts, default=0)
         self._num_arrived = 0
         self._growth_in_flight = overlap * (capacity.max_depth + 1)
@@ -70,7 +70,7 @@ class Scheduler:
         """
         pages = self._capacity.num_pages_for(self._most_positions(request))
         if pages > self._capacity.num_pages - 1:
-            raise Refusal(
+            raise InvalidRequestError(
                 "max_tokens",
                 f"prompt and max_tokens may need {pages} pages of {self._capacity.page_size} "
                 f"tokens, and the server has {self._capacity.num_pages - 1}",
@@ -93,20 +93,20 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def _place(self, request: Request, prefix: Prefix) -> None:
+    def _place(self, request: Request, prefix: PrefixMatch) -> None:
         slot = self.allocator.take_slot(prefix.pages)
         self._cache.hold(request, prefix)
         request.place(slot, prefix.length, prefix.draft_from, prefix.snapshot)
         bisect.insort(self.running, request, key=_turn)
 
-    def next_rows(self) -> Rows | None:
+    def next_rows(self) -> ScheduledRows | None:
         """Returns the rows of the next step; prefill and decode alternate if both are waiting."""
         if self._prefilled_last and self._controller.waits:
             return None  # another prefill would delay decoding by more than one chunk
         turns = [self._prompt_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
             if (rows := rows_of()) is not None:
-                self._prefilled_last = rows.work is not Work.DECODE
+                self._prefilled_last = rows.work is not StepKind.DECODE
                 return rows
         return None
 
@@ -131,7 +131,7 @@ class Scheduler:
             return False
         return self._leaving is None
 
-    def _has_room_for(self, request: Request, prefix: Prefix) -> bool:
+    def _has_room_for(self, request: Request, prefix: PrefixMatch) -> bool:
         """Returns True if it can run and each running request still has pages for its widest
         step.
         """
@@ -140,16 +140,16 @@ class Scheduler:
             pages += self.allocator.num_missing(other.slot, self._next_positions(other))
         return pages <= self._cache.num_available_beside(prefix)
 
-    def _prompt_rows(self) -> Rows | None:
+    def _prompt_rows(self) -> ScheduledRows | None:
         """Returns count steps for cached tokens first, then prefills."""
         for request in self.running:
             first, end = request.num_counted, request.count_length
             if request.slot and first < end and request is not self._leaving:
                 request.num_counted = min(end, first + self._most_counted)
-                return Rows.count(Chunk(request, first, request.num_counted))
+                return ScheduledRows.count(Chunk(request, first, request.num_counted))
         return self._prefill_rows()
 
-    def _prefill_rows(self) -> Rows | None:
+    def _prefill_rows(self) -> ScheduledRows | None:
         budget, chunks = self._max_tokens, []
         for request in tuple(self.running):
             if not request.slot or request.decodes or request is self._leaving:
@@ -158,7 +158,7 @@ class Scheduler:
             if first == end or not self._make_room(request, end):
                 continue
             chunk = self._chunk(request, end, is_first=not chunks)
-            if isinstance(chunk, Rows):
+            if isinstance(chunk, ScheduledRows):
                 return chunk
             if chunk is None:
                 continue  # its image is encoded when its request is first in a step
@@ -167,9 +167,9 @@ class Scheduler:
             budget -= chunk.end - first
             if len(chunks) == self._max_prefill_rows:
                 break
-        return Rows.prefill(tuple(chunks)) if chunks else None
+        return ScheduledRows.prefill(tuple(chunks)) if chunks else None
 
-    def _chunk(self, request: Request, end: int, is_first: bool) -> Chunk | Rows | None:
+    def _chunk(self, request: Request, end: int, is_first: bool) -> Chunk | ScheduledRows | None:
         """Returns a chunk that ends at `end`, or earlier if it has many images; or an encode step
         for it.
 
@@ -179,7 +179,7 @@ class Scheduler:
             return Chunk(request, request.prefilled, end)
         return self._pictures.chunk_of(request, end, may_encode=is_first)
 
-    def _decode_rows(self) -> Rows | None:
+    def _decode_rows(self) -> ScheduledRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
         return self._controller.rows_for(ready, self._reserve) if ready else None
 
@@ -235,9 +235,9 @@ def _turn(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
 
 
-def _prefill_sizes(capacity: Capacity, chunked_prefill_size: int) -> tuple[int, int]:
+def _prefill_sizes(capacity: BackendLimits, chunked_prefill_size: int) -> tuple[int, int]:
     """Returns tokens and rows of the largest prefill program within the limit."""
-    prefills = [p for p in capacity.programs if p.work is Work.PREFILL]
+    prefills = [p for p in capacity.programs if p.work is StepKind.PREFILL]
     most = max((p.tokens for p in prefills if p.tokens <= chunked_prefill_size), default=0)
     if most < CHUNK:
         raise ValueError(

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from shared.boundary.backend import Backend
 from shared.engine.engine import Engine
 from shared.engine.metrics import Metrics
-from shared.engine.reference_run import Divergence, PlainRunner
+from shared.engine.reference_run import Divergence, ReferenceRunner
 from shared.engine.request import Event, FinishReason, Request
 
 MOST_WAITING = 64
@@ -35,7 +35,7 @@ MATCH, MISMATCH, DROPPED = RESULTS = ("match", "mismatch", "dropped")
 """Values of the label `result` of `shadow_verify_requests_total`, next to "skipped"."""
 
 
-class Skip(Enum):
+class SkipReason(Enum):
     """Reason why a selected output is not compared with plain decoding."""
 
     ABORTED = "aborted"
@@ -52,7 +52,7 @@ def is_chosen(request_id: int, rate: float) -> bool:
 
 
 @dataclass
-class _Case:
+class PendingCheck:
     """An output that waits to be checked, and the number of starts."""
 
     request: Request
@@ -60,7 +60,7 @@ class _Case:
     num_starts: int = 0
 
 
-class ShadowCheck:
+class ShadowVerifier:
     """Engine wrapper that checks a fraction of its outputs while it is idle.
 
     Args:
@@ -70,7 +70,7 @@ class ShadowCheck:
       report: Called with each difference.
 
     Raises:
-      ValueError: See `PlainRunner`.
+      ValueError: See `ReferenceRunner`.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class ShadowCheck:
         report: Callable[[Divergence], None],
     ) -> None:
         self._engine, self._rate, self._report = engine, rate, report
-        self._runner = PlainRunner(
+        self._runner = ReferenceRunner(
             backend, engine.planner, engine.allocator, engine.cache, engine.pictures
         )
         self._may_redraw = backend.capacity.accept_rule != "exact"
         self._open: dict[int, Request] = {}
-        self._waiting: deque[_Case] = deque()
-        self._case: _Case | None = None
+        self._waiting: deque[PendingCheck] = deque()
+        self._case: PendingCheck | None = None
         self._counts, self._num_steps = Counter[str](), 0
-        self._skipped = Counter[Skip]()
+        self._skipped = Counter[SkipReason]()
         engine.metrics.show(self._gauges())
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
@@ -100,7 +100,7 @@ class ShadowCheck:
             for result in RESULTS
         }
         shown[f'{total}{{result="skipped"}}'] = self._skipped.total
-        for reason in Skip:
+        for reason in SkipReason:
             name = f'shadow_verify_skipped_total{{reason="{reason.value}"}}'
             shown[name] = lambda reason=reason: self._skipped[reason]
         shown["shadow_verify_steps_total"] = lambda: self._num_steps
@@ -132,7 +132,7 @@ class ShadowCheck:
         """Same as `Engine.abort`."""
         self._engine.abort(request_id)
         if self._open.pop(request_id, None) is not None:
-            self._skipped[Skip.ABORTED] += 1
+            self._skipped[SkipReason.ABORTED] += 1
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Same as `Engine.finish`."""
@@ -164,7 +164,7 @@ class ShadowCheck:
         if (reason := self._cannot_be_checked(request)) is not None:
             self._skipped[reason] += 1
         elif self._may_wait(request):
-            self._waiting.append(_Case(request, tuple(request.output)))
+            self._waiting.append(PendingCheck(request, tuple(request.output)))
         else:
             self._counts[DROPPED] += 1
 
@@ -174,17 +174,17 @@ class ShadowCheck:
         pixels = sum(_picture_bytes(each) for each in (request, *(case.request for case in cases)))
         return len(cases) < MOST_WAITING and pixels <= MOST_PICTURE_BYTES
 
-    def _cannot_be_checked(self, request: Request) -> Skip | None:
+    def _cannot_be_checked(self, request: Request) -> SkipReason | None:
         """Returns the reason why plain decoding need not give the same output; None if it must."""
         sampling = request.sampling
         if request.finish_reason in (FinishReason.ERROR, FinishReason.REFUSED):
-            return Skip.FAILED
+            return SkipReason.FAILED
         if request.constraint is not None:  # a reference run has no masks
-            return Skip.GRAMMAR
+            return SkipReason.GRAMMAR
         if not request.output:
-            return Skip.EMPTY
+            return SkipReason.EMPTY
         is_drawn = sampling.temperature > 0 and sampling.max_draft_tokens != 0
-        return Skip.REJECTION if self._may_redraw and is_drawn else None
+        return SkipReason.REJECTION if self._may_redraw and is_drawn else None
 
     def _check(self) -> None:
         """Runs one step of the current check, or starts the next one."""

@@ -6,13 +6,18 @@ import time
 from collections.abc import Sequence
 
 from shared.boundary.backend import StepResult
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.request import CORPUS, DRAFT, MERGED, NGRAM, PLAIN, PREFILL, StepTrace
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 
 
 def trace_of(
-    rows: Rows, result: StepResult, row: int, tokens: Sequence[int], number: int, began: float
+    rows: ScheduledRows,
+    result: StepResult,
+    row: int,
+    tokens: Sequence[int],
+    number: int,
+    began: float,
 ) -> StepTrace:
     """Returns the trace of one row of a finished step.
 
@@ -25,7 +30,7 @@ def trace_of(
     now, request = time.monotonic(), rows.requests[row]
     device = result.device_seconds
     source, drafts, parents, origins = PREFILL, [], [], []
-    if rows.work is Work.DECODE:
+    if rows.work is StepKind.DECODE:
         count = int(result.num_nodes[row])
         drafts = result.drafts[row, 1:count].tolist()
         parents = result.parents[row, 1:count].tolist()
@@ -46,7 +51,7 @@ def trace_of(
     )
 
 
-def origins_of(rows: Rows, result: StepResult, row: int) -> list[str]:
+def origins_of(rows: ScheduledRows, result: StepResult, row: int) -> list[str]:
     """Returns the source of each draft node of a row's tree, see `StepTrace`."""
     count = int(result.num_nodes[row])
     if rows.corpus_nodes is None:

@@ -4,7 +4,7 @@ import binascii
 import re
 from urllib.parse import unquote_to_bytes
 
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 
 SCHEME = b"data:"
 _BASE64 = re.compile(rb"; *base64\Z", re.IGNORECASE)
@@ -29,17 +29,17 @@ def data_of(url: str) -> bytes:
     # A character beyond ASCII becomes "?", which is invalid base64 too.
     address = url.encode("ascii", "replace").strip(_AROUND).translate(None, _WITHIN)
     if address[: len(SCHEME)].lower() != SCHEME:
-        raise PictureRefused(
+        raise InvalidImageError(
             "the image's url must be a data URL, because remote URLs are not fetched; send the "
             "image itself as data:image/png;base64,..."
         )
     kind, comma, encoded = address.partition(b"#")[0].partition(b",")
     if not comma or not _BASE64.search(kind.strip(_SPACES)):
-        raise PictureRefused("the image's data URL must have ;base64, before the data")
+        raise InvalidImageError("the image's data URL must have ;base64, before the data")
     try:
         return _decoded(unquote_to_bytes(encoded))
     except binascii.Error as error:
-        raise PictureRefused("the image's data URL contains invalid base64") from error
+        raise InvalidImageError("the image's data URL contains invalid base64") from error
 
 
 def _decoded(encoded: bytes) -> bytes:

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from shared.images.header import MAX_PIXELS, Header, read_header
 from shared.images.metadata import without_metadata
 from shared.images.worker_protocol import OpenedPicture
-from shared.models.image_processor import PictureConfig, PictureRefused
+from shared.models.image_processor import ImageProcessorConfig, InvalidImageError
 
 DEEP = "I;16"
 """Prefix of Pillow's modes of 16-bit grey; Pillow reads 16-bit colours as 8 bits."""
@@ -34,11 +34,12 @@ _TURNS = {
 """Operation that makes an image upright, by EXIF orientation."""
 
 
-def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
+def opened(data: bytes, config: ImageProcessorConfig) -> OpenedPicture:
     """Decodes and resizes the image of a file.
 
     Raises:
-      PictureRefused: The image is invalid or unsupported; see above, and `PictureConfig.fitted`.
+      PictureRefused: The image is invalid or unsupported; see above, and
+        `ImageProcessorConfig.fitted`.
     """
     header = read_header(data)
     _check(header)
@@ -48,7 +49,7 @@ def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
             warnings.simplefilter("ignore")  # about broken EXIF, which is ignored
             image = _decoded(data, header.kind)
     except (OSError, SyntaxError, ValueError) as error:
-        raise PictureRefused(f"the image is an invalid {header.kind}: {error}") from error
+        raise InvalidImageError(f"the image is an invalid {header.kind}: {error}") from error
     height, width = config.fitted(image.height, image.width)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC)
     return OpenedPicture(height, width, fitted.tobytes())
@@ -56,11 +57,11 @@ def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
 
 def _check(header: Header) -> None:
     if header.is_animated:
-        raise PictureRefused(
+        raise InvalidImageError(
             f"the image is an animated {header.kind}, and video is not supported; send one frame"
         )
     if header.height * header.width > MAX_PIXELS:
-        raise PictureRefused(
+        raise InvalidImageError(
             f"the image has {header.width} x {header.height} pixels, and the limit is "
             f"{MAX_PIXELS}; send a smaller one"
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 
 PNG, JPEG, WEBP, GIF = "PNG", "JPEG", "WEBP", "GIF"
 
@@ -54,7 +54,7 @@ def read_header(data: bytes) -> Header:
         return _of_webp(data)
     if data[:6] in (b"GIF87a", b"GIF89a"):
         return _of_gif(data)
-    raise PictureRefused("the image must be a PNG, a JPEG, a WebP or a still GIF")
+    raise InvalidImageError("the image must be a PNG, a JPEG, a WebP or a still GIF")
 
 
 def _of_png(data: bytes) -> Header:
@@ -157,5 +157,5 @@ def _checked(header: Header) -> Header:
     return header
 
 
-def _broken(kind: str) -> PictureRefused:
-    return PictureRefused(f"the image's {kind} header is invalid")
+def _broken(kind: str) -> InvalidImageError:
+    return InvalidImageError(f"the image's {kind} header is invalid")

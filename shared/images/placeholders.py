@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 
 
 def expanded(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
@@ -19,7 +19,7 @@ def expanded(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> 
     """
     places = sum(token == image_token for token in tokens)
     if places != len(counts):
-        raise PictureRefused(
+        raise InvalidImageError(
             f"the prompt has {places} image tokens, and the request has {len(counts)} images; "
             "remove the image token from the text"
         )

@@ -6,9 +6,9 @@ from typing import Any
 from shared.images.data_url import data_of
 from shared.images.decode import opened
 from shared.images.worker_protocol import DEADLINE_S, PART, pack_picture, unpack_address
-from shared.models.image_processor import PictureConfig, PictureRefused
+from shared.models.image_processor import ImageProcessorConfig, InvalidImageError
 from shared.text import worker
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 MAX_MEMORY = 1 << 30
 """Limit in bytes, libraries not included; the largest image takes half of it."""
@@ -16,17 +16,17 @@ MAX_MEMORY = 1 << 30
 
 def begin(given: Any) -> Callable[[Any], bytes]:
     """Returns the decoder for the model of the first message."""
-    config = PictureConfig(**given)
+    config = ImageProcessorConfig(**given)
     low = config.low_detail()
 
     def open_picture(asked: Any) -> bytes:
         url, is_low = asked
         try:
             return pack_picture(opened(data_of(url), low if is_low else config))
-        except PictureRefused as error:
-            raise WorkRefused(str(error), PART) from error
+        except InvalidImageError as error:
+            raise WorkerError(str(error), PART) from error
         except MemoryError:
-            raise WorkRefused(
+            raise WorkerError(
                 "the image takes too much memory to decode; send a smaller one", PART
             ) from None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import UInt8
 
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.text import worker
 
 DEADLINE_S = 10.0
@@ -33,7 +33,7 @@ class OpenedPicture:
         return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
 
 
-def pack_config(config: PictureConfig) -> bytes:
+def pack_config(config: ImageProcessorConfig) -> bytes:
     """Packs the first message: the settings of the image processor."""
     return worker.pack(vars(config))
 

@@ -9,7 +9,7 @@ from enum import Enum
 from math import prod
 
 
-class Per(Enum):
+class CacheUnit(Enum):
     """Unit that has one entry of a cache array."""
 
     POSITION = "a position of a request, stored in its pages"
@@ -17,7 +17,7 @@ class Per(Enum):
 
 
 @dataclass(frozen=True)
-class Plane:
+class CacheArraySpec:
     """Specification of one cache array of a layer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Plane:
     """
 
     name: str
-    per: Per
+    per: CacheUnit
     shape: tuple[int, ...]
     heads: int
     float32: bool = False
@@ -41,6 +41,6 @@ class Plane:
         return prod(self.shape) * (4 if self.float32 else item)
 
 
-def kept_bytes(planes: tuple[Plane, ...], item: int) -> int:
+def kept_bytes(planes: tuple[CacheArraySpec, ...], item: int) -> int:
     """Returns the bytes of an entry of all arrays in one layer."""
     return sum(plane.piece_bytes(item) for plane in planes)

@@ -234,7 +234,7 @@ class Checkpoint:
         progress: Callable[[int], None],
         *,
         by_output: bool = False,
-    ) -> Iterator[fp8_packing.Piece]:
+    ) -> Iterator[fp8_packing.FP8Shard]:
         """Reads a parameter of `in_words` or `in_codes` tensor by tensor without dequantising it;
         see `pieces`.
 
@@ -257,7 +257,7 @@ class Checkpoint:
                 scales = source.every(share).taken(scales)
                 scales = scales.reshape(fp8.scale_shape(shape, granularity))
             codes = self._numbers(source).reshape(shape)
-            yield fp8_packing.Piece(at, codes, place_of_scales=place, scales=scales)
+            yield fp8_packing.FP8Shard(at, codes, place_of_scales=place, scales=scales)
             progress(self._num_bytes(source))
 
     def _sources(self, parameter: Parameter) -> list[Source]:

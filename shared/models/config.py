@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from shared.models.layers import (
     AttentionConfig,
-    DenseConfig,
-    ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
+    MLPConfig,
+    MoEConfig,
 )
 from shared.models.rotary import RotaryConfig
 
@@ -111,14 +111,14 @@ class ModelConfig:
         return tuple(each.feed.kind for each in self.layers)
 
     @property
-    def dense(self) -> DenseConfig | None:
+    def dense(self) -> MLPConfig | None:
         """Config of dense MLPs; None if there are none."""
-        return next((x.feed for x in self.layers if isinstance(x.feed, DenseConfig)), None)
+        return next((x.feed for x in self.layers if isinstance(x.feed, MLPConfig)), None)
 
     @property
-    def experts(self) -> ExpertsConfig | None:
+    def experts(self) -> MoEConfig | None:
         """Config of MoE blocks; None if there are none."""
-        return next((x.feed for x in self.layers if isinstance(x.feed, ExpertsConfig)), None)
+        return next((x.feed for x in self.layers if isinstance(x.feed, MoEConfig)), None)
 
     @property
     def draft_layer(self) -> LayerConfig:

@@ -41,7 +41,7 @@ bytes."""
 
 
 @dataclass(frozen=True)
-class Law:
+class InitSpec:
     """Initialisation of a parameter: a uniform distribution around a centre.
 
     Attributes:
@@ -65,7 +65,7 @@ class Law:
         return cls(9, reach / 2**9, centre)
 
 
-def law_of(parameter: Parameter) -> Law:
+def law_of(parameter: Parameter) -> InitSpec:
     """Returns the initialisation of a parameter.
 
     Matrices preserve the scale of their inputs. Norms scale by about 1. The decays of GDN layers
@@ -74,21 +74,21 @@ def law_of(parameter: Parameter) -> Law:
     """
     leaf, inputs = parameter.name.rsplit(".", 1)[-1], parameter.shape[-1]
     if leaf == "a_log":
-        return Law.around(-0.75, 2.0)
+        return InitSpec.around(-0.75, 2.0)
     if leaf == "dt_bias":
-        return Law.around(-1.0, 2.0)
+        return InitSpec.around(-1.0, 2.0)
     if leaf == "score_bias":
-        return Law.around(0.0, 2.0**-5)  # much smaller than differences of scores
+        return InitSpec.around(0.0, 2.0**-5)  # much smaller than differences of scores
     if leaf.endswith("norm"):
-        return Law.around(1.0 - parameter.centre, 0.125)
+        return InitSpec.around(1.0 - parameter.centre, 0.125)
     if leaf in ("embed", "lm_head"):
-        return Law.of_matrix(LOGIT_SCALE / math.sqrt(inputs))
-    return Law.of_matrix(1 / math.sqrt(inputs))
+        return InitSpec.of_matrix(LOGIT_SCALE / math.sqrt(inputs))
+    return InitSpec.of_matrix(1 / math.sqrt(inputs))
 
 
-CODES_LAW = Law(4, 1.0, 0.0)
+CODES_LAW = InitSpec(4, 1.0, 0.0)
 """Distribution of FP8 values."""
-SIZES_LAW = Law.around(1.0, 0.5)
+SIZES_LAW = InitSpec.around(1.0, 0.5)
 """Distribution of the relative sizes of scales; neighbouring scales differ, as in a trained
 model."""
 SCALE_STEP = 2**23 / math.sqrt(3 * 85 * 13 / 12)
@@ -144,7 +144,7 @@ def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]
 
 
 def elements(
-    law: Law, key: np.uint32, places: UInt32[np.ndarray, " places"]
+    law: InitSpec, key: np.uint32, places: UInt32[np.ndarray, " places"]
 ) -> Float32[np.ndarray, " places"]:
     """Returns the elements at some indices of a layer.
 
@@ -158,7 +158,7 @@ def elements(
     return whole.astype(np.float32) * np.float32(law.step) + np.float32(law.centre)
 
 
-def parameter_array(parameter: Parameter, law: Law) -> Float32[np.ndarray, "..."]:
+def parameter_array(parameter: Parameter, law: InitSpec) -> Float32[np.ndarray, "..."]:
     """Returns all elements of a whole parameter in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
@@ -244,7 +244,7 @@ class DummyCheckpoint:
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
         """Does nothing, for the same reason as `check`."""
 
-    def law(self, parameter: Parameter) -> Law:
+    def law(self, parameter: Parameter) -> InitSpec:
         """Returns the initialisation of a parameter; for FP8, of its quantised values."""
         is_fp8 = self.granularity_of(parameter) is not None
         return CODES_LAW if is_fp8 else law_of(parameter.whole or parameter)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Routing:
 
     Attributes:
       count_field: Field with the number of experts.
-      scores: See `ExpertsConfig`.
+      scores: See `MoEConfig`.
       is_renormalised: True if the weights of selected experts are renormalised and `norm_topk_prob`
         is not read.
       reads_renormalised: True if `norm_topk_prob` is read.
@@ -43,7 +43,7 @@ FIXED = {
 """Optional fields with their only supported value."""
 
 
-def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
+def read_experts(text: Json, routing: Routing) -> MoEConfig:
     """Reads the MoE config of a config.json.
 
     Raises:
@@ -56,7 +56,7 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
     shared = positive(text, "shared_expert_intermediate_size") if routing.has_shared else 0
     if routing.counts_shared:
         shared = width * count(text, "n_shared_experts")
-    return ExpertsConfig(
+    return MoEConfig(
         num_experts=positive(text, routing.count_field, most=MOST_NAMED),
         num_chosen=positive(text, "num_experts_per_tok"),
         intermediate=width,

@@ -19,7 +19,7 @@ from shared.models.config_fields import (
     word,
 )
 from shared.models.experts import Routing, refuse_other_experts
-from shared.models.family import BIASES, Family, Slides
+from shared.models.family import BIASES, Family, SlidingWindowRule
 from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
 from shared.models.layer_fields import (
@@ -50,26 +50,26 @@ GLM4_MOE = Family(
 )
 GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
-MISTRAL = Family("mistral", config_classes.MISTRAL, slides=Slides.BY_SIZE)
+MISTRAL = Family("mistral", config_classes.MISTRAL, slides=SlidingWindowRule.BY_SIZE)
 MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, grows_queries=True)
 OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], norms_behind=True)
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
     of=config_classes.OLMO3,
-    slides=Slides.BY_TYPES,
+    slides=SlidingWindowRule.BY_TYPES,
     scales_full_layers=True,
 )
-PHI3 = Family("phi3", config_classes.PHI3, stores_joined=True, slides=Slides.BY_SIZE)
-QWEN2 = Family("qwen2", config_classes.QWEN2, input_bias=True, slides=Slides.BY_FLAG)
+PHI3 = Family("phi3", config_classes.PHI3, stores_joined=True, slides=SlidingWindowRule.BY_SIZE)
+QWEN2 = Family("qwen2", config_classes.QWEN2, input_bias=True, slides=SlidingWindowRule.BY_FLAG)
 QWEN3 = Family(
-    "qwen3", config_classes.QWEN3, qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG
+    "qwen3", config_classes.QWEN3, qk_norm=True, biases=BIASES[:1], slides=SlidingWindowRule.BY_FLAG
 )
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
     of=config_classes.QWEN3_MOE,
-    slides=Slides.WHOLE_BY_FLAG,
+    slides=SlidingWindowRule.WHOLE_BY_FLAG,
     routing=Routing(steps=True),
 )
 QWEN3_5 = Family("qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, sees=True)
@@ -120,14 +120,16 @@ ARCHITECTURES = {
 }
 """Architecture of a `model_type`, for a config.json without `architectures`."""
 
-SEEING = {"Mistral3ForConditionalGeneration"}
+VLM_ARCHITECTURES = {"Mistral3ForConditionalGeneration"}
 """Vision-language architectures whose `text_config` determines the family."""
 
 HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
 """Substrings of architecture names that are draft heads, not models."""
 
 OUTER = {True: config_classes.MISTRAL3, False: config_classes.QWEN3_5_OUTER}
-"""Config class around a `text_config`: for architectures in `SEEING`, and for all others."""
+"""Config class around a `text_config`: for architectures in `VLM_ARCHITECTURES`, and for all
+others.
+"""
 
 
 def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
@@ -199,7 +201,7 @@ def _is_tied(config: Json, stated: Json, family: Family) -> bool:
     field = "tie_word_embeddings"
     if stated is config:
         return flag(family.of.completed(config), field)
-    outer = OUTER[SEEING & {*_architectures(config)} != set()]
+    outer = OUTER[VLM_ARCHITECTURES & {*_architectures(config)} != set()]
     return flag(config, field, flag(stated, field) or outer.fields[field])
 
 
@@ -242,7 +244,7 @@ def _architectures(config: Json) -> list[str]:
 
 def _family(config: Json) -> Family:
     names = _architectures(config)
-    if SEEING & {*names}:
+    if VLM_ARCHITECTURES & {*names}:
         if "text_config" not in config:
             raise ValueError(
                 f"config.json of {', '.join(names)} has no text_config; copy the field from the "
@@ -272,7 +274,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             refuse_other_quantisation(quantisation)
     refuse_other_experts(text, family.routing, family.name)
     slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
-    if slides and family.slides in (Slides.NEVER, Slides.BY_SIZE):
+    if slides and family.slides in (SlidingWindowRule.NEVER, SlidingWindowRule.BY_SIZE):
         raise ValueError(
             "sliding-window attention (use_sliding_window, layer_types) is not supported in a "
             f"{family.name} model; use a checkpoint without it"

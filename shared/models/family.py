@@ -7,7 +7,7 @@ from shared.models.config_classes import ConfigClass
 from shared.models.experts import Routing
 
 
-class Slides(Enum):
+class SlidingWindowRule(Enum):
     """Config fields that enable sliding windows in a family, and the layers concerned."""
 
     NEVER = "nothing; sliding windows are not supported"
@@ -49,7 +49,7 @@ class Family:
     stores_joined: bool = False
     input_bias: bool = False
     biases: tuple[str, ...] = ()
-    slides: Slides = Slides.NEVER
+    slides: SlidingWindowRule = SlidingWindowRule.NEVER
     has_factors: bool = False
     skips_rotation: bool = False
     grows_queries: bool = False

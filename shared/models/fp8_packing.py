@@ -43,7 +43,7 @@ _LARGEST_SCALE = 2.0**7
 _PARTS = 4
 
 
-class Piece(NamedTuple):
+class FP8Shard(NamedTuple):
     """A slice of a parameter that is stored as FP8.
 
     Attributes:
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     scales: Float32[np.ndarray, "..."]
 
 
-class Shares(NamedTuple):
+class ScaleLayout(NamedTuple):
     """Number of outputs that share a scale, and number of scales per output along its inputs.
 
     Scales are per block, or per output.
@@ -68,11 +68,11 @@ class Shares(NamedTuple):
     scales_in: int
 
 
-def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> Shares:
+def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> ScaleLayout:
     """Returns the layout of the scales of a weight or a stack, from the shapes of packed values and
     scales.
     """
-    return Shares(words[-2] // scales[-2], scales[-1])
+    return ScaleLayout(words[-2] // scales[-2], scales[-1])
 
 
 def stays_fp8(name: str) -> bool:

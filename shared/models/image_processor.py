@@ -28,12 +28,12 @@ BICUBIC = 3
 """Pillow's number of the bicubic filter, which config files use too."""
 
 
-class PictureRefused(ValueError):
+class InvalidImageError(ValueError):
     """An image is invalid or unsupported; the message is one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureConfig:
+class ImageProcessorConfig:
     """Settings of a checkpoint's image processor.
 
     Attributes:
@@ -60,7 +60,7 @@ class PictureConfig:
         """
         sides, factor = (height, width), self.factor
         if max(sides) > MOST_STRETCHED * min(sides):
-            raise PictureRefused(
+            raise InvalidImageError(
                 f"the image has {width} x {height} pixels; one side must be at most "
                 f"{MOST_STRETCHED} times the other"
             )
@@ -76,7 +76,7 @@ class PictureConfig:
         # token's.
         return min(rows, most) * factor, min(columns, most) * factor
 
-    def low_detail(self) -> PictureConfig:
+    def low_detail(self) -> ImageProcessorConfig:
         """Returns the settings for images of low detail, which take fewer tokens."""
         return replace(self, most=min(self.most, LOW_DETAIL_PIXELS))
 
@@ -85,7 +85,7 @@ class PictureConfig:
         return height * width // self.factor**2
 
 
-def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> PictureConfig:
+def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessorConfig:
     """Reads the image processor settings of a model folder.
 
     They are `image_processor` in `processor_config.json`, or else `preprocessor_config.json`.
@@ -109,7 +109,7 @@ def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> PictureCon
     return read_pictures(read_json(own), vision)
 
 
-def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> PictureConfig:
+def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> ImageProcessorConfig:
     """Parses the settings of an image processor; raises the errors of `pictures_from_folder`.
 
     Args:
@@ -151,7 +151,7 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Pict
         raise ValueError(
             f"the minimum pixels ({least}) in {place} must not exceed the maximum ({most})"
         )
-    return PictureConfig(
+    return ImageProcessorConfig(
         factor=vision.patch_size * vision.merge_size,
         least=least,
         most=most,

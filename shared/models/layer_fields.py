@@ -5,14 +5,14 @@ from typing import Any
 
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.experts import read_experts, sparse_layers
-from shared.models.family import Family, Slides
+from shared.models.family import Family, SlidingWindowRule
 from shared.models.layers import (
     CONV_WIDTH,
     AttentionConfig,
-    DenseConfig,
-    ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
+    MLPConfig,
+    MoEConfig,
 )
 from shared.models.rotary import (
     LAYER_TYPES,
@@ -117,17 +117,17 @@ def read_layers(
     return tuple(_unturned(text, layers) if family.skips_rotation else layers)
 
 
-def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
+def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
     """Returns the MLP or MoE config of each layer; fields of a kind that no layer has are not
     read.
     """
-    found: dict[bool, DenseConfig | ExpertsConfig] = {}
+    found: dict[bool, MLPConfig | MoEConfig] = {}
     sparse = sparse_layers(text, family.routing, _num_layers(text))
     if family.routing is not None and True in sparse:
         found[True] = read_experts(text, family.routing)
     if False in sparse:
         width = positive(text, "intermediate_size")
-        found[False] = DenseConfig(intermediate=width, bias=flag(text, "mlp_bias"))
+        found[False] = MLPConfig(intermediate=width, bias=flag(text, "mlp_bias"))
     return [found[each] for each in sparse]
 
 
@@ -149,18 +149,20 @@ def _num_layers(text: Json) -> int:
 def _layer_types(text: Json, family: Family) -> list[str]:
     """Returns the mixer type of each layer, from `layer_types` or the fields that replace it."""
     num_layers, types = _num_layers(text), listed(text, "layer_types", str)
-    by_flag = family.slides in (Slides.BY_FLAG, Slides.WHOLE_BY_FLAG)
-    asks = family.slides is Slides.BY_SIZE or (by_flag and flag(text, "use_sliding_window"))
+    by_flag = family.slides in (SlidingWindowRule.BY_FLAG, SlidingWindowRule.WHOLE_BY_FLAG)
+    asks = family.slides is SlidingWindowRule.BY_SIZE or (
+        by_flag and flag(text, "use_sliding_window")
+    )
     slides = asks and count(text, "sliding_window") > 0
-    if family.slides is Slides.BY_SIZE or (by_flag and not slides):
+    if family.slides is SlidingWindowRule.BY_SIZE or (by_flag and not slides):
         return [SLIDING if slides else FULL] * num_layers
-    if family.slides is Slides.WHOLE_BY_FLAG:
+    if family.slides is SlidingWindowRule.WHOLE_BY_FLAG:
         _refuse_full_layers(text, types, family)
         return [SLIDING] * num_layers
-    if family.slides is Slides.BY_FLAG and types is None:
+    if family.slides is SlidingWindowRule.BY_FLAG and types is None:
         first = count(text, "max_window_layers")
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
-    if family.slides is Slides.BY_TYPES and types is None:
+    if family.slides is SlidingWindowRule.BY_TYPES and types is None:
         types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers

@@ -8,7 +8,7 @@ MLP, `experts.down` of an MoE block (`shared.models.parameters`).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared.models.cache_spec import Per, Plane
+from shared.models.cache_spec import CacheArraySpec, CacheUnit
 from shared.models.rotary import RotaryConfig
 
 CONV_WIDTH = 4
@@ -63,10 +63,12 @@ class AttentionConfig:
         return self.num_kv_heads * self.head_size
 
     @property
-    def kept(self) -> tuple[Plane, Plane]:
+    def kept(self) -> tuple[CacheArraySpec, CacheArraySpec]:
         """Cache arrays: keys and values per position."""
         shape = (self.num_kv_heads, self.head_size)
-        keys, values = (Plane(name, Per.POSITION, shape, heads=0) for name in ("keys", "values"))
+        keys, values = (
+            CacheArraySpec(name, CacheUnit.POSITION, shape, heads=0) for name in ("keys", "values")
+        )
         return keys, values
 
 
@@ -92,18 +94,18 @@ class GatedDeltaConfig:
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
     @property
-    def kept(self) -> tuple[Plane, Plane]:
+    def kept(self) -> tuple[CacheArraySpec, CacheArraySpec]:
         """Cache arrays: the recurrent state, and the latest convolution inputs, per slot."""
         state = (self.num_value_heads, self.key_size, self.value_size)
         window = (self.conv_width - 1, self.channels)
         return (
-            Plane("recurrent", Per.SLOT, state, heads=0, float32=True),
-            Plane("window", Per.SLOT, window, heads=1),
+            CacheArraySpec("recurrent", CacheUnit.SLOT, state, heads=0, float32=True),
+            CacheArraySpec("window", CacheUnit.SLOT, window, heads=1),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig:
+class MLPConfig:
     """Gated MLP: silu(gate) * up with `intermediate` columns, then a projection to the hidden size.
 
     Attributes:
@@ -118,7 +120,7 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class MoEConfig:
     """Mixture of experts (MoE): a router selects top-k gated MLPs for each token.
 
     Attributes:
@@ -195,7 +197,7 @@ class LayerConfig:
     """A decoder layer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
-    feed: DenseConfig | ExpertsConfig
+    feed: MLPConfig | MoEConfig
 
 
 def _check_groups(names: tuple[str, str], heads: int, groups: int) -> None:

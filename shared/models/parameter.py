@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from shared.models.tp_sharding import Section, vocab_section
+from shared.models.tp_sharding import ShardedRange, vocab_section
 
 Array = Shaped[np.ndarray, "..."]
 
@@ -90,7 +90,7 @@ class Parameter:
     centre: float = 0.0
     tied_to: str | None = None
     axis: int = -2
-    sections: tuple[Section, ...] = ()
+    sections: tuple[ShardedRange, ...] = ()
     whole: "Parameter | None" = None
     runs: tuple[tuple[int, int], ...] = ()
 

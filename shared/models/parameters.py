@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, ExpertsConfig, GatedDeltaConfig, LayerConfig
+from shared.models.layers import AttentionConfig, GatedDeltaConfig, LayerConfig, MoEConfig
 from shared.models.parameter import Parameter, Source
-from shared.models.tp_sharding import Section, vocab_section
+from shared.models.tp_sharding import ShardedRange, vocab_section
 
 BIAS = "_bias"
 """Suffix of the parameter name of a weight's bias."""
@@ -140,7 +140,7 @@ def attention_parameters(
     if config.stores_joined:
         qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, inputs)}
     out = {"self_attn.o_proj.weight": (config.hidden, queries)}
-    by_heads, by_columns = _heads(attention), (Section(config.hidden),)
+    by_heads, by_columns = _heads(attention), (ShardedRange(config.hidden),)
     tensors = [
         stack(f"{prefix}inputs", layers, qkv, sections=by_heads),
         stack(f"{prefix}out", layers, out, sections=by_columns),
@@ -160,12 +160,12 @@ def attention_parameters(
     return tensors
 
 
-def _heads(attention: AttentionConfig) -> tuple[Section, ...]:
+def _heads(attention: AttentionConfig) -> tuple[ShardedRange, ...]:
     """Returns the TP sections of the QKV projection."""
     size = attention.head_size
     query = size * (2 if attention.has_gate else 1)
-    keys = Section(attention.key_size, size, repeats=True)
-    return Section(query * attention.num_heads, query), keys, keys
+    keys = ShardedRange(attention.key_size, size, repeats=True)
+    return ShardedRange(query * attention.num_heads, query), keys, keys
 
 
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -176,16 +176,16 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
     if config.stores_joined:
         gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
     down = {"mlp.down_proj.weight": wide[::-1]}
-    both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, (Section(config.hidden),))
+    both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, (ShardedRange(config.hidden),))
     tensors = [stack(f"{prefix}{x}", layers, t, sections=cut) for x, t, cut in both]
     if config.dense.bias:
         tensors += [_bias(f"{prefix}{x}", layers, t, cut) for x, t, cut in both]
     return tensors
 
 
-def _gate_up(intermediate: int) -> tuple[Section, ...]:
+def _gate_up(intermediate: int) -> tuple[ShardedRange, ...]:
     """Returns the TP sections of the gate and up projections."""
-    return Section(intermediate), Section(intermediate)
+    return ShardedRange(intermediate), ShardedRange(intermediate)
 
 
 def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -213,7 +213,7 @@ def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Pa
     if sizes.shared_intermediate and not joined:
         cut = _gate_up(wide[0])
         tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up, sections=cut))
-        cut = (Section(hidden),)
+        cut = (ShardedRange(hidden),)
         tensors.append(stack(f"{prefix}shared_down", layers, down, sections=cut))
     return tensors
 
@@ -221,7 +221,7 @@ def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Pa
 def _stacked(
     name: str,
     layers: Sequence[str],
-    sizes: ExpertsConfig,
+    sizes: MoEConfig,
     hidden: int,
     shared: Mapping[str, tuple[int, ...]],
 ) -> Parameter:
@@ -249,7 +249,7 @@ def _stacked(
         behind = [Source(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()]
         pieces.append((whole, *behind))
     shape = (len(layers), sizes.num_stacked, *each)
-    cut = _gate_up(sizes.intermediate) if matrix == "gate_up" else (Section(hidden),)
+    cut = _gate_up(sizes.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
     return Parameter(name, shape, tuple(pieces), stacked=True, sections=cut)
 
 
@@ -265,7 +265,7 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
         "linear_attn.in_proj_a.weight": (heads, hidden),
     }
     conv = {"linear_attn.conv1d.weight": (delta.channels, 1, delta.conv_width)}
-    channels, by_heads = _channels(delta), Section(heads)
+    channels, by_heads = _channels(delta), ShardedRange(heads)
     by_inputs = (*channels, channels[-1], by_heads, by_heads)
     wide, narrow = (delta.channels, delta.conv_width), {"sections": (by_heads,), "axis": -1}
     out = {"linear_attn.out_proj.weight": (hidden, values)}
@@ -277,14 +277,14 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
             f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True, **narrow
         ),
         norms_of(f"{prefix}norm", layers, "linear_attn.norm.weight", delta.value_size, 0.0),
-        stack(f"{prefix}out", layers, out, sections=(Section(hidden),)),
+        stack(f"{prefix}out", layers, out, sections=(ShardedRange(hidden),)),
     ]
 
 
-def _channels(delta: GatedDeltaConfig) -> tuple[Section, ...]:
+def _channels(delta: GatedDeltaConfig) -> tuple[ShardedRange, ...]:
     """Returns the TP sections of the convolution channels: all q heads, k heads, v heads."""
-    keys = Section(delta.num_key_heads * delta.key_size, delta.key_size)
-    return keys, keys, Section(delta.num_value_heads * delta.value_size, delta.value_size)
+    keys = ShardedRange(delta.num_key_heads * delta.key_size, delta.key_size)
+    return keys, keys, ShardedRange(delta.num_value_heads * delta.value_size, delta.value_size)
 
 
 def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
@@ -302,7 +302,7 @@ def _bias(
     name: str,
     layers: Sequence[str],
     weights: Mapping[str, tuple[int, ...]],
-    sections: tuple[Section, ...],
+    sections: tuple[ShardedRange, ...],
 ) -> Parameter:
     """Returns the bias of a stack of weights."""
     tensors = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights.items()}
@@ -316,7 +316,7 @@ def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
 
 def by_columns(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
     """Returns an unstacked column-parallel matrix."""
-    return replace(single(name, source, shape), sections=(Section(shape[0]),))
+    return replace(single(name, source, shape), sections=(ShardedRange(shape[0]),))
 
 
 def head_of(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
@@ -340,7 +340,7 @@ def stack(
     tensors: Mapping[str, tuple[int, ...]],
     shape: tuple[int, ...] | None = None,
     float32: bool = False,
-    sections: tuple[Section, ...] = (),
+    sections: tuple[ShardedRange, ...] = (),
     axis: int = -2,
 ) -> Parameter:
     """Returns a parameter that concatenates `tensors` on axis 0 for each layer, reshaped to

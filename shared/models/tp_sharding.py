@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from shared.models.config import ModelConfig
 from shared.models.layers import (
     AttentionConfig,
-    DenseConfig,
-    ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
+    MLPConfig,
+    MoEConfig,
 )
 
 VOCAB_GROUP = 64
@@ -23,7 +23,7 @@ VOCAB_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Section:
+class ShardedRange:
     """A range of a parameter's outputs that is sharded over TP ranks.
 
     Attributes:
@@ -54,9 +54,9 @@ class Section:
         return -(-self.size // self.unit)
 
 
-def vocab_section(vocab: int) -> Section:
+def vocab_section(vocab: int) -> ShardedRange:
     """Returns the TP section of a vocabulary, split in whole groups."""
-    return Section(vocab, VOCAB_GROUP)
+    return ShardedRange(vocab, VOCAB_GROUP)
 
 
 def local(config: ModelConfig, count: int) -> ModelConfig:
@@ -100,7 +100,7 @@ def _local_layer(layer: LayerConfig, count: int) -> LayerConfig:
         mixer = _local_attention(mixer, count)
     else:
         mixer = _local_delta(mixer, count)
-    if isinstance(feed, DenseConfig):
+    if isinstance(feed, MLPConfig):
         feed = replace(feed, intermediate=feed.intermediate // count)
     else:
         feed = _local_experts(feed, count)
@@ -132,7 +132,7 @@ def _local_delta(mixer: GatedDeltaConfig, count: int) -> GatedDeltaConfig:
     )
 
 
-def _local_experts(feed: ExpertsConfig, count: int) -> ExpertsConfig:
+def _local_experts(feed: MoEConfig, count: int) -> MoEConfig:
     return replace(
         feed,
         intermediate=feed.intermediate // count,

@@ -19,7 +19,7 @@ from shared.server.parsing.delta import Delta
 
 
 @dataclass(frozen=True)
-class ReadPrompt:
+class TokenizedPrompt:
     """A tokenized prompt.
 
     Attributes:
@@ -36,7 +36,7 @@ class ReadPrompt:
 
 
 @dataclass
-class Answer:
+class PendingOutput:
     """One output of a prompt, collected from the events of its request.
 
     Attributes:
@@ -110,7 +110,7 @@ class Answer:
         )
 
 
-class Stream:
+class OutputStream:
     """Outputs of one prompt, with one part for each step.
 
     A `for` loop blocks its thread; an `async for` loop lets other tasks run. Leaving the loop ends
@@ -122,9 +122,11 @@ class Stream:
       engine: Engine that runs their requests.
     """
 
-    def __init__(self, prompt: ReadPrompt, answers: Sequence[Answer], engine: EngineThread) -> None:
+    def __init__(
+        self, prompt: TokenizedPrompt, answers: Sequence[PendingOutput], engine: EngineThread
+    ) -> None:
         self._prompt, self._answers, self._engine = prompt, answers, engine
-        self._events: queue.SimpleQueue[tuple[Answer, Event | Exception] | None]
+        self._events: queue.SimpleQueue[tuple[PendingOutput, Event | Exception] | None]
         self._events = queue.SimpleQueue()
         for answer in answers:
             engine.add(answer.request, partial(self._heard, answer))
@@ -177,5 +179,5 @@ class Stream:
                 self._engine.abort(answer.request.request_id)
         self._events.put(None)  # unblocks a reader: no event follows
 
-    def _heard(self, answer: Answer, item: Event | Exception) -> None:
+    def _heard(self, answer: PendingOutput, item: Event | Exception) -> None:
         self._events.put((answer, item))

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from shared.engine.request import Event, Refusal, Request
+from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import gc_freeze
 from shared.process.grammars import Grammars
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.process.loop import HostEngine
 from shared.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class Started:
 
     engine: HostEngine
     grammars: Grammars | None
-    facts: ModelFacts
+    facts: ServerInfo
     tokenizer: Tokenizer | None
 
 
@@ -150,7 +150,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.started: queue.SimpleQueue[tuple[ModelFacts, Tokenizer | None] | BaseException]
+        self.started: queue.SimpleQueue[tuple[ServerInfo, Tokenizer | None] | BaseException]
         self.started = queue.SimpleQueue()
         # One sink for each accepted request. After the end `add` raises an error, because the
         # inbox is no longer read.
@@ -230,12 +230,12 @@ class _Loop:
         else:
             self._add_ready(request, None)
 
-    def _add_ready(self, request: Request, refusal: Refusal | None) -> None:
+    def _add_ready(self, request: Request, refusal: InvalidRequestError | None) -> None:
         try:
             if refusal is not None:
                 raise refusal
             self._engine.add(request)
-        except Refusal as error:
+        except InvalidRequestError as error:
             self.sinks.pop(request.request_id)(error)
 
     def _end(self) -> None:

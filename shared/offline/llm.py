@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shared.engine.checks import check
 from shared.engine.request import Request
-from shared.offline.answer import Answer, ReadPrompt, Stream
+from shared.offline.answer import OutputStream, PendingOutput, TokenizedPrompt
 from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.late_platform import LatePlatform
 from shared.offline.messages import (
@@ -34,7 +34,7 @@ from shared.process.model_files import local_models
 from shared.process.progress import console_of
 from shared.process.start import Platform
 from shared.process.startup_report import start_notes
-from shared.process.tp.startup import ranked_start
+from shared.process.tp.startup import tp_startup
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import PromptText, TokenNames
 from shared.server.completions.sampling import make_sampling
@@ -43,7 +43,7 @@ from shared.server.parsing.reasoning import is_open_after, thinking_after
 from shared.server.parsing.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
-from shared.text.grammar_worker import Calls, Wanted
+from shared.text.grammar_worker import GrammarRequest, ToolCallSpec
 from shared.text.tokenizer import Detokenizer, is_text
 from shared.text.tool_call_grammar import arguments_schema
 
@@ -151,7 +151,7 @@ class LLM:
         self,
         prompt: Prompt | Iterable[Message],
         sampling_params: SamplingParams | None = None,
-    ) -> Stream:
+    ) -> OutputStream:
         """Generates the output of a prompt or a conversation step by step.
 
         Returns:
@@ -167,18 +167,18 @@ class LLM:
             read = self._read(prompt if items is None else items)
         return self._begin(read, _checked(sampling_params))
 
-    def _read(self, prompt: Any) -> ReadPrompt:
+    def _read(self, prompt: Any) -> TokenizedPrompt:
         if is_text(prompt):
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: pass token ids")
-            return ReadPrompt(self.tokenizer.encode(prompt), prompt, None)
+            return TokenizedPrompt(self.tokenizer.encode(prompt), prompt, None)
         if (ids := token_ids(prompt)) is None:
             raise ValueError(not_a_prompt(prompt))
-        return ReadPrompt(ids, "", None)
+        return TokenizedPrompt(ids, "", None)
 
     def _read_chat(
         self, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> ReadPrompt:
+    ) -> TokenizedPrompt:
         if self.tokenizer is None or self.tokenizer.templates is None:
             raise ValueError("the model folder has no chat template: use generate")
         if tools and self._facts.tool_call_parser is None:
@@ -187,11 +187,11 @@ class LLM:
         written = list(map(for_template, messages))
         text = self.tokenizer.render_chat(Conversation(written, tools, variables))
         tokens = self.tokenizer.encode_more(text)
-        return ReadPrompt(tokens, text, self._facts.reasoning_parser, functions)
+        return TokenizedPrompt(tokens, text, self._facts.reasoning_parser, functions)
 
-    def _answers(self, prompts: list[ReadPrompt], given: Params) -> list[RequestOutput]:
+    def _answers(self, prompts: list[TokenizedPrompt], given: Params) -> list[RequestOutput]:
         params = _listed_params(given, len(prompts))
-        begun: list[Stream] = []
+        begun: list[OutputStream] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 begun.append(self._begin(prompt, each))
@@ -201,7 +201,7 @@ class LLM:
                 stream.close()
 
     @python_words()
-    def _begin(self, prompt: ReadPrompt, params: SamplingParams) -> Stream:
+    def _begin(self, prompt: TokenizedPrompt, params: SamplingParams) -> OutputStream:
         """Submits the requests of a prompt to the engine."""
         sampling = make_sampling(params, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
@@ -216,10 +216,10 @@ class LLM:
                 sampling=replace(sampling, seed32=derive_seed(seed, index)),
             )
             choice = self._choice(prompt, request, params, calls)
-            answers.append(Answer(index, request, choice, self._names))
-        return Stream(prompt, answers, self._engine)
+            answers.append(PendingOutput(index, request, choice, self._names))
+        return OutputStream(prompt, answers, self._engine)
 
-    def _calls(self, prompt: ReadPrompt, params: SamplingParams) -> Calls | None:
+    def _calls(self, prompt: TokenizedPrompt, params: SamplingParams) -> ToolCallSpec | None:
         """Returns the tool-call part of the grammar; None if calls are unconstrained."""
         style, functions, form = self._facts.tool_call_parser, prompt.functions, params.form
         is_held = form is not None or any(each.get("strict") for each in functions)
@@ -229,10 +229,14 @@ class LLM:
             (each["name"], arguments_schema(each.get("parameters")) if each.get("strict") else None)
             for each in functions
         ]
-        return Calls(style=style, tools=tools, many=True, free="answer" if form else "text")
+        return ToolCallSpec(style=style, tools=tools, many=True, free="answer" if form else "text")
 
     def _choice(
-        self, prompt: ReadPrompt, request: Request, params: SamplingParams, calls: Calls | None
+        self,
+        prompt: TokenizedPrompt,
+        request: Request,
+        params: SamplingParams,
+        calls: ToolCallSpec | None,
     ) -> Choice:
         schemas = {each["name"]: each.get("parameters") or {} for each in prompt.functions}
         style = self._facts.tool_call_parser if schemas else None
@@ -258,7 +262,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
     console = console_of(options.observing)
     # A download takes minutes, so a terminal shows its progress at every log level.
     options = local_models(options, Console(stderr=True))
-    with ranked_start(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
+    with tp_startup(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
         for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
             console.print(note)
@@ -296,9 +300,11 @@ def _listed_params(given: Params, count: int) -> list[SamplingParams]:
     return list(map(_checked, items))
 
 
-def _grammar(prompt: ReadPrompt, params: SamplingParams, calls: Calls | None) -> str | None:
+def _grammar(
+    prompt: TokenizedPrompt, params: SamplingParams, calls: ToolCallSpec | None
+) -> str | None:
     """Returns the grammar of the output, which begins after the reasoning; None without one."""
     if params.form is None and calls is None:
         return None
     lead = None if prompt.reasoning is None else thinking_after(prompt.text, prompt.reasoning)
-    return Wanted(form=params.form, calls=calls, lead=lead).grammar()
+    return GrammarRequest(form=params.form, calls=calls, lead=lead).grammar()

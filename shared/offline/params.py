@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shared.offline.values import as_json, items_of, number, token_ids, truth, whole_number
-from shared.text.grammar_worker import Form
+from shared.text.grammar_worker import OutputFormat
 from shared.text.tokenizer import is_text
 
 _MOST = (1 << 31) - 1
@@ -106,12 +106,12 @@ class SamplingParams:
             self.structured_outputs = _structured(self.structured_outputs)
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> OutputFormat | None:
         """Constraint of the output; None if it is unconstrained."""
         if self.structured_outputs is None:
             return None
         ((name, value),) = self.structured_outputs.items()
-        return Form(kind=_FORMS[name], value=value)
+        return OutputFormat(kind=_FORMS[name], value=value)
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from shared.boundary.backend import Blueprint, Capacity
-from shared.boundary.images import PicturePool
-from shared.boundary.ngram_table import TextTable
-from shared.boundary.program import CAPTURED, Extra, Program, Work
+from shared.boundary.backend import BackendLimits, BackendSpec
+from shared.boundary.images import EncoderCacheSpec
+from shared.boundary.ngram_table import NgramTableSpec
+from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
@@ -17,7 +17,7 @@ from shared.options.ngram import REQUEST
 from shared.options.options import Options
 from shared.process.device import Device
 from shared.process.image_startup import encodings
-from shared.process.resolved_config import Settled
+from shared.process.resolved_config import ResolvedConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.ngram import LENGTHS, WAYS
 
@@ -42,7 +42,7 @@ class ProgramCosts:
         raises ValueError for an unsupported number.
     """
 
-    workspace: Callable[[Program, Blueprint], int]
+    workspace: Callable[[Program, BackendSpec], int]
     are_compiled: bool
     has_mailboxes: bool = False
     captures: bool = False
@@ -50,13 +50,13 @@ class ProgramCosts:
 
 
 def capacity_for(
-    settled: Settled,
+    settled: ResolvedConfig,
     pages: int,
     model: ModelConfig,
     device: Device,
     costs: ProgramCosts,
-    pictures: PicturePool | None = None,
-) -> Capacity:
+    pictures: EncoderCacheSpec | None = None,
+) -> BackendLimits:
     """Returns the limits of a backend: a number of pages, other pools, and one program per bucket.
 
     A step uses the smallest program that holds it, so buckets save work; see `BUCKETS`. Programs
@@ -77,16 +77,18 @@ def capacity_for(
         if settled.are_few or device.kind == "gpu":
             masked = _some(settled, masked)
         if settled.are_few:  # one program serves batches with and without grammars
-            unmasked = {program.having({Extra.MASK: False}) for program in masked}
+            unmasked = {program.having({ProgramFeature.MASK: False}) for program in masked}
             programs = [program for program in programs if program not in unmasked]
         programs += masked
     if not engine.disable_radix_cache:
-        programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
+        programs.append(
+            _program(StepKind.COUNT, 1, table, settled.chunk, plain, ProgramFeature.NONE)
+        )
     if pictures is not None:
         programs += encodings(pictures, settled.are_few)
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
-        programs.append(_program(Work.DECODE, 1, table, 0, plain, Extra.LOGPROBS))
-    return Capacity(
+        programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
+    return BackendLimits(
         page_size=settled.page_size,
         num_pages=1 + pages,
         num_slots=1 + settled.most_requests,
@@ -106,14 +108,14 @@ def capacity_for(
     )
 
 
-def text_table(settled: Settled) -> TextTable | None:
+def text_table(settled: ResolvedConfig) -> NgramTableSpec | None:
     """Returns the n-gram table on the device; None if no drafter uses one."""
     draft, told = settled.draft, settled.told.ngram
     if not draft.drafts_from_table:
         return None
     entries = 1 << (told.speculative_ngram_capacity.bit_length() - 1)
     by_request = told.speculative_ngram_scope == REQUEST
-    return TextTable(groups=entries // (len(LENGTHS) * WAYS), by_request=by_request)
+    return NgramTableSpec(groups=entries // (len(LENGTHS) * WAYS), by_request=by_request)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Buckets:
     tables: Sequence[int]
 
 
-def _on_gpu(settled: Settled, table: int) -> Buckets:
+def _on_gpu(settled: ResolvedConfig, table: int) -> Buckets:
     """Returns the buckets on a GPU, with one page table: work depends on the longest row, not on
     the table.
 
@@ -147,7 +149,7 @@ def _on_gpu(settled: Settled, table: int) -> Buckets:
     return Buckets(_powers(1, 2, requests), chunks, (table,))
 
 
-def _on_cpu(settled: Settled, table: int) -> Buckets:
+def _on_cpu(settled: ResolvedConfig, table: int) -> Buckets:
     """Returns the buckets on a CPU, with several page tables: fallback attention gathers all
     pages.
     """
@@ -156,7 +158,7 @@ def _on_cpu(settled: Settled, table: int) -> Buckets:
     return Buckets(_powers(1, 4, requests), chunks, _page_tables(table))
 
 
-def _compiled_on_cpu(settled: Settled, table: int) -> Buckets:
+def _compiled_on_cpu(settled: ResolvedConfig, table: int) -> Buckets:
     """Returns few buckets, because each program takes seconds to compile.
 
     A prefill has one prompt. Only the largest programs have logprobs, which a CPU computes only for
@@ -175,70 +177,76 @@ BUCKETS = {
 """Buckets by the kind of device, and whether programs are compiled at startup."""
 
 
-def captured_works(options: Options) -> tuple[Work, ...]:
+def captured_works(options: Options) -> tuple[StepKind, ...]:
     """Returns the kinds of steps that torch captures as CUDA graphs."""
     engine = options.engine
     if engine.disable_cuda_graph:
         return ()
-    of_prompts = (Work.PREFILL, Work.ENCODE) if engine.disable_piecewise_cuda_graph else ()
+    of_prompts = (StepKind.PREFILL, StepKind.ENCODE) if engine.disable_piecewise_cuda_graph else ()
     return tuple(work for work in CAPTURED if work not in of_prompts)
 
 
-def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
+def _programs(settled: ResolvedConfig, buckets: Buckets) -> list[Program]:
     """Returns all programs of these sizes; host-built trees may be absent, so they have a plain
     twin.
     """
     on_host = settled.draft.drafts_on_host
     prefills = [
-        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), extras)
+        _program(StepKind.PREFILL, batch, pages, tokens, TreeShape.plain(batch), extras)
         for batch, tokens in buckets.chunks
         for pages in buckets.tables
-        for extras in (Extra.NONE, Extra.LOGPROBS)
+        for extras in (ProgramFeature.NONE, ProgramFeature.LOGPROBS)
     ]
     decodes = [
-        _program(Work.DECODE, batch, pages, 0, shape, extras)
+        _program(StepKind.DECODE, batch, pages, 0, shape, extras)
         for batch in buckets.batches
         for pages in buckets.tables
         for shape in decode_shapes(settled, batch)
-        for extras in (Extra.NONE, Extra.LOGPROBS)
+        for extras in (ProgramFeature.NONE, ProgramFeature.LOGPROBS)
     ]
     if on_host:
-        decodes = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+        decodes = [p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
     elif settled.draft.drafts_from_table:
-        decodes = [p.having({Extra.TEXTS: not p.shape.is_plain}) for p in decodes]
-    decodes = [p.having({Extra.COPIES: p.shape.copied > 0}) for p in decodes]
+        decodes = [p.having({ProgramFeature.DEVICE_NGRAM: not p.shape.is_plain}) for p in decodes]
+    decodes = [p.having({ProgramFeature.NGRAM_DRAFTS: p.shape.copied > 0}) for p in decodes]
     return decodes + prefills
 
 
 def _decodes_plainly(program: Program) -> bool:
     """Returns True for plain decode programs with logprobs."""
-    is_plain = program.work is Work.DECODE and program.shape.is_plain
-    return is_plain and program.has(Extra.LOGPROBS)
+    is_plain = program.work is StepKind.DECODE and program.shape.is_plain
+    return is_plain and program.has(ProgramFeature.LOGPROBS)
 
 
-def _masked(settled: Settled, programs: Sequence[Program]) -> list[Program]:
+def _masked(settled: ResolvedConfig, programs: Sequence[Program]) -> list[Program]:
     """Returns the variants of decode programs that take grammar masks.
 
     The host needs the trees before verification, so with a drafter on the device there is also a
     draft program for each. With adaptive speculation there is only one shape.
     """
     # N-gram drafts are not merged into trees that the host receives before verification.
-    decodes = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
+    decodes = [
+        p for p in programs if p.work is StepKind.DECODE and not p.has(ProgramFeature.NGRAM_DRAFTS)
+    ]
     if settled.draft.joins_copies:  # plain steps are for batches without a grammar
         decodes = [p for p in decodes if not p.shape.is_plain]
     if settled.candidates:
         plain = [p for p in decodes if p.shape.is_plain]
         trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
         decodes = [*plain, *trees] if settled.draft.drafts_on_host else trees
-    brought = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
-    masked = [p.having({Extra.MASK: True, Extra.TEXTS: False}) for p in brought]
+    brought = [p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    masked = [
+        p.having({ProgramFeature.MASK: True, ProgramFeature.DEVICE_NGRAM: False}) for p in brought
+    ]
     if not settled.draft.drafts or settled.draft.drafts_on_host:
         return masked
-    drafts = [replace(p, work=Work.DRAFT, extras=p.extras & ~Extra.LOGPROBS) for p in decodes]
+    drafts = [
+        replace(p, work=StepKind.DRAFT, extras=p.extras & ~ProgramFeature.LOGPROBS) for p in decodes
+    ]
     return [*masked, *dict.fromkeys(drafts)]
 
 
-def _some(settled: Settled, masked: Sequence[Program]) -> list[Program]:
+def _some(settled: ResolvedConfig, masked: Sequence[Program]) -> list[Program]:
     """Returns a subset of the programs with masks, each of which costs memory or startup time.
 
     Batches without a grammar do not run them, so they exist for every second batch bucket; with
@@ -251,9 +259,9 @@ def _some(settled: Settled, masked: Sequence[Program]) -> list[Program]:
 
 def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Program]:
     """Returns the prefill programs with prompt logprobs."""
-    both = Extra.LOGPROBS | Extra.SCORES
+    both = ProgramFeature.LOGPROBS | ProgramFeature.PROMPT_LOGPROBS
     return [
-        _program(Work.PREFILL, rows, pages, tokens, TreeShape.plain(rows), both)
+        _program(StepKind.PREFILL, rows, pages, tokens, TreeShape.plain(rows), both)
         for tokens in chunks
         for pages in tables
     ]
@@ -261,19 +269,19 @@ def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Pr
 
 def _few(programs: Sequence[Program]) -> list[Program]:
     """Returns one program per size: with logprobs if it is the largest of its kind and tree."""
-    widest: dict[tuple[Work, tuple[int, int, int]], Program] = {}
+    widest: dict[tuple[StepKind, tuple[int, int, int]], Program] = {}
     for program in programs:  # ascending
         widest[program.work, program.shape.tree] = _with_logprobs(program)
     return [
         program
         for program in programs
-        if program.has(Extra.LOGPROBS) is (_with_logprobs(program) in widest.values())
-        or program.work is Work.DRAFT
+        if program.has(ProgramFeature.LOGPROBS) is (_with_logprobs(program) in widest.values())
+        or program.work is StepKind.DRAFT
     ]
 
 
 def _with_logprobs(program: Program) -> Program:
-    return program.having({Extra.LOGPROBS: True})
+    return program.having({ProgramFeature.LOGPROBS: True})
 
 
 def _chunks(most: int) -> list[int]:
@@ -285,12 +293,12 @@ def _prefill_rows(requests: int) -> list[int]:
     return sorted({1, min(MOST_PREFILL_ROWS, requests)})
 
 
-def draft_shape(settled: Settled, batch: int) -> TreeShape:
+def draft_shape(settled: ResolvedConfig, batch: int) -> TreeShape:
     """Returns the widest draft shape of a server; plain without drafting."""
     return decode_shapes(settled, batch)[-1]
 
 
-def masked_shape(settled: Settled, batch: int) -> TreeShape:
+def masked_shape(settled: ResolvedConfig, batch: int) -> TreeShape:
     """Returns the draft shape of batches with a grammar in adaptive speculation, with all verify
     rows.
 
@@ -302,7 +310,7 @@ def masked_shape(settled: Settled, batch: int) -> TreeShape:
     return _shape(replace(settled.candidates[chosen], rows=1.0), batch)
 
 
-def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
+def decode_shapes(settled: ResolvedConfig, batch: int) -> list[TreeShape]:
     """Returns all decode shapes for a batch size, the smallest first.
 
     Plain decoding is included with adaptive speculation, or if the host may have no draft tokens.
@@ -320,7 +328,7 @@ def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
     return [plain, drafting] if draft.drafts_on_host else [drafting]
 
 
-def joined_shape(settled: Settled, own: TreeShape, batch: int) -> TreeShape:
+def joined_shape(settled: ResolvedConfig, own: TreeShape, batch: int) -> TreeShape:
     """Returns the shape of the drafter's trees (which may be plain) merged with n-gram drafts.
 
     One n-gram path extends as far ahead as the steps in flight may get, and the same number of
@@ -347,12 +355,12 @@ def _shape(candidate: Candidate, batch: int) -> TreeShape:
 
 
 def _program(
-    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, extras: Extra
+    work: StepKind, batch: int, pages: int, tokens: int, shape: TreeShape, extras: ProgramFeature
 ) -> Program:
     return Program(work=work, batch=batch, pages=pages, tokens=tokens, shape=shape, extras=extras)
 
 
-def _reach(settled: Settled, context: int) -> int:
+def _reach(settled: ResolvedConfig, context: int) -> int:
     """Returns the positions that one request may write: its tokens, all steps in flight, and the
     scratch.
     """
@@ -361,7 +369,7 @@ def _reach(settled: Settled, context: int) -> int:
     return context + (settled.overlap + 1) * most_tokens + scratch
 
 
-def pages_for(settled: Settled, context: int) -> int:
+def pages_for(settled: ResolvedConfig, context: int) -> int:
     """Returns the maximum pages of a request of `context` positions, including scratch."""
     return -(-_reach(settled, context) // settled.page_size)
 

@@ -12,7 +12,7 @@ from jaxtyping import Int32
 
 from shared.engine.ngram.corpus import Corpus
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.request import Refusal
+from shared.engine.request import InvalidRequestError
 
 Orders = SimpleQueue[tuple[Future[Corpus], Int32[np.ndarray, " words"]]]
 NO_INDEX = (
@@ -44,7 +44,7 @@ class Corpora:
         words = np.frombuffer(tokens, np.int32)
         try:
             self._given().check_corpus(name, words)
-        except Refusal as refusal:
+        except InvalidRequestError as refusal:
             self._refuse(ticket, refusal)
             return
         built: Future[Corpus] = Future()
@@ -55,7 +55,7 @@ class Corpora:
         """Removes a corpus."""
         try:
             self._given().remove_corpus(name)
-        except Refusal as refusal:
+        except InvalidRequestError as refusal:
             self._refuse(ticket, refusal)
         else:
             self._list(ticket)
@@ -78,7 +78,7 @@ class Corpora:
                 continue
             try:
                 self._given().add_corpus(name, built.result())
-            except Refusal as refusal:  # another corpus was added meanwhile
+            except InvalidRequestError as refusal:  # another corpus was added meanwhile
                 self._refuse(ticket, refusal)
             else:
                 self._list(ticket)
@@ -88,14 +88,14 @@ class Corpora:
 
     def _given(self) -> NgramIndex:
         if self._index is None:
-            raise Refusal("corpus_id", NO_INDEX)
+            raise InvalidRequestError("corpus_id", NO_INDEX)
         return self._index
 
     def _list(self, ticket: int) -> None:
         held = {} if self._index is None else self._index.corpora
         self._answers.append(["corpora", ticket, held, None, None])
 
-    def _refuse(self, ticket: int, refusal: Refusal) -> None:
+    def _refuse(self, ticket: int, refusal: InvalidRequestError) -> None:
         self._answers.append(["corpora", ticket, {}, str(refusal), refusal.field])
 
 

@@ -6,20 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.boundary.backend import Backend, Blueprint, Capacity
+from shared.boundary.backend import Backend, BackendLimits, BackendSpec
 from shared.drafts.checkpoint import draft_parameters
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue
+from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
-from shared.engine.controller import Controller, StaticController, TextController
+from shared.engine.controller import Controller, DeviceNgramController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import JoinedController
-from shared.engine.shadow_verify import ShadowCheck
+from shared.engine.ngram.merged_drafts import MergedDraftController
+from shared.engine.shadow_verify import ShadowVerifier
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.options.flags import ConfigError
@@ -29,7 +29,7 @@ from shared.process.caching import cache_policy
 from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan
 from shared.process.profiling import step_seconds
-from shared.process.resolved_config import Settled
+from shared.process.resolved_config import ResolvedConfig
 
 SHORTEST_STEP_S = 1e-3
 """Minimum duration of a plain step on a GPU for NGRAM's adaptive choice to pay.
@@ -58,11 +58,11 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     )
 
 
-def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
+def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowVerifier:
     """Wraps the engine to verify a fraction of its outputs."""
     if not rate:
         return engine
-    return ShadowCheck(
+    return ShadowVerifier(
         engine, backend, rate=rate, report=lambda divergence: log.error(str(divergence))
     )
 
@@ -71,12 +71,12 @@ def index_of(controller: Controller) -> NgramIndex | None:
     """Returns the n-gram index of a controller; None if it has none."""
     if isinstance(controller, GrammarController):
         return index_of(controller.inner)
-    if isinstance(controller, NgramController | AdaptiveNgramController | JoinedController):
+    if isinstance(controller, NgramController | AdaptiveNgramController | MergedDraftController):
         return controller.index
     return None
 
 
-def draft_share(blueprint: Blueprint, settled: Settled) -> float:
+def draft_share(blueprint: BackendSpec, settled: ResolvedConfig) -> float:
     """Returns the time of a drafter's passes as a fraction of a step without drafting.
 
     It is 0 without merged n-gram drafts, where it is not used. Both times are estimated from the
@@ -106,7 +106,12 @@ def _numbers(wanted: Sequence[Parameter]) -> int:
 
 
 def make_controller(
-    backend: Backend, settled: Settled, *, on_gpu: bool, has_experts: bool, draft_share: float
+    backend: Backend,
+    settled: ResolvedConfig,
+    *,
+    on_gpu: bool,
+    has_experts: bool,
+    draft_share: float,
 ) -> Controller:
     """Returns the controller, after compiling and measuring what it needs."""
     if settled.draft.joins_copies:
@@ -122,15 +127,17 @@ def make_controller(
 
 
 def _controller_of_drafts(
-    backend: Backend, settled: Settled, on_gpu: bool, has_experts: bool
+    backend: Backend, settled: ResolvedConfig, on_gpu: bool, has_experts: bool
 ) -> Controller:
     shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.told
     table = _measured(backend, settled, has_experts)
     if options.adaptive.speculative_adaptive and not settled.draft.drafts_on_host:
         trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
-        return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
+        return AdaptiveController(
+            capacity, ExpectedValuePolicy(), table, trace, has_experts=has_experts
+        )
     if not settled.draft.drafts_on_host:
-        static = TextController if settled.draft.drafts_from_table else StaticController
+        static = DeviceNgramController if settled.draft.drafts_from_table else StaticController
         return static(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
         return StaticController(capacity, nodes=1, depth=0, width=0)
@@ -148,7 +155,9 @@ def _controller_of_drafts(
     return NgramController(capacity, index)
 
 
-def _measured(backend: Backend, settled: Settled, has_experts: bool) -> dict[int, list[float]]:
+def _measured(
+    backend: Backend, settled: ResolvedConfig, has_experts: bool
+) -> dict[int, list[float]]:
     """Measures the times of the steps of an adaptive server; returns nothing for others."""
     if not settled.told.adaptive.speculative_adaptive:
         return {}
@@ -162,11 +171,11 @@ def _measured(backend: Backend, settled: Settled, has_experts: bool) -> dict[int
 
 
 def _joined(
-    capacity: Capacity,
-    settled: Settled,
+    capacity: BackendLimits,
+    settled: ResolvedConfig,
     draft_share: float,
     table: Mapping[int, Sequence[float]],
-) -> JoinedController:
+) -> MergedDraftController:
     shape, copies = draft_shape(settled, 1), settled.told.ngram.num_copies
     ahead = max(0, shape.copied - 1 - 2 * copies)
     index = NgramIndex(
@@ -178,7 +187,7 @@ def _joined(
         ahead=ahead,
         path=ahead + copies,
     )
-    controller = JoinedController(capacity, index, draft_share, table)
+    controller = MergedDraftController(capacity, index, draft_share, table)
     controller.warm_up()
     return controller
 

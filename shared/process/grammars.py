@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 
-from shared.engine.grammar import Constraint, Grammar
-from shared.engine.request import Refusal, Request
+from shared.engine.grammar import Grammar, GrammarState
+from shared.engine.request import InvalidRequestError, Request
 from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.text.delimiters import marks_of
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 MAX_KEPT_BYTES = 1 << 26
 """Maximum bytes of cached grammars, estimated by `_cost`."""
@@ -96,7 +96,7 @@ class Grammars:
             self._compiling.pop(_text_of(request), None)
         return True
 
-    def ready(self) -> Iterator[tuple[Request, Refusal | None]]:
+    def ready(self) -> Iterator[tuple[Request, InvalidRequestError | None]]:
         """Yields requests whose grammar is compiled, in the order of arrival, or with its error."""
         for request_id, (request, future) in tuple(self._waiting.items()):
             if not future.done():
@@ -105,8 +105,8 @@ class Grammars:
             self._compiling.pop(_text_of(request), None)
             try:
                 self._bind(request, future.result())
-            except WorkRefused as error:
-                yield request, Refusal("grammar", str(error))
+            except WorkerError as error:
+                yield request, InvalidRequestError("grammar", str(error))
             else:
                 yield request, None
 
@@ -117,7 +117,7 @@ class Grammars:
     def _bind(self, request: Request, grammar: Grammar) -> None:
         sampling = request.sampling
         self._keep(_text_of(request), grammar)
-        request.constraint = Constraint(
+        request.constraint = GrammarState(
             grammar, self._vocab, sampling.stop_token_ids, sampling.min_tokens
         )
 

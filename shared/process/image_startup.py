@@ -5,15 +5,15 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-from shared.boundary.images import PicturePool
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.images import EncoderCacheSpec
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.encoder_cache import least_rows
 from shared.models.families import vision_from_folder
-from shared.models.image_processor import PictureConfig, pictures_from_folder
+from shared.models.image_processor import ImageProcessorConfig, pictures_from_folder
 from shared.models.vision_config import VisionConfig
 from shared.options.flags import ConfigError, spelling
 from shared.options.options import Options
-from shared.process.resolved_config import Settled
+from shared.process.resolved_config import ResolvedConfig
 from shared.spec.draft_tree import TreeShape
 
 TEXT_ALONE = "--language-model-only serves the model's text"
@@ -32,7 +32,7 @@ FEW_SIZES = 8
 
 
 @dataclass(frozen=True)
-class Tower:
+class VisionEncoder:
     """Vision encoder of a server.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tower:
     """
 
     vision: VisionConfig
-    processor: PictureConfig
+    processor: ImageProcessorConfig
 
 
 def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
@@ -58,7 +58,9 @@ def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
-def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None) -> Tower | None:
+def find_tower(
+    options: Options, folder: str | Path, vision: VisionConfig | None
+) -> VisionEncoder | None:
     """Returns the vision encoder of a model folder; None for text-only serving.
 
     Args:
@@ -83,12 +85,12 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
             "image input requires the package pillow; install the extra vision; " + TEXT_ALONE
         )
     try:
-        return Tower(vision, pictures_from_folder(folder, vision))
+        return VisionEncoder(vision, pictures_from_folder(folder, vision))
     except ValueError as error:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
-def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
+def picture_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheSpec:
     """Returns the encoder cache of a server; limits the image size to `--max-image-tokens`.
 
     Raises:
@@ -104,10 +106,10 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
             f"{least}; increase it, or lower --max-image-tokens"
         )
     processor = replace(processor, most=most * per_row, least=min(processor.least, most * per_row))
-    return PicturePool(tower.vision, processor, 1 + max(rows, least))
+    return EncoderCacheSpec(tower.vision, processor, 1 + max(rows, least))
 
 
-def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
+def encodings(pool: EncoderCacheSpec, are_few: bool) -> list[Program]:
     """Returns the encode programs: for doubling sizes, from the smallest image on.
 
     Large images are encoded in several steps, between which other requests run.
@@ -121,12 +123,12 @@ def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
     patches = [rows * pool.vision.merged for rows in sorted(sizes)]
     return [
         Program(
-            work=Work.ENCODE,
+            work=StepKind.ENCODE,
             batch=1,
             pages=1,
             tokens=size,
             shape=TreeShape.plain(1),
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
             blocks=blocks,
         )
         for size in patches

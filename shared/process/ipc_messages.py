@@ -2,7 +2,7 @@
 
 A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
 
-- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, message,
+- engine to server: `facts` (a `ServerInfo`), `step` (rows of one step), `refused` (id, message,
   field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
   and on request), `corpora` (ticket, tokens by name, and message and field of an error), `drain`
   (maximum seconds), `end` (message, True for a failure).
@@ -30,10 +30,10 @@ from jaxtyping import UInt8
 from shared.engine.checks import RequestLimits
 from shared.engine.image_inputs import Picture
 from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 from shared.text.delimiters import marks_of
 from shared.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ BYTES = "bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ServerInfo:
     """Properties of model and engine that the server needs to check requests.
 
     Attributes:
@@ -95,7 +95,7 @@ class ModelFacts:
     observing: ObservingOptions = field(default_factory=ObservingOptions)
     ranks: int = 1
     silence_s: float = math.inf
-    pictures: PictureConfig | None = None
+    pictures: ImageProcessorConfig | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class ModelFacts:
         """
         return Tokenizer.from_folder(self.model_folder, self.marks, self.chat_template)
 
-    def with_end(self, end_id: int | None) -> ModelFacts:
+    def with_end(self, end_id: int | None) -> ServerInfo:
         """Adds the tokenizer's EOS token, if it has one, to the EOS tokens.
 
         The EOS token of a fine-tuned chat model is often only in tokenizer_config.json, while
@@ -126,7 +126,7 @@ class ModelFacts:
         return ["facts", asdict(self)]
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> ModelFacts:
+    def from_fields(cls, fields: dict[str, Any]) -> ServerInfo:
         """Restores the facts from the fields of `to_message`."""
         limits = RequestLimits(**fields["limits"])
         defaults = SamplingDefaults(**fields["sampling_defaults"])
@@ -142,7 +142,7 @@ class ModelFacts:
         parts["observing"] = ObservingOptions(**fields["observing"])
         if (config := fields["pictures"]) is not None:
             lists = {name: tuple(config[name]) for name in ("mean", "deviation")}
-            parts["pictures"] = PictureConfig(**{**config, **lists})
+            parts["pictures"] = ImageProcessorConfig(**{**config, **lists})
         return cls(**{**fields, **parts})
 
 
@@ -230,17 +230,17 @@ def event_from_row(row: list[Any]) -> Event:
     return Event(request_id, tokens, accepted, *ended)
 
 
-def _scores_to_field(scores: Scores | None) -> list[bytes] | None:
+def _scores_to_field(scores: PromptLogprobs | None) -> list[bytes] | None:
     """Converts prompt logprobs to bytes, because those of a long prompt are many numbers."""
     return None if scores is None else [np.ascontiguousarray(part).tobytes() for part in scores]
 
 
-def _scores_from_field(parts: list[bytes] | None) -> Scores | None:
+def _scores_from_field(parts: list[bytes] | None) -> PromptLogprobs | None:
     if parts is None:
         return None
     kinds = (np.float32, np.int32, np.int32, np.float32)
     chosen, ranks, *best = map(np.frombuffer, parts, kinds)
-    return Scores(chosen, ranks, *(part.reshape(len(chosen), -1) for part in best))
+    return PromptLogprobs(chosen, ranks, *(part.reshape(len(chosen), -1) for part in best))
 
 
 def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -25,7 +25,7 @@ log = logging.getLogger("tandem")
 def set_up(observing: ObservingOptions) -> None:
     """Decides what is logged from now on, and in which form."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(Repeats())
+    handler.addFilter(RateLimitFilter())
     handler.setFormatter(JsonLines() if observing.log_format == "json" else TextLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     log.setLevel(observing.log_level.upper())
@@ -60,7 +60,7 @@ def announce(message: str, **fields: Any) -> None:
         log.setLevel(level)
 
 
-class Repeats(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Lets a warning or an error through once in `REPEAT_S`, so that no client can fill a disk.
 
     The next one of its kind says how many were left out. Those of a kind have the same text, or an

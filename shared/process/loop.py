@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 from shared import children
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.request import Event, Refusal, Request
+from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import logs
 from shared.process.address import Listeners
 from shared.process.corpora import Corpora
 from shared.process.grammars import Grammars
 from shared.process.ipc_messages import (
     FrameReader,
-    ModelFacts,
+    ServerInfo,
     event_to_row,
     pack,
     requests_of,
@@ -73,7 +73,7 @@ class HostEngine(Protocol):
         ...
 
     def add(self, request: Request) -> None:
-        """Queues a request, or raises `Refusal`."""
+        """Queues a request, or raises `InvalidRequestError`."""
         ...
 
     def abort(self, request_id: int) -> None:
@@ -98,7 +98,7 @@ class HostEngine(Protocol):
 
 def run(
     engine: HostEngine,
-    facts: ModelFacts,
+    facts: ServerInfo,
     listeners: Listeners,
     index: NgramIndex | None,
     watchdog: Watchdog,
@@ -127,7 +127,7 @@ def run(
     facts = replace(facts, silence_s=watchdog.timeout_s + SILENCE_GRACE_S)
     ours, theirs = socket.socketpair()
     child = _start_server(listeners, theirs, stop.last_word)
-    link = _Link(ours)
+    link = _EngineLink(ours)
     link.send(facts.to_message())
     watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child, stop))
     try:
@@ -147,7 +147,7 @@ def run(
 
 
 def _end_at_once(
-    link: _Link, child: subprocess.Popen[bytes], stop: StopSignals, failure: str | None
+    link: _EngineLink, child: subprocess.Popen[bytes], stop: StopSignals, failure: str | None
 ) -> None:
     """Ends both processes from another thread, while the engine's thread waits for the device."""
     reason, failed = failure or stop.reason, failure is not None
@@ -161,7 +161,7 @@ class _ServerEnded(Exception):
     """The server's end of the socket is closed."""
 
 
-class _Link:
+class _EngineLink:
     """Socket to the server; sending never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -235,7 +235,7 @@ class _Loop:
     def __init__(
         self,
         engine: HostEngine,
-        link: _Link,
+        link: _EngineLink,
         corpora: Corpora,
         watchdog: Watchdog,
         grammars: Grammars | None,
@@ -307,13 +307,13 @@ class _Loop:
             else:
                 self._add_ready(request, None)
 
-    def _add_ready(self, request: Request, refusal: Refusal | None) -> None:
+    def _add_ready(self, request: Request, refusal: InvalidRequestError | None) -> None:
         """Adds a request to the engine, or sends its error."""
         try:
             if refusal is not None:
                 raise refusal
             self._engine.add(request)
-        except Refusal as error:
+        except InvalidRequestError as error:
             self._link.send(["refused", request.request_id, str(error), error.field])
 
     def _abort(self, request_id: int) -> None:

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
+from shared.boundary.backend import ITEM_BYTES, BackendLimits, BackendSpec
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.boundary.images import PicturePool, most_begun
-from shared.boundary.ngram_table import TextTable
-from shared.boundary.program import Work
+from shared.boundary.images import EncoderCacheSpec, most_begun
+from shared.boundary.ngram_table import NgramTableSpec
+from shared.boundary.program import StepKind
 from shared.boundary.shm_allgather import mailbox_bytes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import kept_bytes
 from shared.models.config import ModelConfig
 from shared.models.fp8_packing import InWords, bytes_of_codes, bytes_of_words
@@ -30,8 +30,8 @@ from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts, capacity_for, captured_works, pages_for
 from shared.process.device import Device
-from shared.process.image_startup import Tower, picture_pool
-from shared.process.resolved_config import Settled, settle
+from shared.process.image_startup import VisionEncoder, picture_pool
+from shared.process.resolved_config import ResolvedConfig, settle
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 STATES_OF_A_REQUEST = 4
@@ -53,7 +53,7 @@ WAYS_OUT = {
 
 
 @dataclass(frozen=True)
-class MemoryLine:
+class MemoryPlanEntry:
     """One part of the plan."""
 
     name: str
@@ -73,13 +73,13 @@ class MemoryPlan:
         exact.
     """
 
-    settled: Settled
-    blueprint: Blueprint
+    settled: ResolvedConfig
+    blueprint: BackendSpec
     device: Device
-    lines: tuple[MemoryLine, ...]
+    lines: tuple[MemoryPlanEntry, ...]
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> BackendLimits:
         """Limits and programs of the backend."""
         return self.blueprint.capacity
 
@@ -101,18 +101,21 @@ class MemoryPlan:
 
 CPU_TOTAL_TOKENS = 32768
 
-PROMPTS, DECODING = (Work.PREFILL, Work.COUNT, Work.ENCODE), (Work.DECODE, Work.DRAFT)
+PROMPTS, DECODING = (
+    (StepKind.PREFILL, StepKind.COUNT, StepKind.ENCODE),
+    (StepKind.DECODE, StepKind.DRAFT),
+)
 
 
 def plan(
     options: Options,
     model: ModelConfig,
-    drafts: Drafts,
+    drafts: DrafterSpec,
     device: Device,
     costs: ProgramCosts,
     in_words: Callable[[], InWords] = dict,
     in_codes: frozenset[str] = frozenset(),
-    tower: Tower | None = None,
+    tower: VisionEncoder | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -136,12 +139,12 @@ def plan(
     keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not in_codes
     found = in_words() if keeps_words else {}
     pictures = None if tower is None else picture_pool(tower, settled)
-    sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes, pictures)
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, in_codes, pictures)
     return sizing.checked(sizing.with_pages(sizing.most_pages()))
 
 
 @dataclass(frozen=True)
-class _Sizing:
+class PageCountSearch:
     """Plan with an open number of pages; for the other fields see the arguments of `plan`.
 
     Attributes:
@@ -149,14 +152,14 @@ class _Sizing:
       pictures: Encoder cache of a vision-language model.
     """
 
-    settled: Settled
+    settled: ResolvedConfig
     model: ModelConfig
-    drafts: Drafts
+    drafts: DrafterSpec
     device: Device
     costs: ProgramCosts
     in_words: InWords
     in_codes: frozenset[str]
-    pictures: PicturePool | None
+    pictures: EncoderCacheSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """Returns the whole plan with a number of pages."""
@@ -165,15 +168,15 @@ class _Sizing:
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
 
     @cached_property
-    def _weight_lines(self) -> tuple[MemoryLine, ...]:
+    def _weight_lines(self) -> tuple[MemoryPlanEntry, ...]:
         """Lines that do not depend on the number of pages, cached because MoE models have many
         tensors.
         """
         return tuple(_weight_lines(self._blueprint(1)))
 
-    def _blueprint(self, pages: int) -> Blueprint:
+    def _blueprint(self, pages: int) -> BackendSpec:
         settled = self.settled
-        return Blueprint(
+        return BackendSpec(
             config=self.model,
             drafts=self.drafts,
             capacity=replace(
@@ -185,7 +188,7 @@ class _Sizing:
             captured=captured_works(settled.told),
             in_words=self.in_words,
             in_codes=self.in_codes,
-            ranks=Ranks(0, settled.told.ranks.tp_size, None),
+            ranks=TPGroup(0, settled.told.ranks.tp_size, None),
         )
 
     def _num_snapshots(self) -> int:
@@ -262,7 +265,9 @@ class _Sizing:
         return fitting
 
 
-def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
+def _lines(
+    options: Options, blueprint: BackendSpec, costs: ProgramCosts
+) -> Iterator[MemoryPlanEntry]:
     """Yields all lines but weights for one rank: shards are equal, and gathered arrays are whole on
     each rank.
     """
@@ -274,10 +279,10 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
-        yield MemoryLine("mailboxes", "of all ranks, shared", num_bytes)
+        yield MemoryPlanEntry("mailboxes", "of all ranks, shared", num_bytes)
     if blueprint.on_gpu and not blueprint.ranks.is_alone:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
-        yield MemoryLine("mailboxes", "written by the other ranks", num_bytes)
+        yield MemoryPlanEntry("mailboxes", "written by the other ranks", num_bytes)
     if (table := blueprint.capacity.texts) is not None:
         yield _table_line(table, blueprint.capacity.num_slots)
     elif options.speculative.copies_text and not blueprint.on_gpu:
@@ -285,7 +290,7 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield from _workspace_lines(blueprint, costs)
 
 
-def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     drafts = blueprint.drafts
     wanted = _of_rank(parameters(blueprint.config, drafts.with_mtp), blueprint)
     by_output = not blueprint.on_gpu
@@ -304,7 +309,7 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
         line = _weights_line("draft rows", blueprint.dtype, rows, {})
         detail = f"{len(token_map):,} of the head's {blueprint.config.vocab:,} rows, and their ids"
         num_bytes = line.num_bytes + 4 * len(token_map)
-        yield MemoryLine(line.name, detail, num_bytes)
+        yield MemoryPlanEntry(line.name, detail, num_bytes)
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
@@ -312,19 +317,19 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
         yield _tower_line(blueprint, blueprint.capacity.pictures)
 
 
-def _tower_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
+def _tower_line(blueprint: BackendSpec, pictures: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the vision encoder, which is replicated on all ranks."""
     return _weights_line("vision tower", blueprint.dtype, tower_parameters(pictures.vision), {})
 
 
-def _of_rank(wanted: Sequence[Parameter], blueprint: Blueprint) -> list[Parameter]:
+def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parameter]:
     """Returns the shards of rank 0, which are the largest."""
     return [parameter.of_rank(0, blueprint.ranks.count) for parameter in wanted]
 
 
 def _weights_line(
     name: str, dtype: str, wanted: Sequence[Parameter], of_fp8: Mapping[str, int]
-) -> MemoryLine:
+) -> MemoryPlanEntry:
     """Args:
     of_fp8: Bytes of the parameters in FP8, by name.
     """
@@ -340,39 +345,41 @@ def _weights_line(
     detail = f"{count:,} parameters in {dtype}"
     if count_in_fp8:
         detail += f", {count_in_fp8:,} of them in FP8"
-    return MemoryLine(name, detail, num_bytes)
+    return MemoryPlanEntry(name, detail, num_bytes)
 
 
-def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+def _page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     capacity, model, drafter = blueprint.capacity, blueprint.config, blueprint.drafts.sizes
     pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a scratch page"
-    yield MemoryLine("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
+    yield MemoryPlanEntry("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
     if drafter is not None:
         layers = drafter.num_attention_layers
         detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
-        yield MemoryLine("draft KV", detail, layers * _kv_bytes(drafter.model, blueprint))
+        yield MemoryPlanEntry("draft KV", detail, layers * _kv_bytes(drafter.model, blueprint))
 
 
-def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
+def _kv_bytes(config: ModelConfig, blueprint: BackendSpec) -> int:
     """Returns the bytes of keys and values of one layer."""
     positions = blueprint.capacity.num_pages * blueprint.capacity.page_size
     return positions * kept_bytes(config.attention.kept, blueprint.item_bytes)
 
 
-def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     capacity, drafter, item = blueprint.capacity, blueprint.drafts.sizes, blueprint.item_bytes
     model, slots = blueprint.config, capacity.num_slots
     yield from _state_lines("", model, model.num_gated_delta_layers, blueprint)
     if drafter is not None:
         yield from _state_lines("draft ", drafter.model, drafter.num_gated_delta_layers, blueprint)
-    yield MemoryLine("seen", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4)
+    yield MemoryPlanEntry(
+        "seen", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4
+    )
     relay = slots * 12
     if drafter is not None and drafter.has_relay:
         relay += slots * (capacity.max_width * 8 + drafter.model.hidden * item)
-    yield MemoryLine("relay", f"{slots} slots", relay)
+    yield MemoryPlanEntry("relay", f"{slots} slots", relay)
 
 
-def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
+def _picture_line(blueprint: BackendSpec, pictures: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the encoder cache and of the M-RoPE position delta of each slot."""
     vision, item = pictures.vision, blueprint.item_bytes
     num_bytes = pictures.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
@@ -380,22 +387,22 @@ def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
     if most := most_begun(blueprint.capacity.programs, vision):
         num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
         detail += f"; {most} patches of an image that is encoded in several steps"
-    return MemoryLine("picture rows", detail, num_bytes)
+    return MemoryPlanEntry("picture rows", detail, num_bytes)
 
 
 def _state_lines(
-    whose: str, model: ModelConfig, num_layers: int, blueprint: Blueprint
-) -> Iterator[MemoryLine]:
+    whose: str, model: ModelConfig, num_layers: int, blueprint: BackendSpec
+) -> Iterator[MemoryPlanEntry]:
     if not num_layers:
         return
     capacity = blueprint.capacity
     request_bytes = num_layers * state_layer_bytes(model, blueprint.item_bytes)
     for name, count in (("state", capacity.num_slots), ("snapshots", capacity.num_snapshots)):
         detail = f"{count - 1} x {request_bytes:,} bytes, and a sink"
-        yield MemoryLine(f"{whose}{name}", detail, count * request_bytes)
+        yield MemoryPlanEntry(f"{whose}{name}", detail, count * request_bytes)
 
 
-def _buffer_line(capacity: Capacity) -> MemoryLine:
+def _buffer_line(capacity: BackendLimits) -> MemoryPlanEntry:
     """Returns the line of plan and result buffers; each ring has one entry more than steps in
     flight.
 
@@ -406,27 +413,27 @@ def _buffer_line(capacity: Capacity) -> MemoryLine:
     plans = max(plan_layout(program, capacity).size for program in capacity.programs)
     results = max(result_layout(program, capacity).size for program in capacity.programs)
     detail = f"{count} plans, {count} results"
-    return MemoryLine("plans and results", detail, 4 * count * (plans + results))
+    return MemoryPlanEntry("plans and results", detail, 4 * count * (plans + results))
 
 
-def _table_line(table: TextTable, slots: int) -> MemoryLine:
+def _table_line(table: NgramTableSpec, slots: int) -> MemoryPlanEntry:
     """Returns the line of the device's n-gram table and of the last tokens of each slot."""
     count = table.groups * len(LENGTHS) * WAYS
     num_bytes = 4 * (3 * count + len(LENGTHS) + slots * WINDOW)
-    return MemoryLine("n-grams", f"at most {count:,}, on the device", num_bytes)
+    return MemoryPlanEntry("n-grams", f"at most {count:,}, on the device", num_bytes)
 
 
-def _text_lines(options: Options) -> Iterator[MemoryLine]:
+def _text_lines(options: Options) -> Iterator[MemoryPlanEntry]:
     """Yields the lines of the host's n-gram index, in main memory."""
     ngram = options.ngram
     count = ngram.speculative_ngram_capacity
-    yield MemoryLine("n-grams", f"at most {count:,}", count * NGRAM_BYTES)
+    yield MemoryPlanEntry("n-grams", f"at most {count:,}", count * NGRAM_BYTES)
     if ngram.sam_budget:
         tokens = ngram.speculative_ngram_external_corpus_max_tokens
-        yield MemoryLine("corpora", f"at most {tokens:,} tokens", tokens * CORPUS_BYTES)
+        yield MemoryPlanEntry("corpora", f"at most {tokens:,} tokens", tokens * CORPUS_BYTES)
 
 
-def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
+def _workspace_lines(blueprint: BackendSpec, costs: ProgramCosts) -> Iterator[MemoryPlanEntry]:
     """Yields one workspace line for each group of steps that cannot share memory.
 
     Memory that prefills have freed is not always available to decode steps. Captured steps share a
@@ -434,9 +441,9 @@ def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[Memo
     """
     groups = {"prompt workspace": PROMPTS, "decode workspace": DECODING}
     if costs.captures and blueprint.on_gpu:
-        others = [work for work in Work if work not in blueprint.captured]
+        others = [work for work in StepKind if work not in blueprint.captured]
         groups = {"graph workspace": blueprint.captured, "eager workspace": others}
     for name, works in groups.items():
         programs = [p for p in blueprint.capacity.programs if p.work in works]
         widest = max((costs.workspace(p, blueprint) for p in programs), default=0)
-        yield MemoryLine(name, "the widest step, estimated", widest)
+        yield MemoryPlanEntry(name, "the widest step, estimated", widest)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shared.drafts.aux_hidden_states import Ids
+from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import (
     DraftFiles,
     check_head,
@@ -21,7 +21,7 @@ from shared.drafts.checkpoint import (
 )
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import fitted
 from shared.drafts.mtp import with_mtp_of
 from shared.drafts.token_map import read_token_map
@@ -50,10 +50,10 @@ from shared.options.speculative import SpeculativeConfig
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import Grammars
-from shared.process.image_startup import Tower, find_tower, find_vision
+from shared.process.image_startup import VisionEncoder, find_tower, find_vision
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Interface of an opened checkpoint, such as `shared.models.checkpoint.Checkpoint`."""
 
     @property
@@ -108,9 +108,9 @@ class CheckedModel:
 
     options: Options
     model: ModelConfig
-    checkpoint: Weights
+    checkpoint: WeightSource
     draft_files: DraftFiles
-    tower: Tower | None
+    tower: VisionEncoder | None
     in_codes: frozenset[str]
     defaults: SamplingDefaults
     grammars: Grammars | None
@@ -122,7 +122,7 @@ class CheckedModel:
         return of_rank(whole, 0, self.options.ranks.tp_size)
 
 
-def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedModel:
+def check_model(options: Options, opens: Callable[[str], WeightSource]) -> CheckedModel:
     """Checks flags and files as far as no device is required.
 
     Args:
@@ -185,18 +185,18 @@ class _Opened:
     """
 
     model: ModelConfig
-    checkpoint: Weights
+    checkpoint: WeightSource
     draft: Stored | None
     head_kind: str | None
 
 
-def _has_mtp(options: Options, opens: Callable[[str], Weights]) -> bool:
+def _has_mtp(options: Options, opens: Callable[[str], WeightSource]) -> bool:
     """Returns True if the target has an MTP layer."""
     opened = _opened(replace(options, speculative=SpeculativeConfig()), opens)
     return opened.checkpoint.has_mtp and opened.model.has_mtp
 
 
-def _opened(options: Options, opens: Callable[[str], Weights]) -> _Opened:
+def _opened(options: Options, opens: Callable[[str], WeightSource]) -> _Opened:
     draft, folder = options.speculative, options.model.model_path
     model = config_from_folder(folder, options.model.context_length)
     if options.model.is_dummy:
@@ -228,7 +228,7 @@ def _check_rules(options: Options, opened: _Opened) -> None:
         raise ConfigError("\n".join(refused))
 
 
-def _checked_tower(options: Options, checkpoint: Weights) -> Tower | None:
+def _checked_tower(options: Options, checkpoint: WeightSource) -> VisionEncoder | None:
     folder = options.model.model_path
     vision = find_vision(options, folder) if checkpoint.has_tower else None
     tower = find_tower(options, folder, vision)
@@ -237,7 +237,7 @@ def _checked_tower(options: Options, checkpoint: Weights) -> Tower | None:
     return tower
 
 
-def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
+def _check_shares(model: ModelConfig, drafts: DrafterSpec, count: int) -> None:
     """Checks that the target and the drafter can be sharded over the ranks."""
     try:
         local(model, count), drafts.local(count)
@@ -245,7 +245,7 @@ def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
         raise ConfigError(f"--tp-size {count} does not fit: {error}") from error
 
 
-def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfig) -> None:
+def _check_quantization(options: Options, checkpoint: WeightSource, model: ModelConfig) -> None:
     """Checks that the stored weights match `--quantization`."""
     wanted = parameters(model, options.speculative.with_mtp)
     if options.model.quantization and not checkpoint.has_scales(wanted):
@@ -255,7 +255,7 @@ def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfi
         )
 
 
-def _in_codes(options: Options, checkpoint: Weights, model: ModelConfig) -> frozenset[str]:
+def _in_codes(options: Options, checkpoint: WeightSource, model: ModelConfig) -> frozenset[str]:
     """Returns the names of the parameters that `--fp8-activations` uses as W8A8."""
     if not options.model.fp8_activations:
         return frozenset()
@@ -293,33 +293,33 @@ def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig
         tokens_of(options.model.model_path),
     )
     num_known = None if known is None else 1 + max(known.values(), default=-1)
-    layer_ids = None if told is None else Ids(told)
+    layer_ids = None if told is None else LayerIdMeaning(told)
     return DraftConfig.from_folder(path, model, layer_ids, num_known)
 
 
 def _drafts(
-    options: Options, model: ModelConfig, stored: Stored | None, checkpoint: Weights
-) -> Drafts:
+    options: Options, model: ModelConfig, stored: Stored | None, checkpoint: WeightSource
+) -> DrafterSpec:
     """Returns the drafter on the device, after checking its files against its config and the
     target.
     """
     draft, path = options.speculative, options.speculative.head_path
     if stored is None or path is None:
-        return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
+        return DrafterSpec.of_mtp(model) if draft.with_mtp else DrafterSpec.none()
     if draft.drafts_with_a_model:
         small = as_stored(_small_config(options, path), stored)
         stored.check(small, with_mtp=False)
         check_same_tokenizer(options.model.model_path, model, path, small)
-        return Drafts.of_model(small)
+        return DrafterSpec.of_model(small)
     config = _head_config(options, path, model)
     if isinstance(stored, Checkpoint):
         own = checkpoint if isinstance(checkpoint, Checkpoint) else None
         config = fitted(config, stored, own)
     check_head(stored, config)
-    return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
+    return DrafterSpec.of_head(config.with_window(draft.speculative_draft_window_size))
 
 
-def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
+def _with_map(options: Options, model: ModelConfig, drafts: DrafterSpec) -> DrafterSpec:
     """Applies `--speculative-token-map`."""
     if (path := options.speculative.speculative_token_map) is None:
         return drafts

@@ -13,16 +13,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity, HostDraft, StepResult
-from shared.boundary.program import Work
+from shared.boundary.backend import Backend, BackendLimits, HostDraft, StepResult
+from shared.boundary.program import StepKind
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
-from shared.spec.merge_drafts import Copies
+from shared.spec.merge_drafts import NgramTrees
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5
@@ -39,7 +39,7 @@ low clocks of an idle GPU, then do not affect single programs."""
 PROMPT_TOKENS = 16
 
 
-class _OneShape:
+class FixedShapeController:
     """Controller with a fixed shape that records the times of its steps.
 
     Attributes:
@@ -67,7 +67,7 @@ class _OneShape:
         """True if steps wait for each other and the previous one is in flight."""
         return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Decodes all ready requests, with host-built trees if the host drafts."""
         if self.waits:
             return None
@@ -75,10 +75,10 @@ class _OneShape:
         if not requests:
             return None
         if self._shape.copied:
-            return Rows.decode(requests, self._shape, copies=self._copies(requests))
+            return ScheduledRows.decode(requests, self._shape, copies=self._copies(requests))
         is_tree = self._host_draft and not self._shape.is_plain
         drafts = self._chains(len(requests)) if is_tree else None
-        return Rows.decode(requests, self._shape, drafts=drafts)
+        return ScheduledRows.decode(requests, self._shape, drafts=drafts)
 
     def _chains(self, count: int) -> HostDraft:
         """Returns host-built chains of random tokens, as long as the verify budget allows."""
@@ -91,12 +91,12 @@ class _OneShape:
             forced=np.zeros(count, np.int32),
         )
 
-    def _copies(self, requests: Sequence[Request]) -> Copies:
+    def _copies(self, requests: Sequence[Request]) -> NgramTrees:
         """Returns a long n-gram chain of random tokens for each request."""
         count, nodes = len(requests), self._shape.copied
         chain = np.tile(np.arange(nodes, dtype=np.int32), (count, 1))
         ends = [len(request.prompt) + len(request.output) - 1 for request in requests]
-        return Copies(
+        return NgramTrees(
             tokens=self._rng.integers(0, self._vocab, (count, nodes), dtype=np.int32),
             parents=np.maximum(chain - 1, 0),
             num_nodes=np.full(count, nodes, np.int32),
@@ -104,15 +104,15 @@ class _OneShape:
             at=np.array(ends, np.int32),
         )
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Records the time of a decode step that follows another one."""
         now, last = time.perf_counter(), self._last
-        self._last = now if rows.work is Work.DECODE else None
+        self._last = now if rows.work is StepKind.DECODE else None
         if self._last is not None and last is not None:
             seconds = None if self._host_draft else result.device_seconds
             self.seconds.append(now - last if seconds is None else seconds)
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Does nothing."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
@@ -152,7 +152,7 @@ def step_seconds(
     """
     shapes = Shapes.of(backend.capacity, host_draft=host_draft)
     vocab, temperature = backend.capacity.vocab, 1.0 if has_experts else 0.0
-    controller = _OneShape(shapes, host_draft, vocab, temperature)
+    controller = FixedShapeController(shapes, host_draft, vocab, temperature)
     engine = Engine(
         backend,
         controller,
@@ -178,7 +178,7 @@ def _counts(shapes: Shapes, has_experts: bool) -> dict[int, int]:
 
 def _round(
     engine: Engine,
-    controller: _OneShape,
+    controller: FixedShapeController,
     shapes: Shapes,
     counts: Mapping[int, int],
     host_draft: bool,
@@ -198,7 +198,7 @@ def _round(
 
 
 def _requests(
-    capacity: Capacity, shape: TreeShape, count: int, temperature: float
+    capacity: BackendLimits, shape: TreeShape, count: int, temperature: float
 ) -> list[Request]:
     """Returns short random prompts, with outputs long enough for all steps."""
     growth = capacity.overlap * (capacity.max_depth + 1)
@@ -226,7 +226,9 @@ def _is_enough(seconds: Sequence[float]) -> bool:
     return len(seconds) >= (ENOUGH_STEPS if took > ENOUGH_SECONDS else least)
 
 
-def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, count: int) -> list[float]:
+def _timed(
+    engine: Engine, controller: FixedShapeController, shape: TreeShape, count: int
+) -> list[float]:
     """Returns the median of some steps after the first; of fewer steps if outputs are short, none
     without any.
     """

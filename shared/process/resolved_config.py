@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
 from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
@@ -12,7 +12,7 @@ from shared.process.device import Device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class ResolvedConfig:
     """Resolved config of a server; the memory plan determines the number of KV pages.
 
     Attributes:
@@ -60,8 +60,8 @@ DEFAULTS = {
 
 
 def settle(
-    told: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
-) -> Settled:
+    told: Options, model: ModelConfig, drafts: DrafterSpec, device: Device, are_compiled: bool
+) -> ResolvedConfig:
     """Resolves the options that the command line left open.
 
     Args:
@@ -80,7 +80,7 @@ def settle(
     copies = told.ngram.num_copies if draft.joins_copies else 0
     deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
     in_flight = (engine.steps_in_flight + 1) * (deepest + 1)
-    return Settled(
+    return ResolvedConfig(
         told=told,
         dtype=defaults.dtype if told.model.dtype == "auto" else told.model.dtype,
         context_length=told.model.context_length or model.context_length,

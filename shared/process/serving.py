@@ -14,14 +14,14 @@ from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.address import Listeners, admin_host, host_names
 from shared.process.engines import index_of, make_engine, with_checks
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
 from shared.process.progress import console_of, loading_progress, preparing_progress
-from shared.process.start import Platform, Start
+from shared.process.start import Platform, ValidatedStartup
 from shared.process.startup_report import report_plan, start_notes, step_notes
-from shared.process.tp.startup import RankedStart, ranked_start
+from shared.process.tp.startup import TPStartup, tp_startup
 from shared.process.tp.workers import RankError
-from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
+from shared.process.watchdog import EXIT_FAILED, Watchdog, WatchedBackend
 
 
 def start_serving(
@@ -47,14 +47,14 @@ def start_serving(
     watchdog = Watchdog(options.server.watchdog_timeout)
     options = local_models(options, console)
     try:
-        with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
+        with tp_startup(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             report_plan(console, start.memory)
             for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
                 logs.info(note)
             backend = ready(start, ranked, console)
             watchdog.standing = ranked.standing
-            named = NamedSteps(backend, watchdog)
+            named = WatchedBackend(backend, watchdog)
             engine = make_engine(named, start.memory)
             engine.metrics.show(ranked.gauges)
             if start.memory.blueprint.on_gpu:
@@ -72,7 +72,7 @@ def start_serving(
     return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
 
 
-def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
+def ready(start: ValidatedStartup, ranked: TPStartup, console: Console) -> Backend:
     """Loads the weights and prepares all programs: nothing is compiled or captured later."""
     with loading_progress(console, start.num_bytes) as progress:
         backend = ranked.load(start, progress)
@@ -82,13 +82,13 @@ def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
     return backend
 
 
-def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
+def facts_of(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
     """Returns the properties of model and engine for the server process."""
     memory = start.memory
     options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
     server, folder = options.server, Path(options.model.model_path).resolve()
     queued = server.max_queued_requests
-    return ModelFacts(
+    return ServerInfo(
         model_name=server.served_model_name or folder.name,
         model_folder=str(folder),
         chat_template=options.model.chat_template,

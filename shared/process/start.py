@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shared.boundary.backend import Backend, Blueprint
-from shared.boundary.kernel_coverage import KernelLimits, PlainOperation, plain_operations
-from shared.boundary.tp_group import Ranks
+from shared.boundary.backend import Backend, BackendSpec
+from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, plain_operations
+from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import (
     DraftFiles,
 )
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.fp8 import BLOCK, Granularity
 from shared.models.fp8_packing import EXPERTS, has_whole_blocks
 from shared.models.parameters import Parameter, draft_head, parameters
@@ -27,11 +27,11 @@ from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import Grammars
 from shared.process.memory_plan import MemoryPlan, plan
-from shared.process.model_check import CheckedModel, Weights, check_model
+from shared.process.model_check import CheckedModel, WeightSource, check_model
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs whose tensor cores support the FP8 x FP8 products of the kernels."""
-LoadCall = Callable[[Blueprint, Any, DraftFiles, Callable[[int], None]], Backend]
+LoadCall = Callable[[BackendSpec, Any, DraftFiles, Callable[[int], None]], Backend]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Platform:
     """
 
     find_device: Callable[[], Device]
-    open_checkpoint: Callable[[str], Weights]
+    open_checkpoint: Callable[[str], WeightSource]
     costs: ProgramCosts
     kernels: KernelLimits | None
     load: LoadCall
@@ -61,7 +61,7 @@ class Platform:
 
 
 @dataclass(frozen=True)
-class Start:
+class ValidatedStartup:
     """Validated startup, before memory is allocated.
 
     Attributes:
@@ -73,10 +73,10 @@ class Start:
       grammars: Grammar compiler; None without structured output.
     """
 
-    checkpoint: Weights
+    checkpoint: WeightSource
     draft_files: DraftFiles
     memory: MemoryPlan
-    plain: tuple[PlainOperation, ...]
+    plain: tuple[FallbackOp, ...]
     defaults: SamplingDefaults
     grammars: Grammars | None
 
@@ -91,7 +91,7 @@ class Start:
             wanted.append(draft_head(blueprint.config, token_map))
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
-    def of_rank(self, ranks: Ranks) -> "Start":
+    def of_rank(self, ranks: TPGroup) -> "ValidatedStartup":
         """Returns the startup of one of several ranks."""
         blueprint = replace(self.memory.blueprint, ranks=ranks)
         return replace(self, memory=replace(self.memory, blueprint=blueprint))
@@ -101,7 +101,7 @@ class Start:
         return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
 
 
-def prepare(options: Options, platform: Platform) -> Start:
+def prepare(options: Options, platform: Platform) -> ValidatedStartup:
     """Checks flags and files, and plans the startup on the device, before memory is allocated.
 
     Args:
@@ -114,7 +114,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     return plan_start(check_model(options, platform.open_checkpoint), platform)
 
 
-def plan_start(checked: CheckedModel, platform: Platform) -> Start:
+def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     """Plans a startup whose flags and files are checked, before memory is allocated.
 
     Raises:
@@ -130,7 +130,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> Start:
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     draft_files = checked.draft_files
     if options.speculative.drafts_from_table:
-        draft_files = DraftFiles(Drafts.of_text(), None)
+        draft_files = DraftFiles(DrafterSpec.of_text(), None)
     in_words = partial(checked.checkpoint.in_words, wanted)
     drafts = draft_files.drafts
     memory = plan(options, model, drafts, device, costs, in_words, in_codes, checked.tower)
@@ -138,7 +138,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> Start:
     cache_policy(memory)  # raises its errors before memory is allocated
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
-    return Start(
+    return ValidatedStartup(
         checkpoint=checked.checkpoint,
         draft_files=draft_files,
         memory=memory,
@@ -173,7 +173,7 @@ def _refuse_graph_flags(options: Options) -> None:
             raise ConfigError(f"{spelling(name)} requires the torch backend; remove the flag")
 
 
-def _check_map(drafts: Drafts, width: int) -> None:
+def _check_map(drafts: DrafterSpec, width: int) -> None:
     """Checks that a token map has at least as many tokens as a node may have children."""
     if drafts.token_map is not None and len(drafts.token_map) < width:
         raise ConfigError(

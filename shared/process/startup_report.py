@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shared.boundary.kernel_coverage import PlainOperation
+from shared.boundary.kernel_coverage import FallbackOp
 from shared.drafts.aux_hidden_states import doubts
 from shared.drafts.config import head_json
 from shared.drafts.config_formats import stated
@@ -29,7 +29,7 @@ GATHERED_S = 22e-6
 
 
 def start_notes(
-    memory: MemoryPlan, plain: Sequence[PlainOperation], defaults: SamplingDefaults
+    memory: MemoryPlan, plain: Sequence[FallbackOp], defaults: SamplingDefaults
 ) -> Iterator[str]:
     """Yields warnings on fallbacks, dummy weights and simulated acceptance, and notes on
     defaults.

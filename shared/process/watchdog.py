@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
 from shared.boundary.program import Program
 
 CHECK_S = 0.5
@@ -110,7 +110,7 @@ def _end_start(failure: str) -> None:
     os._exit(EXIT_FAILED)
 
 
-class NamedSteps:
+class WatchedBackend:
     """Backend wrapper that sets the watchdog's description of the current step."""
 
     def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
@@ -125,7 +125,7 @@ class NamedSteps:
         """Same as `Backend.prepare`."""
         self._backend.prepare(programs, progress)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """Same as `Backend.launch`."""
         return self._backend.launch(program)
 

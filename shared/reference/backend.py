@@ -1,6 +1,4 @@
-"""Reference backend: runs step plans in numpy with the specifications, on one worker thread.
-
-The device backends are compared with it, so it is written for readability."""
+"""Reference backend: runs step plans in numpy with the specifications, on one worker thread."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,22 +10,22 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from shared.boundary.backend import (
-    Blueprint,
-    Capacity,
-    Count,
+    BackendLimits,
+    BackendSpec,
+    CountPromptTokens,
     Decode,
-    Draft,
-    Launch,
-    Mask,
+    DraftOnly,
+    GrammarBitmask,
+    LaunchMode,
     Prefill,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.images import Encode
-from shared.boundary.program import Extra, Program
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.images import EncodeImage
+from shared.boundary.program import Program, ProgramFeature
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.reference import ngram
 from shared.reference.device_state import allocate
@@ -35,7 +33,7 @@ from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.images import Seeing, encode
 from shared.reference.rows import (
     Batch,
-    Fed,
+    ExtendRows,
     Ranking,
     Trees,
     allowed_of,
@@ -50,7 +48,7 @@ from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, attention, draft_tree, gdn_state, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
-from shared.spec.merge_drafts import Copies
+from shared.spec.merge_drafts import NgramTrees
 from shared.spec.model import KV, Weights
 
 
@@ -61,8 +59,8 @@ class ReferenceBackend:
         self,
         config: ModelConfig,
         weights: Weights,
-        capacity: Capacity,
-        drafts: Drafts,
+        capacity: BackendLimits,
+        drafts: DrafterSpec,
         draft_weights: Weights | None,
         tower_weights: Weights | None = None,
     ) -> None:
@@ -79,7 +77,7 @@ class ReferenceBackend:
         """
         check_capacity(capacity, drafts, "mtp.fc" in weights, tower_weights is not None)
         self.capacity = capacity
-        self._blueprint = Blueprint(
+        self._blueprint = BackendSpec(
             config=config, drafts=drafts, capacity=capacity, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
@@ -105,9 +103,9 @@ class ReferenceBackend:
             progress(program)
             self._ready.add(program)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """Returns the launch mode of a step of the program."""
-        return Launch.EAGER
+        return LaunchMode.EAGER
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queues one step and returns at once.
@@ -127,10 +125,10 @@ class ReferenceBackend:
         words = np.zeros(result_layout(plan.program, self.capacity).size, np.int32)
         sees = self.capacity.pictures is not None
         batch = Batch.of(plan, self.state.turn_deltas if sees else None)
-        if isinstance(plan.work, Encode):
+        if isinstance(plan.work, EncodeImage):
             encode(plan.work, plan.program.blocks, self.capacity.pictures, self._tower, self.state)
         elif len(batch.index):
-            if isinstance(plan.work, Prefill | Count):
+            if isinstance(plan.work, Prefill | CountPromptTokens):
                 self._start(batch)
             for name, values in self._step(batch, plan).items():
                 at = result_layout(plan.program, self.capacity).fields.get(name)
@@ -142,15 +140,15 @@ class ReferenceBackend:
         """Runs the step; returns the result's fields by name."""
         match plan.work:
             case Prefill():
-                return self._prefill(batch, plan.work, plan.program.has(Extra.SCORES))
+                ranks = plan.program.has(ProgramFeature.PROMPT_LOGPROBS)
+                return self._prefill(batch, plan.work, ranks)
             case Decode():
                 return self._decode(batch, plan.work, plan.mask)
-            case Draft():
-                trees = self._draft(batch, plan.work.shape)
-                return tree_fields(trees)
-            case Count():
+            case DraftOnly():
+                return tree_fields(self._draft(batch, plan.work.shape))
+            case CountPromptTokens():
                 return self._count_prompt(batch, plan.work)
-            case Encode():
+            case EncodeImage():
                 return {}
 
     # A row's first step
@@ -172,7 +170,7 @@ class ReferenceBackend:
         is_counted = np.ones(len(tokens), bool)
         self.state.seen = slot_state.count(self.state.seen, owner, tokens, is_output, is_counted)
 
-    def _count_prompt(self, batch: Batch, work: Count) -> dict[str, np.ndarray]:
+    def _count_prompt(self, batch: Batch, work: CountPromptTokens) -> dict[str, np.ndarray]:
         for b, row in enumerate(batch.index):
             tokens = work.tokens[work.row_starts[row] : work.row_starts[row + 1]]
             self._count(batch, b, tokens, int(work.first_positions[row]))
@@ -278,7 +276,7 @@ class ReferenceBackend:
         """Extends the drafter over the chunks: each row with the token after it."""
         assert self._drafter is not None
         fed = [
-            Fed(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b], seen[b])
+            ExtendRows(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b], seen[b])
             for b, chunk in enumerate(chunks)
         ]
         draft_from = self.state.draft_from[batch.slots]
@@ -286,7 +284,9 @@ class ReferenceBackend:
 
     # Decode
 
-    def _decode(self, batch: Batch, work: Decode, mask: Mask | None) -> dict[str, np.ndarray]:
+    def _decode(
+        self, batch: Batch, work: Decode, mask: GrammarBitmask | None
+    ) -> dict[str, np.ndarray]:
         trees = self._trees(batch, work)
         lengths = self.state.lengths[batch.slots]
         forward, kept = model.verify(
@@ -325,7 +325,7 @@ class ReferenceBackend:
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
         passed = forward.at(accepted.rows.reshape(-1))
         path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
-        fed = Fed(0, path_tokens, tokens.reshape(-1), passed, Seeing())
+        fed = ExtendRows(0, path_tokens, tokens.reshape(-1), passed, Seeing())
         self._extend(batch, work.shape, lengths, fed, counts)
         fields_of = {"tokens": tokens, "counts": counts, "failed": accepted.failed, "saved": saved}
         K = self.capacity.max_logprobs
@@ -341,7 +341,7 @@ class ReferenceBackend:
             return Trees(tokens, drafts.parents[index], drafts.num_nodes[index], forced)
         if work.copies is None:
             return self._draft(batch, work.shape)
-        given = Copies(**{name: each[batch.index] for name, each in vars(work.copies).items()})
+        given = NgramTrees(**{name: each[batch.index] for name, each in vars(work.copies).items()})
         own, newest = work.shape.drafter, self.state.newest[batch.slots]
         weights = np.zeros((len(newest), 1), np.float32)
         alone = replace(roots(newest), weights=weights)
@@ -381,7 +381,7 @@ class ReferenceBackend:
         batch: Batch,
         shape: TreeShape,
         kv: KV,
-        kept: gdn_state.Kept,
+        kept: gdn_state.ReplayInputs,
         path: Int[np.ndarray, "B W"],
         counts: Int[np.ndarray, " B"],
         tokens: Int[np.ndarray, "B W"],
@@ -430,7 +430,7 @@ class ReferenceBackend:
         batch: Batch,
         shape: TreeShape,
         lengths: Int[np.ndarray, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         counts: Int[np.ndarray, " B"],
     ) -> None:
         """Extends the drafter over the accepted path; a plain step does not."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.models.config import ModelConfig
 from shared.spec import model, ngram, vision_encoder
-from shared.spec.gdn_state import DeltaState
+from shared.spec.gdn_state import GDNState
 from shared.spec.model import KV
 
 
@@ -39,15 +39,15 @@ class DeviceState:
     seen: Int32[np.ndarray, "slots vocab"]
     draft_from: Int32[np.ndarray, " slots"]
     kv: KV
-    delta: DeltaState
-    snapshots: DeltaState
+    delta: GDNState
+    snapshots: GDNState
     pool: Float32[np.ndarray, "rows hidden"]
-    begun: vision_encoder.Begun | None
+    begun: vision_encoder.EncoderState | None
     turn_deltas: Int32[np.ndarray, " slots"]
-    texts: ngram.Memory | None
+    texts: ngram.NgramState | None
 
 
-def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
+def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
     """Allocates zeroed memory for all slots, pages and snapshots."""
     num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     pictures = capacity.pictures
@@ -66,8 +66,8 @@ def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
     )
 
 
-def _new_texts(capacity: Capacity) -> ngram.Memory | None:
+def _new_texts(capacity: BackendLimits) -> ngram.NgramState | None:
     if capacity.texts is None:
         return None
     tails = np.zeros((capacity.num_slots, ngram.WINDOW), np.int32)
-    return ngram.Memory(tails, ngram.Table.empty(capacity.texts.groups))
+    return ngram.NgramState(tails, ngram.NgramTable.empty(capacity.texts.groups))

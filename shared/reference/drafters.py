@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.boundary.backend import Blueprint, Capacity
+from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
-from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
+from shared.reference.rows import Batch, ExtendRows, Ranking, Trees, put, take
 from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
@@ -30,7 +30,7 @@ class ReferenceDrafter(Protocol):
         ...
 
     def prefill(
-        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
         """Extends the drafter over each row's prompt chunk.
 
@@ -57,7 +57,7 @@ class ReferenceDrafter(Protocol):
     def extend(
         self,
         batch: Batch,
-        fed: Fed,
+        fed: ExtendRows,
         lengths: Int[np.ndarray, " B"],
         counts: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
@@ -79,7 +79,7 @@ class ReferenceDrafter(Protocol):
 class HeadDrafter:
     """Drafter for NEXTN, EAGLE and EAGLE-3."""
 
-    def __init__(self, drafter: eagle.Drafter, capacity: Capacity) -> None:
+    def __init__(self, drafter: eagle.Drafter, capacity: BackendLimits) -> None:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
         pool = (capacity.num_pages, capacity.page_size)
@@ -97,7 +97,7 @@ class HeadDrafter:
             array[batch.slots[batch.starts]] = 0
 
     def prefill(
-        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         out, logits = [], []
@@ -140,7 +140,7 @@ class HeadDrafter:
     def extend(
         self,
         batch: Batch,
-        fed: Fed,
+        fed: ExtendRows,
         lengths: Int[np.ndarray, " B"],
         counts: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
@@ -174,7 +174,7 @@ class HeadDrafter:
 class BlockDrafter:
     """Drafter for DFLASH, DSPARK and DFLASH2."""
 
-    def __init__(self, drafter: dflash.Drafter, capacity: Capacity) -> None:
+    def __init__(self, drafter: dflash.Drafter, capacity: BackendLimits) -> None:
         pool = (capacity.num_pages, capacity.page_size)
         self._drafter = drafter
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
@@ -183,7 +183,7 @@ class BlockDrafter:
         """Does nothing: KV of an earlier owner is before every row's context."""
 
     def prefill(
-        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
@@ -221,7 +221,7 @@ class BlockDrafter:
     def extend(
         self,
         batch: Batch,
-        fed: Fed,
+        fed: ExtendRows,
         lengths: Int[np.ndarray, " B"],
         counts: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
@@ -236,7 +236,7 @@ class BlockDrafter:
 class StandaloneDrafter:
     """Drafter for STANDALONE."""
 
-    def __init__(self, small: SmallModel, capacity: Capacity) -> None:
+    def __init__(self, small: SmallModel, capacity: BackendLimits) -> None:
         config: ModelConfig = small.config
         pool = (capacity.num_pages, capacity.page_size)
         self._small, self._width = small, capacity.max_width
@@ -249,7 +249,7 @@ class StandaloneDrafter:
         self._state = batch.restored(self._state, self._snapshots)
 
     def prefill(
-        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
@@ -295,7 +295,7 @@ class StandaloneDrafter:
     def extend(
         self,
         batch: Batch,
-        fed: Fed,
+        fed: ExtendRows,
         lengths: Int[np.ndarray, " B"],
         counts: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
@@ -329,7 +329,7 @@ def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, "
 
 
 def drafter_of(
-    blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
+    blueprint: BackendSpec, weights: Weights, draft_weights: Weights | None
 ) -> ReferenceDrafter | None:
     """Returns the drafter with its weights and the target's; None without a drafter."""
     drafts, capacity, config = blueprint.drafts, blueprint.capacity, blueprint.config

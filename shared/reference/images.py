@@ -5,17 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.boundary.images import Encode, PicturePool, Pictures
+from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
 from shared.reference.device_state import DeviceState
 from shared.spec import vision_encoder
-from shared.spec.layers import Shown
+from shared.spec.layers import ImageEmbeds
 from shared.spec.model import Weights
 
 
 def encode(
-    work: Encode,
+    work: EncodeImage,
     blocks: range,
-    pictures: PicturePool | None,
+    pictures: EncoderCacheSpec | None,
     weights: Weights | None,
     state: DeviceState,
 ) -> None:
@@ -49,22 +49,22 @@ class Seeing:
     """
 
     turns: Int[np.ndarray, "R 3"] | None = None
-    shown: Shown | None = None
+    shown: ImageEmbeds | None = None
 
     @classmethod
     def of(
-        cls, pictures: Pictures | None, pool: Float[np.ndarray, "rows hidden"], at: slice
+        cls, pictures: ImageInputs | None, pool: Float[np.ndarray, "rows hidden"], at: slice
     ) -> "Seeing":
         """Returns the image inputs of a chunk's tokens."""
         if pictures is None:
             return cls()
-        return cls(pictures.turns[at], Shown(pool, pictures.sources[at]))
+        return cls(pictures.turns[at], ImageEmbeds(pool, pictures.sources[at]))
 
     def part(self, first: int, end: int | None) -> "Seeing":
         """Returns the image inputs of a range of the rows; `end` None is the last row."""
         if self.turns is None or self.shown is None:
             return self
-        shown = Shown(self.shown.pool, self.shown.sources[first:end])
+        shown = ImageEmbeds(self.shown.pool, self.shown.sources[first:end])
         return Seeing(self.turns[first:end], shown)
 
     def before(self, next_source: int) -> "Seeing":
@@ -72,4 +72,4 @@ class Seeing:
         if self.shown is None:
             return self
         sources = np.append(self.shown.sources[1:], next_source)
-        return Seeing(self.turns, Shown(self.shown.pool, sources))
+        return Seeing(self.turns, ImageEmbeds(self.shown.pool, sources))

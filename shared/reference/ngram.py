@@ -7,10 +7,10 @@ from shared.boundary.backend import Prefill
 from shared.reference.rows import Batch, Trees
 from shared.spec import ngram
 from shared.spec.draft_tree import TreeShape
-from shared.spec.ngram import Memory
+from shared.spec.ngram import NgramState
 
 
-def grown(memory: Memory, batch: Batch, shape: TreeShape, accept_rule: str) -> Trees:
+def grown(memory: NgramState, batch: Batch, shape: TreeShape, accept_rule: str) -> Trees:
     """Drafts a tree for each row from the n-gram table."""
     assert batch.texts is not None
     given = (memory.tails[batch.slots], batch.texts.scopes, batch.sampling.max_drafts)
@@ -21,8 +21,8 @@ def grown(memory: Memory, batch: Batch, shape: TreeShape, accept_rule: str) -> T
 
 
 def learn_prompts(
-    memory: Memory, batch: Batch, work: Prefill, newest: Int[np.ndarray, " B"]
-) -> Memory:
+    memory: NgramState, batch: Batch, work: Prefill, newest: Int[np.ndarray, " B"]
+) -> NgramState:
     """Inserts the chunks of a prefill into the n-gram table, except image tokens.
 
     Args:
@@ -50,8 +50,8 @@ def learn_prompts(
 
 
 def learn_outputs(
-    memory: Memory, batch: Batch, tokens: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
-) -> Memory:
+    memory: NgramState, batch: Batch, tokens: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
+) -> NgramState:
     """Inserts the tokens that a step has committed."""
     assert batch.texts is not None
     return ngram.learn_outputs(memory, batch.slots, tokens, counts, batch.texts.scopes)

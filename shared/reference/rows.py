@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, UInt32
 
-from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
+from shared.boundary.backend import GrammarBitmask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
-from shared.boundary.ngram_table import Texts
+from shared.boundary.ngram_table import NgramScopes
 from shared.reference.images import Seeing
 from shared.spec import (
     acceptance,
@@ -24,10 +24,10 @@ from shared.spec import (
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Tree
-from shared.spec.gdn_state import DeltaState
-from shared.spec.merge_drafts import Copies, Grown, Joined
+from shared.spec.gdn_state import GDNState
+from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from shared.spec.model import Forward
-from shared.spec.sampling import Sampling, Seen
+from shared.spec.sampling import Sampling, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Batch:
     snapshots: Snapshots
     num_padding: int
     deltas: Int32[np.ndarray, " B"] | None
-    texts: Texts | None
+    texts: NgramScopes | None
 
     @classmethod
     def of(cls, plan: StepPlan, turn_deltas: Int32[np.ndarray, " slots"] | None) -> "Batch":
@@ -60,7 +60,7 @@ class Batch:
         snapshots, texts = plan.snapshots, plan.texts
         if texts is not None:
             before = None if texts.before is None else texts.before[index]
-            texts = Texts(texts.scopes[index], before)
+            texts = NgramScopes(texts.scopes[index], before)
         return cls(
             index,
             plan.slots[index],
@@ -79,17 +79,17 @@ class Batch:
         """Adds M-RoPE positions to text rows of a vision-language model."""
         return rows if self.deltas is None else attention.turned(rows, self.deltas)
 
-    def restored(self, state: DeltaState, snapshots: DeltaState) -> DeltaState:
+    def restored(self, state: GDNState, snapshots: GDNState) -> GDNState:
         """Returns the states of all slots, with those of starting rows reset to their snapshots."""
         rows = (self.slots, self.snapshots.restore, self.starts)
-        return DeltaState(
+        return GDNState(
             slot_state.restore(state.recurrent, snapshots.recurrent, *rows),
             slot_state.restore(state.window, snapshots.window, *rows),
         )
 
 
 @dataclass(frozen=True)
-class Fed:
+class ExtendRows:
     """Committed rows for draft extend: a chunk of one request, or all accepted paths.
 
     Attributes:
@@ -116,8 +116,8 @@ class Trees:
       forced: True for rows whose chain is accepted whatever the target predicts.
       weights: Path weights of drafted nodes; None for trees from the host.
       drafted: Processed logits that a chain's draft tokens were sampled from; None if not sampled.
-      origins: Sources of the nodes of merged trees, see `shared.spec.merge_drafts.Joined`; else
-        None.
+      origins: Sources of the nodes of merged trees, see `shared.spec.merge_drafts.MergedTrees`;
+        else None.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -126,7 +126,7 @@ class Trees:
     forced: Bool[np.ndarray, " B"]
     weights: Float[np.ndarray, "B N"] | None = None
     drafted: Float[np.ndarray, "B S vocab"] | None = None
-    origins: Joined | None = None
+    origins: MergedTrees | None = None
 
     @classmethod
     def drafted_as(cls, tree: Tree) -> "Trees":
@@ -143,7 +143,7 @@ class Trees:
 
     def joined(
         self,
-        given: Copies,
+        given: NgramTrees,
         calibration: Float[np.ndarray, "B S_max"],
         lengths: Int[np.ndarray, " B"],
         max_drafts: Int[np.ndarray, " B"],
@@ -153,7 +153,7 @@ class Trees:
         """Returns the best nodes of these trees merged with n-gram drafts."""
         assert self.weights is not None  # set for drafted trees
         ranked = verify_budget.rank_weights(self.parents, self.weights, calibration)
-        grown = Grown(self.tokens, self.parents, self.num_nodes, ranked)
+        grown = DraftedTrees(self.tokens, self.parents, self.num_nodes, ranked)
         found = merge_drafts.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
         trees = (found.tokens, found.parents, found.num_nodes)
         return Trees(*trees, self.forced, origins=found)
@@ -181,12 +181,12 @@ class Trees:
         return choices, np.where(self.forced, forced, walked)
 
 
-def take(state: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
+def take(state: GDNState, index: Int[np.ndarray, " B"]) -> GDNState:
     """Returns the states of some slots or snapshots."""
-    return DeltaState(state.recurrent[:, index], state.window[:, index])
+    return GDNState(state.recurrent[:, index], state.window[:, index])
 
 
-def put(state: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> None:
+def put(state: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> None:
     """Writes the states of some slots or snapshots."""
     state.recurrent[:, index] = rows.recurrent
     state.window[:, index] = rows.window
@@ -198,7 +198,7 @@ class Ranking:
 
     Attributes:
       sampling, slots, lengths: Those of the batch's rows.
-      counts: Token counts of all slots, see `sampling.Seen`.
+      counts: Token counts of all slots, see `sampling.TokenCounts`.
       width: Children of a node.
       columns: Target token id of each of the drafter's logits; None if the vocabularies are equal.
       kept: List that receives the processed logits of each level if draft tokens are sampled for
@@ -219,7 +219,7 @@ class Ranking:
         """Returns the best children of nodes, and the log weights of their edges."""
         B, k, level = paths.shape
         path = paths.reshape(B * k, level)
-        seen = Seen(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
+        seen = TokenCounts(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
         return self._ranked(logits, seen, level)
 
     def chain(
@@ -230,13 +230,13 @@ class Ranking:
         """
         B, S, _ = logits.shape
         no_path = np.zeros((B, 0), np.int32)
-        seen = Seen(self.counts, self.slots, no_path, no_path.astype(bool))
+        seen = TokenCounts(self.counts, self.slots, no_path, no_path.astype(bool))
         ranked = [self._ranked(logits[:, level, None], seen, level) for level in range(S)]
         ids, edges = (np.stack(parts, axis=1) for parts in zip(*ranked, strict=True))
         return ids[:, :, 0, 0], edges[:, :, 0, 0]
 
     def _ranked(
-        self, logits: Float[np.ndarray, "B k vocab"], seen: Seen, level: int
+        self, logits: Float[np.ndarray, "B k vocab"], seen: TokenCounts, level: int
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
         positions = self.lengths + level + 1
         keys, stream = positions, gumbel_noise.TARGET_STREAM
@@ -267,7 +267,7 @@ class Ranking:
 
 
 def allowed_of(
-    mask: Mask | None, index: Int[np.ndarray, " B"], vocab: int
+    mask: GrammarBitmask | None, index: Int[np.ndarray, " B"], vocab: int
 ) -> Bool[np.ndarray, "B N vocab"] | None:
     """Returns the tokens that the grammar allows at each node; None without a grammar."""
     if mask is None:

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from shared.spec.gumbel_noise import RESIDUAL_STREAM, TARGET_STREAM, uniforms
 from shared.spec.sampling import (
     Sampling,
-    Seen,
+    TokenCounts,
     best,
     is_finite,
     perturbed,
@@ -150,7 +150,7 @@ def failed(is_bad: Bool[np.ndarray, "B N"], path: Int[np.ndarray, "B W"]) -> Boo
 
 
 @dataclass(frozen=True)
-class Followed:
+class AcceptedPath:
     """Accepted path of a verify step in each tree.
 
     Attributes:
@@ -176,7 +176,7 @@ def follow(
     is_finite: Bool[np.ndarray, " R"],
     is_row: Bool[np.ndarray, " B"],
     depth: int,
-) -> Followed:
+) -> AcceptedPath:
     """Walks the choices and returns the accepted path with its output tokens.
 
     Args:
@@ -189,7 +189,7 @@ def follow(
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = np.where(is_row & ~has_failed, counts, 0).astype(np.int32)
     rows = np.take_along_axis(row_of, path, axis=1)
-    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
+    return AcceptedPath(path, counts, emitted(choices, path, counts), has_failed, rows)
 
 
 def certain_law(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:
@@ -291,7 +291,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 def judge(
     logits: Float[np.ndarray, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     sampling: Sampling,
     request: Int[np.ndarray, " R"],

@@ -126,7 +126,7 @@ def grown_rows(
     return np.concatenate([q * growth[:, None], kv], axis=1)
 
 
-class Bounds(NamedTuple):
+class RowBounds(NamedTuple):
     """Bounds of the KV positions that a request's rows read and write; undefined for a request
     without rows.
 
@@ -145,11 +145,11 @@ class Bounds(NamedTuple):
     new_until: Any
 
 
-BOUNDS = len(Bounds._fields)
+BOUNDS = len(RowBounds._fields)
 
 
 def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B bounds"]:
-    """Computes the `Bounds` of each request, once per step for all layers' kernels."""
+    """Computes the `RowBounds` of each request, once per step for all layers' kernels."""
     bounds = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
     for request, (start, stop) in enumerate(pairwise(row_starts)):
         if start < stop:
@@ -157,7 +157,7 @@ def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B 
             first, until = rows.first[span], rows.until[span]
             low = min(first.min(), until.min())
             places = rows.places[span][rows.is_real[span]]
-            bounds[request] = Bounds(
+            bounds[request] = RowBounds(
                 low=low,
                 seen_from=first.min(),
                 seen_until=until.max(),

@@ -14,7 +14,7 @@ from shared.models.config import ModelConfig
 from shared.spec import layers, linear, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
-from shared.spec.linear import Stream
+from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Hidden
 
 Norm = Float[np.ndarray, " hidden"]
@@ -116,12 +116,15 @@ def layer(
       The residual stream, its norm for the next layer or for the output, and the KV.
     """
     read, added = _around(sizes, block, weights, "attention", number, normed)
-    own, nothing = (sizes, sizes.attention, weights, "layer.", number), Stream(np.zeros_like(x))
+    own, nothing = (
+        (sizes, sizes.attention, weights, "layer.", number),
+        NormedStream(np.zeros_like(x)),
+    )
     mixed, kv = model.attention_layer(*own, read, nothing, rows, kv)
     x, normed = added(mixed.rows, x, weights["layer.post_attention_norm"][number])
     read, added = _around(sizes, block, weights, "mlp", number, normed)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
-    fed = linear.product(linear.gated_product(Stream(read), None, gate_up), down)
+    fed = linear.product(linear.gated_product(NormedStream(read), None, gate_up), down)
     norms = [*weights["layer.input_norm"], weights["final_norm"]]
     return *added(fed, x, norms[number + 1]), kv
 

@@ -22,7 +22,7 @@ from shared.spec import convolution, draft_tree, layers, linear, model, verify_b
 from shared.spec.attention import Rows
 from shared.spec.attention_layer import Heads, mix_keys
 from shared.spec.eagle import HeadWeights, Tree, embedding
-from shared.spec.linear import Stream
+from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Hidden, Weights
 from shared.spec.sampling import over_tokens
 
@@ -137,7 +137,7 @@ def fill(
         for layer, seen in enumerate(rows):
             x, out, kv = convolution.layer(sizes, block, weights, layer, x, out, seen, kv)
         return out.reshape(len(newest), block.size, -1), kv
-    stream = Stream(x)
+    stream = NormedStream(x)
     for layer, seen in enumerate(rows):
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)

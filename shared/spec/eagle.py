@@ -20,8 +20,8 @@ from shared.models.layers import AttentionConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import Level, TreeShape
-from shared.spec.layers import Shown
-from shared.spec.linear import Stream
+from shared.spec.layers import ImageEmbeds
+from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
 
@@ -29,7 +29,7 @@ Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
 HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
-Head = Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, Logits, KV]]
+Head = Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, Logits, KV]]
 """Draft head bound to its weights. Inputs: rows, each row's next token, image embeddings that
 replace some token embeddings, each row's hidden state, and the head's KV. Outputs: the hidden state
 for the next draft step, the logits, and the KV."""
@@ -48,7 +48,7 @@ def mtp(
     weights: Weights,
     rows: Rows,
     tokens: Tokens,
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
@@ -79,7 +79,7 @@ def eagle(
     target: Weights,
     rows: Rows,
     tokens: Tokens,
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
@@ -126,7 +126,7 @@ def eagle3(
     target: Weights,
     rows: Rows,
     tokens: Tokens,
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
@@ -223,7 +223,7 @@ def _layers(
     """
     first, pools = KV(kv.k[:1], kv.v[:1]), KV(kv.k[1:], kv.v[1:])
     x, first = _decoder_layer(config, weights, "layer.", x, y, rows, first)
-    stream = Stream(x)
+    stream = NormedStream(x)
     for place, each in enumerate(config.layers[1:]):
         y = model.norm(config, stream.rows, weights["later.input_norm"][place])
         attention, where = each.mixer, ("later.", place)
@@ -246,7 +246,7 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """Computes one layer with the residual `x`, whose attention reads `y`."""
-    given = (config.attention, weights, prefix, 0, y, Stream(x), rows, kv)
+    given = (config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv)
     stream, kv = model.attention_layer(config, *given)
     fed = config.draft_layer.feed
     return model.feed(config, fed, weights, prefix, 0, 0, stream).rows, kv

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 from shared.spec import layers, linear
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Matrix, NormedStream
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Chosen:
 
 def choose(
     logits: Float32[np.ndarray, "R experts"],
-    config: ExpertsConfig,
+    config: MoEConfig,
     bias: Float32[np.ndarray, " experts"] | None,
 ) -> Chosen:
     """Router: selects the experts with the largest logits or scores of each row; ties go to the
@@ -85,7 +85,7 @@ def choose(
     return Chosen(ids, weights * np.float32(config.routed_factor))
 
 
-def _in_best_groups(ranked: Float32[np.ndarray, "R experts"], config: ExpertsConfig) -> np.ndarray:
+def _in_best_groups(ranked: Float32[np.ndarray, "R experts"], config: MoEConfig) -> np.ndarray:
     """Returns a mask of the experts in the best groups, which are ranked by the sum of their two
     best scores.
     """
@@ -109,7 +109,7 @@ def _summed(x: Float32[np.ndarray, "R some"]) -> Float32[np.ndarray, "R 1"]:
 
 
 def experts(
-    x: Float[np.ndarray, "R hidden"], config: ExpertsConfig, weights: Experts
+    x: Float[np.ndarray, "R hidden"], config: MoEConfig, weights: Experts
 ) -> Float32[np.ndarray, "R hidden"]:
     """Computes the output of the MoE block for each row, in float32.
 
@@ -138,7 +138,7 @@ def _of_expert(
 
 
 def _shared(
-    x: Float[np.ndarray, "R hidden"], config: ExpertsConfig, weights: Experts
+    x: Float[np.ndarray, "R hidden"], config: MoEConfig, weights: Experts
 ) -> Float32[np.ndarray, "R hidden"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return _of_expert(x, weights, config.num_experts)
@@ -153,18 +153,18 @@ def _mlp(
     return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
 
 
-def counted(stream: Stream) -> Stream:
+def counted(stream: NormedStream) -> NormedStream:
     """Returns the stream for layers with experts; GPU backends add counters to it here."""
     return stream
 
 
 def added_experts(
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Float[np.ndarray, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     """Computes RMS norm, MoE block and residual addition; the sum is rounded once.
 
     Args:

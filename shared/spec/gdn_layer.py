@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 
 from shared.models.layers import GatedDeltaConfig
 from shared.spec.gdn_state import (
-    DeltaState,
-    DeltaWeights,
-    Kept,
+    GDNState,
+    GDNWeights,
+    ReplayInputs,
     mix_chunks,
     mix_step,
     mix_tree,
@@ -24,7 +24,7 @@ from shared.spec.gdn_state import (
 
 
 @dataclass(frozen=True)
-class Nodes:
+class TreeNodes:
     """Layout of the nodes of a step's trees.
 
     Attributes:
@@ -41,27 +41,27 @@ class Nodes:
     node: Int[np.ndarray, " R"]
 
 
-def take(states: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
+def take(states: GDNState, index: Int[np.ndarray, " B"]) -> GDNState:
     """Reads the states of some slots or snapshots."""
-    return DeltaState(states.recurrent[:, index], states.window[:, index])
+    return GDNState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> DeltaState:
+def put(states: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> GDNState:
     """Writes the states of some slots or snapshots."""
     recurrent, window = states.recurrent.copy(), states.window.copy()
     recurrent[:, index], window[:, index] = rows.recurrent, rows.window
-    return DeltaState(recurrent, window)
+    return GDNState(recurrent, window)
 
 
 def feed(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[np.ndarray, " B"],
     row_starts: Int[np.ndarray, " B1"],
-) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
+) -> tuple[Float[np.ndarray, "R values"], GDNState]:
     """GDN prefill: applies `mamba_state.mix_chunks` to one layer.
 
     Args:
@@ -76,18 +76,18 @@ def feed(
     out, *new = mix_chunks(inputs, weights, sizes, *held, row_starts)
     recurrent, window = states.recurrent.copy(), states.window.copy()
     recurrent[layer, slots], window[layer, slots] = new
-    return out, DeltaState(recurrent, window)
+    return out, GDNState(recurrent, window)
 
 
 def verify(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[np.ndarray, " B"],
-    nodes: Nodes,
-) -> tuple[Float[np.ndarray, "R values"], Kept]:
+    nodes: TreeNodes,
+) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
     """GDN tree verification: applies `mamba_state.mix_tree` to one layer; see `feed`."""
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
@@ -96,12 +96,12 @@ def verify(
 
 def advance(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[np.ndarray, " B"],
-) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
+) -> tuple[Float[np.ndarray, "R values"], GDNState]:
     """GDN decode: applies `mamba_state.mix_step` to one layer; `commit` updates the convolution
     windows.
     """
@@ -109,19 +109,19 @@ def advance(
     out, new, _ = mix_step(inputs, weights, sizes, *held)
     recurrent = states.recurrent.copy()
     recurrent[layer, slots] = new
-    return out, DeltaState(recurrent, states.window)
+    return out, GDNState(recurrent, states.window)
 
 
 def commit(
-    states: DeltaState,
-    snapshots: DeltaState,
-    kept: Kept | Float[np.ndarray, "L B one C"],
+    states: GDNState,
+    snapshots: GDNState,
+    kept: ReplayInputs | Float[np.ndarray, "L B one C"],
     slots: Int[np.ndarray, " B"],
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
     save_after: Int[np.ndarray, " B"],
     save: Int[np.ndarray, " B"],
-) -> tuple[DeltaState, DeltaState]:
+) -> tuple[GDNState, GDNState]:
     """State commit: applies `mamba_state.replay` to all layers, or only the windows of advanced
     states.
 
@@ -134,12 +134,12 @@ def commit(
     """
     before = take(states, slots)
     passed = (save_after >= 1) & (save_after <= counts) & (save != 0)
-    if isinstance(kept, Kept):
+    if isinstance(kept, ReplayInputs):
         new, saved, _ = replay(before, kept, path, counts, save_after)
     else:
         lengths = (counts, np.where(passed, save_after, 0))
         new, saved = (
-            DeltaState(before.recurrent, path_window(before.window, kept, x)) for x in lengths
+            GDNState(before.recurrent, path_window(before.window, kept, x)) for x in lengths
         )
     taken = take(saved, np.flatnonzero(passed))
     return put(states, slots, new), put(snapshots, save[passed], taken)

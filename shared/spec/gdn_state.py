@@ -21,7 +21,7 @@ WINDOW = 3
 
 
 @dataclass(frozen=True)
-class DeltaState:
+class GDNState:
     """States of a batch of rows in all GDN layers.
 
     Attributes:
@@ -34,7 +34,7 @@ class DeltaState:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReplayInputs:
     """Replay inputs: what a verify step stores of its nodes in all GDN layers, exactly as it used
     them.
     """
@@ -99,12 +99,12 @@ def path_window(
 
 
 def replay(
-    state: DeltaState,
-    kept: Kept,
+    state: GDNState,
+    kept: ReplayInputs,
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
     save_after: Int[np.ndarray, " B"],
-) -> tuple[DeltaState, DeltaState, Bool[np.ndarray, " B"]]:
+) -> tuple[GDNState, GDNState, Bool[np.ndarray, " B"]]:
     """Advances each row's state along its accepted path (state replay).
 
     Args:
@@ -132,11 +132,11 @@ def replay(
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, np.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
-    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+    return GDNState(recurrent, new_window), GDNState(saved, save_window), passed
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
+class GDNWeights:
     """Weights of a GDN layer besides its two matrices.
 
     Attributes:
@@ -154,7 +154,7 @@ class DeltaWeights:
 
 def mix_chunks(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
@@ -187,7 +187,7 @@ def mix_chunks(
 
 def mix_tree(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
@@ -195,7 +195,7 @@ def mix_tree(
     row_of: Int[np.ndarray, "B N"],
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
-) -> tuple[Float[np.ndarray, "R values"], Kept]:
+) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
     """GDN tree verification: same as `mix_chunks`, for draft trees and without changing the states.
 
     Args:
@@ -216,13 +216,13 @@ def mix_tree(
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     log_decay, beta = (gate[row_of] for gate in gates)
     out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
-    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    kept = ReplayInputs(*(x[None] for x in (k, v, log_decay, beta, before)))
     return _normed(out[request, node], z, weights), kept
 
 
 def mix_step(
     inputs: Float[np.ndarray, "B outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
@@ -258,6 +258,6 @@ def _heads_of(
 
 
 def _normed(
-    out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: DeltaWeights
+    out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: GDNWeights
 ) -> Float[np.ndarray, "R values"]:
     return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)

@@ -34,7 +34,7 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ImageEmbeds:
     """Image embeddings that replace token embeddings.
 
     Attributes:
@@ -49,7 +49,7 @@ class Shown:
 def embedded(
     table: Float[np.ndarray, "vocab hidden"],
     tokens: Int[np.ndarray, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     factor: float = 1.0,
 ) -> Float[np.ndarray, "R hidden"]:
     """Looks up token embeddings, times a factor, and replaces those of image tokens."""

@@ -4,7 +4,7 @@ weights.
 A decoder layer is split as a GPU splits it: a product with the input norm fused, the mixer, a
 product with residual addition, a gate/up product with the norm before and SiLU after it, and
 another product with residual addition. Each is one operation here, defined as the composition of
-the elementary ones in `layers`. A `Stream` passes from one operation to the next.
+the elementary ones in `layers`. A `NormedStream` passes from one operation to the next.
 """
 
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class NormedStream:
     """Residual stream between two operations of a layer.
 
     The operation that writes the rows also knows the next norm, and can compute a part of it.
@@ -100,7 +100,7 @@ class Stream:
         norm: Float[np.ndarray, " hidden"] | None = None,
         scaled: Float[np.ndarray, "R hidden"] | None = None,
         squares: Float[np.ndarray, "R chunks"] | None = None,
-    ) -> "Stream":
+    ) -> "NormedStream":
         """Returns the next stream: other rows, with the same number of real ones."""
         return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
 
@@ -109,9 +109,9 @@ def stream(
     rows: Float[np.ndarray, "R hidden"],
     norm: Float[np.ndarray, " hidden"] | None = None,
     count: Int[np.ndarray, " 1"] | None = None,
-) -> Stream:
+) -> NormedStream:
     """Returns the residual stream at the start of a pass, with the scale of its next norm."""
-    return Stream(rows, norm, count=count)
+    return NormedStream(rows, norm, count=count)
 
 
 def product(
@@ -147,7 +147,7 @@ def product_float32(
 
 
 def normed_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
     """Computes RMS norm and linear product of each row.
 
@@ -163,10 +163,10 @@ def normed_product(
 def added_product(
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Float[np.ndarray, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     """Computes a linear product times a factor and adds it to the residual stream.
 
     Args:
@@ -181,14 +181,17 @@ def added_product(
 
 
 def added_norm(
-    x: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"], eps: float, stream: Stream
-) -> Stream:
+    x: Float[np.ndarray, "R hidden"],
+    norm: Float[np.ndarray, " hidden"],
+    eps: float,
+    stream: NormedStream,
+) -> NormedStream:
     """Adds the RMS norm of each row to the stream (post-norm)."""
     return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
 
 
 def gated_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
     """Computes silu(gate) * up of the normed rows; the weight contains the gate rows, then the up
     rows.

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from shared.spec import linear, sampling
 from shared.spec.linear import Matrix
-from shared.spec.sampling import Chosen, Ranked, Sampling, Seen
+from shared.spec.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ def scores(projection: Projection) -> Float[np.ndarray, "R vocab"]:
 
 
 def asking(
-    seen: Seen, positions: Int[np.ndarray, " R"], params: Sampling, request: Int[np.ndarray, " R"]
+    seen: TokenCounts,
+    positions: Int[np.ndarray, " R"],
+    params: Sampling,
+    request: Int[np.ndarray, " R"],
 ) -> Bool[np.ndarray, " R"]:
     """Returns True for rows that need more than the argmax: noise, penalties, biases, or a minimum
     length.
@@ -58,37 +61,37 @@ def asking(
 
 def joined(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     params: Sampling,
     request: Int[np.ndarray, " R"],
-) -> Chosen:
+) -> SampledTokens:
     """Same as `choose` without a mask; GPU backends fuse it and do not store logits."""
     return choose(projection, seen, positions, params, request, None)
 
 
 def choose(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     params: Sampling,
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
-) -> Chosen:
+) -> SampledTokens:
     """Returns the target's token of each row; for the arguments see `sampling.choose`."""
     return sampling.choose(scores(projection), seen, positions, params, request, allowed)
 
 
 def ranked(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " B"],
     params: Sampling,
     keys: Int[np.ndarray, " B"],
     stream: int,
     width: int,
     columns: Int[np.ndarray, " vocab"] | None,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as `rank` for draft tokens that are not sampled; GPU backends fuse it and do not store
     logits.
     """
@@ -97,7 +100,7 @@ def ranked(
 
 def rank(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " B"],
     params: Sampling,
     keys: Int[np.ndarray, " B"],
@@ -105,7 +108,7 @@ def rank(
     width: int,
     is_sampled: bool,
     columns: Int[np.ndarray, " vocab"] | None,
-) -> Ranked:
+) -> RankedCandidates:
     """Returns the best children of nodes, of which each request has the same number; see
     `sampling.rank`.
     """

@@ -25,7 +25,7 @@ class Logprobs:
     top_values: Float32[np.ndarray, "B W K"]
 
 
-class Scores(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """Prompt logprobs: each token is scored by the logits of the token before it.
 
     Attributes:
@@ -95,7 +95,7 @@ def scored(
     I32[np.ndarray, "R k"],
     Float[np.ndarray, "R k"],
 ]:
-    """Returns the fields of `Scores` for one token per row."""
+    """Returns the fields of `PromptLogprobs` for one token per row."""
     logit = np.take_along_axis(logits, ids[:, None], axis=1)
     is_before = (logits == logit) & (np.arange(logits.shape[1]) < ids[:, None])
     ranks = 1 + ((logits > logit) | is_before).sum(axis=1, dtype=np.int32)

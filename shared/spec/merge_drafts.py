@@ -25,7 +25,7 @@ from shared.spec import draft_tree, verify_budget
 
 
 @dataclass(frozen=True)
-class Copies:
+class NgramTrees:
     """Trees of n-gram drafts.
 
     Attributes:
@@ -43,7 +43,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Grown:
+class DraftedTrees:
     """Trees of a model-based drafter; for `weights` see `verify_rows.rank_weights`."""
 
     tokens: Int[np.ndarray, "B D"]
@@ -53,7 +53,7 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Joined:
+class MergedTrees:
     """Merged trees of drafted and n-gram nodes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Joined:
 
 
 def aligned(
-    copies: Copies, newest: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
+    copies: NgramTrees, newest: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
 ) -> Int[np.ndarray, " B"]:
     """Returns the node of each n-gram tree that corresponds to the newest token.
 
@@ -90,14 +90,14 @@ def aligned(
 
 
 def join(
-    grown: Grown,
-    copies: Copies,
+    grown: DraftedTrees,
+    copies: NgramTrees,
     lengths: Int[np.ndarray, " B"],
     max_drafts: Int[np.ndarray, " B"],
     nodes: int,
     depth: int,
     rows: int,
-) -> Joined:
+) -> MergedTrees:
     """Merges n-gram drafts into the drafted trees and selects the best nodes of both.
 
     Args:
@@ -136,7 +136,7 @@ def join(
     chosen, joined_parents, num_nodes = verify_budget.share(*kept, rows)
     at = np.arange(B)[:, None], chosen
     is_draft = chosen > 0
-    return Joined(
+    return MergedTrees(
         tokens=np.where(is_draft | (np.arange(nodes) == 0), tokens[at], 0).astype(np.int32),
         parents=joined_parents,
         num_nodes=num_nodes,
@@ -146,7 +146,12 @@ def join(
 
 
 def _numbers(
-    grown: Grown, copies: Copies, drafted: Bool[np.ndarray, " D"], b: int, root: int, depth: int
+    grown: DraftedTrees,
+    copies: NgramTrees,
+    drafted: Bool[np.ndarray, " D"],
+    b: int,
+    root: int,
+    depth: int,
 ) -> dict[int, int]:
     """Returns the candidate number of each n-gram node at or below the aligned one, down to `depth`
     levels.
@@ -167,8 +172,8 @@ def _numbers(
 
 
 def _weights(
-    grown: Grown,
-    copies: Copies,
+    grown: DraftedTrees,
+    copies: NgramTrees,
     drafted: Bool[np.ndarray, " numbers"],
     copied: Int[np.ndarray, " numbers"],
     parents: Int[np.ndarray, " numbers"],

@@ -13,16 +13,16 @@ from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
 from shared.models.fp8_packing import SCALES
-from shared.models.layers import AttentionConfig, DenseConfig, ExpertsConfig
+from shared.models.layers import AttentionConfig, MLPConfig, MoEConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear
 from shared.spec.attention import Rows, windowed
 from shared.spec.attention_layer import Angles, HeadNorms, Heads, grown_rows, normed_rows
 from shared.spec.attention_layer import mix as mix_heads
 from shared.spec.experts import Experts, added_experts
-from shared.spec.gdn_state import DeltaState, DeltaWeights, Kept
-from shared.spec.layers import Shown
-from shared.spec.linear import Matrix, Stream
+from shared.spec.gdn_state import GDNState, GDNWeights, ReplayInputs
+from shared.spec.layers import ImageEmbeds
+from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import turn_of_pairs
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
@@ -64,17 +64,17 @@ def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int)
     return KV(keys, values)
 
 
-def new_state(config: ModelConfig, batch: int) -> DeltaState:
+def new_state(config: ModelConfig, batch: int) -> GDNState:
     """Returns the states of `batch` rows before their first token; empty for a model without GDN
     layers.
     """
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
-        return DeltaState(
+        return GDNState(
             np.zeros((0, batch, 0, 0, 0), np.float32),
             np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
         )
-    return DeltaState(
+    return GDNState(
         **{x.name: np.zeros((num_layers, batch, *x.shape), np.float32) for x in sizes.kept}
     )
 
@@ -83,14 +83,14 @@ def prefill(
     config: ModelConfig,
     weights: Weights,
     kv: KV,
-    state: DeltaState,
+    state: GDNState,
     tokens: Int[np.ndarray, " T"],
     row_starts: Int[np.ndarray, " B1"],
     first_positions: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     turns: Int[np.ndarray, "T 3"] | None,
-) -> tuple[Forward, DeltaState]:
+) -> tuple[Forward, GDNState]:
     """Runs prompt chunks of several requests and advances their states.
 
     Args:
@@ -107,14 +107,14 @@ def prefill(
     mixer = Chunks(config, weights, state, row_starts)
     rows = replace(rows, turns=turns)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
-    return passed, DeltaState(mixer.recurrent, mixer.window)
+    return passed, GDNState(mixer.recurrent, mixer.window)
 
 
 def verify(
     config: ModelConfig,
     weights: Weights,
     kv: KV,
-    state: DeltaState,
+    state: GDNState,
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
     num_nodes: Int[np.ndarray, " B"],
@@ -122,7 +122,7 @@ def verify(
     page_table: Int[np.ndarray, "B table"],
     rows: int,
     delta: Int[np.ndarray, " B"] | None,
-) -> tuple[Forward, Kept]:
+) -> tuple[Forward, ReplayInputs]:
     """Verifies one draft tree per request without changing states or KV below the lengths.
 
     Args:
@@ -152,7 +152,7 @@ def forward(
     kv: KV,
     rows: Rows,
     tokens: Int[np.ndarray, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     mixer: DeltaMixer,
 ) -> Forward:
     """Runs all layers over ragged rows, with a given visibility.
@@ -269,10 +269,10 @@ def attention_layer(
     prefix: str,
     layer: int,
     x: Float[np.ndarray, "R inputs"],
-    stream: Stream,
+    stream: NormedStream,
     rows: Rows,
     kv: KV,
-) -> tuple[Stream, KV]:
+) -> tuple[NormedStream, KV]:
     """Computes one attention layer of a draft head, whose projection reads `x` instead of the
     stream.
     """
@@ -286,14 +286,14 @@ def attention_layer(
 
 def feed(
     config: ModelConfig,
-    fed: DenseConfig | ExpertsConfig,
+    fed: MLPConfig | MoEConfig,
     weights: Weights,
     prefix: str,
     layer: int,
     place: int,
-    stream: Stream,
+    stream: NormedStream,
     norm: Float[np.ndarray, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     """Computes the MLP or MoE block of one layer, with the residual addition.
 
     Args:
@@ -302,7 +302,7 @@ def feed(
       layer, place: Index among all layers of the prefix, and among layers of the same kind.
       stream, norm: Residual stream before the MLP's norm, and scale of the norm after the addition.
     """
-    if isinstance(fed, ExpertsConfig):
+    if isinstance(fed, MoEConfig):
         own = experts_of(weights, f"{prefix}experts.", place)
         return added_experts(stream, config.rms_eps, fed, own, norm)
     gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", place) for x in ("gate_up", "down"))
@@ -347,9 +347,9 @@ def _added(
     layer: int,
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     norm: Float[np.ndarray, " hidden"] | None,
-) -> Stream:
+) -> NormedStream:
     """Adds a product to the stream, after a post-norm if the model has one."""
     if not config.norms_behind:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
@@ -365,11 +365,11 @@ def _replaced(
     return pools
 
 
-def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> DeltaWeights:
+def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
     """Returns the weights of one GDN layer besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
     arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
-    return DeltaWeights(**arrays, eps=config.rms_eps)
+    return GDNWeights(**arrays, eps=config.rms_eps)
 
 
 class Chunks:
@@ -379,7 +379,7 @@ class Chunks:
         self,
         config: ModelConfig,
         weights: Weights,
-        state: DeltaState,
+        state: GDNState,
         row_starts: Int[np.ndarray, " B1"],
     ) -> None:
         self._config, self._weights, self._row_starts = config, weights, row_starts
@@ -402,15 +402,13 @@ class Chunks:
 
 
 class Tree:
-    """GDN layers of a verify step: each node continues from its parent, and its replay inputs are
-    stored.
-    """
+    """GDN layers of a verify step: nodes continue from their parents; replay inputs are stored."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Weights,
-        state: DeltaState,
+        state: GDNState,
         parents: Int[np.ndarray, "B N"],
         row_of: Int[np.ndarray, "B N"],
         request: Int[np.ndarray, " R"],
@@ -419,7 +417,7 @@ class Tree:
         self._config, self._weights = config, weights
         self._state, self._parents, self._row_of = state, parents, row_of
         self._request, self._node = request, node
-        self._kept: list[Kept] = []
+        self._kept: list[ReplayInputs] = []
 
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
@@ -440,11 +438,12 @@ class Tree:
         self._kept.append(kept)
         return out
 
-    def all_kept(self) -> Kept:
+    def all_kept(self) -> ReplayInputs:
         """Returns the replay inputs of all layers, stacked."""
         if self._kept:
-            names = [field.name for field in fields(Kept)]
-            return Kept(*(np.concatenate([getattr(x, n) for x in self._kept]) for n in names))
+            names = [field.name for field in fields(ReplayInputs)]
+            joined = (np.concatenate([getattr(x, n) for x in self._kept]) for n in names)
+            return ReplayInputs(*joined)
         gates = np.zeros((0, *self._parents.shape, 0), np.float32)
         heads_of = np.zeros((*gates.shape, 0), np.float32)
-        return Kept(heads_of, heads_of, gates, gates, gates)
+        return ReplayInputs(heads_of, heads_of, gates, gates, gates)

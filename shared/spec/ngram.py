@@ -46,7 +46,7 @@ MULTIPLIERS = 0x01000193, 0x5BD1E995
 
 
 @dataclass(frozen=True)
-class Table:
+class NgramTable:
     """Hash table entries by n-gram length, group and way.
 
     Attributes:
@@ -62,14 +62,14 @@ class Table:
     clocks: Int32[np.ndarray, " lengths"]
 
     @classmethod
-    def empty(cls, groups: int) -> "Table":
+    def empty(cls, groups: int) -> "NgramTable":
         """Returns an empty table; `groups`, per length, is a power of two."""
         tokens, checks, stamps = np.zeros((3, len(LENGTHS), groups, WAYS), np.int32)
         return cls(tokens, checks, stamps, np.zeros(len(LENGTHS), np.int32))
 
 
 @dataclass(frozen=True)
-class Memory:
+class NgramState:
     """N-gram state between steps.
 
     Attributes:
@@ -78,7 +78,7 @@ class Memory:
     """
 
     tails: Int32[np.ndarray, "slots window"]
-    table: Table
+    table: NgramTable
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ def keys(
 
 
 def learn(
-    table: Table,
+    table: NgramTable,
     contexts: Int[np.ndarray, "n window"],
     following: Int[np.ndarray, " n"],
     scopes: Int[np.ndarray, "n 2"],
     is_real: Bool[np.ndarray, " n"],
-) -> Table:
+) -> NgramTable:
     """Inserts the tokens that followed sequences; of several writes to one entry the last remains.
 
     Args:
@@ -155,11 +155,11 @@ def learn(
         checks[at] = mix(second)[rows]
         stamps[at] = (int(table.clocks[place]) + rows) & LATEST
     clocks = (table.clocks.astype(np.int64) + n) & LATEST
-    return Table(tokens, checks, stamps, clocks.astype(np.int32))
+    return NgramTable(tokens, checks, stamps, clocks.astype(np.int32))
 
 
 def children(
-    table: Table, context: Int[np.ndarray, " window"], scope: Int[np.ndarray, " 2"], width: int
+    table: NgramTable, context: Int[np.ndarray, " window"], scope: Int[np.ndarray, " 2"], width: int
 ) -> list[tuple[int, int]]:
     """Returns the most likely next tokens, at most `width`, with their costs in `UNITS`."""
     groups, entries = table.tokens.shape[1], list[tuple[int, int, int]]()
@@ -193,7 +193,7 @@ def cost(place: int, elders: int) -> int:
 
 
 def draft(
-    table: Table,
+    table: NgramTable,
     contexts: Int[np.ndarray, "B window"],
     scopes: Int[np.ndarray, "B 2"],
     max_drafts: Int[np.ndarray, " B"],
@@ -280,7 +280,7 @@ def prompt_windows(
 
 
 def learn_prompts(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[np.ndarray, " B"],
     windows: Int[np.ndarray, "T window"],
     following: Int[np.ndarray, " T"],
@@ -288,7 +288,7 @@ def learn_prompts(
     last: Int[np.ndarray, " B"],
     scopes: Int[np.ndarray, "B 2"],
     is_real: Bool[np.ndarray, " T"],
-) -> Memory:
+) -> NgramState:
     """Inserts prompt chunks.
 
     Args:
@@ -303,16 +303,16 @@ def learn_prompts(
     table = learn(memory.table, windows, following, scopes[request], is_real)
     tails = memory.tails.copy()
     tails[slots] = tails_after(windows[last], following[last][:, None], np.ones_like(last))
-    return Memory(tails, table)
+    return NgramState(tails, table)
 
 
 def learn_outputs(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
     scopes: Int[np.ndarray, "B 2"],
-) -> Memory:
+) -> NgramState:
     """Inserts the tokens that a step has committed: the first `counts` of each row."""
     B, W = tokens.shape
     held = memory.tails[slots]
@@ -320,4 +320,4 @@ def learn_outputs(
     flat = before.reshape(B * W, WINDOW), tokens.reshape(-1), np.repeat(scopes, W, axis=0)
     table, tails = learn(memory.table, *flat, is_real.reshape(-1)), memory.tails.copy()
     tails[slots] = tails_after(held, tokens, counts)
-    return Memory(tails, table)
+    return NgramState(tails, table)

@@ -63,7 +63,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TokenCounts:
     """Token counts before each row's choice, for penalties.
 
     The counts are not stored per row: most rows have no penalty, and a kernel adds a path of a few
@@ -83,9 +83,11 @@ class Seen:
     on_path: Bool[np.ndarray, "R path"]
 
 
-def seen_alone(counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]) -> Seen:
+def seen_alone(counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]) -> TokenCounts:
     """Returns the token counts of rows that choose directly after their newest token."""
-    return Seen(counts, slots, np.zeros((len(slots), 0), np.int32), np.zeros((len(slots), 0), bool))
+    return TokenCounts(
+        counts, slots, np.zeros((len(slots), 0), np.int32), np.zeros((len(slots), 0), bool)
+    )
 
 
 def seen_in_trees(
@@ -95,17 +97,17 @@ def seen_in_trees(
     parents: Int[np.ndarray, "B N"],
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
-) -> Seen:
+) -> TokenCounts:
     """Returns the token counts of tree nodes: a node's path is its ancestors and itself.
 
     Node 0 is the newest token, which `counts` includes.
     """
     is_before = draft_tree.ancestors(parents)
     is_before[:, :, 0] = False
-    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+    return TokenCounts(counts, slots[request], tokens[request], is_before[request, node])
 
 
-def seen_rows(seen: Seen) -> I32[np.ndarray, "R vocab"]:
+def seen_rows(seen: TokenCounts) -> I32[np.ndarray, "R vocab"]:
     """Computes the counts before each row's choice."""
     counts = seen.counts[seen.slots]
     row = np.arange(len(counts))[:, None]
@@ -159,7 +161,7 @@ def support(
 
 def processed(
     logits: Float[np.ndarray, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     sampling: Sampling,
     request: Int[np.ndarray, " R"],
@@ -216,7 +218,7 @@ def perturbed(
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledTokens:
     """Sampled tokens of the target.
 
     Attributes:
@@ -230,12 +232,12 @@ class Chosen:
 
 def choose(
     logits: Float[np.ndarray, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     sampling: Sampling,
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
-) -> Chosen:
+) -> SampledTokens:
     """Samples the target's token of each row: the first maximum of processed logits plus noise.
 
     Args:
@@ -243,7 +245,7 @@ def choose(
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
     ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
-    return Chosen(ids, is_finite(logits))
+    return SampledTokens(ids, is_finite(logits))
 
 
 def is_finite(logits: Float[np.ndarray, "R vocab"]) -> Bool[np.ndarray, " R"]:
@@ -257,7 +259,7 @@ def best(perturbed: Float[np.ndarray, "R vocab"]) -> I32[np.ndarray, " R"]:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedCandidates:
     """Candidates for the children of nodes.
 
     Attributes:
@@ -274,7 +276,7 @@ class Ranked:
 
 def rank(
     logits: Float[np.ndarray, "B k vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[np.ndarray, " B"],
     sampling: Sampling,
     keys: Int[np.ndarray, " B"],
@@ -282,7 +284,7 @@ def rank(
     width: int,
     is_sampled: bool,
     columns: Int[np.ndarray, " vocab"] | None,
-) -> Ranked:
+) -> RankedCandidates:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
     All nodes of a request have the same depth, so they share its noise.
@@ -308,7 +310,7 @@ def rank(
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
     weights = np.take_along_axis(weights, ids, axis=1)
     kept = scores if is_sampled else None
-    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
+    return RankedCandidates(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
 
 
 def over_tokens(

@@ -18,7 +18,7 @@ from shared.spec import attention, eagle, gdn_state, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Logits, Rank, Tokens, Tree
-from shared.spec.gdn_state import DeltaState
+from shared.spec.gdn_state import GDNState
 from shared.spec.model import KV
 
 
@@ -60,46 +60,46 @@ def over_target(
 
 
 def context_of(
-    state: DeltaState, draft_from: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
-) -> DeltaState:
+    state: GDNState, draft_from: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
+) -> GDNState:
     """Returns the states from which a drafter continues: zeros if its KV starts at the length.
 
     Plain steps do not run draft extend, so a state from before them does not match the sequence.
     """
     is_whole = np.less(draft_from, lengths)
     recurrent = np.where(is_whole[None, :, None, None, None], state.recurrent, 0)
-    return DeltaState(recurrent, np.where(is_whole[None, :, None, None], state.window, 0))
+    return GDNState(recurrent, np.where(is_whole[None, :, None, None], state.window, 0))
 
 
 def prefill(
     small: SmallModel,
     kv: KV,
-    state: DeltaState,
+    state: GDNState,
     tokens: Int[np.ndarray, " T"],
     first: int,
     draft_from: Int[np.ndarray, " one"],
     page_table: Int[np.ndarray, "one table"],
-) -> tuple[KV, DeltaState]:
+) -> tuple[KV, GDNState]:
     """Runs the model over one request's prompt chunk, from position `first` on."""
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
     state = context_of(state, draft_from, start)
     mixer = model.Chunks(small.config, small.weights, state, row_starts)
     passed = small.forward(kv, rows, tokens, mixer)
-    return passed.kv, DeltaState(mixer.recurrent, mixer.window)
+    return passed.kv, GDNState(mixer.recurrent, mixer.window)
 
 
 def extend(
     small: SmallModel,
     kv: KV,
-    state: DeltaState,
+    state: GDNState,
     tokens: Int[np.ndarray, "B W"],
     lengths: Int[np.ndarray, " B"],
     counts: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     save_after: Int[np.ndarray, " B"],
-) -> tuple[KV, DeltaState, DeltaState, Bool[np.ndarray, " B"]]:
+) -> tuple[KV, GDNState, GDNState, Bool[np.ndarray, " B"]]:
     """Draft extend: runs the model over accepted paths, from the lengths before the step on.
 
     Args:
@@ -134,7 +134,7 @@ def extend(
 def draft(
     small: SmallModel,
     kv: KV,
-    state: DeltaState,
+    state: GDNState,
     newest: Int[np.ndarray, " B"],
     lengths: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
@@ -161,7 +161,7 @@ def draft(
         rows: Rows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
     ) -> tuple[Logits, KV]:
         nonlocal state
-        before = DeltaState(state.recurrent[:, parent], state.window[:, parent])
+        before = GDNState(state.recurrent[:, parent], state.window[:, parent])
         logits, kv, state = _step(small, kv, before, rows, tokens)
         return logits, kv
 
@@ -176,8 +176,8 @@ def draft(
 
 
 def _step(
-    small: SmallModel, kv: KV, state: DeltaState, rows: Rows, tokens: Tokens
-) -> tuple[Logits, KV, DeltaState]:
+    small: SmallModel, kv: KV, state: GDNState, rows: Rows, tokens: Tokens
+) -> tuple[Logits, KV, GDNState]:
     """Runs one token for each row from the row's own state; returns the states after the tokens."""
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, UInt8
 
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.models.parameters import BIAS
 from shared.models.rotary import RotaryConfig
 from shared.models.vision_config import EPS, THETA, VisionConfig
@@ -85,7 +85,7 @@ class Patches:
 
 
 @dataclass(frozen=True)
-class Begun:
+class EncoderState:
     """Activations of an image between two blocks.
 
     Attributes:
@@ -100,9 +100,13 @@ class Begun:
 
 
 def pixels_of(
-    picture: UInt8[np.ndarray, "height width 3"], vision: VisionConfig, pictures: PictureConfig
+    picture: UInt8[np.ndarray, "height width 3"],
+    vision: VisionConfig,
+    pictures: ImageProcessorConfig,
 ) -> Pixels:
-    """Builds the device format of an image whose size is a result of `PictureConfig.fitted`."""
+    """Builds the device format of an image whose size is a result of
+    `ImageProcessorConfig.fitted`.
+    """
     sides = np.array(picture.shape[:2], np.int32) // vision.patch_size
     places = np.concatenate([np.arange(side, dtype=np.int32) for side in sides])
     at = [np.linspace(0, vision.table_side - 1, side, dtype=np.float32) for side in sides]
@@ -120,7 +124,7 @@ def pixels_of(
     )
 
 
-def _levels(pictures: PictureConfig) -> Float32[np.ndarray, "3 256"]:
+def _levels(pictures: ImageProcessorConfig) -> Float32[np.ndarray, "3 256"]:
     mean, deviation = (
         np.array(x, np.float32)[:, None] for x in (pictures.mean, pictures.deviation)
     )
@@ -184,14 +188,14 @@ def encoded(
     return finished(config, weights, x)
 
 
-def begun(weights: Weights, picture: Patches) -> Begun:
+def begun(weights: Weights, picture: Patches) -> EncoderState:
     """Embeds the patches: patch projection plus interpolated position embedding."""
     x = linear.product(picture.pixels, _single(weights, "vision.patches"))
     x = x + layers.blended(weights["vision.places"], picture.corners, picture.shares)
-    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+    return EncoderState(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
-def advanced(weights: Weights, picture: Begun, blocks: range) -> Begun:
+def advanced(weights: Weights, picture: EncoderState, blocks: range) -> EncoderState:
     """Runs the given blocks, which must be the next ones."""
     x = picture.rows
     for block in blocks:
@@ -200,7 +204,7 @@ def advanced(weights: Weights, picture: Begun, blocks: range) -> Begun:
 
 
 def finished(
-    config: VisionConfig, weights: Weights, picture: Begun
+    config: VisionConfig, weights: Weights, picture: EncoderState
 ) -> Float[np.ndarray, "tokens out"]:
     """Merges the patches into image embeddings, after the last block."""
     x = _normed(weights, "vision.merger_norm", picture.rows)
@@ -211,7 +215,7 @@ def finished(
 
 
 def _block(
-    weights: Weights, block: int, x: Float[np.ndarray, "R hidden"], picture: Begun
+    weights: Weights, block: int, x: Float[np.ndarray, "R hidden"], picture: EncoderState
 ) -> Float[np.ndarray, "R hidden"]:
     normed = _normed(weights, "vision.attention_norm", x, block)
     qkv = linear.product(normed, matrix(weights, "vision.attention.inputs", block))

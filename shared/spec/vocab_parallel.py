@@ -9,8 +9,8 @@ to the result of the whole row:
   ----------------------------  --------------------------------------------------------------
   top k, logits and ids         target's token (k = 1), children of nodes, top logprobs
   all-finite flag               failure of the row
-  `Groups`: peaks and masses    log-sum-exp: draft weights, rejection sampling, logprobs
-  `Above`: counts and masses    top-k / top-p threshold, a few bits of it at a time
+  `GroupSummary`: peaks and masses    log-sum-exp: draft weights, rejection sampling, logprobs
+  `CountsAbove`: counts and masses    top-k / top-p threshold, a few bits of it at a time
   logit of a named token        rejection of a draft token, logprob of an output token
 
 Combining is order-independent or has a fixed order. Peaks are compared. Masses are integers in
@@ -45,7 +45,7 @@ F32 = Float32
 Part = F32[np.ndarray, "R share"]
 
 
-class Groups(NamedTuple):
+class GroupSummary(NamedTuple):
     """Partial log-sum-exp of groups of 64 neighbouring tokens.
 
     Attributes:
@@ -64,7 +64,7 @@ class Norm(NamedTuple):
     total: F32[np.ndarray, " R"]
 
 
-class Above(NamedTuple):
+class CountsAbove(NamedTuple):
     """Number of tokens above each of some thresholds, and their mass in units."""
 
     counts: Int64[np.ndarray, "R borders"]
@@ -96,7 +96,7 @@ def of_units(units: Int64[np.ndarray, "..."]) -> F32[np.ndarray, "..."]:
     return (units >> BITS).astype(np.float32) + (high + low)
 
 
-def groups(scores: Part) -> Groups:
+def groups(scores: Part) -> GroupSummary:
     """Computes the groups of a shard, whose first token starts a group."""
     spare = -scores.shape[1] % VOCAB_GROUP
     padded = np.pad(scores, ((0, 0), (0, spare)), constant_values=-np.inf)
@@ -105,10 +105,10 @@ def groups(scores: Part) -> Groups:
     near = weights(tokens.reshape(-1, VOCAB_GROUP), peaks.reshape(-1))
     units = np.floor(near * np.float32(2**GROUP_BITS) + np.float32(0.5)).astype(np.int32)
     masses = units.sum(axis=1, dtype=np.int32).astype(np.float32) * np.float32(2.0**-GROUP_BITS)
-    return Groups(peaks, masses.reshape(peaks.shape))
+    return GroupSummary(peaks, masses.reshape(peaks.shape))
 
 
-def norm(parts: Sequence[Groups]) -> Norm:
+def norm(parts: Sequence[GroupSummary]) -> Norm:
     """Combines the groups of all shards to the softmax normaliser."""
     peaks = np.concatenate([part.peaks for part in parts], axis=1)
     masses = np.concatenate([part.masses for part in parts], axis=1)
@@ -155,12 +155,12 @@ KEY_OF_NOTHING = 0x007FFFFF
 
 def above(
     scores: Part, highest: F32[np.ndarray, " R"], borders: UInt32[np.ndarray, "R borders"]
-) -> Above:
+) -> CountsAbove:
     """Counts the tokens of a shard above some thresholds; excluded tokens are never counted."""
     borders = np.maximum(borders, np.uint32(KEY_OF_NOTHING))
     is_above = keys(scores)[:, None, :] > borders[:, :, None]
     units = in_units(weights(scores, highest))[:, None, :]
-    return Above(is_above.sum(axis=2), (is_above * units).sum(axis=2))
+    return CountsAbove(is_above.sum(axis=2), (is_above * units).sum(axis=2))
 
 
 def support(
@@ -182,10 +182,10 @@ def support(
     mass = np.maximum(top_p, np.float32(TINY)) * total
     mass = np.where(top_p >= 1, np.float32(np.inf), mass)[:, None]
 
-    def all_above(borders: Int[np.ndarray, "R borders"]) -> Above:
+    def all_above(borders: Int[np.ndarray, "R borders"]) -> CountsAbove:
         each = [above(part, highest, borders.astype(np.uint32)) for part in parts]
         counts, masses = np.sum([x.counts for x in each], axis=0), [x.masses for x in each]
-        return Above(counts, np.sum(masses, axis=0))
+        return CountsAbove(counts, np.sum(masses, axis=0))
 
     border = np.zeros((len(top_k), 1), np.int64)
     ways = np.arange(1, 2**DIGIT)

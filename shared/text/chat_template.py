@@ -14,7 +14,7 @@ from shared.text.delimiters import THINK
 from shared.text.dropped_content import left_out
 from shared.text.jinja_environment import environment, reads_parts
 from shared.text.tool_messages import FORMS, CallForm, forms_for
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of the template argument that enables or disables reasoning."""
@@ -22,7 +22,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 _OWN = ("messages", "tools", "add_generation_prompt")  # passed to every template
 
 
-class TemplateFailed(WorkRefused):
+class TemplateError(WorkerError):
     """Error of a chat template; the message contains the reason.
 
     Attributes:
@@ -106,7 +106,7 @@ class ChatTemplate:
         for form in self._forms if any(map(_calls, conversation.messages)) else FORMS[:1]:
             try:
                 return self._rendered(conversation, given, form)
-            except TemplateFailed as error:
+            except TemplateError as error:
                 failure = failure or error
         assert failure is not None
         raise failure
@@ -129,7 +129,7 @@ class ChatTemplate:
             prompt = _cut(text, mark, text_of(conversation.messages[-1]))
         if missing := left_out(conversation.messages, conversation.tools, text):
             part, what = missing
-            raise TemplateFailed(f"the chat template of the model omits {what}", part)
+            raise TemplateError(f"the chat template of the model omits {what}", part)
         return prompt
 
     @cached_property
@@ -139,7 +139,7 @@ class ChatTemplate:
         def write(messages: list[dict[str, Any]]) -> str | None:
             try:
                 return self._write(messages=messages, add_generation_prompt=True, **self.names)
-            except TemplateFailed:
+            except TemplateError:
                 return None
 
         return forms_for(write)
@@ -161,7 +161,7 @@ class ChatTemplate:
             text = self._template.render(**given)
             text.encode()  # a template can write a lone surrogate, which tokenizers reject
         except Exception as error:  # a template is a program: any exception is its error
-            raise TemplateFailed(f"the chat template failed: {error}") from error
+            raise TemplateError(f"the chat template failed: {error}") from error
         return text
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class ChatTemplate:
                 is_none = conversation.advice[name] == "none"
                 subject = f"{name} none" if is_none else name
                 reason = f"and the argument {variable} of the chat template differ; give one"
-                raise TemplateFailed(f"{subject} {reason} of them", name)
+                raise TemplateError(f"{subject} {reason} of them", name)
         return given
 
     def _read(self, advice: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -190,11 +190,11 @@ class ChatTemplate:
         for name in conversation.arguments.keys() - self._arguments:
             known = ", ".join(sorted(self._arguments)) or "none"
             reason = f"the chat template has no argument {name!r:.80}; it has {known:.400}"
-            raise TemplateFailed(reason, "arguments")
+            raise TemplateError(reason, "arguments")
         if not self._knows_tools and conversation.tools:
-            raise TemplateFailed("the chat template of the model does not support tools", "tools")
+            raise TemplateError("the chat template of the model does not support tools", "tools")
         if not self._knows_tool_messages and any(map(_is_of_tools, conversation.messages)):
-            raise TemplateFailed("the chat template of the model does not support tool messages")
+            raise TemplateError("the chat template of the model does not support tool messages")
         if conversation.continue_final_message:
             _check_last(conversation)
 
@@ -225,7 +225,7 @@ def _check_last(conversation: Conversation) -> None:
         reason = "requires a last message with content and without tool_calls"
     else:
         return
-    raise TemplateFailed(f"continue_final_message {reason}", "continue_final_message")
+    raise TemplateError(f"continue_final_message {reason}", "continue_final_message")
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _cut(text: str, mark: str, said: str) -> str:
     end = text.rfind(mark.strip())
     if end < 0 or said.strip() not in text:
         reason = "the chat template does not write the last message unchanged"
-        raise TemplateFailed(f"{reason}, so it cannot be continued", "continue_final_message")
+        raise TemplateError(f"{reason}, so it cannot be continued", "continue_final_message")
     return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
 
@@ -287,7 +287,7 @@ class _Parts(list[Any]):
     def __str__(self) -> str:
         if any("text" not in part for part in self):
             reason = "the chat template writes this content as a string, without image placeholders"
-            raise TemplateFailed(reason)
+            raise TemplateError(reason)
         return "\n".join(part["text"] for part in self)
 
     def __add__(self, text: str) -> str:

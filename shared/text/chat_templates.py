@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -99,7 +99,7 @@ class ChatTemplates:
                 return self._templates[name]
         known = ", ".join(sorted(self._templates))
         reason = f"the model has no chat template {' or '.join(wanted)}; it has {known:.400}"
-        raise TemplateFailed(reason)
+        raise TemplateError(reason)
 
 
 def _sources_in(given: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from shared.text.tokenizer_files import open_tokenizer
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 MAX_GRAMMAR_BYTES = 1 << 18
 JSON_SPACES = r"[ ]?|\n[ ]{0,32}"
@@ -49,7 +49,7 @@ _OF_LIMITS = re.compile("too many|current row has", re.IGNORECASE)
 """Matches the library's message when an output exceeds a limit."""
 
 
-class GrammarRefused(WorkRefused):
+class InvalidGrammarError(WorkerError):
     """Error of an invalid grammar; one sentence."""
 
     def __init__(self, reason: str) -> None:
@@ -82,11 +82,13 @@ def of_lark(grammar: str) -> str:
       GrammarRefused: The grammar is invalid, or too large.
     """
     if len(grammar) > MAX_GRAMMAR_BYTES:  # before it is read at all
-        raise GrammarRefused(_TOO_LARGE)
+        raise InvalidGrammarError(_TOO_LARGE)
     try:
         lark = any_to_lark(grammar)
     except Exception as error:  # the library raises plain Exception
-        raise GrammarRefused(f"the grammar is neither Lark nor GBNF: {error!s:.200}") from error
+        raise InvalidGrammarError(
+            f"the grammar is neither Lark nor GBNF: {error!s:.200}"
+        ) from error
     return serialized([{"lark_grammar": lark}])
 
 
@@ -124,7 +126,7 @@ def _with_settings(schema: dict[str, Any], settings: dict[str, Any]) -> dict[str
 
 def _checked(grammar: str) -> str:
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-        raise GrammarRefused(_TOO_LARGE)
+        raise InvalidGrammarError(_TOO_LARGE)
     return grammar
 
 
@@ -205,7 +207,7 @@ class Compiler:
         """
         start = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if start.is_error():
-            raise GrammarRefused(f"the grammar is invalid: {_why(start)}")
+            raise InvalidGrammarError(f"the grammar is invalid: {_why(start)}")
         return CompiledGrammar(start, self._tokenizer)
 
 

@@ -17,7 +17,7 @@ from shared.text import tool_call_grammar, worker
 from shared.text.delimiters import THINK, THINK_END
 from shared.text.grammar import (
     Compiler,
-    GrammarRefused,
+    InvalidGrammarError,
     behind,
     literal,
     of_choices,
@@ -48,7 +48,7 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class OutputFormat:
     """Constraint of an output.
 
     Attributes:
@@ -61,7 +61,7 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calls:
+class ToolCallSpec:
     """Required or allowed tool calls of an output.
 
     Attributes:
@@ -76,7 +76,7 @@ class Calls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GrammarRequest:
     """Request for a grammar.
 
     Attributes:
@@ -85,8 +85,8 @@ class Wanted:
       lead: A name of `LEADS`; None: no reasoning.
     """
 
-    form: Form | None
-    calls: Calls | None
+    form: OutputFormat | None
+    calls: ToolCallSpec | None
     lead: str | None
 
     def pack(self) -> bytes:
@@ -123,15 +123,15 @@ def begin(given: Any) -> Callable[[Any], str]:
 
     def make(asked: Any) -> str:
         form, calls = asked["form"], asked["calls"]
-        wanted = Wanted(
-            form=None if form is None else Form(**form),
-            calls=None if calls is None else Calls(**calls),
+        wanted = GrammarRequest(
+            form=None if form is None else OutputFormat(**form),
+            calls=None if calls is None else ToolCallSpec(**calls),
             lead=asked["lead"],
         )
         grammar = wanted.grammar()
         start = compiler.compile(grammar).matcher()
         if not start.fill(bits):
-            raise GrammarRefused(start.fault)
+            raise InvalidGrammarError(start.fault)
         return grammar
 
     return make

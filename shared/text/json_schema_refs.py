@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from shared.text.grammar import GrammarRefused
+from shared.text.grammar import InvalidGrammarError
 
 MAX_DEPTH = 64
 _TOO_DEEP = f"a schema nests references more than {MAX_DEPTH} deep"
@@ -19,12 +19,12 @@ _OF_VALUES = {"const", "enum", *_NOTES}
 _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
 
 
-class NotKept(ValueError):
+class UnsupportedKeyword(ValueError):
     """Error of a keyword that cannot constrain unquoted text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unquoted:
+class UnquotedValue:
     """Allowed values of a parameter whose strings have no quotes.
 
     Attributes:
@@ -52,7 +52,7 @@ def target(document: Any, pointer: str) -> Any:
         elif isinstance(part, list) and _is_index(step) and int(step) < len(part):
             part = part[int(step)]
         else:
-            raise GrammarRefused(f"{pointer:.100} does not exist in its schema")
+            raise InvalidGrammarError(f"{pointer:.100} does not exist in its schema")
     return part
 
 
@@ -109,21 +109,21 @@ def merged(schema: Any, document: Any) -> Any:
             part = {} if part else {"not": {}}
         twice = {name for name in part.keys() & rest.keys() if part[name] != rest[name]} - _NOTES
         if twice and "string" in (part.get("type"), rest.get("type")):
-            raise NotKept(min(twice))
+            raise UnsupportedKeyword(min(twice))
         if twice:  # JSON: the grammar applies both
             return schema
         schema = {**part, **rest}
-    raise GrammarRefused(_TOO_DEEP)
+    raise InvalidGrammarError(_TOO_DEEP)
 
 
-def unquoted(schema: Any, document: Any, depth: int = 0) -> Unquoted:
+def unquoted(schema: Any, document: Any, depth: int = 0) -> UnquotedValue:
     """Returns the allowed values of a schema whose strings have no quotes.
 
     Raises:
       GrammarRefused, NotKept: As in `merged`; or a keyword cannot constrain unquoted text.
     """
     if depth > MAX_DEPTH:
-        raise GrammarRefused(_TOO_DEEP)
+        raise InvalidGrammarError(_TOO_DEEP)
     schema = merged(schema, document)
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
@@ -141,23 +141,25 @@ def unquoted(schema: Any, document: Any, depth: int = 0) -> Unquoted:
     choices = tuple(choice for each in read for choice in each.choices)
     is_text = any(each.is_text for each in read)
     if not (is_text or choices):
-        return Unquoted(is_text=False, choices=(), value=schema)
-    return Unquoted(is_text=is_text, choices=choices, value={union: values} if values else None)
+        return UnquotedValue(is_text=False, choices=(), value=schema)
+    return UnquotedValue(
+        is_text=is_text, choices=choices, value={union: values} if values else None
+    )
 
 
-def _leaf(schema: dict[str, Any], kind: Any, constraints: set[str]) -> Unquoted:
+def _leaf(schema: dict[str, Any], kind: Any, constraints: set[str]) -> UnquotedValue:
     if kind not in (None, "string"):
-        return Unquoted(is_text=False, choices=(), value=schema)
+        return UnquotedValue(is_text=False, choices=(), value=schema)
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     lasting = constraints - {"type", "const", "enum"}
     if unknown := sorted(lasting if kind == "string" else lasting & _OF_TEXTS):
-        raise NotKept(unknown[0])
+        raise UnsupportedKeyword(unknown[0])
     if listed is None:
         is_text = not lasting  # a constraint of another type implies another type
-        return Unquoted(is_text=is_text, choices=(), value=None if is_text else schema)
+        return UnquotedValue(is_text=is_text, choices=(), value=None if is_text else schema)
     texts = tuple(choice for choice in listed if isinstance(choice, str))
     others = [] if kind else [choice for choice in listed if not isinstance(choice, str)]
-    return Unquoted(is_text=False, choices=texts, value={"enum": others} if others else None)
+    return UnquotedValue(is_text=False, choices=texts, value={"enum": others} if others else None)
 
 
 def _points_within(schema: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.text import worker
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import Conversation, TemplateError
 from shared.text.chat_templates import ChatTemplates
 
 DEADLINE_S = 2.0
@@ -39,7 +39,7 @@ def begin(given: Any) -> Callable[[Any], str]:
     def render(asked: Any) -> str:
         text = templates.render(Conversation(**asked))
         if len(text.encode()) > MAX_BYTES:
-            raise TemplateFailed(f"the chat template wrote more than {MAX_BYTES} bytes")
+            raise TemplateError(f"the chat template wrote more than {MAX_BYTES} bytes")
         return text
 
     return render

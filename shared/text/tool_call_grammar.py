@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.text.delimiters import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
-from shared.text.grammar import GrammarRefused, literal, schema_rule, serialized
-from shared.text.json_schema_refs import NotKept, merged, standalone, unquoted
+from shared.text.grammar import InvalidGrammarError, literal, schema_rule, serialized
+from shared.text.json_schema_refs import UnsupportedKeyword, merged, standalone, unquoted
 
 TEXT = r"/(.|\n)*/"
 _ELEMENT_TEXT = [
@@ -128,7 +128,7 @@ def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[st
     """Returns the parts within a call of a function, and their rules."""
     whole = merged(schema, schema)
     if "properties" not in whole:
-        raise GrammarRefused(
+        raise InvalidGrammarError(
             f"the function {name} has no properties, which this tool call format requires"
         )
     parts, rules = [], []
@@ -136,9 +136,9 @@ def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[st
         rule = f"p_{number}_{place}"
         try:
             rules += _parameter(rule, key, value, schema)
-        except NotKept as error:
+        except UnsupportedKeyword as error:
             reason = f"{error} of {key} of the function {name} is not supported in this tool call"
-            raise GrammarRefused(f"{reason} format") from error
+            raise InvalidGrammarError(f"{reason} format") from error
         parts.append(rule if key in whole.get("required", []) else f"{rule}?")
     return parts, rules
 
@@ -158,7 +158,7 @@ def _parameter(rule: str, key: str, schema: Any, document: dict[str, Any]) -> li
 def _object_schema(tool: Tool) -> dict[str, Any]:
     schema = {} if tool.schema is None else tool.schema
     if schema.get("type", "object") != "object":
-        raise GrammarRefused(f"the parameters of the function {tool.name} must be an object")
+        raise InvalidGrammarError(f"the parameters of the function {tool.name} must be an object")
     return {**schema, "type": "object"}
 
 

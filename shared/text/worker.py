@@ -24,7 +24,7 @@ DONE, REFUSAL = b"+", b"-"
 part."""
 
 
-class WorkRefused(ValueError):
+class WorkerError(ValueError):
     """Error of a worker's task; one sentence.
 
     Attributes:
@@ -71,7 +71,7 @@ def run(
 
     Args:
       begin: Receives the first message, as JSON, and returns the handler of the others, which may
-        raise `WorkRefused`.
+        raise `WorkerError`.
       read: Parses each of the other messages.
       deadline_s: Limit of each message after the first.
       max_memory: Bytes that the process may allocate beyond those at its start.
@@ -106,5 +106,5 @@ def _answer(answer_to: Callable[[Any], str | bytes], message: Any) -> bytes:
     try:
         answer = answer_to(message)
         return DONE + (answer.encode() if isinstance(answer, str) else answer)
-    except WorkRefused as error:
+    except WorkerError as error:
         return REFUSAL + json.dumps([str(error), error.part]).encode()

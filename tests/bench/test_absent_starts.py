@@ -9,7 +9,7 @@ from bench.kernels.aot_calls import calls_of
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import DEMO, SHAPES, chosen, shipped, with_layers
 from bench.kernels.workers import Bounded, shared_out
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 from tests.support.worked import worked
 
@@ -35,12 +35,14 @@ def test_a_model_keeps_its_first_layers_and_its_head_reads_those(tmp_path: Path)
 
 
 def test_programs_of_every_kind_are_chosen_with_the_fewest_and_most_rows() -> None:
-    def decode(batch: int, *extras: Extra) -> Program:
+    def decode(batch: int, *extras: ProgramFeature) -> Program:
         shape = TreeShape.plain(batch)
-        extra = Extra.LOGPROBS if extras else Extra.NONE
-        return Program(work=Work.DECODE, batch=batch, pages=1, tokens=0, shape=shape, extras=extra)
+        extra = ProgramFeature.LOGPROBS if extras else ProgramFeature.NONE
+        return Program(
+            work=StepKind.DECODE, batch=batch, pages=1, tokens=0, shape=shape, extras=extra
+        )
 
-    programs = [decode(batch) for batch in (1, 2, 4, 8, 16)] + [decode(16, Extra.LOGPROBS)]
+    programs = [decode(batch) for batch in (1, 2, 4, 8, 16)] + [decode(16, ProgramFeature.LOGPROBS)]
     assert [p.batch for p in chosen(programs, is_brief=False)] == [1, 4, 16, 16]
     assert [p.batch for p in chosen(programs, is_brief=True)] == [16]
 

@@ -15,8 +15,8 @@ from bench.quality.drafter_matrix import Measurement, verdict
 from bench.quality.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
-from shared.boundary.program import Extra, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.options.command_line import parse
@@ -270,12 +270,12 @@ def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
     model = config_from_folder(RANDOM_MODEL)
     device = Device("cpu", "CPU", 1 << 32)
-    capacity = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).capacity)
-    assert not any(program.has(Extra.LOGPROBS) for program in capacity.programs)
-    decodes = [p for p in capacity.programs if p.work is Work.DECODE]
+    capacity = one_bucket(plan(options, model, DrafterSpec.of_mtp(model), device, costs).capacity)
+    assert not any(program.has(ProgramFeature.LOGPROBS) for program in capacity.programs)
+    decodes = [p for p in capacity.programs if p.work is StepKind.DECODE]
     assert [p.shape.nodes for p in decodes] == [4]
     assert {p.batch for p in decodes} == {8}
-    assert len([p for p in capacity.programs if p.work is Work.PREFILL]) == 2
+    assert len([p for p in capacity.programs if p.work is StepKind.PREFILL]) == 2
 
 
 @pytest.mark.parametrize("kind", ["problems", "copying"])

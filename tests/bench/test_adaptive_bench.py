@@ -6,8 +6,8 @@ import pytest
 
 from bench.speculation.adaptive import lines_of, table_of
 from bench.speculation.adaptive_ngram_replay import in_orders
-from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.policy import Situation
+from shared.engine.adaptive.acceptance import ExpectedTokens
+from shared.engine.adaptive.policy import PolicyInput
 from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.imposed import rated_runs, rated_work, written_work
 from tests.support.simulation.policies import Greedy, Probe
@@ -33,8 +33,8 @@ def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_
 
 def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
     nothing = [[0.0] * 3] * 3
-    expected = Expected([1.0, 3.0, 2.0], [1.0, 3.0, 2.0], nothing, [0.0] * 3)
-    now = Situation([1.0, 1.0, 1.0], expected, num_rows=1, after_off=0.0, steps_ahead=10.0)
+    expected = ExpectedTokens([1.0, 3.0, 2.0], [1.0, 3.0, 2.0], nothing, [0.0] * 3)
+    now = PolicyInput([1.0, 1.0, 1.0], expected, num_rows=1, after_off=0.0, steps_ahead=10.0)
     probe = Probe()
     chosen = [probe.choose(now) for _ in range(300)]
     best, first, second = [1], [2] * 3, [0] * 3

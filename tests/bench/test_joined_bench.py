@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.speculation.merged_drafts import SIMULATED, Costs, compared
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 
 COSTS = Costs(
@@ -18,16 +18,18 @@ CHAIN = TreeShape.chain(3, 1)
 JOINED = TreeShape(nodes=12, depth=8, width=1, rows=12, grown=CHAIN, copied=20)
 
 
-def program(shape: TreeShape, extras: Extra = Extra.NONE) -> Program:
-    return Program(work=Work.DECODE, batch=1, pages=1, tokens=0, shape=shape, extras=extras)
+def program(shape: TreeShape, extras: ProgramFeature = ProgramFeature.NONE) -> Program:
+    return Program(work=StepKind.DECODE, batch=1, pages=1, tokens=0, shape=shape, extras=extras)
 
 
 def test_a_step_costs_its_drafter_and_its_rows_and_waits_where_the_host_drafts():
     alone = replace(JOINED, grown=TreeShape.plain(1))
     assert COSTS.of(program(CHAIN)) == pytest.approx(5.0)
-    assert COSTS.of(program(JOINED, Extra.COPIES)) == pytest.approx(5.4)
-    assert COSTS.of(program(alone, Extra.COPIES)) == pytest.approx(4.9)
-    assert COSTS.of(program(TreeShape.chain(11, 1), Extra.HOST_DRAFT)) == pytest.approx(4.75)
+    assert COSTS.of(program(JOINED, ProgramFeature.NGRAM_DRAFTS)) == pytest.approx(5.4)
+    assert COSTS.of(program(alone, ProgramFeature.NGRAM_DRAFTS)) == pytest.approx(4.9)
+    assert COSTS.of(program(TreeShape.chain(11, 1), ProgramFeature.HOST_DRAFT)) == pytest.approx(
+        4.75
+    )
     assert COSTS.draft_share(1) == pytest.approx(5.0 / 4.5 - 1)
 
 

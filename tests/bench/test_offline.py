@@ -17,9 +17,9 @@ from bench.common.step_bytes import step_bytes, step_products
 from bench.steps import compare, decode_steps
 from bench.steps.decode_steps import with_lot
 from bench.steps.report import Report, compared, kernels_of
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
@@ -223,19 +223,21 @@ def test_a_rest_joins_no_block():
 # Bytes
 
 
-def blueprint_of(drafts: Drafts, config: ModelConfig) -> Blueprint:
+def blueprint_of(drafts: DrafterSpec, config: ModelConfig) -> BackendSpec:
     capacity = SimpleNamespace()
-    return Blueprint(config=config, drafts=drafts, capacity=capacity, dtype="bfloat16", on_gpu=True)
+    return BackendSpec(
+        config=config, drafts=drafts, capacity=capacity, dtype="bfloat16", on_gpu=True
+    )
 
 
 def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
-    found = step_bytes(blueprint_of(Drafts.none(), config), plain, 8, 500)
+    found = step_bytes(blueprint_of(DrafterSpec.none(), config), plain, 8, 500)
     kv = 8 * 500 * 36 * 2 * 8 * 128 * 2
     assert found - kv == pytest.approx(2 * 7.568e9, rel=1e-3)  # 8.19 less the embedding
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-eagle3", config)
-    more = step_bytes(blueprint_of(Drafts.of_head(head), config), chain, 8, 500) - found
+    more = step_bytes(blueprint_of(DrafterSpec.of_head(head), config), chain, 8, 500) - found
     layer = 3 * 4096 * 12288 + 4096 * (2 * 6144 + 4096) + 4096 * 3 * 4096
     norms = 4 * 4 * 4096  # in float32
     assert more == 3 * (2 * (layer + 32000 * 4096) + norms + 8 * 500 * 2 * 8 * 128 * 2)
@@ -244,15 +246,15 @@ def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
 def test_the_products_of_qwen3_8b_are_of_all_its_weights_and_of_its_attention():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
-    found = step_products(blueprint_of(Drafts.none(), config), plain, 8, 500)
+    found = step_products(blueprint_of(DrafterSpec.none(), config), plain, 8, 500)
     attended = 2 * 8 * 500 * 36 * 32 * 128
     assert found - attended == pytest.approx(8 * 7.568e9, rel=1e-3)
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-eagle3", config)
-    more = step_products(blueprint_of(Drafts.of_head(head), config), chain, 8, 500) - 4 * found
+    more = step_products(blueprint_of(DrafterSpec.of_head(head), config), chain, 8, 500) - 4 * found
     layer = 3 * 4096 * 12288 + 4096 * (2 * 6144 + 4096) + 4096 * 3 * 4096
     assert more == 3 * 8 * (layer + 32000 * 4096 + 2 * 500 * 32 * 128)
     block = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
-    of_block, rows = blueprint_of(Drafts.of_head(block), config), TreeShape.chain(15, 1)
+    of_block, rows = blueprint_of(DrafterSpec.of_head(block), config), TreeShape.chain(15, 1)
     more = step_products(of_block, rows, 1, 0) - 16 * step_products(of_block, plain, 1, 0)
     assert more == pytest.approx(16 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
 
@@ -263,9 +265,9 @@ def test_a_row_is_multiplied_with_the_experts_that_it_chooses_and_with_a_tied_he
     dense = [p for p in parameters(config, False) if p.shape[p.stacked :][1:]]
     weights = sum(prod(p.shape) for p in dense if p.name != "embed")
     weights -= 2 * 5 * (16 * 32 + 32 * 8)  # the experts that a row does not choose
-    assert step_products(blueprint_of(Drafts.none(), config), plain, 7, 0) == 7 * weights
+    assert step_products(blueprint_of(DrafterSpec.none(), config), plain, 7, 0) == 7 * weights
     tied = config_from_folder(SHAPES / "qwen3-0.6b")
-    found = step_products(blueprint_of(Drafts.none(), tied), plain, 1, 0)
+    found = step_products(blueprint_of(DrafterSpec.none(), tied), plain, 1, 0)
     assert found == pytest.approx(0.596e9, rel=0.01)
 
 
@@ -273,17 +275,17 @@ def test_of_experts_those_are_read_that_rows_choose():
     config = config_from_folder(ROOT / "tests" / "golden" / "glm4_moe")  # 8 of width 8, 3 chosen
     plain = TreeShape.plain(1)
     one, all_of_them = (
-        step_bytes(blueprint_of(Drafts.none(), config), plain, batch, 0) for batch in (1, 1000)
+        step_bytes(blueprint_of(DrafterSpec.none(), config), plain, batch, 0) for batch in (1, 1000)
     )
     expert = 2 * 3 * 8 * 32 * 2  # in both sparse layers
     assert all_of_them - one == 5 * expert
-    two = step_bytes(blueprint_of(Drafts.none(), config), plain, 2, 0)
+    two = step_bytes(blueprint_of(DrafterSpec.none(), config), plain, 2, 0)
     assert two - one == pytest.approx((8 * (1 - (5 / 8) ** 2) - 3) * expert, rel=0.01)
 
 
 def test_what_stays_fp8_is_read_as_codes_and_scales():
     config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
-    wide, plain = blueprint_of(Drafts.none(), config), TreeShape.plain(1)
+    wide, plain = blueprint_of(DrafterSpec.none(), config), TreeShape.plain(1)
     names = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
     found = [step_bytes(replace(wide, in_words=each), plain, 1, 0) for each in ({}, names)]
     weights = 48 * 8 * 3 * 768 * 2048  # of the experts that a row chooses
@@ -293,7 +295,7 @@ def test_what_stays_fp8_is_read_as_codes_and_scales():
 def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
     config = config_from_folder(SHAPES / "qwen3-8b")
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
-    of_head = blueprint_of(Drafts.of_head(head), config)
+    of_head = blueprint_of(DrafterSpec.of_head(head), config)
     plain, chain = TreeShape.plain(1), TreeShape.chain(15, 1)
     more = step_bytes(of_head, chain, 1, 0) - step_bytes(of_head, plain, 1, 0)
     assert more == pytest.approx(2 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
@@ -305,7 +307,7 @@ def test_what_chooses_the_drafts_of_a_block_is_read_for_each_of_them():
         DraftConfig.from_folder(SHAPES / f"qwen3-8b-{x}", config) for x in ("dflash", "dspark")
     )
     block, marked = (
-        step_bytes(blueprint_of(Drafts.of_head(head), config), TreeShape.chain(7, 1), 1, 0)
+        step_bytes(blueprint_of(DrafterSpec.of_head(head), config), TreeShape.chain(7, 1), 1, 0)
         for head in heads
     )
     assert marked - block == pytest.approx(2 * 7 * config.vocab * 256, rel=0.001)
@@ -313,8 +315,8 @@ def test_what_chooses_the_drafts_of_a_block_is_read_for_each_of_them():
 
 def test_states_are_moved_once_more_where_drafts_are_replayed():
     config = config_from_folder(SHAPES / "qwen3.5-0.8b")
-    of_mtp = blueprint_of(Drafts.of_mtp(config), config)
-    of_host = replace(of_mtp, drafts=Drafts.none())
+    of_mtp = blueprint_of(DrafterSpec.of_mtp(config), config)
+    of_host = replace(of_mtp, drafts=DrafterSpec.none())
     plain, chain = TreeShape.plain(4), TreeShape.chain(3, 4)
     state = 4 * 18 * 16 * 128 * 128 * 4
     assert step_bytes(of_host, chain, 4, 0) - step_bytes(of_host, plain, 4, 0) == state

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.steps import vision_encoder, vlm_steps
-from shared.boundary.images import PicturePool
+from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program
 from shared.process.image_startup import MOST_PRODUCTS, encodings
 from tests.support.golden_images import MODEL
@@ -78,7 +78,7 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
 
 def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
     """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
-    pool = PicturePool(
+    pool = EncoderCacheSpec(
         vision_encoder.QWEN3_5, replace(vision_encoder.PICTURES, most=4096 * 32**2), 9000
     )
     of_size: dict[int, list[Program]] = {}

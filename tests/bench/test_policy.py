@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.speculation import policy_replay
-from shared.engine.adaptive.policy import BestValue, Static
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Static
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import TIERS
 
@@ -13,7 +13,7 @@ from tests.support.simulation.work import TIERS
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("trace") / "steps.jsonl"
-    traced(found, BestValue())
+    traced(found, ExpectedValuePolicy())
     return found
 
 

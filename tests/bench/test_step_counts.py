@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from bench.kernels.step_counts import Trace, differences, selected, stablehlo_counts
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 
 
@@ -78,13 +78,19 @@ def test_stablehlo_operations_and_kernel_calls_are_counted() -> None:
 
 
 def test_selected_programs_are_the_ends_of_decoding_and_one_with_logprobs() -> None:
-    def decode(batch: int, extras: Extra = Extra.NONE) -> Program:
+    def decode(batch: int, extras: ProgramFeature = ProgramFeature.NONE) -> Program:
         shape = TreeShape.plain(batch)
-        return Program(work=Work.DECODE, batch=batch, pages=1, tokens=0, shape=shape, extras=extras)
+        return Program(
+            work=StepKind.DECODE, batch=batch, pages=1, tokens=0, shape=shape, extras=extras
+        )
 
-    programs = [decode(4), decode(1), decode(2), decode(2, Extra.LOGPROBS)]
+    programs = [decode(4), decode(1), decode(2), decode(2, ProgramFeature.LOGPROBS)]
     found = [(each.batch, each.extras) for each in selected(programs)]
-    assert found == [(1, Extra.NONE), (4, Extra.NONE), (2, Extra.LOGPROBS)]
+    assert found == [
+        (1, ProgramFeature.NONE),
+        (4, ProgramFeature.NONE),
+        (2, ProgramFeature.LOGPROBS),
+    ]
 
 
 def test_differences_name_the_program_and_what_changed() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Count, Draft
-from shared.boundary.program import Work
+from shared.boundary.backend import CountPromptTokens, DraftOnly
+from shared.boundary.program import StepKind
 from shared.engine.rows import Chunk
 from shared.spec.draft_tree import TreeShape
 from tests.support.contract_host import (
@@ -199,8 +199,8 @@ def test_count_stands_for_the_tokens_that_a_cache_hit_spares(host):
         request = host.request(tokens, **how)
         host.share(first, request, 64)
         text = emitted(host.run(host.restored_plan(request, 64, 1)), 0)
-        plan = host.plan(Work.COUNT, PLAIN, request, host_draft=False)
-        assert isinstance(plan.work, Count)
+        plan = host.plan(StepKind.COUNT, PLAIN, request, host_draft=False)
+        assert isinstance(plan.work, CountPromptTokens)
         plan.work.tokens[:counted] = tokens[:counted]
         plan.work.row_starts[1:] = counted
         host.run(plan)
@@ -222,8 +222,8 @@ def test_counts_in_several_steps_tell_outputs_from_the_prompt(host):
     request = host.request(tokens, output=whole[:40], **how)
     host.share(first, request, 64)
     for begin, end in ((0, 50), (50, 65)):
-        plan = host.plan(Work.COUNT, PLAIN, request, host_draft=False)
-        assert isinstance(plan.work, Count)
+        plan = host.plan(StepKind.COUNT, PLAIN, request, host_draft=False)
+        assert isinstance(plan.work, CountPromptTokens)
         plan.work.tokens[: end - begin] = request.context[begin:end]
         plan.work.row_starts[1:], plan.work.first_positions[0] = end - begin, begin
         plan.starts[0], plan.snapshots.restore[0] = begin == 0, begin == 0
@@ -284,8 +284,8 @@ def test_a_draft_alone_is_the_draft_of_the_step_and_commits_nothing(host, how):
     request = host.request(tokens, **how)
     text = emitted(host.prefill(request), 0)
     for _ in range(5):
-        plan = host.plan(Work.DRAFT, CHAIN, request, host_draft=False)
-        assert isinstance(plan.work, Draft)
+        plan = host.plan(StepKind.DRAFT, CHAIN, request, host_draft=False)
+        assert isinstance(plan.work, DraftOnly)
         drafted, again = host.run(plan), host.run(plan)
         fused = host.decode(request, shape=CHAIN)
         assert drafted.counts[0] == 0

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
+from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from tests.support.backends import make_backend
 from tests.support.contract_host import contract_capacity, contract_model
 
@@ -60,11 +60,11 @@ def test_preparing_says_what_it_does_before_it_is_done(name):
 
 
 def test_a_backend_says_what_a_step_works_on(fresh):
-    capacity: Capacity = fresh.capacity
+    capacity: BackendLimits = fresh.capacity
     sizes = {p: fresh.workspace(p) for p in capacity.programs}
     assert all(size > 0 for size in sizes.values())
     plain, chain = (
-        next(p for p in capacity.programs if (p.work, p.shape.nodes) == (Work.DECODE, nodes))
+        next(p for p in capacity.programs if (p.work, p.shape.nodes) == (StepKind.DECODE, nodes))
         for nodes in (1, 4)
     )
     assert sizes[chain] > sizes[plain]
@@ -89,7 +89,7 @@ def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
 
 def test_a_rule_that_judges_sampled_drafts_verifies_all_of_them(framework):
     """Whether a draft is verified would depend on the token that was drawn."""
-    chains = tuple(p for p in with_rows(15) if not p.has(Extra.COPIES))
+    chains = tuple(p for p in with_rows(15) if not p.has(ProgramFeature.NGRAM_DRAFTS))
     with pytest.raises(ValueError, match="rejection must verify every draft token, but decode"):
         made(framework, programs=chains, accept_rule="rejection")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Capacity, StepPlan
+from shared.boundary.backend import BackendLimits, StepPlan
 from shared.boundary.buffers import mask_words
 from shared.boundary.checks import check_capacity
-from shared.boundary.program import Extra, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 from tests.support.contract_host import (
     GREEDY,
     POISON,
@@ -129,21 +129,23 @@ def test_a_plan_of_padding_allows_every_token(host):
     assert (plan.mask.bits[plan.mask.index] == -1).all()
 
 
-@pytest.mark.parametrize("work", [Work.PREFILL, Work.DRAFT, Work.DECODE])
+@pytest.mark.parametrize("work", [StepKind.PREFILL, StepKind.DRAFT, StepKind.DECODE])
 def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
     config, _ = contract_model()
     capacity = contract_capacity(config)
-    found = next(p for p in capacity.programs if p.work is work and not p.has(Extra.HOST_DRAFT))
-    if work is Work.DECODE:
+    found = next(
+        p for p in capacity.programs if p.work is work and not p.has(ProgramFeature.HOST_DRAFT)
+    )
+    if work is StepKind.DECODE:
         found = next(p for p in capacity.programs if p.drafts_on_device)
-    masked = found.having({Extra.MASK: True})
-    broken = Capacity(**vars_of(capacity) | {"programs": (masked,)})
+    masked = found.having({ProgramFeature.MASK: True})
+    broken = BackendLimits(**vars_of(capacity) | {"programs": (masked,)})
     with pytest.raises(ValueError, match="grammar masks require draft trees built by the host"):
-        check_capacity(broken, Drafts.of_mtp(config), True, False)
+        check_capacity(broken, DrafterSpec.of_mtp(config), True, False)
 
 
-def vars_of(capacity: Capacity) -> dict:
-    names = Capacity.__dataclass_fields__
+def vars_of(capacity: BackendLimits) -> dict:
+    names = BackendLimits.__dataclass_fields__
     return {name: getattr(capacity, name) for name in names}
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity, Prefill, StepPlan
+from shared.boundary.backend import Backend, BackendLimits, Prefill, StepPlan
 from shared.boundary.buffers import empty_plan
-from shared.boundary.images import Encode, PicturePool, Pictures
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.rows import Chunk
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
@@ -45,31 +45,31 @@ ROWS = 101
 
 
 def program(
-    work: Work, shape: TreeShape, batch: int, tokens: int, blocks: range = range(0)
+    work: StepKind, shape: TreeShape, batch: int, tokens: int, blocks: range = range(0)
 ) -> Program:
     sizes = {"batch": batch, "pages": 64, "tokens": tokens, "shape": shape}
-    return Program(work=work, **sizes, extras=Extra.NONE, blocks=blocks)
+    return Program(work=work, **sizes, extras=ProgramFeature.NONE, blocks=blocks)
 
 
 DEPTH = vision().depth
-ENCODE = program(Work.ENCODE, TreeShape.plain(1), 1, PATCHES, range(DEPTH))
+ENCODE = program(StepKind.ENCODE, TreeShape.plain(1), 1, PATCHES, range(DEPTH))
 PIECES = [
-    program(Work.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
+    program(StepKind.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
     for blocks in (range(1), range(1, DEPTH))
 ]
 """Of pictures up to another size, which are encoded in two steps."""
 
 
-def capacity() -> Capacity:
-    return Capacity(
+def capacity() -> BackendLimits:
+    return BackendLimits(
         page_size=4,
         num_pages=161,
         num_slots=5,
         num_snapshots=3,
         programs=(
-            program(Work.PREFILL, PLAIN, BATCH, 192),
-            program(Work.DECODE, PLAIN, BATCH, 0),
-            program(Work.DECODE, CHAIN, BATCH, 0),
+            program(StepKind.PREFILL, PLAIN, BATCH, 192),
+            program(StepKind.DECODE, PLAIN, BATCH, 0),
+            program(StepKind.DECODE, CHAIN, BATCH, 0),
             ENCODE,
             *PIECES,
         ),
@@ -79,7 +79,7 @@ def capacity() -> Capacity:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=0,
-        pictures=PicturePool(vision(), picture_config(), ROWS),
+        pictures=EncoderCacheSpec(vision(), picture_config(), ROWS),
     )
 
 
@@ -103,7 +103,7 @@ def host(backend) -> Host:
 
 def picture_plan(host: Host, number: int, place: int, program: Program = ENCODE) -> StepPlan:
     plan = empty_plan(program, host.capacity)
-    assert isinstance(plan.work, Encode)
+    assert isinstance(plan.work, EncodeImage)
     if plan.work.pixels is not None:
         given = pixels_of(fitted(number)).padded(program.tokens, vision())
         for name, values in vars(given).items():
@@ -140,7 +140,7 @@ class Prompt:
     def lay(self, plan: StepPlan, row: int, first: int, end: int) -> None:
         assert isinstance(plan.work, Prefill)
         pictures, begins = plan.work.pictures, plan.work.row_starts[row]
-        assert isinstance(pictures, Pictures)
+        assert isinstance(pictures, ImageInputs)
         pictures.turns[begins : begins + end - first] = self.turns[first:end]
         pictures.sources[begins : begins + end - first] = self.sources[first:end]
         pictures.next_sources[row] = self.sources[end] if end < len(self.tokens) else 0

@@ -11,18 +11,18 @@ from jax_impl import platform as jax_platform
 from shared.boundary.kernel_coverage import (
     OF_TOWERS,
     OPERATIONS,
-    PlainOperation,
+    FallbackOp,
     plain_gauges,
     plain_operations,
 )
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
 from shared.options.options import Options
 from shared.process import loop
 from shared.process.device import Device
-from shared.process.image_startup import Tower
+from shared.process.image_startup import VisionEncoder
 from shared.process.launch import launch
 from shared.process.memory_plan import plan
 from shared.process.start import Platform
@@ -57,15 +57,15 @@ def asked(
     platform: Platform,
     model: ModelConfig,
     device: Device = GPU,
-    tower: Tower | None = None,
+    tower: VisionEncoder | None = None,
     head: DraftConfig | None = None,
     **flags: object,
-) -> tuple[PlainOperation, ...]:
+) -> tuple[FallbackOp, ...]:
     """What runs plain in the programs of a start, unless it is refused."""
     values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
     options = Options.from_values(values)
-    drafts = Drafts.of_mtp(model) if options.speculative.with_mtp else Drafts.none()
-    drafts = Drafts.of_head(head) if head else drafts
+    drafts = DrafterSpec.of_mtp(model) if options.speculative.with_mtp else DrafterSpec.none()
+    drafts = DrafterSpec.of_head(head) if head else drafts
     memory = plan(options, model, drafts, device, platform.costs, tower=tower)
     assert platform.kernels is not None
     return plain_operations(memory.blueprint, platform.kernels)
@@ -140,7 +140,7 @@ def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
 
 @each_platform
 def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
-    tower = Tower(vision(), picture_config())
+    tower = VisionEncoder(vision(), picture_config())
     found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
     assert {*OF_TOWERS} <= found.keys()
     assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, got float32"}

@@ -9,8 +9,8 @@ import pytest
 
 from shared.boundary.backend import StepResult
 from shared.engine.request import Request
-from shared.engine.rows import Rows
-from shared.spec.merge_drafts import Copies
+from shared.engine.rows import ScheduledRows
+from shared.spec.merge_drafts import NgramTrees
 from tests.support.contract_host import (
     BATCH,
     CHAIN,
@@ -26,13 +26,13 @@ from tests.support.contract_host import (
 M = JOINED.copied
 
 
-def copies_of(*paths: list[int], at: list[int], edge: float = -0.01) -> Copies:
+def copies_of(*paths: list[int], at: list[int], edge: float = -0.01) -> NgramTrees:
     """A chain of tokens for each row, behind the token at its position."""
     B = len(paths)
     tokens, place = np.zeros((B, M), np.int32), np.arange(M)
     for row, path in enumerate(paths):
         tokens[row, 1 : 1 + len(path)] = path[: M - 1]
-    return Copies(
+    return NgramTrees(
         tokens=tokens,
         parents=np.tile(np.maximum(place - 1, 0).astype(np.int32), (B, 1)),
         num_nodes=np.array([1 + min(len(path), M - 1) for path in paths], np.int32),
@@ -41,8 +41,8 @@ def copies_of(*paths: list[int], at: list[int], edge: float = -0.01) -> Copies:
     )
 
 
-def step(host: Host, rows: list[Request], copies: Copies) -> StepResult:
-    return host.run(host.planner.plan(Rows.decode(rows, JOINED, copies=copies)))
+def step(host: Host, rows: list[Request], copies: NgramTrees) -> StepResult:
+    return host.run(host.planner.plan(ScheduledRows.decode(rows, JOINED, copies=copies)))
 
 
 @either_sampling

@@ -13,9 +13,9 @@ import pytest
 from shared.boundary.backend import Decode
 from shared.boundary.buffers import empty_plan
 from shared.boundary.checks import check_plan
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from tests.support.contract_host import (
     BATCH,
     CHAIN,
@@ -84,7 +84,7 @@ def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]
     """How many nodes each row of a step gets; deeper than the chain nothing is known."""
     known = np.zeros((len(rows), host.capacity.max_calibrated), np.float32)
     known[:, : len(calibration[0])] = calibration
-    plan = host.planner.plan(Rows.decode(rows, SHARED, calibration=known))
+    plan = host.planner.plan(ScheduledRows.decode(rows, SHARED, calibration=known))
     return host.run(plan).num_nodes[: len(rows)].tolist()
 
 
@@ -132,7 +132,7 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
     """The host limits its trees itself; every row of the plan verifies its root."""
     config, _ = contract_model()
     capacity = contract_capacity(config)
-    program = next(p for p in capacity.programs if p.shape == TREE and p.work is Work.DECODE)
+    program = next(p for p in capacity.programs if p.shape == TREE and p.work is StepKind.DECODE)
     program = replace(program, shape=replace(TREE, rows=9))
     plan = empty_plan(program, capacity)
     assert isinstance(plan.work, Decode)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from shared.boundary import shm_allgather as module
-from shared.boundary.shm_allgather import Mailboxes, RankMissingError
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.shm_allgather import AllGatherTimeout, ShmAllGather
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 
 PAGE = 4096  # the numbers of a rank's exchanges have one of their own
 
 
 @pytest.fixture
 def mailboxes():
-    made = Mailboxes.create(3, box_bytes=64, wait_s=0.3)
+    made = ShmAllGather.create(3, box_bytes=64, wait_s=0.3)
     yield made
     made.remove()
 
@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_come_is_named(mailboxes):
             error = (
                 rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
             )
-            with pytest.raises(RankMissingError, match=error):
+            with pytest.raises(AllGatherTimeout, match=error):
                 future.result(10)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
     """A step has many exchanges, and its end is not to wait for each."""
     for call in (1, 2):
         began = time.monotonic()
-        with pytest.raises(RankMissingError, match=f"did not reach exchange {call} within 0"):
+        with pytest.raises(AllGatherTimeout, match=f"did not reach exchange {call} within 0"):
             mailboxes.exchange(0, given_by(0, 0, 8))
         assert (time.monotonic() - began > 0.25) is (call == 1)
 
@@ -100,22 +100,22 @@ def test_a_rank_with_other_bytes_is_named(mailboxes):
             threads.submit(mailboxes.exchange, rank, given_by(rank, 0, size))
             for rank, size in enumerate(sizes)
         ]
-        with pytest.raises(RankMissingError, match="rank 2 of 3 sent 12 bytes in exchange 1"):
+        with pytest.raises(AllGatherTimeout, match="rank 2 of 3 sent 12 bytes in exchange 1"):
             futures[0].result(10)
 
 
 def test_ranks_that_do_not_exist_are_refused(mailboxes):
     with pytest.raises(ValueError, match="rank must be in 0..2, got 3"):
-        Ranks(3, 3, mailboxes)
+        TPGroup(3, 3, mailboxes)
     with pytest.raises(ValueError, match="mailboxes must be created for 2 ranks, got 3"):
-        Ranks(0, 2, mailboxes)
-    assert ALONE.is_alone
+        TPGroup(0, 2, mailboxes)
+    assert SINGLE_RANK.is_alone
 
 
 def test_nothing_is_left_in_a_folder_of_the_machine():
     """A process that is killed takes nothing away."""
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    made = Mailboxes.create(2, box_bytes=64)
+    made = ShmAllGather.create(2, box_bytes=64)
     assert (set(shared.iterdir()) if shared.is_dir() else set()) == before
     made.remove()

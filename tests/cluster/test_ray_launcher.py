@@ -13,7 +13,7 @@ import pytest
 
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.process.tp.startup import ranked_start
+from shared.process.tp.startup import tp_startup
 from tests.support import serve_tp
 from tests.support.http_fixtures import ROOT, Server, serving
 from tests.support.tp_server import ended
@@ -126,7 +126,7 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
         ConfigError,
         match="^--distributed-executor-backend ray requires the package ray; install the extra ray",
     )
-    with refused, ranked_start(options, lambda: serve_tp.PLATFORM, MODULE, print):
+    with refused, tp_startup(options, lambda: serve_tp.PLATFORM, MODULE, print):
         pass
 
 
@@ -147,5 +147,5 @@ def test_where_there_is_nothing_to_place_ray_is_refused(flags):
     module, sentence = NOTHING_TO_PLACE[flags]
     options = parse([*FLAGS, *flags.split()])
     refused = pytest.raises(ConfigError, match=sentence)
-    with refused, ranked_start(options, lambda: serve_tp.PLATFORM, module, print):
+    with refused, tp_startup(options, lambda: serve_tp.PLATFORM, module, print):
         pass

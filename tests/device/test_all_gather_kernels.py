@@ -7,7 +7,7 @@ import jax
 import pytest
 import torch
 
-from kernels.peer_buffers import Boxes, Missing
+from kernels.peer_buffers import BufferLayout, PeerTimeout
 from tests.support.gpu_ranks import in_processes
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks_on_gpus import (
@@ -66,14 +66,14 @@ def test_products_of_jax_give_all_ranks_the_bits_of_one_gpu() -> None:
 @on_two_gpus
 def test_torch_says_which_rank_is_missing_and_where() -> None:
     (first, is_no_number), (last, _) = in_processes(2, missing_of_torch, 1 << 16)
-    assert first == Missing(rank=1, call=1)
+    assert first == PeerTimeout(rank=1, call=1)
     assert is_no_number
     assert last is None
 
 
 @on_two_gpus
 def test_jax_says_which_rank_is_missing_and_where() -> None:
-    assert missing_of_jax(2, 1 << 16) == [Missing(rank=1, call=3), None]
+    assert missing_of_jax(2, 1 << 16) == [PeerTimeout(rank=1, call=3), None]
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_jax_says_which_rank_is_missing_and_where() -> None:
 )
 def test_mailboxes_of_other_sizes_are_refused(sizes: tuple[int, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Boxes(*sizes)
+        BufferLayout(*sizes)
 
 
 def test_an_error_word_says_the_rank_and_the_call() -> None:
-    assert Missing.read(0) is None
-    assert Missing.read(145 * 16 + 7 + 1) == Missing(rank=7, call=145)
+    assert PeerTimeout.read(0) is None
+    assert PeerTimeout.read(145 * 16 + 7 + 1) == PeerTimeout(rank=7, call=145)
 
 
 @on_two_gpus

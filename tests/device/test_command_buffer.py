@@ -14,12 +14,12 @@ from jax_impl import ops
 from jax_impl.backend import JaxBackend
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.trees import slot_state
-from jax_impl.symmetric_memory import DeviceMailboxes
+from jax_impl.symmetric_memory import AllGather
 from jax_impl.weights import Loaded, from_arrays
-from kernels.peer_buffers import BLOCK_BYTES, Boxes
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Program, Work
-from shared.boundary.tp_group import Ranks
+from kernels.peer_buffers import BLOCK_BYTES, BufferLayout
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.tp_group import TPGroup
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
 from tests.support.lowered import BROKEN_BY, operations
@@ -34,17 +34,17 @@ SHORT = TreeShape(nodes=3, depth=2, width=1, rows=4, block=4)
 
 def decode_of(shape: TreeShape, host_draft: bool) -> Program:
     return Program(
-        work=Work.DECODE,
+        work=StepKind.DECODE,
         batch=BATCH,
         pages=PAGES,
         tokens=0,
         shape=shape,
-        extras=Extra.NONE,
-    ).having({Extra.HOST_DRAFT: host_draft})
+        extras=ProgramFeature.NONE,
+    ).having({ProgramFeature.HOST_DRAFT: host_draft})
 
 
-def capacity_of(program: Program, vocab: int, rule: str) -> Capacity:
-    return Capacity(
+def capacity_of(program: Program, vocab: int, rule: str) -> BackendLimits:
+    return BackendLimits(
         page_size=4,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -155,7 +155,7 @@ def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
     hidden: int, keeps: int
 ) -> None:
     """A rank keeps its columns where their squares are of whole chunks; XLA knows of no rank."""
-    kernels, boxes = ops.Kernels.of("NVIDIA H200"), Boxes(2, BLOCK_BYTES)
+    kernels, boxes = ops.Kernels.of("NVIDIA H200"), BufferLayout(2, BLOCK_BYTES)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     given = {
         "rows": shape((4, hidden)),
@@ -165,9 +165,9 @@ def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
         "place": jax.ShapeDtypeStruct((6,), jnp.int32),
     }
 
-    def layer(given: dict[str, jax.Array]) -> tuple[linear.Stream, jax.Array, jax.Array]:
+    def layer(given: dict[str, jax.Array]) -> tuple[linear.NormedStream, jax.Array, jax.Array]:
         modules = (kernels.all_gather, kernels.vocab_parallel)
-        group = Ranks(0, 2, None).on(DeviceMailboxes(given["place"], *modules, boxes))
+        group = TPGroup(0, 2, None).on(AllGather(given["place"], *modules, boxes))
         norm = ops.Scale(given["norm"], 1)
         stream = linear.stream(given["rows"], norm, None, group)
         x = jnp.ones((4, 64), jnp.bfloat16)

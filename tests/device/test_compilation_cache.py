@@ -16,14 +16,14 @@ from jax.stages import Compiled
 
 from jax_impl import compilation_cache
 from jax_impl.backend import JaxBackend
-from jax_impl.compilation_cache import KeptPrograms
+from jax_impl.compilation_cache import CompilationCache
 from shared.boundary.backend import StepResult
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from tests.support.backends import JAX_BACKENDS, drafts_of
 from tests.support.contract_host import Host, contract_capacity, contract_model
 
 X = jnp.arange(4.0)
-Keeping = Callable[..., KeptPrograms]
+Keeping = Callable[..., CompilationCache]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def keeping(tmp_path: Path) -> Keeping:
     """Where a start of a backend that was made from this keeps its programs."""
     takes, gives = jax.tree.structure(((X,), {})), jax.tree.structure(X)
     device = jax.devices()[0]
-    return lambda *made_from: KeptPrograms(tmp_path, [device], made_from, takes, gives)
+    return lambda *made_from: CompilationCache(tmp_path, [device], made_from, takes, gives)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_file_that_another_start_has_deleted_meanwhile_ends_no_start(
 def test_a_backend_traces_nothing_that_an_earlier_start_has_kept(tmp_path):
     config, weights = contract_model()
     capacity = contract_capacity(config)
-    chosen = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    chosen = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     capacity = replace(capacity, programs=(chosen,))
 
     def start() -> tuple[StepResult, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
+from shared.boundary.backend import Backend, BackendLimits
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -119,7 +119,7 @@ def engine_of(backend: Backend) -> Engine:
 class InTurns(StaticController):
     """Plain steps and drafted ones: a plain step leaves a hole in the context before it."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
         self._steps = 0
 
@@ -131,7 +131,7 @@ class InTurns(StaticController):
 class Tiers(StaticController):
     """The shapes one after the other."""
 
-    def __init__(self, capacity: Capacity, shapes: tuple[TreeShape, ...]) -> None:
+    def __init__(self, capacity: BackendLimits, shapes: tuple[TreeShape, ...]) -> None:
         super().__init__(capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
         self._turns = cycle(shapes)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.program import Extra
+from shared.boundary.program import ProgramFeature
 from tests.support.backends import make_backend
 from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of
 from tests.support.contract_host import contract_capacity
@@ -89,7 +89,9 @@ def test_an_mtp_layer_with_experts_is_believed_sometimes(family, backends):
 def test_drafts_of_seen_text_leave_the_plain_text(family, sampled):
     config, weights = model_of(family)
     capacity = contract_capacity(config)
-    programs = [p for p in capacity.programs if p.has(Extra.HOST_DRAFT) or p.shape.is_plain]
+    programs = [
+        p for p in capacity.programs if p.has(ProgramFeature.HOST_DRAFT) or p.shape.is_plain
+    ]
     capacity = replace(capacity, programs=tuple(programs))
     backend = make_backend("torch", config, weights, capacity, "none")
     texts = plain(backend, sampled)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import pytest
 
-from shared.boundary.program import Extra, Work
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.contract_host import (
@@ -63,8 +63,8 @@ def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(
     config, weights = contract_model()
     capacity = contract_capacity(config)
     shape = TreeShape.chain(7, BATCH)
-    wide = [replace(p, shape=shape) for p in capacity.programs if p.has(Extra.HOST_DRAFT)]
-    plain_ones = [p for p in capacity.programs if p.shape.is_plain and p.work is not Work.COUNT]
+    wide = [replace(p, shape=shape) for p in capacity.programs if p.has(ProgramFeature.HOST_DRAFT)]
+    plain_ones = [p for p in capacity.programs if p.shape.is_plain and p.work is not StepKind.COUNT]
     capacity = replace(capacity, programs=(*plain_ones, *wide))
     backend = make_backend(framework, config, weights, capacity, "NEXTN")
     found = drafted(backend, sampled, 1, texts)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.boundary.backend import Capacity
-from shared.boundary.ngram_table import TextTable
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.ngram_table import NgramTableSpec
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -35,14 +35,14 @@ SHAPE = TreeShape(nodes=6, depth=5, width=1, rows=4 * BATCH)
 TOKENS = 20
 
 
-def text_capacity(by_request: bool, chunk: int) -> Capacity:
+def text_capacity(by_request: bool, chunk: int) -> BackendLimits:
     """A prefill, and a decode that drafts from text."""
     capacity = contract_capacity(contract_model()[0])
-    prefill = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    prefill = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     prefill = replace(prefill, tokens=chunk)
-    decode = next(p for p in capacity.programs if p.work is Work.DECODE)
-    programs = (prefill, replace(decode, shape=SHAPE).having({Extra.TEXTS: True}))
-    table = TextTable(groups=4096, by_request=by_request)
+    decode = next(p for p in capacity.programs if p.work is StepKind.DECODE)
+    programs = (prefill, replace(decode, shape=SHAPE).having({ProgramFeature.DEVICE_NGRAM: True}))
+    table = NgramTableSpec(groups=4096, by_request=by_request)
     return replace(capacity, programs=programs, texts=table)
 
 

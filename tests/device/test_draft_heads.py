@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -58,26 +58,26 @@ def drafter_of(family: str, kind: str):
     return kind if kind == "NEXTN" else tiny_head(*model_of(family), kind, seed=5)
 
 
-def capacity_of(vocab: int) -> Capacity:
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+def capacity_of(vocab: int) -> BackendLimits:
+    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
         )
 
     shapes = [TreeShape(N, S, k, BATCH * N) for N, S, k in SHAPES]
-    return Capacity(
+    return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
         num_snapshots=1,
         programs=(
-            program(Work.PREFILL, TreeShape.plain(BATCH), 64),
-            *(program(Work.DECODE, shape, 0) for shape in shapes),
+            program(StepKind.PREFILL, TreeShape.plain(BATCH), 64),
+            *(program(StepKind.DECODE, shape, 0) for shape in shapes),
         ),
         overlap=1,
         context_length=CONTEXT,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -29,26 +29,26 @@ SHAPES = {
 HOWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"frequency_penalty": 0.5})
 
 
-def capacity_of(vocab: int, shape: TreeShape) -> Capacity:
-    def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
+def capacity_of(vocab: int, shape: TreeShape) -> BackendLimits:
+    def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
             work=work,
             batch=batch,
             pages=1,
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
         )
 
     shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]
-    bare = Capacity(
+    bare = BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1,
         num_slots=1 + max(BUCKETS),
         num_snapshots=1,
         programs=(
-            program(Work.PREFILL, 1, CHUNK, TreeShape.plain(1)),
-            *(program(Work.DECODE, batch, 0, each) for batch, each in shapes),
+            program(StepKind.PREFILL, 1, CHUNK, TreeShape.plain(1)),
+            *(program(StepKind.DECODE, batch, 0, each) for batch, each in shapes),
         ),
         overlap=1,
         context_length=CONTEXT,
@@ -70,7 +70,7 @@ class Noting:
         self._backend, self.batches = backend, list[int]()
 
     def submit(self, plan: StepPlan) -> StepFuture:
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             self.batches.append(plan.program.batch)
         return self._backend.submit(plan)
 

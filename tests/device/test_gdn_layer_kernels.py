@@ -192,9 +192,9 @@ def test_a_path_and_its_replay_have_the_bits_of_plain_decoding(is_tree: bool, la
 @each_language
 def test_a_replay_is_that_of_the_specification_and_writes_nothing_else(language: str) -> None:
     given = replay_case()
-    held = spec.DeltaState(given.recurrent[:, given.slots], given.window[:, given.slots])
+    held = spec.GDNState(given.recurrent[:, given.slots], given.window[:, given.slots])
     paths = (given.path, given.counts, given.save_after)
-    new, saved, passed = spec.replay(held, spec.Kept(*given.kept), *paths)
+    new, saved, passed = spec.replay(held, spec.ReplayInputs(*given.kept), *paths)
     passed &= given.save > 0
     np.testing.assert_array_equal(passed, [True, True, False, False, False, False])
     want = [x.copy() for x in given[:4]]

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.request import Request, SamplingParams
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 from tests.support.backends import GPU_FRAMEWORKS, make_backend, make_gpu_backend
 from tests.support.drafter_cases import CASES, drafter_of, model_of
 from tests.support.run_engine import drive
@@ -54,14 +54,14 @@ def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
     assert sum(sum(outcomes[number].accepted) for number in (0, 2, 3, 5)) > 0
 
 
-def scoring(capacity: Capacity) -> Capacity:
+def scoring(capacity: BackendLimits) -> BackendLimits:
     """With a prefill that scores its tokens too."""
-    prefill = next(program for program in capacity.programs if program.work is Work.PREFILL)
-    programs = (*capacity.programs, prefill.having({Extra.SCORES: True}))
+    prefill = next(program for program in capacity.programs if program.work is StepKind.PREFILL)
+    programs = (*capacity.programs, prefill.having({ProgramFeature.PROMPT_LOGPROBS: True}))
     return replace(capacity, programs=programs, max_scores=NUM_SCORES)
 
 
-def scores_of(backend: Backend, case: grammar.Case) -> dict[int, Scores | None]:
+def scores_of(backend: Backend, case: grammar.Case) -> dict[int, PromptLogprobs | None]:
     """Of prompts of one token, of a chunk and a token more, and of chunks that share a step."""
     rng = np.random.default_rng(4)
     requests = [

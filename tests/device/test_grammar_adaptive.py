@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import Situation
+from shared.engine.adaptive.policy import PolicyInput
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -42,7 +42,7 @@ class Turns:
     def __init__(self) -> None:
         self._steps = 0
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         self._steps += 1
         return self._steps // 2 % len(situation.expected.tokens)
 
@@ -82,27 +82,29 @@ class Watch:
         assert sum(steps.values()) == len(self.planned)
 
 
-def capacity_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape) -> Capacity:
+def capacity_of(
+    family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape
+) -> BackendLimits:
     """Programs of all shapes, and those that one of them needs for masks."""
 
-    def program(work: Work, shape: TreeShape, *, mask: bool = False) -> Program:
-        from_host = work is Work.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM")
+    def program(work: StepKind, shape: TreeShape, *, mask: bool = False) -> Program:
+        from_host = work is StepKind.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM")
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
-            tokens=CHUNK if work is Work.PREFILL else 0,
+            tokens=CHUNK if work is StepKind.PREFILL else 0,
             shape=shape,
-            extras=Extra.NONE if work is Work.DRAFT else Extra.LOGPROBS,
-        ).having({Extra.MASK: mask, Extra.HOST_DRAFT: from_host})
+            extras=ProgramFeature.NONE if work is StepKind.DRAFT else ProgramFeature.LOGPROBS,
+        ).having({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
 
-    programs = [program(Work.PREFILL, PLAIN), *(program(Work.DECODE, s) for s in shapes)]
-    programs.append(program(Work.DECODE, masked, mask=True))
+    programs = [program(StepKind.PREFILL, PLAIN), *(program(StepKind.DECODE, s) for s in shapes)]
+    programs.append(program(StepKind.DECODE, masked, mask=True))
     if drafter == "NGRAM":
-        programs.append(program(Work.DECODE, PLAIN, mask=True))
+        programs.append(program(StepKind.DECODE, PLAIN, mask=True))
     elif masked.nodes > 1:
-        programs.append(program(Work.DRAFT, masked))
-    return Capacity(
+        programs.append(program(StepKind.DRAFT, masked))
+    return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_impl import weights
-from shared.drafts.aux_hidden_states import Ids
+from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dspark_config import KINDS
@@ -31,7 +31,7 @@ FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix
 target_of = lru_cache(still_target)
 
 
-def read(folder: Path, name: str, told: Ids | None) -> DraftHead:
+def read(folder: Path, name: str, told: LayerIdMeaning | None) -> DraftHead:
     """As a start reads it."""
     files, (target, _) = open_head(folder), target_of(name)
     config = fitted(DraftConfig.from_folder(folder, target, told), files, None)
@@ -73,12 +73,12 @@ def test_a_head_of_each_format_drafts_well_only_if_it_is_read_right(name, framew
     write_format(tmp_path / "head", name, *target_of(name))
     right = first_drafts(framework, name, read(tmp_path / "head", name, None))
     assert right > 0.5
-    other = Ids.OUTPUTS if "speculators" in name else Ids.INPUTS
+    other = LayerIdMeaning.OUTPUTS if "speculators" in name else LayerIdMeaning.INPUTS
     if LAYERS in FORMATS[name].config(target_of(name)[0]).get(
         "eagle_aux_hidden_state_layer_ids", ()
     ):
         with pytest.raises(ValueError, match="whose outputs are read"):
-            read(tmp_path / "head", name, Ids.OUTPUTS)
+            read(tmp_path / "head", name, LayerIdMeaning.OUTPUTS)
         return
     if switch := FORMATS[name].switch:
         path = tmp_path / "head" / "config.json"

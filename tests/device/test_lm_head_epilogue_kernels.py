@@ -20,7 +20,7 @@ from kernels.tiles import LinearTiles, SamplingTiles
 from shared.spec import lm_head as spec
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.reduction_order import SQUARES
-from shared.spec.sampling import DRAFT_TAU, Sampling, Seen, choose
+from shared.spec.sampling import DRAFT_TAU, Sampling, TokenCounts, choose
 from tests.support.cases.sampling.lm_head import greedy_arguments, ranked_arguments
 from tests.support.cases.sampling.sampling import asked, f32, i32
 from tests.support.implementations import to_jax, to_torch
@@ -80,7 +80,9 @@ def case() -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     request = np.concatenate([i32(1, 1, 2), rng.permutation(8), i32(3, 0, 7, 6, 4, 0, 1, 2, 1)])
     path = np.zeros((R, 0), np.int32)
     given = {
-        "seen": Seen(rng.integers(0, 3, (8, VOCAB)).astype(np.int32), request, path, path > 0),
+        "seen": TokenCounts(
+            rng.integers(0, 3, (8, VOCAB)).astype(np.int32), request, path, path > 0
+        ),
         "positions": np.arange(30, 30 + R, dtype=np.int32),
         "sampling": of_requests(),
         "request": request.astype(np.int32),

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -56,7 +56,7 @@ def poisoned(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weight
 
 def made(
     family: str, drafter: str, shape: TreeShape
-) -> tuple[ModelConfig, Weights, Capacity, Drafter]:
+) -> tuple[ModelConfig, Weights, BackendLimits, Drafter]:
     if drafter == "DFLASH":
         capacity = capacity_of(family, 16, (shape,))
         return *poisoned(*blocks.model_of(family)), capacity, blocks.head_of(family)
@@ -64,7 +64,9 @@ def made(
     if drafter != "NGRAM":
         return *model, capacity, "none" if drafter == "none" else head_of(family, drafter)
     programs = (
-        program.having({Extra.HOST_DRAFT: program.work is Work.DECODE and program.shape == shape})
+        program.having(
+            {ProgramFeature.HOST_DRAFT: program.work is StepKind.DECODE and program.shape == shape}
+        )
         for program in capacity.programs
     )
     return *model, replace(capacity, programs=tuple(programs)), "none"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.engine.request import SamplingParams
 from tests.support.backends import drafts_of
 from tests.support.contract_host import (
@@ -166,11 +166,11 @@ def test_processes_give_the_bits_of_one():
     plans = [host.prefill_plan(request)]
     plans += [host.decode_plan(request, shape=CHAIN) for _ in range(4)]
     stored = [(plan.program, plan.buffer.copy()) for plan in plans]
-    want = steps_of_rank(made_from, stored, ALONE)
-    mailboxes = Mailboxes.create(2, wait_s=60.0)
+    want = steps_of_rank(made_from, stored, SINGLE_RANK)
+    mailboxes = ShmAllGather.create(2, wait_s=60.0)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        other = pool.apply_async(steps_of_rank, (made_from, stored, Ranks(1, 2, mailboxes)))
-        mine = steps_of_rank(made_from, stored, Ranks(0, 2, mailboxes))
+        other = pool.apply_async(steps_of_rank, (made_from, stored, TPGroup(1, 2, mailboxes)))
+        mine = steps_of_rank(made_from, stored, TPGroup(0, 2, mailboxes))
         theirs = other.get(120)
     mailboxes.remove()
     for got in (mine, theirs):

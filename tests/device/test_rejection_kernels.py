@@ -136,7 +136,7 @@ def test_the_languages_have_one_signature() -> None:
     ours = [p for p in inspect.signature(pallas.judge).parameters if p != "interpret"]
     for modules in KERNELS.values():
         assert list(inspect.signature(modules["rejection"].judge).parameters)[: len(ours)] == ours
-        for name in ("Chains", "Laws", "Draws"):
+        for name in ("Chains", "Distributions", "ResidualSamples"):
             got = getattr(modules["rejection"], name)._fields
             assert got == getattr(pallas, name)._fields
         assert modules["rejection"].PART_GROUPS == pallas.PART_GROUPS

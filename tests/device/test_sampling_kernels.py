@@ -24,7 +24,7 @@ from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.options.adaptive import MOST_WIDTH
 from shared.spec import sampling as spec
 from shared.spec.gumbel_noise import TARGET_STREAM
-from shared.spec.sampling import DRAFT_TAU, Seen
+from shared.spec.sampling import DRAFT_TAU, TokenCounts
 from tests.support.cases.sampling.sampling import (
     TABLE,
     asked,
@@ -106,7 +106,7 @@ def alone(logits: np.ndarray, sampling: spec.Sampling) -> dict[str, Any]:
     everyone, path = np.arange(len(logits), dtype=np.int32), np.zeros((len(logits), PATH), np.int32)
     return {
         "logits": logits,
-        "seen": Seen(np.zeros(logits.shape, np.int32), everyone, path, path > 0),
+        "seen": TokenCounts(np.zeros(logits.shape, np.int32), everyone, path, path > 0),
         "positions": everyone + 3,
         "sampling": sampling,
         "request": everyone,
@@ -237,7 +237,7 @@ def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
     rows = R if language == "pallas" and INTERPRET else 1
     for row in (1, 4):
         only = np.full(rows, row)
-        mine = Seen(seen.counts, seen.slots[only], seen.path[only], seen.on_path[only])
+        mine = TokenCounts(seen.counts, seen.slots[only], seen.path[only], seen.on_path[only])
         parts = {name: arguments[name][only] for name in ("logits", "positions", "request")}
         got = run(language, arguments | parts | {"seen": mine})
         assert got[0][0] == together[0][row]
@@ -324,8 +324,11 @@ def test_the_languages_have_one_signature() -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        *(("logits_processing", name) for name in ("Inputs", "Sizes", "Wish")),
-        *(("topk_topp", name) for name in ("Source", "Memory", "Bounds", "Known")),
+        *(
+            ("logits_processing", name)
+            for name in ("SamplingInputs", "SamplingSizes", "RowSampling")
+        ),
+        *(("topk_topp", name) for name in ("ScoreSource", "RowScratch", "Bounds", "CandidateList")),
         ("topk", "Support"),
     ],
 )
@@ -335,7 +338,7 @@ def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: 
         for language in ("pallas", "triton")
     }
     # Triton takes no constants within named tuples: those of `Source` and `Memory` stand beside.
-    constants = {"Source": ("sizes", "interpret"), "Memory": ("at_once",)}.get(name, ())
+    constants = {"ScoreSource": ("sizes", "interpret"), "RowScratch": ("at_once",)}.get(name, ())
     assert names["pallas"] == names["triton"] + constants
 
 

@@ -20,12 +20,12 @@ from jaxtyping import Int
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.boundary.buffers import plan_layout
-from shared.boundary.images import PicturePool
-from shared.boundary.program import Program, Work
-from shared.boundary.tp_group import ALONE
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.images import EncoderCacheSpec
+from shared.boundary.program import Program, StepKind
+from shared.boundary.tp_group import SINGLE_RANK
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
@@ -43,7 +43,7 @@ from torch_impl.fp8_weights import read_codes
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.step import step
-from torch_impl.step_context import Machine
+from torch_impl.step_context import StepContext
 from torch_impl.weights import load_tower
 from torch_impl.workspace import workspace
 
@@ -65,8 +65,8 @@ OPERATIONS = {
 class Tower:
     """A tower whose arrays have sizes and no memory, and the programs that encode by it."""
 
-    machine: Machine
-    blueprint: Blueprint
+    machine: StepContext
+    blueprint: BackendSpec
     memory: Memory
 
     def workspace(self, program: Program) -> int:
@@ -91,12 +91,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tower(kernels: None) -> Iterator[Tower]:
     processor = replace(picture_config(), factor=32, least=1 << 16, most=TOKENS * 32**2)
-    pool = PicturePool(VISION, processor, 1 + TOKENS)
+    pool = EncoderCacheSpec(VISION, processor, 1 + TOKENS)
     programs = tuple(image_startup.encodings(pool, are_few=False)[-3:])  # of two sizes
     capacity = replace(capacity_of("none", 2, 2), programs=programs, pictures=pool)
     config = config_from_folder(MODEL)
-    blueprint = Blueprint(
-        config=config, drafts=Drafts.none(), capacity=capacity, dtype="bfloat16", on_gpu=True
+    blueprint = BackendSpec(
+        config=config, drafts=DrafterSpec.none(), capacity=capacity, dtype="bfloat16", on_gpu=True
     )
     meta, memory = torch.device("meta"), Memory()
     checkpoint = DummyCheckpoint(tower_parameters(VISION), {}, None)
@@ -106,8 +106,8 @@ def tower(kernels: None) -> Iterator[Tower]:
         state = allocate(config, capacity, None, torch.bfloat16, meta)
         memory.free_unused()
         memory.pool = EAGER
-        model: Any = SimpleNamespace(group=ALONE)
-        yield Tower(Machine(model, None, weights, capacity, state), blueprint, memory)
+        model: Any = SimpleNamespace(group=SINGLE_RANK)
+        yield Tower(StepContext(model, None, weights, capacity, state), blueprint, memory)
 
 
 def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
@@ -118,9 +118,9 @@ def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
         assert 0.75 * planned < used <= planned, program
 
 
-@pytest.mark.parametrize("captured", [(), (Work.ENCODE,)], ids=["eager", "captured"])
+@pytest.mark.parametrize("captured", [(), (StepKind.ENCODE,)], ids=["eager", "captured"])
 def test_programs_hold_what_the_widest_works_on_once(
-    tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[Work, ...]
+    tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[StepKind, ...]
 ) -> None:
     """Beside it plans that graphs read, and 2 MB at a time of what is small."""
     monkeypatch.setattr(cuda_graphs, "compile_kernels", lambda steps, ranks: steps())
@@ -129,7 +129,7 @@ def test_programs_hold_what_the_widest_works_on_once(
     before = allocator.most = allocator.reserved
     with absent_gpu(tower.memory):
         given = (tower.machine, torch.device("meta"), torch.cuda.Stream(), captured)
-        made = cuda_graphs.Graphs(*given, tower.workspace)
+        made = cuda_graphs.CapturedGraphs(*given, tower.workspace)
         made.prepare(sorted(programs, key=tower.workspace, reverse=True), lambda program: None)
         assert len(made.captured) == len(captured and programs)
         for program in programs if not captured else ():

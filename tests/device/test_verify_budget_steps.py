@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import StepResult
-from shared.boundary.program import Extra, Work
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from tests.support import contract_host
@@ -116,8 +116,8 @@ def few_rows(request: pytest.FixtureRequest) -> Iterator[Host]:
     config, weights = contract_model()
     capacity = contract_capacity(config)
     chain = next(p for p in capacity.programs if p.shape == SHARED)
-    draft = replace(chain, work=Work.DRAFT, extras=Extra.NONE)
-    trees = replace(chain, shape=FEW, extras=chain.extras | Extra.HOST_DRAFT)
+    draft = replace(chain, work=StepKind.DRAFT, extras=ProgramFeature.NONE)
+    trees = replace(chain, shape=FEW, extras=chain.extras | ProgramFeature.HOST_DRAFT)
     capacity = replace(capacity, programs=(*capacity.programs, draft, trees))
     backend = make_backend(request.param, config, weights, capacity, "NEXTN")
     yield Host(backend, {})
@@ -128,7 +128,7 @@ def test_a_draft_without_a_step_gives_the_drafts_that_a_step_would_verify(few_ro
     rows = [few_rows.request(prompt(80 + n, 11), **SAMPLED) for n in range(3)]
     few_rows.prefill(*rows)
     for _ in range(3):
-        drafted = few_rows.run(few_rows.plan(Work.DRAFT, SHARED, *rows, host_draft=False))
+        drafted = few_rows.run(few_rows.plan(StepKind.DRAFT, SHARED, *rows, host_draft=False))
         verified = few_rows.decode(*rows, shape=SHARED)
         assert drafted.num_nodes[:3].sum() == SHARED.rows - 1  # padding verifies its root
         for name in ("num_nodes", "drafts", "parents"):
@@ -144,7 +144,7 @@ def test_trees_of_the_host_may_have_all_verify_rows_that_there_are(few_rows):
     result = few_rows.prefill(*rows)
     texts = [emitted(result, row) for row in range(3)]
     for step in range(6):
-        plan = few_rows.plan(Work.DECODE, FEW, *rows, host_draft=True)
+        plan = few_rows.plan(StepKind.DECODE, FEW, *rows, host_draft=True)
         trees = plan.work.drafts
         for row, text in enumerate(texts):
             count = (4, 3, 1)[(row + step) % 3]

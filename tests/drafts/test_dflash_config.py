@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.models.saving import split
 from shared.options.command_line import parse
@@ -184,7 +184,7 @@ CPU = Device("cpu", "CPU", 8 << 30)
 
 
 def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
-    planned = plan(parse(DFLASH), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
+    planned = plan(parse(DFLASH), TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
     capacity, sizes = planned.capacity, {line.name: line.num_bytes for line in planned.lines}
     drafted = {(s.nodes, s.depth, s.width) for s in capacity.shapes if not s.is_plain}
     assert drafted == {(4, 3, 1)}
@@ -214,7 +214,7 @@ def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
 def test_a_shape_that_is_the_blocks_may_be_given():
     same = ["--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"]
     with_flags, without = (
-        plan(parse(f), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
+        plan(parse(f), TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
         for f in (DFLASH + same, DFLASH)
     )
     assert with_flags.capacity.shapes == without.capacity.shapes
@@ -231,6 +231,6 @@ def test_a_shape_that_is_the_blocks_may_be_given():
     ids=str,
 )
 def test_a_backend_drafts_chains_of_the_block_only(shape, told, framework):
-    capacity: Capacity = capacity_of("qwen3", 16, (shape,))
+    capacity: BackendLimits = capacity_of("qwen3", 16, (shape,))
     with pytest.raises(ValueError, match=told):
         make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), capacity, HEAD)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.drafts.aux_hidden_states import Ids
+from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import DraftFiles, check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.spec import attention, eagle, layers, model
@@ -56,7 +56,7 @@ def test_a_written_head_loads_again_for_every_target(family, kind, tmp_path):
     assert got.weights.keys() == want.weights.keys()
     for name in want.weights:
         np.testing.assert_array_equal(got.weights[name], want.weights[name], err_msg=name)
-    assert sum(seen) == DraftFiles(Drafts.of_head(config), checkpoint).num_bytes
+    assert sum(seen) == DraftFiles(DrafterSpec.of_head(config), checkpoint).num_bytes
 
 
 @pytest.mark.parametrize("name", EAGLE3_VARIANTS)
@@ -109,7 +109,7 @@ def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused_until_a_flag_te
     with pytest.raises(ValueError, match="is ambiguous: outputs or inputs"):
         parsed("EAGLE3", eight, **fields)
     config = tiny_head_config(eight, "EAGLE3", **fields)
-    told = [DraftConfig.from_dict(config, eight, which).aux_streams for which in Ids]
+    told = [DraftConfig.from_dict(config, eight, which).aux_streams for which in LayerIdMeaning]
     assert told == [tuple(ids), tuple(i + 1 for i in ids)]
 
 
@@ -120,7 +120,7 @@ def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
         tiny_head_config(eight, "EAGLE"),
     ):
         with pytest.raises(ValueError, match="remove --speculative-aux-layer-convention"):
-            DraftConfig.from_dict(config, eight, Ids.INPUTS)
+            DraftConfig.from_dict(config, eight, LayerIdMeaning.INPUTS)
 
 
 @pytest.mark.parametrize(

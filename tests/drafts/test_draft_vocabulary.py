@@ -13,7 +13,7 @@ import torch
 
 from jax_impl import weights as jax_weights
 from models import token_map
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.drafts.token_map import most_frequent, read_token_map
 from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import CheckpointError, open_checkpoint
@@ -147,7 +147,7 @@ def test_the_rows_of_a_map_are_the_heads_own_on_every_rank(tied, tmp_path, monke
         assert [len(share) for share in shares] == [64, 64]
         np.testing.assert_array_equal(np.concatenate(shares)[: len(MAP)], want)
         for rank in (0, 1):
-            how = (nothing, {}, (), Ranks(rank, 2, None), MAP)
+            how = (nothing, {}, (), TPGroup(rank, 2, None), MAP)
             of_torch = torch_weights.load(
                 stored, config, False, "float32", torch.device("cpu"), *how
             )

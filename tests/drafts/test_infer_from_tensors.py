@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.drafts.checkpoint import check_head, load_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, open_checkpoint
 from shared.options.command_line import parse
@@ -60,7 +60,7 @@ def test_an_embedding_that_differs_is_the_heads_own_and_a_copy_is_shared(kind, t
     np.testing.assert_array_equal(head.weights["embed"], trained)
     # What it holds of its own is in the memory plan.
     flags = ["--speculative-algorithm", kind, "--speculative-draft-model-path", "head"]
-    planned = plan(parse(flags), TARGET, Drafts.of_head(config), CPU, PLATFORM.costs)
+    planned = plan(parse(flags), TARGET, DrafterSpec.of_head(config), CPU, PLATFORM.costs)
     (line,) = (each for each in planned.lines if each.name == "draft weights")
     assert line.num_bytes == 4 * sum(array.size for array in head.weights.values())
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue, Policy, Static
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.simulation.device import (
@@ -77,7 +77,7 @@ class Run:
 @cache
 def changing(tier: int | None) -> Run:
     """The changing work with one tier, or with all of them to choose from."""
-    policy = BestValue() if tier is None else Static(tier)
+    policy = ExpectedValuePolicy() if tier is None else Static(tier)
     return Run(policy, *imposed(CHANGING, part=1 << 20))
 
 
@@ -98,7 +98,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(phase):
 def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
     """What trying costs is bounded by what it could gain."""
     work = imposed([("nothing", batch, batch, 3000, always(0.02))], part=1 << 20)
-    adaptive, off = Run(BestValue(), *work), Run(Static(OFF), *work)
+    adaptive, off = Run(ExpectedValuePolicy(), *work), Run(Static(OFF), *work)
     assert off.seconds / adaptive.seconds > 0.98
     assert adaptive.tiers.count(OFF) > 0.85 * len(adaptive.tiers)
 
@@ -106,7 +106,7 @@ def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
 def test_off_is_left_when_rates_rise_and_taken_when_they_fall():
     """Within requests that go on: no new request tells that times have changed."""
     work = imposed([("turns", 8, 8, 3000, lambda rng: (0.03, 0.9, 0.03))], part=1000)
-    run = Run(BestValue(), *work)
+    run = Run(ExpectedValuePolicy(), *work)
     first, last = run.tiers[100:900], run.tiers[-800:-100]
     assert first.count(OFF) > 0.9 * len(first)
     assert last.count(OFF) > 0.9 * len(last)
@@ -135,7 +135,7 @@ def test_off_is_left_where_only_deep_drafts_pay_and_each_try_is_dear():
         ("copying", 8, 40, 400, always(0.95)),
     ]
     work = imposed(plan, part=1 << 20)
-    adaptive, deep = (Run(p, *work, seconds=SLOW) for p in (BestValue(), Static(LONG)))
+    adaptive, deep = (Run(p, *work, seconds=SLOW) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert adaptive.served[-1].speed > 0.93 * deep.served[-1].speed
 
 
@@ -143,14 +143,14 @@ def test_a_chain_is_found_beside_a_tree_that_never_misses():
     """At one request a tree is nearly as fast, and shows nothing of how good a chain is."""
     work = imposed([("copying", 1, 20, 400, always(0.95))], part=1 << 20)
     cheap = seconds_of({**MILLISECONDS, "S7": {1: 6.1, 8: 6.8, 32: 10.5}})
-    adaptive, long = (Run(p, *work, seconds=cheap) for p in (BestValue(), Static(LONG)))
+    adaptive, long = (Run(p, *work, seconds=cheap) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert long.seconds / adaptive.seconds > 0.97
 
 
 def test_the_choice_does_not_swing_between_equals():
     """At a rate where off and a chain are worth the same, both are, and a switch costs."""
     work = imposed([("even", 32, 32, 1500, always(0.13))], part=1 << 20)
-    run = Run(BestValue(), *work)
+    run = Run(ExpectedValuePolicy(), *work)
     switches = np.count_nonzero(np.diff([tier != OFF for tier in run.tiers]))
     assert switches < 0.05 * len(run.tiers)
     assert Run(Static(OFF), *work).seconds / run.seconds > 0.98
@@ -159,7 +159,7 @@ def test_the_choice_does_not_swing_between_equals():
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_results_that_come_late_are_late_for_both(overlap):
     work = imposed([("copying", 8, 16, 400, always(0.9))], part=1 << 20)
-    adaptive, best = (Run(p, *work, overlap=overlap) for p in (BestValue(), Static(LONG)))
+    adaptive, best = (Run(p, *work, overlap=overlap) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert best.seconds / adaptive.seconds > 0.97
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.engine.adaptive.acceptance import Acceptance
+from shared.engine.adaptive.acceptance import AcceptanceModel
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes, Tier
 from shared.spec.draft_tree import TreeShape
@@ -17,14 +17,14 @@ SECONDS = (1.0,) * len(TIERS)
 NUMBER = {tier: number for number, tier in enumerate(TIERS)}
 
 
-def learn(known: Acceptance, request: int, tier: Tier, accepted: list[int]) -> None:
+def learn(known: AcceptanceModel, request: int, tier: Tier, accepted: list[int]) -> None:
     rows = known.rows_of([request])
     for count in accepted:
         drafted = np.array([tier.depth])
         known.learn(rows, NUMBER[tier], drafted, np.array([count]))
 
 
-def chances(known: Acceptance, request: int) -> np.ndarray:
+def chances(known: AcceptanceModel, request: int) -> np.ndarray:
     """The conditional rate of each depth of a chain, as it is believed of a request."""
     _, survivals = known.expect(
         known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1, SECONDS
@@ -32,7 +32,7 @@ def chances(known: Acceptance, request: int) -> np.ndarray:
     return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
 
 
-def tokens(known: Acceptance, request: int, most: int = 99, is_after_off: bool = False):
+def tokens(known: AcceptanceModel, request: int, most: int = 99, is_after_off: bool = False):
     found, _ = known.expect(
         known.rows_of([request]), np.array([most]), np.array([is_after_off]), 1, SECONDS
     )
@@ -41,7 +41,7 @@ def tokens(known: Acceptance, request: int, most: int = 99, is_after_off: bool =
 
 def test_rates_are_those_that_were_seen():
     """A draft of every second chain is accepted at depth 1, and then always at depth 2."""
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [0, 3] * 100)
     assert chances(known, 1)[:3] == pytest.approx([0.5, 0.95, 0.95], abs=0.06)
     assert tokens(known, 1).tokens[NUMBER[SHORT]] == pytest.approx(2.5, abs=0.2)
@@ -49,7 +49,7 @@ def test_rates_are_those_that_were_seen():
 
 def test_what_was_not_observed_is_no_failure():
     """Below a rejected draft, and below the tier, nothing was seen."""
-    known, both = Acceptance(TIERS), Acceptance(TIERS)
+    known, both = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [3] * 60)
     assert chances(known, 1)[6] > 0.85  # chains of 3 say nothing against depth 7
     learn(both, 1, LONG, [0, 0, 0, 7] * 30)
@@ -57,7 +57,7 @@ def test_what_was_not_observed_is_no_failure():
 
 
 def test_a_new_request_is_as_the_others_until_it_has_shown_otherwise():
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     for request in range(10):
         learn(known, request, SHORT, [3] * 20)
     assert chances(known, 99)[0] > 0.9
@@ -67,7 +67,7 @@ def test_a_new_request_is_as_the_others_until_it_has_shown_otherwise():
 
 
 def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [3] * 300)
     learn(known, 1, SHORT, [0] * 40)
     assert chances(known, 1)[0] < 0.25
@@ -77,7 +77,7 @@ def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
 
 
 def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     learn(known, 1, LONG, [0, 1, 0, 2] * 50)
     guess = tokens(known, 1).tokens
     assert guess[NUMBER[TREE]] > 1.3 * guess[NUMBER[SHORT]]
@@ -88,7 +88,7 @@ def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
 
 def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
     """What sets a family apart shows when it is tried, and outlives the rates of that time."""
-    known, unaware = Acceptance(TIERS), Acceptance(TIERS)
+    known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
         learn(tried, 1, LONG, [0, 3, 7] * 40)
     learn(known, 1, TREE, [0, 0, 1] * 20)
@@ -100,7 +100,7 @@ def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
 
 def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
     """Of a chain that is right 19 times of 20 it says as little as of one that always is."""
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     for request in range(10):
         learn(known, request, LONG, ([7] * 19 + [0]) * 2)
     before = chances(known, 99)[0]
@@ -110,13 +110,13 @@ def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
 
 def test_chains_are_not_believed_to_fall_while_a_tree_never_misses():
     """Nothing has shown it: the tree would miss at times if they had."""
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     ends(known, range(3), LONG, ([7] * 19 + [0]) * 2)
     ends(known, range(3, 13), TREE, [5] * 100)
     assert chances(known, 99)[0] > 0.86
 
 
-def ends(known: Acceptance, requests: range, tier: Tier, accepted: list[int]) -> None:
+def ends(known: AcceptanceModel, requests: range, tier: Tier, accepted: list[int]) -> None:
     """Requests one after the other, each with the same outcome."""
     for request in requests:
         learn(known, request, tier, accepted)
@@ -125,7 +125,7 @@ def ends(known: Acceptance, requests: range, tier: Tier, accepted: list[int]) ->
 
 def test_how_far_one_miss_condemns_a_request_is_learnt_from_those_before_it():
     """Where all are alike it is chance; where they differ it tells of which kind this one is."""
-    alike, mixed = Acceptance(TIERS), Acceptance(TIERS)
+    alike, mixed = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     ends(alike, range(60), LONG, [7] * 7 + [0] + [7] * 8)
     for request in range(60):
         ends(mixed, range(request, request + 1), LONG, ([7] if request % 2 else [0]) * 16)
@@ -138,7 +138,7 @@ def test_how_far_one_miss_condemns_a_request_is_learnt_from_those_before_it():
 
 def test_what_one_request_showed_is_its_own_and_what_many_showed_is_of_all():
     """As much was seen of both, but one request may differ from the next."""
-    one, many = Acceptance(TIERS), Acceptance(TIERS)
+    one, many = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(one, 0, SHORT, [0] * 40)
     for request in range(40):
         learn(many, request, SHORT, [0])
@@ -147,7 +147,7 @@ def test_what_one_request_showed_is_its_own_and_what_many_showed_is_of_all():
 
 def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
     """As when times change: the guess was off, and chains tell so at once."""
-    known, unaware = Acceptance(TIERS), Acceptance(TIERS)
+    known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
         learn(tried, 1, LONG, [7] * 60)
     learn(known, 1, TREE, [5, 5, 5, 0])
@@ -159,7 +159,7 @@ def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
 
 def test_a_tier_that_cannot_win_is_not_worth_a_try():
     """Whatever a step of eight tokens showed, it takes twenty times as long."""
-    known, seconds = Acceptance(TIERS), [1.0, 1.0, 20.0, 1.0]
+    known, seconds = AcceptanceModel(TIERS), [1.0, 1.0, 20.0, 1.0]
     rows = known.rows_of([1])
     found, _ = known.expect(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
     assert found.trial_gain[NUMBER[LONG]][NUMBER[OFF]] == 0
@@ -167,7 +167,7 @@ def test_a_tier_that_cannot_win_is_not_worth_a_try():
 
 
 def test_tokens_end_with_the_request_and_cold_rows_give_one():
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     learn(known, 1, LONG, [7] * 50)
     assert tokens(known, 1, most=0).tokens == [1.0] * 4
     assert tokens(known, 1, most=1).tokens[NUMBER[LONG]] == pytest.approx(1.97, abs=0.04)
@@ -176,11 +176,11 @@ def test_tokens_end_with_the_request_and_cold_rows_give_one():
 
 
 def test_a_row_is_empty_for_its_next_request():
-    known = Acceptance(TIERS)
+    known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [0] * 50)
     known.forget(1)
     known.forget(2)  # was never there
-    fresh = Acceptance(TIERS)
+    fresh = AcceptanceModel(TIERS)
     fresh.population = known.population
     assert chances(known, 3) == pytest.approx(chances(fresh, 3))
 
@@ -265,7 +265,7 @@ def test_shapes_are_the_tiers_that_every_batch_has():
 def test_rows_that_are_shared_go_to_the_requests_that_use_them():
     """One request accepts everything, one nothing: half of the rows give nearly all the tokens."""
     tiers = (OFF, Tier(8, 7, 1, 0.5), LONG)
-    known = Acceptance(tiers)
+    known = AcceptanceModel(tiers)
     rows, drafted = known.rows_of([1, 2]), np.array([7, 7])
     for _ in range(60):
         known.learn(rows, 2, drafted, np.array([7, 0]))

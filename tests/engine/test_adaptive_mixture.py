@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue, Policy, Situation, Static
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, PolicyInput, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
@@ -49,10 +49,10 @@ class Watched:
     """A policy whose choices are counted; others may be believed of costs than are known."""
 
     policy: Policy
-    believes: Callable[[Situation], Situation]
+    believes: Callable[[PolicyInput], PolicyInput]
     chosen: Counter[int]
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         tier = self.policy.choose(self.believes(situation))
         self.chosen[tier] += 1
         return tier
@@ -69,7 +69,7 @@ def run(
     batch: int,
     rate: float,
     tiers: tuple[Tier, ...] = TIERS,
-    believes: Callable[[Situation], Situation] = lambda known: known,
+    believes: Callable[[PolicyInput], PolicyInput] = lambda known: known,
     table: dict[int, list[float]] | None = None,
 ) -> Run:
     """One phase of requests of different lengths, which do not run in step."""
@@ -99,14 +99,14 @@ def static(batch: int, rate: float, tiers: tuple[Tier, ...] = TIERS) -> list[flo
 @pytest.mark.parametrize("rate", [LOW, HIGH])
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_a_mixture_is_served_about_as_fast_as_by_its_best_tier(batch, rate):
-    adaptive, each = run(BestValue(), batch, rate), static(batch, rate)
+    adaptive, each = run(ExpectedValuePolicy(), batch, rate), static(batch, rate)
     assert adaptive.speed > 0.97 * max(each)
     if rate == LOW:
         assert each[OFF] == max(each)
         assert adaptive.off_share > 0.9
 
 
-def as_if_dense(known: Situation) -> Situation:
+def as_if_dense(known: PolicyInput) -> PolicyInput:
     """The same device with a dense model, whose steps hardly cost more with more rows."""
     batch = next(size for size in BATCHES if size >= known.num_rows)
     return replace(known, seconds=[SECONDS(batch, tier) for tier in TIERS])
@@ -116,10 +116,10 @@ def as_if_dense(known: Situation) -> Situation:
 def test_costs_of_a_dense_model_would_draft_where_off_is_best(batch, rate):
     each = static(batch, rate)
     assert each[OFF] == max(each)
-    dense = run(BestValue(), batch, rate, believes=as_if_dense)
+    dense = run(ExpectedValuePolicy(), batch, rate, believes=as_if_dense)
     assert dense.off_share < 0.3
     assert dense.speed < 0.92 * each[OFF]
-    assert run(BestValue(), batch, rate).speed > 0.97 * each[OFF]
+    assert run(ExpectedValuePolicy(), batch, rate).speed > 0.97 * each[OFF]
 
 
 class Turns:
@@ -128,7 +128,7 @@ class Turns:
     def __init__(self) -> None:
         self._chosen = LONG
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         self._chosen = OFF if self._chosen == LONG else LONG
         return self._chosen
 
@@ -151,6 +151,6 @@ def test_it_counts_how_many_requests_run_and_not_how_many_a_program_holds():
     """Nine of sixteen: off costs 4.6 ms and S1 6.8, where a full batch has 6.1 and 8.9."""
     each, known = static(9, EVEN, CHAINS), measured()
     assert each[OFF] == max(each)
-    assert run(BestValue(), 9, EVEN, CHAINS).speed > 0.97 * each[OFF]
+    assert run(ExpectedValuePolicy(), 9, EVEN, CHAINS).speed > 0.97 * each[OFF]
     full = {batch: known[batch] for batch in BATCHES}
-    assert run(BestValue(), 9, EVEN, CHAINS, table=full).speed < 0.96 * each[OFF]
+    assert run(ExpectedValuePolicy(), 9, EVEN, CHAINS, table=full).speed < 0.96 * each[OFF]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.policy import BestValue, Situation, Static, mean_of_best
+from shared.engine.adaptive.acceptance import ExpectedTokens
+from shared.engine.adaptive.policy import ExpectedValuePolicy, PolicyInput, Static, mean_of_best
 from tests.support.simulation.policies import Greedy
 
 OFF, CHAIN = 0, 1
@@ -22,9 +22,9 @@ def situation(
 ):
     """Eight rows; a chain costs a quarter more than nothing."""
     next_tokens = 8.0 * after_off + tokens * (1 - after_off)
-    return Situation(
+    return PolicyInput(
         seconds=[4.0, 5.0],
-        expected=Expected(
+        expected=ExpectedTokens(
             tokens=[8.0, tokens],
             next_tokens=[8.0, next_tokens],
             trial_gain=[[0.0, 0.0], [trial_gain / 5.0, 0.0]],
@@ -37,7 +37,9 @@ def situation(
 
 
 @pytest.mark.parametrize(("tokens", "tier"), [(9.0, OFF), (11.0, CHAIN)])
-@pytest.mark.parametrize("policy", [Greedy(), BestValue()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "policy", [Greedy(), ExpectedValuePolicy()], ids=lambda p: type(p).__name__
+)
 def test_the_most_tokens_a_second_win(policy, tokens, tier):
     assert policy.choose(situation(tokens)) == tier
 
@@ -47,13 +49,13 @@ def test_a_static_policy_looks_at_nothing():
 
 
 def test_without_measured_seconds_nothing_is_trimmed():
-    for policy in (BestValue(), Greedy()):
+    for policy in (ExpectedValuePolicy(), Greedy()):
         assert policy.choose(replace(situation(8.5), seconds=None)) == CHAIN
 
 
 def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
     """By value and on no timer; greedy never tries."""
-    policy, ahead = BestValue(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
+    policy, ahead = ExpectedValuePolicy(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
     assert policy.choose(situation(**ahead, trial_gain=0.1)) == OFF
     assert policy.choose(situation(**ahead, trial_gain=2.0)) == CHAIN
     assert Greedy().choose(situation(**ahead, trial_gain=2.0)) == OFF
@@ -61,7 +63,7 @@ def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
 
 def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
     """For as long as it is of use: what will soon be as uncertain again could be learnt then."""
-    policy = BestValue()
+    policy = ExpectedValuePolicy()
     ending = {"tokens": 9.5, "trial_gain": 2.0, "after_off": 1.0, "steps_ahead": 3.0}
     assert policy.choose(situation(**ending, lifetime=1.0)) == OFF
     assert policy.choose(situation(**ending, lifetime=100.0)) == CHAIN
@@ -70,12 +72,12 @@ def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
 def test_the_time_of_a_step_that_outlasts_the_window_counts():
     """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
     ending = replace(situation(24.0, after_off=1.0, steps_ahead=3.0), seconds=[4.0, 400.0])
-    assert BestValue().choose(ending) == OFF
+    assert ExpectedValuePolicy().choose(ending) == OFF
 
 
 def test_a_switch_must_pay_for_itself():
     """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
-    policy = BestValue()
+    policy = ExpectedValuePolicy()
     assert policy.choose(situation(10.02, after_off=1.0)) == OFF
     assert policy.choose(situation(9.99, after_off=0.0)) == CHAIN
     assert policy.choose(situation(10.5, after_off=1.0)) == CHAIN

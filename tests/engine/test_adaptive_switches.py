@@ -11,7 +11,7 @@ import pytest
 
 from shared.boundary.backend import Backend
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import Situation
+from shared.engine.adaptive.policy import PolicyInput
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.backends import make_backend
@@ -27,7 +27,7 @@ class AnyTier:
     def __init__(self, seed: int) -> None:
         self._rng, self.taken = random.Random(seed), list[int]()
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         self.taken.append(self._rng.randrange(len(situation.expected.tokens)))
         return self.taken[-1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.adaptive.policy import BestValue
+from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.trace import Trace
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import SECONDS, TIERS
@@ -17,7 +17,7 @@ FULL = Path("/dev/full")
 
 def test_every_step_has_a_line_and_all_are_there_when_nothing_runs(tmp_path):
     path = tmp_path / "steps.jsonl"
-    _, controller = traced(path, BestValue())
+    _, controller = traced(path, ExpectedValuePolicy())
     first, *steps = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert first["tiers"] == ["none", "S1", "S3", "S7", "S5k4N16"]
     assert first["seconds"]["8"][0] == pytest.approx(0.0046)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shared.engine.checks import TOO_LONG, RequestLimits, check
-from shared.engine.request import Refusal, SamplingParams
+from shared.engine.request import InvalidRequestError, SamplingParams
 
 LIMITS = RequestLimits(
     context_length=64,
@@ -51,22 +51,24 @@ CHAT |= {"prompt_logprobs": "echoed"}
     ],
 )
 def test_a_refusal_names_the_field_in_the_callers_words(prompt, asked, field, words):
-    with pytest.raises(Refusal, match=words) as refused:
+    with pytest.raises(InvalidRequestError, match=words) as refused:
         check(prompt, SamplingParams(**asked), LIMITS, CHAT)
     assert refused.value.field == field
 
 
 def test_the_longest_request_is_taken_and_one_token_more_is_not():
     check([1] * 60, SamplingParams(max_tokens=4, min_tokens=4, logprobs=5), LIMITS)
-    with pytest.raises(Refusal, match="more than the context of 64 tokens") as refused:
+    with pytest.raises(InvalidRequestError, match="more than the context of 64 tokens") as refused:
         check([1] * 60, SamplingParams(max_tokens=5), LIMITS)
     assert refused.value.code == TOO_LONG
     pages = replace(LIMITS, max_request_tokens=32)
-    with pytest.raises(Refusal, match="the 32 tokens that the KV pages hold") as refused:
+    with pytest.raises(
+        InvalidRequestError, match="the 32 tokens that the KV pages hold"
+    ) as refused:
         check([1] * 32, SamplingParams(), pages)
     assert refused.value.code == TOO_LONG
 
 
 def test_logprobs_that_no_program_computes_are_refused():
-    with pytest.raises(Refusal, match="logprobs are off"):
+    with pytest.raises(InvalidRequestError, match="logprobs are off"):
         check([1], SamplingParams(logprobs=0), replace(LIMITS, max_logprobs=None))

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Capacity, StepResult
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits, StepResult
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Reserve, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.run_engine import drive
@@ -30,23 +30,23 @@ def request(number: int, num_prompt: int = 5, **sampling) -> Request:
 class Diary(StaticController):
     """Takes turns between a chain and nothing, and writes down what it is told."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
-        self.learnt: list[tuple[Rows, StepResult]] = []
+        self.learnt: list[tuple[ScheduledRows, StepResult]] = []
         self.num_submitted = 0
         self.texts: dict[int, list[int]] = {}
         self.ends: list[int] = []
         self.cuts: list[tuple[int, int]] = []
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         off = TreeShape.plain(4)
         rows = super().rows_for(ready, reserve)
         return rows and replace(rows, shape=off if self.num_submitted % 2 else rows.shape)
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         self.num_submitted += 1
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         self.learnt.append((rows, result))
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ def test_a_controller_learns_from_every_step_what_each_row_got(overlap):
         # A late row's drafts were verified too: it knows of more steps than the text's.
         assert accepted[number][: len(outcome.accepted)] == outcome.accepted
     steps = {(rows.work, rows.shape and rows.shape.nodes) for rows, _ in diary.learnt}
-    assert steps == {(Work.PREFILL, None), (Work.DECODE, 4), (Work.DECODE, 1)}
+    assert steps == {(StepKind.PREFILL, None), (StepKind.DECODE, 4), (StepKind.DECODE, 1)}
     assert len(diary.learnt) == diary.num_submitted
 
 
@@ -107,13 +107,15 @@ def test_a_cut_reaches_the_controller_even_when_the_request_has_ended_by_itself(
     assert diary.ends == [0, 1]
 
 
-def host_capacity() -> Capacity:
+def host_capacity() -> BackendLimits:
     """The toy's programs, and those of a tree of the host's for batches of 2."""
     capacity = toy_capacity(num_pages=400, num_slots=5, overlap=1)
     trees = tuple(
-        replace(program, extras=program.extras | Extra.HOST_DRAFT, shape=TreeShape(4, 2, 2, 8))
+        replace(
+            program, extras=program.extras | ProgramFeature.HOST_DRAFT, shape=TreeShape(4, 2, 2, 8)
+        )
         for program in capacity.programs
-        if program.work is Work.DECODE and program.batch == 2
+        if program.work is StepKind.DECODE and program.batch == 2
     )
     return replace(capacity, programs=(*capacity.programs, *trees))
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -78,7 +78,7 @@ def test_acceptance_does_not_depend_on_overlap_or_preemption():
 class AnyShape(StaticController):
     """A controller that takes another shape for every step."""
 
-    def __init__(self, capacity: Capacity, seed: int) -> None:
+    def __init__(self, capacity: BackendLimits, seed: int) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
         self._rng = random.Random(seed)
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from shared.boundary.backend import Capacity, StepPlan
-from shared.boundary.program import Work
+from shared.boundary.backend import BackendLimits, StepPlan
+from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -29,12 +29,12 @@ def request(number: int, max_tokens: int) -> Request:
 class Toy(ToyBackend):
     """Keeps the programs of its decode steps, and how many rows each had."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity)
         self.decodes: list[tuple[int, int]] = []
 
     def submit(self, plan: StepPlan) -> ToyFuture:
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             self.decodes.append((plan.program.batch, int((plan.slots > 0).sum())))
         return super().submit(plan)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shared.engine.checks import RequestLimits, check
-from shared.engine.grammar import Constraint
-from shared.engine.request import FinishReason, Refusal, SamplingParams
+from shared.engine.grammar import GrammarState
+from shared.engine.request import FinishReason, InvalidRequestError, SamplingParams
 from shared.text.grammar import of_lark, of_regex
 from shared.text.grammar_errors import BROKEN, NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from tests.support.grammars import compiler, constrained
@@ -52,8 +52,8 @@ class Weary:
 
 def constraint_of(
     grammar: str, min_tokens: int = 0, stops: Sequence[int] = (EOS_ID,)
-) -> Constraint:
-    return Constraint(compiler(VOCAB).compile(grammar), VOCAB, stops, min_tokens)
+) -> GrammarState:
+    return GrammarState(compiler(VOCAB).compile(grammar), VOCAB, stops, min_tokens)
 
 
 def allowed(bits: np.ndarray) -> list[int]:
@@ -130,7 +130,7 @@ def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
 @pytest.mark.parametrize("fault", [TOO_MUCH, UNFOLLOWED])
 def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on(fault):
     """Until the text itself meets the bound; then it is told what the matcher says."""
-    held = Constraint(Weary(2, fault=fault), VOCAB, (EOS_ID,), 0)
+    held = GrammarState(Weary(2, fault=fault), VOCAB, (EOS_ID,), 0)
     assert held.take(97)
     chain = [0, 98, 99, 100]
     assert held.masks(chain, [0, 0, 1, 2]) is None
@@ -142,7 +142,7 @@ def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on(fault):
 
 
 def test_a_grammar_that_no_token_can_follow_is_a_fault_that_names_it():
-    held = Constraint(Weary(9, tokens=()), VOCAB, (EOS_ID,), 0)
+    held = GrammarState(Weary(9, tokens=()), VOCAB, (EOS_ID,), 0)
     assert held.masks([0], [0]) is None
     assert held.fault == NO_TOKEN
 
@@ -160,11 +160,12 @@ def test_a_request_that_cannot_be_held_is_refused_by_name():
     asked = SamplingParams(grammar=of_regex("a"))
     check((2, 3), asked, limits)
     with pytest.raises(
-        Refusal, match="^prompt must have at least 2 tokens when structured output is requested$"
+        InvalidRequestError,
+        match="^prompt must have at least 2 tokens when structured output is requested$",
     ):
         check((2,), asked, limits)
     without = RequestLimits(**vars(limits) | {"structured_outputs": False})
-    with pytest.raises(Refusal, match="--grammar-backend llguidance"):
+    with pytest.raises(InvalidRequestError, match="--grammar-backend llguidance"):
         check((2, 3), asked, without)
 
 

@@ -15,17 +15,17 @@ import pytest
 
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Program, Work
+from shared.boundary.program import Program, StepKind
 from shared.engine import shadow_verify
 from shared.engine.allocator import Allocator
-from shared.engine.encoder_cache import PictureRows, least_rows
+from shared.engine.encoder_cache import EncoderCache, least_rows
 from shared.engine.engine import Engine
-from shared.engine.image_inputs import Picture, Sight, key_of, parting
+from shared.engine.image_inputs import MropePositions, Picture, key_of, parting
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.radix_cache import RadixCache
-from shared.engine.request import Refusal, Request
-from shared.engine.rows import Chunk, Rows, chunk_end
-from shared.engine.shadow_verify import ShadowCheck
+from shared.engine.request import InvalidRequestError, Request
+from shared.engine.rows import Chunk, ScheduledRows, chunk_end
+from shared.engine.shadow_verify import ShadowVerifier
 from shared.options.ngram import NgramConfig
 from shared.spec.mrope import turns
 from tests.support import jax_vlm_ranks
@@ -235,7 +235,7 @@ def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go
         return submit(plan)
 
     def blocks() -> list[int]:
-        return [each.blocks.start for each in submitted if each.work is Work.ENCODE]
+        return [each.blocks.start for each in submitted if each.work is StepKind.ENCODE]
 
     engine.backend.submit = noted
     stream = Prompt(words(9, 1))
@@ -262,7 +262,7 @@ def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go
         step()
     assert blocks() == [0, 0, *(0, 1), *(0, 1)]
     works = [each.work for each in submitted]
-    assert (Work.ENCODE, Work.ENCODE) not in [*pairwise(works)]
+    assert (StepKind.ENCODE, StepKind.ENCODE) not in [*pairwise(works)]
     assert outcomes[0].tokens == stream.text(30)
     assert all(outcomes[n].tokens == large[n].text() for n in (2, 3))
     assert engine.pictures.num_encoded == 2
@@ -279,7 +279,7 @@ def test_what_cannot_be_served_is_refused_by_name():
             pictures=pictures,
             sampling=given.request().sampling,
         )
-        with pytest.raises(Refusal, match=words):
+        with pytest.raises(InvalidRequestError, match=words):
             engine.add(request)
 
     refused("do not match its 1 images", given.tokens[:-2], picture)
@@ -325,7 +325,7 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
         backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
     )
     rows, sizes = (
-        PictureRows(pool, backend_of("reference", "none").capacity.programs),
+        EncoderCache(pool, backend_of("reference", "none").capacity.programs),
         [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)],
     )
     for number in range(60):
@@ -339,8 +339,8 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
         while not request.decodes:
             chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK), may_encode=True)
             assert chunk is not None
-            if isinstance(chunk, Rows):
-                assert chunk.work is Work.ENCODE
+            if isinstance(chunk, ScheduledRows):
+                assert chunk.work is StepKind.ENCODE
                 encoded += 1
                 assert encoded < 40, "no progress"
                 continue
@@ -356,13 +356,13 @@ def test_what_a_chunk_names_stays_for_its_other_pictures():
     pool = replace(
         backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
     )
-    rows = PictureRows(pool, backend_of("reference", "none").capacity.programs)
+    rows = EncoderCache(pool, backend_of("reference", "none").capacity.programs)
     first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
     for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
         request = Prompt(*parts).request()
         request.place(1)
         while isinstance(
-            rows.chunk_of(request, min(len(request.prompt), 128), may_encode=True), Rows
+            rows.chunk_of(request, min(len(request.prompt), 128), may_encode=True), ScheduledRows
         ):
             pass
         assert rows.num_encoded == encoded
@@ -395,8 +395,10 @@ def test_a_key_names_each_picture_and_the_place_in_it():
 
 def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
     engine = engine_of("torch", "NEXTN")
-    monkeypatch.setattr(shadow_verify, "PlainRunner", lambda *given: None)  # none is checked here
-    checked = ShadowCheck(engine, engine.backend, rate=1.0, report=print)
+    monkeypatch.setattr(
+        shadow_verify, "ReferenceRunner", lambda *given: None
+    )  # none is checked here
+    checked = ShadowVerifier(engine, engine.backend, rate=1.0, report=print)
     few, many = (Prompt(words(9, 1), pixels(rows, 4, 1), words(9, 2)) for rows in (2, 4))
     most = sum(each.pictures[0].pixels.nbytes for each in (few, few, few))
     monkeypatch.setattr(shadow_verify, "MOST_PICTURE_BYTES", most)
@@ -413,11 +415,11 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
 def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
     prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
     request, capacity = prompt.request(), backend_of("reference", "none").capacity
-    request.sight = Sight.of(prompt.tokens, IMAGE, prompt.pictures)
+    request.sight = MropePositions.of(prompt.tokens, IMAGE, prompt.pictures)
     request.place(1)
-    program = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    program = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     plan = empty_plan(program, capacity)
-    Rows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
+    ScheduledRows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
     sources = [0, 0, 7, 8, 9, 10, 11, 12, 0, 0, 0]
     laid, count = plan.work.pictures, end - 1
     assert laid.sources[: count + 1].tolist() == [*sources[1:end], 0]

@@ -9,17 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.backoff import LONGEST, SHORTEST
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
-from shared.engine.ngram.drafter_acceptance import Worth, drafter_levels
+from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import KINDS, JoinedController
+from shared.engine.ngram.merged_drafts import KINDS, MergedDraftController
 from shared.engine.ngram.tree import Trees
 from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
@@ -42,17 +42,17 @@ SHARE = 0.2
 """Of a step that drafts nothing, what the drafter's passes take."""
 
 
-def capacity_of(vocab: int) -> Capacity:
-    def program(work: Work, shape: TreeShape, tokens: int = 0) -> Program:
+def capacity_of(vocab: int) -> BackendLimits:
+    def program(work: StepKind, shape: TreeShape, tokens: int = 0) -> Program:
         made = Program(
-            work=work, batch=BATCH, pages=64, tokens=tokens, shape=shape, extras=Extra.NONE
+            work=work, batch=BATCH, pages=64, tokens=tokens, shape=shape, extras=ProgramFeature.NONE
         )
-        return made.having({Extra.COPIES: shape.copied > 0})
+        return made.having({ProgramFeature.NGRAM_DRAFTS: shape.copied > 0})
 
-    decodes = (program(Work.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
-    return Capacity(
+    decodes = (program(StepKind.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
+    return BackendLimits(
         page_size=4, num_pages=1 + 64 * BATCH, num_slots=1 + BATCH, num_snapshots=1,
-        programs=(program(Work.PREFILL, PLAIN, 64), *decodes), overlap=2, context_length=160,
+        programs=(program(StepKind.PREFILL, PLAIN, 64), *decodes), overlap=2, context_length=160,
         vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=1,
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
-def index_of(capacity: Capacity, **config: int) -> NgramIndex:
+def index_of(capacity: BackendLimits, **config: int) -> NgramIndex:
     named = {f"speculative_ngram_{name}": value for name, value in config.items()}
     return NgramIndex(
         NgramConfig(**named), nodes=JOINED.copied, depth=JOINED.copied - 1, vocab=capacity.vocab,
@@ -146,7 +146,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[sampled], wrong=9)
     late = Late(backend)
-    controller = JoinedController(late.capacity, index, SHARE, {})
+    controller = MergedDraftController(late.capacity, index, SHARE, {})
     found = served(late, controller, overlap, sampled)
     for number, outcome in found.items():
         assert outcome.tokens == plain[sampled][number].tokens
@@ -168,7 +168,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
 
 def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
     """A new text is no reason to verify anything beside it."""
-    controller = JoinedController(backend.capacity, index_of(backend.capacity), SHARE, {})
+    controller = MergedDraftController(backend.capacity, index_of(backend.capacity), SHARE, {})
     found = served(backend, controller, 1, True)
     alone = StaticController(
         backend.capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width
@@ -182,7 +182,7 @@ def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend
     """Where one of them is wrong, the text has left the copies that the next step brings."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
-    controller = JoinedController(backend.capacity, index, SHARE, {})
+    controller = MergedDraftController(backend.capacity, index, SHARE, {})
     worth, weigh = controller.worth, controller.worth.tokens_of
     noted = list[tuple[str, int]]()
 
@@ -222,7 +222,7 @@ def trees_of(parents: Sequence[int]) -> Trees:
 
 
 def test_copies_are_worth_what_they_give_beyond_the_drafter():
-    worth = Worth(2, 4)
+    worth = DrafterAcceptance(2, 4)
     worth.rates[:] = 0.9, 0.5
     chances = np.array([[1.0, 0.8, 0.7, 0.3, 0.6]])
     fork = trees_of([0, 1, 1, 2])  # two children at the second level, of which 0.7 is the better
@@ -234,7 +234,7 @@ def test_copies_are_worth_what_they_give_beyond_the_drafter():
 
 
 def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
-    worth = Worth(2, 4)
+    worth = DrafterAcceptance(2, 4)
     for _ in range(400):
         worth.learn(drafted=2, by_drafter=1)  # copies went on from its first draft
         worth.learn(drafted=0, by_drafter=0)  # shows nothing
@@ -253,7 +253,7 @@ SECONDS = {"none": 1.0, "model": 1.2, "ngram": 1.1, "merged": 1.3}
 """Of steps, where drafts cost little."""
 
 
-def table_of(capacity: Capacity, seconds: dict[str, float]) -> dict[int, list[float]]:
+def table_of(capacity: BackendLimits, seconds: dict[str, float]) -> dict[int, list[float]]:
     """These seconds by the tiers of a backend's programs."""
     named = {PLAIN: "none", CHAIN: "model", COPIED: "ngram", JOINED: "merged"}
     shapes = Shapes.of(capacity, host_draft=False)
@@ -271,7 +271,7 @@ def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
     more = factor.get(dear or "", {})
     seconds = {kind: each * more.get(kind, 1) for kind, each in SECONDS.items()}
     table = table_of(backend.capacity, seconds)
-    controller = JoinedController(backend.capacity, index, SHARE, table)
+    controller = MergedDraftController(backend.capacity, index, SHARE, table)
     found = served(backend, controller, 1, False)
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in plain[False].items()}
     steps = controller.steps
@@ -284,9 +284,9 @@ def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
         assert steps["merged"] + steps["model"] > 3
 
 
-def controller_with(backend: Backend, **seconds: float) -> JoinedController:
+def controller_with(backend: Backend, **seconds: float) -> MergedDraftController:
     table = table_of(backend.capacity, {**SECONDS, **seconds})
-    return JoinedController(backend.capacity, index_of(backend.capacity), SHARE, table)
+    return MergedDraftController(backend.capacity, index_of(backend.capacity), SHARE, table)
 
 
 def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
@@ -334,4 +334,4 @@ def test_measured_seconds_are_followed(backend):
 def test_programs_without_copies_or_of_another_size_are_refused(backend):
     index = NgramIndex(NgramConfig(), nodes=5, depth=4, vocab=backend.capacity.vocab, chain=False)
     with pytest.raises(ValueError, match="with 5 n-gram nodes"):
-        JoinedController(backend.capacity, index, SHARE, {})
+        MergedDraftController(backend.capacity, index, SHARE, {})

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -36,28 +36,28 @@ SAMPLED: dict = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.3}
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
-def ngram_capacity(vocab: int, num_pages: int) -> Capacity:
+def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
     """One prefill, plain decoding, and trees of the host's."""
 
-    def program(work: Work, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
+    def program(work: StepKind, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
         return Program(
             work=work,
             batch=BATCH,
             pages=64,
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
-        ).having({Extra.HOST_DRAFT: host_draft})
+            extras=ProgramFeature.NONE,
+        ).having({ProgramFeature.HOST_DRAFT: host_draft})
 
-    return Capacity(
+    return BackendLimits(
         page_size=4,
         num_pages=num_pages,
         num_slots=1 + BATCH,
         num_snapshots=1,
         programs=(
-            program(Work.PREFILL, PLAIN, 64, False),
-            program(Work.DECODE, PLAIN, 0, False),
-            program(Work.DECODE, TREE, 0, True),
+            program(StepKind.PREFILL, PLAIN, 64, False),
+            program(StepKind.DECODE, PLAIN, 0, False),
+            program(StepKind.DECODE, TREE, 0, True),
         ),
         overlap=2,
         context_length=220,
@@ -276,7 +276,7 @@ class Watched:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
-        self.flights: list[tuple[Work, Watched.Future]] = []
+        self.flights: list[tuple[StepKind, Watched.Future]] = []
         self.early, self.beside = 0, 0
 
     class Future:
@@ -289,8 +289,8 @@ class Watched:
 
     def submit(self, plan: StepPlan) -> StepFuture:
         flying = [work for work, future in self.flights if not future.is_known]
-        is_decode = plan.program.work is Work.DECODE
-        self.early += is_decode and Work.DECODE in flying
+        is_decode = plan.program.work is StepKind.DECODE
+        self.early += is_decode and StepKind.DECODE in flying
         self.beside += bool(flying)
         self.flights.append((plan.program.work, Watched.Future(self._backend.submit(plan))))
         return self.flights[-1][1]
@@ -314,9 +314,9 @@ def test_between_two_decode_steps_there_is_at_most_one_prefill(overlap, served):
     longs = [request(n, rng.integers(2, 250, 180).tolist()) for n in range(1, 5)]
     drive(ngram_engine(watched, overlap=overlap), [request(0, [5, 6]), *longs])
     works = [work for work, _ in watched.flights]
-    first = works.index(Work.DECODE)
-    last = len(works) - works[::-1].index(Work.PREFILL)
-    runs = "".join("p" if work is Work.PREFILL else "d" for work in works[first:last])
+    first = works.index(StepKind.DECODE)
+    last = len(works) - works[::-1].index(StepKind.PREFILL)
+    runs = "".join("p" if work is StepKind.PREFILL else "d" for work in works[first:last])
     assert "pp" not in runs, runs
 
 

@@ -9,14 +9,14 @@ from itertools import count
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from shared.engine.ngram.acceptance_estimate import Evidence, select
+from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.probe_schedule import Sleep
+from shared.engine.ngram.probe_schedule import ProbeSchedule
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
@@ -42,14 +42,14 @@ def trees(*rows: tuple[tuple[int, int, int], ...]) -> Trees:
 FORK = ((11, 0, 5), (12, 0, 6), (13, 1, 7), (14, 2, 7))
 
 
-def learn(known: Evidence, found: Trees, text: list[int], times: int) -> None:
+def learn(known: NodeAcceptance, found: Trees, text: list[int], times: int) -> None:
     texts, counts = np.array([text], np.int32), np.array([len(text)], np.int32)
     for _ in range(times):
         known.learn(found, np.array([0]), texts, counts)
 
 
 def test_nodes_are_judged_by_the_text_where_their_parent_was_right():
-    known, fork = Evidence(), trees(FORK)
+    known, fork = NodeAcceptance(), trees(FORK)
     before = known.rates
     learn(known, fork, [12, 99], 100)  # the second child, and nothing below it
     assert known.rates[[5, 6, 7]] == pytest.approx([0, 1, 0], abs=0.05)
@@ -60,7 +60,7 @@ def test_nodes_are_judged_by_the_text_where_their_parent_was_right():
 
 
 def test_what_kinds_are_worth_follows_the_times():
-    known, fork = Evidence(), trees(FORK)
+    known, fork = NodeAcceptance(), trees(FORK)
     learn(known, fork, [11], 2000)
     learn(known, fork, [50], 1500)
     assert known.rates[5] < 0.3
@@ -94,19 +94,22 @@ def test_the_size_with_the_most_tokens_for_its_cost_is_taken(costs, size):
 
 
 def test_a_row_has_no_use_for_drafts_behind_its_end():
-    known, found = Evidence(), trees(FORK)
+    known, found = NodeAcceptance(), trees(FORK)
     assert (known.weights(found, np.array([1]))[0, [3, 4]] == 0).all()
     assert (known.weights(found, np.array([0]))[0, 1:] == 0).all()
     assert (known.weights(found, np.array([2]))[0, 1:] > 0).all()
 
 
-def capacity_of(vocab: int) -> Capacity:
+def capacity_of(vocab: int) -> BackendLimits:
     """Trees of the host's of two sizes beside plain steps."""
     capacity = tree_capacity(vocab)
-    kept = [p for p in capacity.programs if p.work is not Work.DECODE or p.shape.is_plain]
-    plain = next(p for p in kept if p.work is Work.DECODE)
+    kept = [p for p in capacity.programs if p.work is not StepKind.DECODE or p.shape.is_plain]
+    plain = next(p for p in kept if p.work is StepKind.DECODE)
     shapes = [TreeShape(size, size - 1, 1, BATCH * size) for size in SIZES]
-    more = [replace(plain, shape=shape, extras=plain.extras | Extra.HOST_DRAFT) for shape in shapes]
+    more = [
+        replace(plain, shape=shape, extras=plain.extras | ProgramFeature.HOST_DRAFT)
+        for shape in shapes
+    ]
     return replace(capacity, programs=(*kept, *more))
 
 
@@ -184,7 +187,7 @@ def test_texts_are_learnt_asleep_where_the_host_waits_for_the_device_and_else_by
     assert controller.index.num_ngrams > before
 
 
-def looks(sleep: Sleep, step_s: float, look_s: float, steps: int) -> list[int]:
+def looks(sleep: ProbeSchedule, step_s: float, look_s: float, steps: int) -> list[int]:
     """The steps asleep after which trees are looked at, where none of them pays."""
     found = []
     for step in range(steps):
@@ -195,8 +198,8 @@ def looks(sleep: Sleep, step_s: float, look_s: float, steps: int) -> list[int]:
 
 
 def test_looks_follow_every_step_while_they_are_paid_for():
-    assert looks(Sleep(), step_s=5e-3, look_s=0.0, steps=99) == list(range(99))
-    short = looks(Sleep(), step_s=2.5e-4, look_s=0.0, steps=300)
+    assert looks(ProbeSchedule(), step_s=5e-3, look_s=0.0, steps=99) == list(range(99))
+    short = looks(ProbeSchedule(), step_s=2.5e-4, look_s=0.0, steps=300)
     assert short[:32] == list(range(32))
     assert set(np.diff(short[36:])) == {10}  # 50 us of 10 steps of 0.25 ms are 2 %
 
@@ -204,12 +207,12 @@ def test_looks_follow_every_step_while_they_are_paid_for():
 @pytest.mark.parametrize("look_s", [0.0, 3e-4])
 def test_looks_take_no_more_than_their_share_of_short_steps(look_s):
     took, steps = max(look_s, 5e-5), 10_000
-    found = len(looks(Sleep(), step_s=2.5e-4, look_s=look_s, steps=steps))
+    found = len(looks(ProbeSchedule(), step_s=2.5e-4, look_s=look_s, steps=steps))
     assert found * took == pytest.approx(0.02 * steps * 2.5e-4, rel=0.1)
 
 
 def test_what_a_look_took_longer_than_others_is_paid_back():
-    sleep, took, steps = Sleep(), 0.0, 20_000
+    sleep, took, steps = ProbeSchedule(), 0.0, 20_000
     for step in range(steps):
         if sleep.is_due(2.5e-4):
             look_s = 2e-3 if step % 7 == 0 else 5e-5
@@ -220,7 +223,7 @@ def test_what_a_look_took_longer_than_others_is_paid_back():
 
 
 def test_a_look_that_read_long_prompts_is_paid_back_in_full():
-    sleep, took = Sleep(), 0.0
+    sleep, took = ProbeSchedule(), 0.0
     steps = range(200_000)
     for step in steps:
         if sleep.is_due(2.5e-4):
@@ -231,7 +234,7 @@ def test_a_look_that_read_long_prompts_is_paid_back_in_full():
 
 
 def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
-    sleep, look_s = Sleep(), 5e-5
+    sleep, look_s = ProbeSchedule(), 5e-5
     looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
     sleep.gained(10 * look_s / 0.2)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (10, 11)
@@ -248,7 +251,7 @@ def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
 def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
     def awake_for(good_after_poor: bool, wait: float) -> int:
         """Poor trees in a row that are borne, after texts in which they came in pairs or alone."""
-        sleep = Sleep()
+        sleep = ProbeSchedule()
         for _ in range(60):
             sleep.pays(0.9, wait, False)
             sleep.pays(-0.5, wait, False)
@@ -263,7 +266,7 @@ def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
 
 
 def test_many_looks_are_put_by_for_and_no_more():
-    sleep = Sleep()
+    sleep = ProbeSchedule()
     sleep.gained(1.0)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=99)) == 32
 

@@ -13,7 +13,7 @@ import pytest
 
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.probe_schedule import Sleep
+from shared.engine.ngram.probe_schedule import ProbeSchedule
 from tests.support.simulation import imposed
 from tests.support.simulation.device import PROMPT_SECONDS
 from tests.support.simulation.imposed import SHARES, Runs, written_runs, written_work
@@ -82,7 +82,7 @@ def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
 
 def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
     gains = []
-    monkeypatch.setattr(Sleep, "gained", lambda sleep, seconds: gains.append(seconds))
+    monkeypatch.setattr(ProbeSchedule, "gained", lambda sleep, seconds: gains.append(seconds))
     table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH, 3)
     served = written_runs(TIERS, table, ([copying], texts), overlap=1)["adaptive"][0]
     # Each token of a lone row would have taken a plain step, but for the first, its prompt's.

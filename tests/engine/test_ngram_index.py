@@ -13,7 +13,7 @@ from shared.engine.ngram import index as ngram_index
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.trie import COUNT, FIRST, LIVE, NEWER, OLDEST, PARENT, USED
-from shared.engine.request import Refusal, Request, SamplingParams
+from shared.engine.request import InvalidRequestError, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from tests.support import ngram_reference as reference
 
@@ -391,7 +391,7 @@ def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
     assert tree_of(index, one)[0] == [0, 2, 3, 1]
     index.remove_corpus("it")
     assert tree_of(index, one)[0] == [0, 1]
-    with pytest.raises(Refusal, match="corpus 'it' not found"):
+    with pytest.raises(InvalidRequestError, match="corpus 'it' not found"):
         index.remove_corpus("it")
     index.add_corpus("it", corpus_of([1, 5]))
     assert index.corpora == {"it": 2}
@@ -411,7 +411,7 @@ def test_a_corpus_that_cannot_be_used_is_refused_by_name(documents, budget, reas
     index = index_of(external_sam_budget=budget, external_corpus_max_tokens=6)
     if budget:
         index.add_corpus("first", corpus_of([1, 2]))
-    with pytest.raises(Refusal, match=reason):
+    with pytest.raises(InvalidRequestError, match=reason):
         index.add_corpus("second", corpus_of(*documents))
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Decode, Prefill
-from shared.boundary.program import Extra
+from shared.boundary.program import ProgramFeature
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 from shared.spec.draft_tree import TreeShape
 from tests.support.mutations import prover
 from tests.support.scheduled_requests import House
@@ -44,7 +44,7 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
         max_draft_tokens=1,
     )
     second = house.request(3, 9)
-    plan = house.planner.plan(Rows.decode([first, second], TreeShape.chain(3, 4)))
+    plan = house.planner.plan(ScheduledRows.decode([first, second], TreeShape.chain(3, 4)))
     assert isinstance(plan.work, Decode)
     assert plan.program.batch == 4  # the shape's rows belong to this batch
     assert plan.slots.tolist() == [first.slot, second.slot, 0, 0]
@@ -74,15 +74,15 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
 def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(house):
     known = np.array([[-0.5, -1, -2], [0, -0.25, -np.inf]], np.float32)
     requests = [house.request(5, 20), house.request(3, 9)]
-    plan = house.planner.plan(Rows.decode(requests, CHAIN, calibration=known))
+    plan = house.planner.plan(ScheduledRows.decode(requests, CHAIN, calibration=known))
     np.testing.assert_array_equal(plan.sampling.calibration[:2], known)
     assert not plan.sampling.calibration[2:].any()
-    assert not house.planner.plan(Rows.decode(requests, CHAIN)).sampling.calibration.any()
+    assert not house.planner.plan(ScheduledRows.decode(requests, CHAIN)).sampling.calibration.any()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])
 def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_ahead: bool):
-    def is_as_anew(rows: Rows) -> bool:
+    def is_as_anew(rows: ScheduledRows) -> bool:
         anew = Planner(house.capacity, house.allocator)
         for request in rows.requests:
             anew.bind(request)
@@ -94,28 +94,28 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
         return is_same
 
     first, second = house.request(5, 4, temperature=0.5), house.request(3, 9, seed32=7)
-    rows = Rows.decode([first, second], CHAIN)
+    rows = ScheduledRows.decode([first, second], CHAIN)
     assert is_as_anew(rows)
     assert is_as_anew(rows)
     assert house.allocator.reserve(first.slot, 12)  # pages that came since
     assert is_as_anew(rows)
-    assert is_as_anew(Rows.decode([second, first], CHAIN))
+    assert is_as_anew(ScheduledRows.decode([second, first], CHAIN))
     house.allocator.free(second.slot)
     assert (third := house.request(6, 9, top_p=0.5)).slot == second.slot
-    assert is_as_anew(Rows.decode([third, first], CHAIN))
+    assert is_as_anew(ScheduledRows.decode([third, first], CHAIN))
 
 
 def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
-    plain = tuple(program.having({Extra.LOGPROBS: False}) for program in capacity.programs)
+    plain = tuple(program.having({ProgramFeature.LOGPROBS: False}) for program in capacity.programs)
     house = House(replace(capacity, programs=(*capacity.programs, *plain)))
     asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
     for requests in ([other], [asking, other]):
-        decode = house.planner.plan(Rows.decode(requests, TreeShape.chain(3, 4)))
+        decode = house.planner.plan(ScheduledRows.decode(requests, TreeShape.chain(3, 4)))
         chunks = tuple(Chunk(request, 0, 5) for request in requests)
-        prefill = house.planner.plan(Rows.prefill(chunks))
+        prefill = house.planner.plan(ScheduledRows.prefill(chunks))
         for plan in (decode, prefill):
-            assert plan.program.has(Extra.LOGPROBS) is (asking in requests)
+            assert plan.program.has(ProgramFeature.LOGPROBS) is (asking in requests)
         for plan in (decode, prefill):
             assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
 
@@ -123,14 +123,17 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
 def test_the_widest_program_may_be_the_only_one_with_logprobs():
     """A step that wants none takes it where no other is wide enough, and no row of it reports."""
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
-    programs = [p.having({Extra.LOGPROBS: p.batch == 4}) for p in capacity.programs]
+    programs = [p.having({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
     house = House(replace(capacity, programs=tuple(programs)))
     requests = [house.request(5, 20) for _ in range(4)]
     asking = house.request(5, 20, logprobs=0)
     for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
         for depth in (0, 3):
-            plan = house.planner.plan(Rows.decode(rows, TreeShape.chain(depth, len(rows))))
-            assert (plan.program.batch, plan.program.has(Extra.LOGPROBS)) == (batch, batch == 4)
+            plan = house.planner.plan(ScheduledRows.decode(rows, TreeShape.chain(depth, len(rows))))
+            assert (plan.program.batch, plan.program.has(ProgramFeature.LOGPROBS)) == (
+                batch,
+                batch == 4,
+            )
             assert plan.reports[: len(rows)].tolist() == [int(row is asking) for row in rows]
             assert not plan.reports[len(rows) :].any()
 
@@ -138,7 +141,7 @@ def test_the_widest_program_may_be_the_only_one_with_logprobs():
 def test_a_page_table_names_its_owners_pages_and_the_sink(house):
     """Traps: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
     first, second = house.request(5, 20), house.request(3, 9)
-    plan = house.planner.plan(Rows.decode([second, first], CHAIN))
+    plan = house.planner.plan(ScheduledRows.decode([second, first], CHAIN))
     held = house.allocator.page_table
     assert plan.program.pages == 16
     np.testing.assert_array_equal(plan.page_table[0, :3], held[second.slot, :3])
@@ -150,8 +153,8 @@ def test_a_page_table_names_its_owners_pages_and_the_sink(house):
 
 def test_the_page_table_is_as_wide_as_the_longest_reservation(house):
     short, long = house.request(3, 9), house.request(3, 65)
-    assert house.planner.plan(Rows.decode([short], CHAIN)).program.pages == 16
-    assert house.planner.plan(Rows.decode([short, long], CHAIN)).program.pages == 128
+    assert house.planner.plan(ScheduledRows.decode([short], CHAIN)).program.pages == 16
+    assert house.planner.plan(ScheduledRows.decode([short, long], CHAIN)).program.pages == 128
 
 
 def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
@@ -160,7 +163,7 @@ def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
     house.allocator.free(first.slot)
     second = house.request(2, 8)
     assert first.slot == second.slot
-    plan = house.planner.plan(Rows.decode([second], CHAIN))
+    plan = house.planner.plan(ScheduledRows.decode([second], CHAIN))
     sampling = plan.sampling
     assert plan.reports[0] == 0
     assert sampling.min_length[0] == 0
@@ -170,7 +173,7 @@ def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
 
 def test_chunks_lie_one_after_the_other(house):
     first, second = house.request(70, 70), house.request(3, 3)
-    rows = Rows.prefill((Chunk(first, 64, 70), Chunk(second, 0, 3)))
+    rows = ScheduledRows.prefill((Chunk(first, 64, 70), Chunk(second, 0, 3)))
     plan = house.planner.plan(rows)
     work = plan.work
     assert isinstance(work, Prefill)
@@ -185,7 +188,7 @@ def test_chunks_lie_one_after_the_other(house):
 
 def test_a_chunk_that_goes_on_names_the_token_after_it(house):
     request = house.request(70, 70)
-    work = house.planner.plan(Rows.prefill((Chunk(request, 0, 64),))).work
+    work = house.planner.plan(ScheduledRows.prefill((Chunk(request, 0, 64),))).work
     assert (work.ends_prompt[0], work.next_tokens[0]) == (0, 65)
     assert work.row_starts.tolist() == [0, 64, 64]
 
@@ -196,9 +199,9 @@ def test_a_row_starts_with_its_first_chunk_wherever_that_begins(house, output):
     request = Request(request_id=0, prompt=prompt, sampling=SamplingParams(), output=output)
     house.place(request, 150, first_position=64)
     other = house.request(70, 70)
-    first = Rows.prefill((Chunk(request, 64, 128), Chunk(other, 64, 70)))
+    first = ScheduledRows.prefill((Chunk(request, 64, 128), Chunk(other, 64, 70)))
     assert house.planner.plan(first).starts.tolist() == [1, 0]
-    rest = Rows.prefill((Chunk(request, 128, 140),))
+    rest = ScheduledRows.prefill((Chunk(request, 128, 140),))
     assert house.planner.plan(rest).starts.tolist() == [0, 0]
 
 
@@ -207,26 +210,26 @@ def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
     house.place(request, 8)
     assert request.prefill_length == 4
     chunk = Chunk(request, 0, 4)
-    plan = house.planner.plan(Rows.prefill((chunk,)))
+    plan = house.planner.plan(ScheduledRows.prefill((chunk,)))
     assert plan.work.tokens[:4].tolist() == [7, 8, 9, 10]
     assert (plan.work.ends_prompt[0], plan.work.next_tokens[0], plan.starts[0]) == (0, 11, 1)
-    assert Rows.prefill((chunk,)).most_tokens == [0]
+    assert ScheduledRows.prefill((chunk,)).most_tokens == [0]
 
 
 def test_the_smallest_program_that_holds_the_step_is_taken(house):
     pick, requests = house.planner.pick, [house.request(65, 65) for _ in range(3)]
     short = [house.request(1, 4), house.request(1, 4)]
-    assert pick(Rows.prefill((Chunk(short[0], 0, 65),))).tokens == 128
-    assert pick(Rows.prefill((Chunk(short[0], 0, 64),))).tokens == 64
-    one_each = Rows.prefill(tuple(Chunk(request, 0, 1) for request in requests))
+    assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 65),))).tokens == 128
+    assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 64),))).tokens == 64
+    one_each = ScheduledRows.prefill(tuple(Chunk(request, 0, 1) for request in requests))
     assert (pick(one_each).pages, pick(one_each).batch) == (128, 4)  # of 17 pages each
-    assert pick(Rows.decode(short, TreeShape.chain(3, 2))).batch == 2
-    assert pick(Rows.decode(short, TreeShape.chain(3, 2))).pages == 16
-    assert pick(Rows.decode(short[:1], TreeShape.chain(0, 4))).shape.is_plain
+    assert pick(ScheduledRows.decode(short, TreeShape.chain(3, 2))).batch == 2
+    assert pick(ScheduledRows.decode(short, TreeShape.chain(3, 2))).pages == 16
+    assert pick(ScheduledRows.decode(short[:1], TreeShape.chain(0, 4))).shape.is_plain
 
 
 def test_a_step_that_no_program_holds_is_an_error(house):
-    rows = Rows.decode([house.request(1, 4) for _ in range(5)], CHAIN)
+    rows = ScheduledRows.decode([house.request(1, 4) for _ in range(5)], CHAIN)
     with pytest.raises(LookupError, match="no decode program holds"):
         house.planner.plan(rows)
 
@@ -237,14 +240,14 @@ def test_a_decode_never_starts_a_row(house):
     for prefilled in (0, 64):
         request.prefill(prefilled)
         with pytest.raises(ValueError, match=f"request 0 has {prefilled} of 70 tokens prefilled"):
-            house.planner.plan(Rows.decode([request], CHAIN))
+            house.planner.plan(ScheduledRows.decode([request], CHAIN))
     request.prefill(70)
-    assert not house.planner.plan(Rows.decode([request], CHAIN)).starts.any()
+    assert not house.planner.plan(ScheduledRows.decode([request], CHAIN)).starts.any()
 
 
 def test_no_plan_shares_memory_with_another(house):
     """JAX on a CPU reads the caller's memory after dispatch; a refilled buffer is a wrong plan."""
-    rows = Rows.decode([house.request(5, 20)], CHAIN)
+    rows = ScheduledRows.decode([house.request(5, 20)], CHAIN)
     plans = [house.planner.plan(rows) for _ in range(4)]
     for index, plan in enumerate(plans):
         assert np.shares_memory(plan.slots, plan.buffer)
@@ -260,7 +263,7 @@ def test_a_decode_plan_of_32_rows_takes_less_than_a_millisecond():
         num_pages=3000, num_slots=33, overlap=1, context_length=400, batch_sizes=(32,)
     )
     house = House(capacity)
-    rows = Rows.decode([house.request(5, 300) for _ in range(32)], TreeShape.chain(3, 32))
+    rows = ScheduledRows.decode([house.request(5, 300) for _ in range(32)], TreeShape.chain(3, 32))
     times_s = []
     for _ in range(50):
         start = time.perf_counter()

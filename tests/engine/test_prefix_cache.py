@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -45,7 +45,7 @@ NUMBERS = count()
 class AnyShape(StaticController):
     """A controller that takes a chain or a plain step, each for a while."""
 
-    def __init__(self, capacity: Capacity, seed: int) -> None:
+    def __init__(self, capacity: BackendLimits, seed: int) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
         self._rng, self._left, self._depth = random.Random(seed), 0, 3
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import StepPlan
-from shared.boundary.program import Extra
+from shared.boundary.program import ProgramFeature
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.gated_delta import CHUNK
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 from tests.support.cache_policies import policy_of
 from tests.support.random_traffic import plain_text
 from tests.support.run_engine import Outcome, checked_step, drive
@@ -33,7 +33,7 @@ class Watched(ToyBackend):
 
     def submit(self, plan: StepPlan) -> ToyFuture:
         if plan.program.tokens:
-            self.scored.append(plan.program.has(Extra.SCORES))
+            self.scored.append(plan.program.has(ProgramFeature.PROMPT_LOGPROBS))
         return super().submit(plan)
 
 
@@ -180,7 +180,7 @@ def test_a_score_that_is_no_number_fails_its_request_alone(monkeypatch):
     engine, backend = make()
     told = backend._scores
 
-    def broken(plan: StepPlan) -> Scores:
+    def broken(plan: StepPlan) -> PromptLogprobs:
         found = told(plan)
         found.chosen[plan.work.tokens == 7] = np.nan
         return found

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -46,8 +46,8 @@ def test_prompts_and_decodes_take_turns_while_both_wait():
     start(scheduler, request(0, 10), request(1, 200))
     works = [scheduler.next_rows().work for _ in range(6)]
     # 10 + 64, then 128, then the last 8 tokens; decodes between.
-    assert works == [Work.PREFILL, Work.DECODE] * 3
-    assert scheduler.next_rows().work is Work.DECODE
+    assert works == [StepKind.PREFILL, StepKind.DECODE] * 3
+    assert scheduler.next_rows().work is StepKind.DECODE
 
 
 def test_chunks_end_at_multiples_of_64_or_with_the_prompt():
@@ -56,7 +56,7 @@ def test_chunks_end_at_multiples_of_64_or_with_the_prompt():
     chunks = []
     while len(chunks) < 5:
         rows = scheduler.next_rows()
-        if rows.work is Work.PREFILL:
+        if rows.work is StepKind.PREFILL:
             chunks += [(c.request.request_id, c.first, c.end) for c in rows.chunks]
             assert sum(c.end - c.first for c in rows.chunks) <= 128
     # After 10 tokens 118 are left: request 1 gets 64 of them, and request 2 all it needs.
@@ -67,7 +67,7 @@ def test_a_prefill_is_at_most_chunked_prefill_size():
     scheduler = make(chunked_prefill_size=100)
     start(scheduler, request(0, 128))
     rows = scheduler.next_rows()
-    assert rows.work is Work.PREFILL
+    assert rows.work is StepKind.PREFILL
     assert rows.chunks[0].end == 64
 
 
@@ -84,7 +84,7 @@ def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
     one.launch(1)
     for in_flight in range(3):
         rows = scheduler.next_rows()
-        assert rows.work is Work.DECODE
+        assert rows.work is StepKind.DECODE
         held = int(scheduler.allocator.num_pages[one.slot]) * 4
         # The prompt, the first token, 4 for each step in flight, and this step's scratch.
         assert held >= 16 + 1 + 4 * in_flight + rows.shape.scratch
@@ -97,7 +97,7 @@ def test_a_request_gets_no_step_that_it_surely_does_not_need():
     start(scheduler, one)
     scheduler.next_rows()
     one.launch(1)
-    assert scheduler.next_rows().work is Work.DECODE
+    assert scheduler.next_rows().work is StepKind.DECODE
     one.launch(4)
     assert scheduler.next_rows() is None
 
@@ -129,14 +129,14 @@ def test_the_youngest_gives_way_once_its_steps_have_ended():
     scheduler = make(num_pages=9)
     old, young = request(0, 8, 15), request(1, 8, 15)
     start(scheduler, old, young)
-    assert scheduler.next_rows().work is Work.PREFILL
+    assert scheduler.next_rows().work is StepKind.PREFILL
     young.launch(4)
     old.output += [1] * 14  # its next step needs 7 pages; both hold 2 of 8
     assert scheduler.next_rows() is None, "neither may have a step"
     assert young.slot, "preempted with a step in flight"
     young.land(4)
     rows = scheduler.next_rows()
-    assert rows.work is Work.DECODE
+    assert rows.work is StepKind.DECODE
     assert rows.requests == [old]
     assert not young.slot
     assert scheduler.waiting.head() is young

@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Capacity, Decode, StepPlan
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits, Decode, StepPlan
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.reference_run import Divergence
 from shared.engine.request import FinishReason, Request, SamplingParams
-from shared.engine.shadow_verify import MOST_STARTS, MOST_WAITING, ShadowCheck, is_chosen
+from shared.engine.shadow_verify import MOST_STARTS, MOST_WAITING, ShadowVerifier, is_chosen
 from tests.support.random_traffic import plain_text
 from tests.support.run_engine import Outcome
 from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
@@ -29,7 +29,7 @@ GAP = 0.75
 class Toy(ToyBackend):
     """Keeps the plans that it was given, and has logprobs with a margin."""
 
-    def __init__(self, capacity: Capacity, draft_reach: int | None = 1) -> None:
+    def __init__(self, capacity: BackendLimits, draft_reach: int | None = 1) -> None:
         super().__init__(capacity, draft_reach)
         self.plans: list[StepPlan] = []
 
@@ -56,7 +56,7 @@ class AcceptsAWrongDraft(Toy):
         return (token + 1) % POISON if verifies and len(context) == self.LENGTH else token
 
 
-def capacity_of(num_pages: int = 400, **changed) -> Capacity:
+def capacity_of(num_pages: int = 400, **changed) -> BackendLimits:
     return replace(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2), **changed)
 
 
@@ -77,7 +77,7 @@ class House:
             self.backend, controller, overlap=overlap, chunked_prefill_size=100, cache=cache
         )
         self.told: list[Divergence] = []
-        self.checked = ShadowCheck(self.engine, self.backend, rate=rate, report=self.told.append)
+        self.checked = ShadowVerifier(self.engine, self.backend, rate=rate, report=self.told.append)
         self.outcomes: dict[int, Outcome] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -367,9 +367,11 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
 def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
     capacity = capacity_of()
     programs = [
-        p.having({Extra.LOGPROBS: p.has(Extra.LOGPROBS) and lacking != "logprobs"})
+        p.having(
+            {ProgramFeature.LOGPROBS: p.has(ProgramFeature.LOGPROBS) and lacking != "logprobs"}
+        )
         for p in capacity.programs
-        if not (lacking == "plain steps" and p.work is Work.DECODE and p.shape.is_plain)
+        if not (lacking == "plain steps" and p.work is StepKind.DECODE and p.shape.is_plain)
     ]
     most = 1 if lacking == "second logprob" else 2
     with pytest.raises(ValueError, match="shadow checks require programs"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -31,7 +31,7 @@ SLOTS = 5
 class Changing(StaticController):
     """A chain, then a plain step, in turns."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
         self._steps = 0
 

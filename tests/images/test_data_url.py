@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.images.data_url import data_of
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 
 HEADS = [
     "data:image/png;base64,",
@@ -43,5 +43,5 @@ def test_data_url_in_every_form_gives_the_same_bytes(form: str, data: bytes, hea
     "text", ["Q", "QUJDR", "=", "QQ==QQ==", "QQ=Q", "Q*==", "é", "%ZZ", "Q%=="]
 )
 def test_data_url_that_is_no_base64_is_invalid(text: str):
-    with pytest.raises(PictureRefused, match="contains invalid base64"):
+    with pytest.raises(InvalidImageError, match="contains invalid base64"):
         data_of(HEADS[0] + text)

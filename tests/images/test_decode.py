@@ -17,7 +17,7 @@ from shared.images.data_url import data_of
 from shared.images.decode import opened
 from shared.images.header import Header, read_header
 from shared.images.placeholders import expanded
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 from tests.support.golden_images import WANT, patches_of, picture_config
 from tests.support.images import (
     PATTERN,
@@ -114,7 +114,7 @@ def test_a_side_of_one_pixel_is_lifted_to_the_least_that_a_model_sees():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
     url, words = REFUSED[name]
-    with pytest.raises(PictureRefused) as refused:
+    with pytest.raises(InvalidImageError) as refused:
         opened(data_of(url), picture_config())
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -123,13 +123,13 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkeypatch):
     monkeypatch.setattr(decode.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
-    with pytest.raises(PictureRefused, match="16000 x 16000 pixels"):
+    with pytest.raises(InvalidImageError, match="16000 x 16000 pixels"):
         opened(bomb(kind, 16_000), picture_config())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_a_moving_picture_is_refused(kind):
-    with pytest.raises(PictureRefused, match=f"an animated {kind}, and video is not supported"):
+    with pytest.raises(InvalidImageError, match=f"an animated {kind}, and video is not supported"):
         opened(animated(kind), picture_config())
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
     """Nothing else comes out of it, whatever its decoder makes of the rest."""
     data, config = stored(rgb(), kind), replace(picture_config(), most=1024)
     for end in [*range(0, 64), *range(64, len(data), 97)]:
-        with suppress(PictureRefused):
+        with suppress(InvalidImageError):
             assert opened(data[:end], config).height
 
 
@@ -164,5 +164,5 @@ def test_a_server_of_text_needs_no_decoder():
 
 def test_each_picture_has_its_rows_in_the_prompt():
     assert expanded([5, 9, 6, 9], 9, [2, 3]) == [5, 9, 9, 6, 9, 9, 9]
-    with pytest.raises(PictureRefused, match="2 image tokens, and the request has 1 images"):
+    with pytest.raises(InvalidImageError, match="2 image tokens, and the request has 1 images"):
         expanded([5, 9, 6, 9], 9, [2])

@@ -12,7 +12,7 @@ from PIL import Image
 
 from shared.images.decode import opened
 from shared.images.metadata import MAX_TEXT_BYTES, without_metadata
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 from tests.support.golden_images import picture_config
 from tests.support.images import PATTERN, rgb, stored
 
@@ -108,7 +108,7 @@ def test_packed_texts_are_unpacked_within_a_bound():
 
 @pytest.mark.parametrize("name", ["zTXt", "jpeg exif", "jpeg MPF"])
 def test_file_cut_within_its_metadata_is_invalid(name: str):
-    with pytest.raises(PictureRefused):
+    with pytest.raises(InvalidImageError):
         opened(FILES[name][:400], picture_config())
 
 
@@ -122,7 +122,7 @@ def test_still_gif_is_opened_and_a_moving_one_is_not():
     np.testing.assert_array_equal(opened_array(still), np.asarray(drawn.convert("RGB")))
     np.testing.assert_array_equal(opened_array(still + b"behind"), opened_array(still))
     with pytest.raises(
-        PictureRefused, match="an animated GIF, and video is not supported; send one"
+        InvalidImageError, match="an animated GIF, and video is not supported; send one"
     ):
         opened_array(gif_of(drawn, rgb(PATTERN[::-1].copy()).quantize(200)))
 
@@ -148,7 +148,7 @@ def test_gif_whose_frame_is_larger_than_its_screen_is_bounded():
     still = gif_of(rgb().quantize(4))
     at = still.index(b",\0\0\0\0" + struct.pack("<HH", 48, 40))
     huge = still[: at + 5] + struct.pack("<HH", 65_535, 65_535) + still[at + 9 :]
-    with pytest.raises(PictureRefused, match="65535 x 65535 pixels, and the limit is"):
+    with pytest.raises(InvalidImageError, match="65535 x 65535 pixels, and the limit is"):
         opened_array(huge)
 
 
@@ -158,6 +158,6 @@ def test_gif_cut_anywhere_is_invalid_or_opened():
     for end in [*range(64), *range(64, len(data), 53), len(data)]:
         try:
             results.add(bool(opened_array(data[:end]).size))
-        except PictureRefused:
+        except InvalidImageError:
             results.add(False)
     assert results == {True, False}

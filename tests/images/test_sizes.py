@@ -6,16 +6,16 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shared.models.image_processor import LOW_DETAIL_PIXELS, MOST_STRETCHED, PictureConfig
+from shared.models.image_processor import LOW_DETAIL_PIXELS, MOST_STRETCHED, ImageProcessorConfig
 
 
-def config_of(factor: int, least: int, most: int) -> PictureConfig:
-    return PictureConfig(
+def config_of(factor: int, least: int, most: int) -> ImageProcessorConfig:
+    return ImageProcessorConfig(
         factor=factor, least=least, most=most, mean=(0.5,) * 3, deviation=(0.5,) * 3
     )
 
 
-def wanted(height: int, width: int, config: PictureConfig) -> list[int]:
+def wanted(height: int, width: int, config: ImageProcessorConfig) -> list[int]:
     """The sides of transformers' `Qwen2VLImageProcessor`, which its bounds may not hold."""
     factor, pixels = config.factor, height * width
     sides = [round(side / factor) * factor for side in (height, width)]

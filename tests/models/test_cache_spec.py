@@ -11,7 +11,7 @@ import torch
 
 from jax_impl import device_state as jax_state
 from jax_impl import platform as jax_platform
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.layers import LayerConfig
 from shared.options.options import Options
 from shared.process.device import Device
@@ -48,7 +48,7 @@ def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
     }
     platform = torch_platform.PLATFORM if framework == "torch" else jax_platform.PLATFORM
     device = Device("cpu", "a CPU", 1 << 34)
-    drafts = Drafts.of_mtp(MODEL)
+    drafts = DrafterSpec.of_mtp(MODEL)
     memory = plan(Options.from_values(asked), MODEL, drafts, device, platform.costs)
     capacity, kinds = memory.blueprint.capacity, TYPES[dtype]
     if framework == "torch":

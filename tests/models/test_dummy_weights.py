@@ -19,7 +19,7 @@ from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import (
     DummyCheckpoint,
-    Law,
+    InitSpec,
     elements,
     keys_of,
     law_of,
@@ -53,12 +53,12 @@ def tiny_parameters(family: str) -> list[Parameter]:
     return parameters(config, config.has_mtp)
 
 
-def in_torch(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+def in_torch(parameter: Parameter, law: InitSpec, dtype: str) -> np.ndarray:
     made = torch_dummy.parameter_array(parameter, law, getattr(torch, dtype), CPU)
     return made.float().numpy()
 
 
-def in_jax(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+def in_jax(parameter: Parameter, law: InitSpec, dtype: str) -> np.ndarray:
     made = jax_dummy.parameter_array(parameter, law, np.dtype(dtype), jax.devices("cpu")[0])
     return np.asarray(made.astype(np.float32))
 
@@ -92,7 +92,7 @@ def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
 
 def test_places_past_2_to_the_31_have_the_specifications_bits():
     places = np.array([2**31 - 1, 2**31, 2**32 - 1], np.uint32)
-    law, key = Law.of_matrix(1.0), np.uint32(0xDEADBEEF)
+    law, key = InitSpec.of_matrix(1.0), np.uint32(0xDEADBEEF)
     want = elements(law, key, places)
     as_words = torch.from_numpy(places.view(np.int32))
     key_word = torch.tensor(int(key) - 2**32, dtype=torch.int32)
@@ -115,7 +115,7 @@ def test_values_are_even_and_apart():
     assert found.std() == pytest.approx(1, abs=0.01)
     assert np.abs(found).max() < np.sqrt(3)
     assert len(np.unique(found)) > 0.9 * found.size
-    layers = parameter_array(stack("s", list("ab"), {"w": (64, 64)}), Law.of_matrix(1.0))
+    layers = parameter_array(stack("s", list("ab"), {"w": (64, 64)}), InitSpec.of_matrix(1.0))
     assert abs(np.corrcoef(layers[0].ravel(), layers[1].ravel())[0, 1]) < 0.05
 
 

@@ -10,7 +10,7 @@ import torch
 
 from jax_impl import weights as jax_weights
 from jax_impl.ops.gemm import linear as jax_linear
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models import fp8, tp_sharding
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy_weights import DummyCheckpoint
@@ -152,7 +152,7 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
     alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
     wanted = {p.name: p for p in divided_parameters(config, False, 4, None)}
     for rank in range(4):
-        group = Ranks(rank, 4, None)
+        group = TPGroup(rank, 4, None)
         of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named
         of_torch = torch_weights.load(dummy, config, False, "float32", CPU, *where, group)
         for name, mine in of_jax.items():

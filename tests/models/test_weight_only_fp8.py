@@ -18,7 +18,7 @@ from jax_impl import platform as jax_platform
 from jax_impl import weights as jax_weights
 from jax_impl.ops.gemm import linear as jax_linear
 from jax_impl.ops.moe import experts as jax_experts
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models import fp8, fp8_packing
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
@@ -201,7 +201,7 @@ def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> 
     for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
         device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))
         asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
-        drafts = Drafts.of_mtp(config)
+        drafts = DrafterSpec.of_mtp(config)
         memory = plan(asked, config, drafts, device, platform.costs, lambda x=names: x)
         assert memory.blueprint.in_words == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
         (line,) = (line for line in memory.lines if line.name == "weights")
@@ -324,7 +324,7 @@ def test_gate_and_up_in_words_give_the_bits_of_the_widened(
         how = (lambda count: None, in_words)
         if framework == "torch":
             read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
-            stream = torch_linear.Stream(torch.from_numpy(rows).bfloat16())
+            stream = torch_linear.NormedStream(torch.from_numpy(rows).bfloat16())
             found.append(
                 torch_linear.gated_product(stream, None, read.layers[0].feed.gate_up)
                 .float()
@@ -333,7 +333,7 @@ def test_gate_and_up_in_words_give_the_bits_of_the_widened(
         else:
             read = jax_weights.load(checkpoint, config, False, HALF, JAX_CPU, *how)
             records = jax_weights.weights_of(config, read, True)
-            stream = jax_linear.Stream(jax.numpy.asarray(rows.astype(HALF)))
+            stream = jax_linear.NormedStream(jax.numpy.asarray(rows.astype(HALF)))
             got = jax_linear.gated_product(stream, None, records.layers[0].feed.gate_up)
             found.append(np.asarray(got.astype(np.float32)))
     np.testing.assert_array_equal(*found)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.boundary.program import Extra, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.adaptive.tiers import Shapes
 from shared.options.adaptive import Candidate, read_candidates
 from shared.options.command_line import parse
@@ -103,7 +103,7 @@ def adaptive(algorithm: str, *flags: str) -> Options:
 
 
 def planned(options: Options, device: Device, are_compiled: bool) -> MemoryPlan:
-    drafts = Drafts.none() if options.speculative.drafts_on_host else Drafts.of_mtp(MODEL)
+    drafts = DrafterSpec.none() if options.speculative.drafts_on_host else DrafterSpec.of_mtp(MODEL)
     costs = ProgramCosts(workspace=lambda program, blueprint: 0, are_compiled=are_compiled)
     return plan(options, MODEL, drafts, device, costs)
 
@@ -120,8 +120,8 @@ def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compile
     assert capacity.scratch == max(shape.scratch for shape in shapes.by_size.values())
     for tier in range(len(shapes.tiers)):
         widest = shapes.by_size[shapes.batches[-1], tier]
-        told = [p for p in capacity.programs if p.shape == widest and p.work is Work.DECODE]
-        assert any(p.has(Extra.LOGPROBS) for p in told)
+        told = [p for p in capacity.programs if p.shape == widest and p.work is StepKind.DECODE]
+        assert any(p.has(ProgramFeature.LOGPROBS) for p in told)
 
 
 def test_shapes_that_differ_by_rows_may_be_one_in_a_small_batch():

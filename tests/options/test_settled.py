@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.boundary.program import Extra, Work
-from shared.drafts.drafter_spec import Drafts
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -45,9 +45,9 @@ LINES = {
 def planned(case):
     """The plan and the device of a line of `LINES`."""
     line, device = LINES[case]
-    drafts = Drafts.of_mtp(MODEL) if "NEXTN" in line else Drafts.none()
+    drafts = DrafterSpec.of_mtp(MODEL) if "NEXTN" in line else DrafterSpec.none()
     if "EAGLE3" in line:
-        drafts = Drafts.of_head(DRAFT_HEAD.config)
+        drafts = DrafterSpec.of_head(DRAFT_HEAD.config)
     return plan(parse(line), MODEL, drafts, device, COSTS), device
 
 
@@ -89,21 +89,21 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
     assert settled.dtype != "auto"
     assert capacity.num_slots == settled.most_requests + 1
     tables = {p.pages for p in capacity.programs}
-    for work, batch in ((Work.DECODE, capacity.num_slots - 1), (Work.PREFILL, 1)):
+    for work, batch in ((StepKind.DECODE, capacity.num_slots - 1), (StepKind.PREFILL, 1)):
         assert {p.pages for p in capacity.programs if p.work is work and p.batch == batch} == tables
     reserved = capacity.num_pages_for(capacity.max_positions)
     assert max(tables) == min(reserved, capacity.num_pages - 1)
     assert capacity.max_depth == (settled.draft.num_steps if drafts else 0)
-    counts = [program for program in capacity.programs if program.work is Work.COUNT]
-    assert [(count.batch, count.pages, count.has(Extra.LOGPROBS)) for count in counts] == [
+    counts = [program for program in capacity.programs if program.work is StepKind.COUNT]
+    assert [(count.batch, count.pages, count.has(ProgramFeature.LOGPROBS)) for count in counts] == [
         (1, max(tables), False)
     ]
     for program in set(capacity.programs) - set(counts):
-        other = {Extra.LOGPROBS: not program.has(Extra.LOGPROBS)}
+        other = {ProgramFeature.LOGPROBS: not program.has(ProgramFeature.LOGPROBS)}
         assert program.having(other) in capacity.programs
-        drafted = program.work is Work.DECODE and not program.shape.is_plain
+        drafted = program.work is StepKind.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
-    decodes = {p.shape.nodes for p in capacity.programs if p.work is Work.DECODE}
+    decodes = {p.shape.nodes for p in capacity.programs if p.work is StepKind.DECODE}
     # The host may have no draft for any row; a drafter on the device always has a tree.
     is_plain = not drafts or settled.draft.drafts_on_host
     trees = {settled.draft.num_draft_tokens} if drafts else set()
@@ -114,7 +114,7 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
 def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
     memory, _ = planned(case)
     capacity, most = memory.capacity, memory.max_request_tokens
-    one = next(p.shape for p in capacity.programs if p.work is Work.DECODE)
+    one = next(p.shape for p in capacity.programs if p.work is StepKind.DECODE)
     drafting = StaticController(capacity, nodes=one.nodes, depth=one.depth, width=one.width)
     chunk = memory.settled.chunk
     allocator = Allocator(capacity)
@@ -156,12 +156,12 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
     with pytest.raises(ConfigError, match=flag):
-        plan(parse(line), MODEL, Drafts.none(), device, COSTS)
+        plan(parse(line), MODEL, DrafterSpec.none(), device, COSTS)
 
 
 def test_a_gpu_takes_what_is_free_and_no_more():
     small = Device("gpu", "GPU", 300 << 20)
-    memory = plan(parse(["--context-length", "2048"]), MODEL, Drafts.none(), small, COSTS)
+    memory = plan(parse(["--context-length", "2048"]), MODEL, DrafterSpec.none(), small, COSTS)
     assert memory.total_bytes <= small.free_bytes
     assert memory.total_bytes > small.free_bytes // 2
 
@@ -171,5 +171,5 @@ def test_states_are_tracked_as_far_apart_as_steps_with_copies_reach(copies, inte
     """Two steps may add 33 tokens each, where one path may be of copies alone."""
     line = ["--speculative-algorithm", "NEXTN+NGRAM"]
     line += ["--speculative-ngram-num-draft-tokens", str(copies)]
-    planned = plan(parse(line), MODEL, Drafts.of_mtp(MODEL), CPU, COSTS)
+    planned = plan(parse(line), MODEL, DrafterSpec.of_mtp(MODEL), CPU, COSTS)
     assert cache_policy(planned).track_interval == interval

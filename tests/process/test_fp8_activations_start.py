@@ -15,7 +15,7 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process import engines
 from shared.process.device import Device
-from shared.process.start import Platform, Start, prepare
+from shared.process.start import Platform, ValidatedStartup, prepare
 from tests.support.fp8_files import compressed
 from tests.support.in_process_engine import one_bucket
 from tests.support.op_records import leaves
@@ -36,7 +36,7 @@ def folder_of(folder: Path, kind: str, **changed: object) -> Path:
     return folder
 
 
-def prepared(folder: Path, platform: Platform, device: Device, *flags: str) -> Start:
+def prepared(folder: Path, platform: Platform, device: Device, *flags: str) -> ValidatedStartup:
     line = ["--model-path", str(folder), "--load-format", "dummy", "--fp8-activations"]
     line += ["--max-running-requests", "2", "--context-length", "64", "--max-total-tokens", "128"]
     line += ["--chunked-prefill-size", "64", *flags]

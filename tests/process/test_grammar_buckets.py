@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.program import Extra, Work
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.adaptive.tiers import Shapes
 from tests.support.planned import GB, PLATFORMS, planned
 
@@ -20,19 +20,23 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
     made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
     without, with_masks = (found.capacity.programs for found in made)
     added = [program for program in with_masks if program not in without]
-    assert not any(program.has(Extra.MASK) for program in without)
-    masked = [program for program in added if program.has(Extra.MASK)]
-    batches = sorted({p.batch for p in without if p.work is Work.DECODE}, reverse=True)
+    assert not any(program.has(ProgramFeature.MASK) for program in without)
+    masked = [program for program in added if program.has(ProgramFeature.MASK)]
+    batches = sorted({p.batch for p in without if p.work is StepKind.DECODE}, reverse=True)
     if kind == "gpu":
         batches = batches[::2]
     elif framework == "jax":
         batches = batches[:1]
     assert {program.batch for program in masked} == {*batches}
-    assert {program.work for program in masked} == {Work.DECODE}
-    assert all(program.has(Extra.HOST_DRAFT) is not program.shape.is_plain for program in masked)
-    drafts = [program for program in added if not program.has(Extra.MASK)]
+    assert {program.work for program in masked} == {StepKind.DECODE}
+    assert all(
+        program.has(ProgramFeature.HOST_DRAFT) is not program.shape.is_plain for program in masked
+    )
+    drafts = [program for program in added if not program.has(ProgramFeature.MASK)]
     assert {program.batch for program in drafts} == ({*batches} if drafter == "NEXTN" else set())
-    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.has(Extra.LOGPROBS))
+    assert max(p.batch for p in masked) == max(
+        p.batch for p in masked if p.has(ProgramFeature.LOGPROBS)
+    )
     if framework == "jax":
         assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
     if (framework, kind) == ("jax", "cpu") and drafter != "NEXTN":
@@ -62,10 +66,10 @@ def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes)
     flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
     capacity = planned(framework, 140 * GB, flags).capacity
     programs = capacity.programs
-    decodes = [program for program in programs if program.work is Work.DECODE]
-    masked = [program for program in decodes if program.has(Extra.MASK)]
+    decodes = [program for program in programs if program.work is StepKind.DECODE]
+    masked = [program for program in decodes if program.has(ProgramFeature.MASK)]
     assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
-    drafts = {(p.batch, p.shape) for p in programs if p.work is Work.DRAFT}
+    drafts = {(p.batch, p.shape) for p in programs if p.work is StepKind.DRAFT}
     trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
     assert drafts == (set() if drafter == "NGRAM" else trees)
     batches = sorted({program.batch for program in decodes}, reverse=True)

@@ -10,13 +10,13 @@ import torch
 from jax_impl import serve
 from kernels.peer_buffers import BLOCK_BYTES, device_mailbox_bytes
 from shared.boundary.backend import HostDraft
-from shared.boundary.program import Extra, Work
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder, stated_granularity
 from shared.models.fp8 import Granularity
@@ -65,17 +65,17 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
     sizes = {line.name: line.num_bytes for line in memory.lines}
     workspace = PLATFORMS[framework].costs.workspace
     asked = {p: workspace(p, memory.blueprint) for p in memory.capacity.programs}
-    by_name = {"prompt workspace": Work.PREFILL, "decode workspace": Work.DECODE}
+    by_name = {"prompt workspace": StepKind.PREFILL, "decode workspace": StepKind.DECODE}
     widest = {x: max(size for p, size in asked.items() if p.work is y) for x, y in by_name.items()}
     if framework == "torch":  # whose graphs share a pool, which is not that of other steps
-        counts = [size for p, size in asked.items() if p.work is Work.COUNT]
+        counts = [size for p, size in asked.items() if p.work is StepKind.COUNT]
         widest = {"graph workspace": max(widest.values()), "eager workspace": max(counts)}
     assert {name: sizes[name] for name in sizes if "workspace" in name} == widest
 
 
 def test_what_is_not_captured_has_memory_of_its_own():
     flags = "--disable-piecewise-cuda-graph --max-running-requests 64"
-    for more, captured in (("", {Work.DECODE}), (" --disable-cuda-graph", set())):
+    for more, captured in (("", {StepKind.DECODE}), (" --disable-cuda-graph", set())):
         memory = planned("torch", 140 * GB, flags + more)
         workspace, widest = PLATFORMS["torch"].costs.workspace, {True: 0, False: 0}
         for program in memory.capacity.programs:
@@ -96,7 +96,7 @@ def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     queries = widest.tokens * heads * size * 2
     rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.dense.intermediate)
     assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
-    decode = max(memory.capacity.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
+    decode = max(memory.capacity.programs, key=lambda p: p.batch * (p.work is StepKind.DECODE))
     assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more
     sums = MOST_PARTS * decode.batch * heads * size * 4
     assert (
@@ -125,7 +125,7 @@ def test_experts_are_counted_as_a_row_chooses_them_and_all_as_weights():
     }
 
     def sized(**fields):
-        config, drafts = config_from_dict(moe | fields), Drafts.none()
+        config, drafts = config_from_dict(moe | fields), DrafterSpec.none()
         device, costs = Device("gpu", "one", 140 * GB), PLATFORMS["torch"].costs
         memory = plan(parse([]), config, drafts, device, costs)
         widest = max(memory.capacity.programs, key=lambda p: p.tokens)
@@ -155,7 +155,7 @@ def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, fra
     def planned_for(name, free_bytes):
         config = config_from_folder(SHAPES / name)
         checkpoint = DummyCheckpoint.of_model(config, stated_granularity(SHAPES / name))
-        drafts = Drafts.of_mtp(config) if drafter else Drafts.none()
+        drafts = DrafterSpec.of_mtp(config) if drafter else DrafterSpec.none()
         in_words = checkpoint.in_words(parameters(config, drafts.with_mtp))
         device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
         return plan(parse(drafter.split()), config, drafts, device, costs, lambda: in_words)
@@ -179,7 +179,7 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
     flags = parse(["--max-total-tokens", "65536"])
     lines = []
     for in_words in ({}, {"mlp.gate_up": Granularity.BLOCK}):
-        memory = plan(flags, config, Drafts.none(), device, costs, lambda x=in_words: x)
+        memory = plan(flags, config, DrafterSpec.none(), device, costs, lambda x=in_words: x)
         lines.append({line.name: line.num_bytes for line in memory.lines})
     wide, narrow = lines
     matrix = 2 * config.dense.intermediate * config.hidden
@@ -205,9 +205,9 @@ def test_a_cpu_that_compiles_its_programs_has_few_of_them():
     """Five: a prompt by itself in two lengths, one row or all; logprobs in the widest; a count."""
     few, many = (planned(name, 140 * GB, kind="cpu").capacity for name in ("jax", "torch"))
     assert (len(few.programs), len(many.programs)) == (5, 71)
-    for work in (Work.PREFILL, Work.DECODE):
+    for work in (StepKind.PREFILL, StepKind.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
-        (with_logprobs,) = (p for p in sizes if p.has(Extra.LOGPROBS))
+        (with_logprobs,) = (p for p in sizes if p.has(ProgramFeature.LOGPROBS))
         assert sizes[with_logprobs] == max(sizes.values())
 
 
@@ -222,16 +222,16 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
         ).capacity
         more = set(with_checks.programs) - set(without)
         assert len(more) == num_more
-        plain = [p for p in with_checks.programs if p.work is Work.DECODE and p.shape.is_plain]
+        plain = [p for p in with_checks.programs if p.work is StepKind.DECODE and p.shape.is_plain]
         table = max(p.pages for p in with_checks.programs)
-        assert any(p.has(Extra.LOGPROBS) and p.pages == table for p in plain)
+        assert any(p.has(ProgramFeature.LOGPROBS) and p.pages == table for p in plain)
         assert all((p.batch, p.pages) == (1, table) for p in more)
 
 
 def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
     """Trap: a prompt of 300 tokens in a program for 2,048 of them."""
     programs = planned("torch", 140 * GB).capacity.programs
-    sizes = sorted({(p.batch, p.tokens) for p in programs if p.work is Work.PREFILL})
+    sizes = sorted({(p.batch, p.tokens) for p in programs if p.work is StepKind.PREFILL})
     alone = [(1, 64 << power) for power in range(6)]
     assert sizes == [*alone, (8, 512), (8, 1024), (8, 2048)]
 
@@ -241,8 +241,8 @@ def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
         planned("torch", 140 * GB, flags).blueprint.captured
         for flags in ("", "--disable-piecewise-cuda-graph", "--disable-cuda-graph")
     )
-    decoding = (Work.DECODE, Work.DRAFT)
-    assert (all_, some, none) == ((*decoding, Work.PREFILL, Work.ENCODE), decoding, ())
+    decoding = (StepKind.DECODE, StepKind.DRAFT)
+    assert (all_, some, none) == ((*decoding, StepKind.PREFILL, StepKind.ENCODE), decoding, ())
 
 
 SCORES = "--max-prompt-logprobs 5 "
@@ -253,7 +253,7 @@ def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
     flags = "--speculative-algorithm NEXTN+NGRAM --speculative-num-steps 6 "
     flags += f"--speculative-ngram-num-draft-tokens {copies}"
     programs = planned("torch", 140 * GB, flags).capacity.programs
-    joined = {p.shape for p in programs if p.has(Extra.COPIES)}
+    joined = {p.shape for p in programs if p.has(ProgramFeature.NGRAM_DRAFTS)}
     assert {(x.nodes, x.depth) for x in joined} == {
         (7 + copies, max(6, copies)),  # the chain with copies
         (1 + copies, copies),  # copies alone
@@ -271,8 +271,11 @@ def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framew
     added = [p for p in scoring.capacity.programs if p not in without.capacity.programs]
     assert set(scoring.capacity.programs) - set(added) == set(without.capacity.programs)
     assert not without.capacity.max_scores
-    assert all(program.has(Extra.SCORES) and program.work is Work.PREFILL for program in added)
-    prefills = [p for p in without.capacity.programs if p.work is Work.PREFILL]
+    assert all(
+        program.has(ProgramFeature.PROMPT_LOGPROBS) and program.work is StepKind.PREFILL
+        for program in added
+    )
+    prefills = [p for p in without.capacity.programs if p.work is StepKind.PREFILL]
     widest = [max((p.batch, p.pages, p.tokens) for p in some) for some in (prefills, added)]
     assert widest[0] == widest[1], "they hold the widest step that the scheduler makes"
     if (framework, kind) != ("torch", "cpu"):
@@ -297,13 +300,13 @@ def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
     shapes = shapes_by_batch(capacity, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
     requests = [house.request(100, 150, logprobs=logprobs) for _ in range(4)]
     for count in range(1, 5):
-        rows = Rows.decode(requests[:count], smallest_that_holds(shapes, count))
+        rows = ScheduledRows.decode(requests[:count], smallest_that_holds(shapes, count))
         rows = replace(rows, drafts=_roots(count, nodes)) if on_host else rows
         program = house.planner.plan(rows).program
         assert program.batch == (1 if count == 1 and logprobs is None else 4)
     for end in (10, 100):
         chunk = Chunk(requests[0], 0, end)
-        assert house.planner.plan(Rows.prefill((chunk,))).program.tokens >= end
+        assert house.planner.plan(ScheduledRows.prefill((chunk,))).program.tokens >= end
 
 
 def _roots(rows: int, nodes: int) -> HostDraft:
@@ -342,9 +345,9 @@ def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
     start = prepare(parse(flags), cpu)
     bytes_of = {line.name: line.num_bytes for line in start.memory.lines}
     kept = sum(n for name, n in bytes_of.items() if name in STATE)
-    mailboxes = Mailboxes.create(2)
+    mailboxes = ShmAllGather.create(2)
     for rank in range(2):
-        of_rank = start.of_rank(Ranks(rank, 2, mailboxes))
+        of_rank = start.of_rank(TPGroup(rank, 2, mailboxes))
         taken = tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
         unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # where draft memory begins
         assert taken == kept - unused

@@ -12,7 +12,7 @@ from shared.engine.request import NGRAM, PREFILL, Request, SamplingParams
 from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
-from shared.process.start import Start, prepare
+from shared.process.start import ValidatedStartup, prepare
 from tests.support import serve_reference
 from tests.support.run_engine import drive
 from tests.support.tiny_models import write_tiny
@@ -20,7 +20,7 @@ from tests.support.tiny_models import write_tiny
 SIZES = ["--max-running-requests", "2", "--context-length", "64", "--chunked-prefill-size", "64"]
 
 
-def started(folder: Path, kind: str, flags: str) -> Start:
+def started(folder: Path, kind: str, flags: str) -> ValidatedStartup:
     write_tiny(folder, "llama", 0)
     line = ["--model-path", str(folder), "--speculative-algorithm", "NGRAM", *SIZES]
     line += ["--dtype", "float32", "--speculative-ngram-capacity", "70000"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Decode, StepPlan
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.adaptive.tiers import Tier
 from shared.process.profiling import ROUNDS, step_seconds
 from tests.support.simulation.device import (
@@ -42,7 +42,7 @@ class Counted(SimulatedBackend):
         return self._each * batch * tier.nodes * (2 if is_slow else 1)
 
     def submit(self, plan: StepPlan):
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             self.steps[plan.program.batch, plan.program.shape.nodes] += 1
             self.plans.append(plan)
         return super().submit(plan)

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.options.observing import ObservingOptions
 from shared.process import progress
 from shared.process.logs import JsonLines, log
@@ -17,12 +17,12 @@ from shared.spec.draft_tree import TreeShape
 
 PROGRAMS = [
     Program(
-        work=Work.DECODE,
+        work=StepKind.DECODE,
         batch=batch,
         pages=4,
         tokens=0,
         shape=TreeShape(nodes=1, depth=0, width=0, rows=1),
-        extras=Extra.NONE,
+        extras=ProgramFeature.NONE,
     )
     for batch in range(1, 12)
 ]

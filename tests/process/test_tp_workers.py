@@ -209,7 +209,7 @@ def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
         free_on_each=lambda count: [most, least, 1][:count],
     )
     options = parse([*FLAGS, "--tp-size", "2"])
-    with startup.ranked_start(options, lambda: platform, None, print) as ranked:
+    with startup.tp_startup(options, lambda: platform, None, print) as ranked:
         assert ranked.prepare().memory.device.free_bytes == least
     note = (
         f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits on rank 1"
@@ -232,18 +232,18 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd)
 def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch):
     told = {}
 
-    class Followers:
+    class Workers:
         def __init__(self, *given):
             pass
 
         def tell(self, kind, values):
             told[kind] = values
 
-    monkeypatch.setattr(startup, "Followers", Followers)
+    monkeypatch.setattr(startup, "Workers", Workers)
     monkeypatch.chdir(MODEL.parent)
     flags = ["--model-path", "demo/target", "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
     options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
-    startup.RankedStart(options, torch_serve.platform, torch_serve.MODULE, print)
+    startup.TPStartup(options, torch_serve.platform, torch_serve.MODULE, print)
     assert told["options"]["model_path"] == str(MODEL.parent / "demo/target")
     assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 

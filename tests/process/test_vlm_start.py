@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jax_impl import platform as jax_platform
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.encoder_cache import least_rows
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
@@ -18,7 +18,7 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process import engines, image_startup
 from shared.process.device import Device
-from shared.process.start import Start, prepare
+from shared.process.start import ValidatedStartup, prepare
 from tests.support import serve_reference
 from tests.support.run_engine import drive
 from tests.support.tensors import tensor_bytes
@@ -40,7 +40,9 @@ def folder(tmp_path_factory) -> Path:
     return write_seeing(tmp_path_factory.mktemp("seeing") / "model")
 
 
-def started(folder: Path, flags: str = "", name: str = "torch", kind: str = "cpu") -> Start:
+def started(
+    folder: Path, flags: str = "", name: str = "torch", kind: str = "cpu"
+) -> ValidatedStartup:
     platform = replace(
         PLATFORMS[name],
         find_device=lambda: Device(kind, "one", GB),
@@ -49,7 +51,7 @@ def started(folder: Path, flags: str = "", name: str = "torch", kind: str = "cpu
     return prepare(parse(["--model-path", str(folder), *FLAGS.split(), *flags.split()]), platform)
 
 
-def sizes(start: Start) -> dict[str, int]:
+def sizes(start: ValidatedStartup) -> dict[str, int]:
     return {line.name: line.num_bytes for line in start.memory.lines}
 
 
@@ -82,7 +84,7 @@ def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
     backend.close()
 
 
-def tower_bytes(start: Start) -> int:
+def tower_bytes(start: ValidatedStartup) -> int:
     """Of a tower as torch has it."""
     vision, where = start.memory.capacity.pictures.vision, ("float32", torch.device("cpu"))
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
@@ -97,7 +99,7 @@ def test_every_rank_has_the_tower_and_the_pool_whole(folder):
 @pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
 def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder, name, kind):
     capacity = started(folder, name=name, kind=kind).memory.capacity
-    patches = [p.tokens for p in capacity.programs if p.work is Work.ENCODE]
+    patches = [p.tokens for p in capacity.programs if p.work is StepKind.ENCODE]
     assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
     assert capacity.max_image_tokens == 32
     assert capacity.pictures.num_rows == 1 + max(4 * 32, least_rows(32))

@@ -14,7 +14,7 @@ import pytest
 
 from shared.boundary.buffers import empty_plan
 from shared.process import watchdog as watchdog_module
-from shared.process.watchdog import STOP_WAIT_S, NamedSteps, Watchdog
+from shared.process.watchdog import STOP_WAIT_S, Watchdog, WatchedBackend
 from tests.support.toy_backend import ToyBackend, toy_capacity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,9 @@ class Ended:
 
 def test_the_reason_names_the_step_that_is_waited_for():
     watchdog = Watchdog(TIMEOUT_S)
-    backend = NamedSteps(ToyBackend(toy_capacity(num_pages=9, num_slots=3, overlap=1)), watchdog)
+    backend = WatchedBackend(
+        ToyBackend(toy_capacity(num_pages=9, num_slots=3, overlap=1)), watchdog
+    )
     ended = Ended(watchdog)
     first, second = (
         backend.submit(empty_plan(program, backend.capacity))

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import (
-    Capacity,
-    Count,
+    BackendLimits,
+    CountPromptTokens,
     Decode,
+    GrammarBitmask,
     HostDraft,
-    Mask,
     Prefill,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.request import SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
@@ -36,23 +36,25 @@ SAMPLED = {
 GREEDY: dict[str, float] = {}
 
 
-def capacity(vocab: int, drafts: bool) -> Capacity:
+def capacity(vocab: int, drafts: bool) -> BackendLimits:
     def program(
-        work: Work, shape: TreeShape, host_draft: bool = False, mask: bool = False
+        work: StepKind, shape: TreeShape, host_draft: bool = False, mask: bool = False
     ) -> Program:
-        tokens = {Work.PREFILL: 256, Work.COUNT: 64}.get(work, 0)
+        tokens = {StepKind.PREFILL: 256, StepKind.COUNT: 64}.get(work, 0)
         return Program(
             work=work, batch=2, pages=32, tokens=tokens, shape=shape,
-            extras=Extra.LOGPROBS,
-        ).having({Extra.HOST_DRAFT: host_draft, Extra.MASK: mask})  # fmt: skip
+            extras=ProgramFeature.LOGPROBS,
+        ).having({ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask})  # fmt: skip
 
     plain = TreeShape.plain(2)
-    programs = [program(work, plain) for work in (Work.PREFILL, Work.COUNT, Work.DECODE)]
-    programs.append(program(Work.DECODE, plain, mask=True))
+    programs = [
+        program(work, plain) for work in (StepKind.PREFILL, StepKind.COUNT, StepKind.DECODE)
+    ]
+    programs.append(program(StepKind.DECODE, plain, mask=True))
     for shape in (CHAIN, TREE):
-        programs.append(program(Work.DECODE, shape, host_draft=True))
-        programs += [program(work, shape) for work in (Work.DECODE, Work.DRAFT) if drafts]
-    return Capacity(
+        programs.append(program(StepKind.DECODE, shape, host_draft=True))
+        programs += [program(work, shape) for work in (StepKind.DECODE, StepKind.DRAFT) if drafts]
+    return BackendLimits(
         page_size=16, num_pages=65, num_slots=3, num_snapshots=3, programs=tuple(programs),
         overlap=1, context_length=400, vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=3,
     )  # fmt: skip
@@ -71,13 +73,14 @@ class Device:
         self.how = how
         self.prompt_length = 0
 
-    def plan(self, work: Work, shape: TreeShape, **kind: bool) -> StepPlan:
+    def plan(self, work: StepKind, shape: TreeShape, **kind: bool) -> StepPlan:
         kind = {"host_draft": False, "mask": False} | kind
         program = next(
             p
             for p in self.backend.capacity.programs
             if (p.work, p.shape) == (work, shape)
-            and {"host_draft": p.has(Extra.HOST_DRAFT), "mask": p.has(Extra.MASK)} == kind
+            and {"host_draft": p.has(ProgramFeature.HOST_DRAFT), "mask": p.has(ProgramFeature.MASK)}
+            == kind
         )
         plan = empty_plan(program, self.backend.capacity)
         plan.slots[0], plan.page_table[0] = 1, np.arange(1, 33)[::-1]
@@ -92,7 +95,7 @@ class Device:
         self, tokens: list[int], first: int, next_token: int | None, **changes: int
     ) -> Future[StepResult]:
         """Prefills tokens from position `first`; without a next token one is chosen."""
-        plan = self.plan(Work.PREFILL, TreeShape.plain(2))
+        plan = self.plan(StepKind.PREFILL, TreeShape.plain(2))
         assert isinstance(plan.work, Prefill)
         plan.work.tokens[: len(tokens)] = tokens
         plan.work.row_starts[1:] = len(tokens)
@@ -119,7 +122,7 @@ class Device:
         """Steps until there are enough tokens; gives them and the count of each step."""
         tokens, counts = [], []
         while len(tokens) < num_tokens:
-            result = self.backend.submit(self.plan(Work.DECODE, shape)).result()
+            result = self.backend.submit(self.plan(StepKind.DECODE, shape)).result()
             counts.append(int(result.counts[0]))
             tokens += result.tokens[0, : counts[-1]].tolist()
         return tokens[:num_tokens], counts
@@ -127,7 +130,7 @@ class Device:
     def host_draft(
         self, shape: TreeShape, tokens: list[int], parents: list[int], forced: bool
     ) -> StepResult:
-        plan = self.plan(Work.DECODE, shape, host_draft=True)
+        plan = self.plan(StepKind.DECODE, shape, host_draft=True)
         assert isinstance(plan.work, Decode)
         drafts = plan.work.drafts
         assert isinstance(drafts, HostDraft)
@@ -215,7 +218,7 @@ def test_chunks_and_snapshots_of_a_prompt_do_not_change_what_a_head_drafts(draft
             following = PROMPT[stop] if stop < len(PROMPT) else None
             save_at = start + 32 if cuts else 0  # the cut of a snapshot
             device.chunk(PROMPT[start:stop], start, following, save=1, save_at=save_at).result()
-        drafted.append(device.backend.submit(device.plan(Work.DRAFT, TREE)).result())
+        drafted.append(device.backend.submit(device.plan(StepKind.DRAFT, TREE)).result())
     np.testing.assert_array_equal(drafted[0].drafts, drafted[1].drafts)
     np.testing.assert_array_equal(drafted[0].parents, drafted[1].parents)
     assert drafted[0].num_nodes[0] == TREE.nodes
@@ -234,7 +237,7 @@ def test_shapes_may_change_from_step_to_step(how: dict[str, float]) -> None:
     device = Device("qwen3_5", "NEXTN", how)
     got = device.prefill(SHORT)
     for shape in [CHAIN, TreeShape.plain(2), TREE, TREE, TreeShape.plain(2), CHAIN, CHAIN] * 3:
-        result = device.backend.submit(device.plan(Work.DECODE, shape)).result()
+        result = device.backend.submit(device.plan(StepKind.DECODE, shape)).result()
         got += result.tokens[0, : result.counts[0]].tolist()
         after_plain = result.num_nodes[0] == 1 and not shape.is_plain
         assert not after_plain or result.counts[0] == 1
@@ -246,7 +249,7 @@ def test_a_plain_step_leaves_a_hole_after_which_one_step_drafts_nothing() -> Non
     device = Device("qwen3_5", "NEXTN", GREEDY)
     device.prefill(SHORT)
     shapes = [CHAIN, TreeShape.plain(2), CHAIN, CHAIN]
-    results = [device.backend.submit(device.plan(Work.DECODE, shape)) for shape in shapes]
+    results = [device.backend.submit(device.plan(StepKind.DECODE, shape)) for shape in shapes]
     assert [int(r.result().num_nodes[0]) for r in results] == [4, 1, 1, 4]
 
 
@@ -305,7 +308,7 @@ def test_a_draft_on_its_own_commits_nothing_and_is_what_a_decode_would_draft(
     device = Device("qwen3_5", "NEXTN", how)
     got = device.prefill(SHORT)
     while len(got) < len(want):
-        tree = device.backend.submit(device.plan(Work.DRAFT, TREE)).result()
+        tree = device.backend.submit(device.plan(StepKind.DRAFT, TREE)).result()
         assert tree.counts[0] == 0
         assert tree.drafts[0, 0] == got[-1]
         nodes = slice(1, tree.num_nodes[0])
@@ -320,7 +323,7 @@ def test_max_drafts_narrows_the_tree_and_not_the_text() -> None:
     want = plain_text("qwen3_5", SHORT, SAMPLED, 20)
     device = Device("qwen3_5", "NEXTN", SAMPLED | {"max_drafts": 2})
     got = device.prefill(SHORT)
-    result = device.backend.submit(device.plan(Work.DECODE, TREE)).result()
+    result = device.backend.submit(device.plan(StepKind.DECODE, TREE)).result()
     assert result.num_nodes[0] == 3
     got += result.tokens[0, : result.counts[0]].tolist()
     got += device.decode(TREE, 21 - len(got))[0]
@@ -337,16 +340,16 @@ class TestSnapshots:
         saved = device.chunk(PROMPT, 0, None, save=2, save_at=128).result()
         assert saved.saved[0] == 1
         # The hit: pages of 128 tokens are there, their counts are not; the prompt's end is fed.
-        count = device.plan(Work.COUNT, TreeShape.plain(2))
-        assert isinstance(count.work, Count)
+        count = device.plan(StepKind.COUNT, TreeShape.plain(2))
+        assert isinstance(count.work, CountPromptTokens)
         for start in (0, 64):
-            count = device.plan(Work.COUNT, TreeShape.plain(2))
+            count = device.plan(StepKind.COUNT, TreeShape.plain(2))
             count.starts[0], count.draft_from[0] = start == 0, 127
             count.snapshots.restore[0] = 2 * (start == 0)
             tokens = PROMPT[start : start + 64]
             count.work.tokens[:64], count.work.row_starts[1:] = tokens, 64
             device.backend.submit(count)
-        last = device.plan(Work.COUNT, TreeShape.plain(2))
+        last = device.plan(StepKind.COUNT, TreeShape.plain(2))
         last.work.tokens[0], last.work.row_starts[1:] = PROMPT[128], 1
         device.backend.submit(last)
         got = device.chunk(PROMPT[128:], 128, None, starts=0).result().tokens[0].tolist()
@@ -358,7 +361,7 @@ class TestSnapshots:
         device = Device("qwen3_5", "NEXTN", GREEDY)
         text, saved = device.prefill(prompt), []
         while len(text) < 6:
-            plan = device.plan(Work.DECODE, CHAIN)
+            plan = device.plan(StepKind.DECODE, CHAIN)
             plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
             result = device.backend.submit(plan).result()
             text += result.tokens[0, : result.counts[0]].tolist()
@@ -373,7 +376,9 @@ class TestResults:
     def test_logprobs_are_those_of_the_emitted_tokens(self) -> None:
         device = Device("qwen3_5", "NEXTN", GREEDY)
         device.prefill(SHORT)
-        steps = [device.backend.submit(device.plan(Work.DECODE, CHAIN)).result() for _ in range(5)]
+        steps = [
+            device.backend.submit(device.plan(StepKind.DECODE, CHAIN)).result() for _ in range(5)
+        ]
         for result in steps:
             count, logprobs = result.counts[0], result.logprobs
             assert logprobs is not None
@@ -385,12 +390,12 @@ class TestResults:
     def test_a_mask_allows_only_its_tokens(self) -> None:
         device = Device("qwen3_5", "none", GREEDY)
         device.prefill(SHORT)
-        plan = device.plan(Work.DECODE, TreeShape.plain(2), mask=True)
+        plan = device.plan(StepKind.DECODE, TreeShape.plain(2), mask=True)
         bits = np.full((2, -(-VOCAB // 32)), -1, np.int32)
         bits[1] = 0
         bits[1, 200 // 32] = 1 << (200 % 32)
         index = np.array([[1], [0]], np.int32)
-        plan = replace(plan, mask=Mask(bits, index))
+        plan = replace(plan, mask=GrammarBitmask(bits, index))
         assert device.backend.submit(plan).result().tokens[0, 0] == 200
 
     @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -403,14 +408,14 @@ class TestResults:
         # Long enough to leave NaN in the pages' rows that the next owner reads past its length.
         poisoned = device.chunk([9] * 60, 0, None).result()
         assert (poisoned.failed[0], poisoned.counts[0]) == (1, 0)
-        failed = device.backend.submit(device.plan(Work.DECODE, CHAIN)).result()
+        failed = device.backend.submit(device.plan(StepKind.DECODE, CHAIN)).result()
         assert (failed.failed[0], failed.counts[0]) == (1, 0)
         embed[9] = healthy
         assert device.prefill(SHORT) + device.decode(CHAIN, 8)[0] == want
 
     def test_a_program_that_does_not_exist_is_refused(self) -> None:
         device = Device("llama", "none", GREEDY)
-        plan = device.plan(Work.DECODE, CHAIN, host_draft=True)
+        plan = device.plan(StepKind.DECODE, CHAIN, host_draft=True)
         with pytest.raises(ValueError, match="is not prepared"):
             device.backend.submit(replace(plan, program=replace(plan.program, batch=7)))
 

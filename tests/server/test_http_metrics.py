@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.metrics import Metrics
 from tests.support.http_fixtures import (
     COMPLETIONS,
@@ -108,7 +108,7 @@ def test_an_engine_has_its_figures_before_its_first_step():
     backend = ToyBackend(toy_capacity(num_pages=40, num_slots=5, overlap=1))
     found = toy_engine(backend).metrics.snapshot()
     assert set(found.values()) <= {0.0, 4.0, 39.0}
-    assert any(Work.DECODE.value in name for name in found)
+    assert any(StepKind.DECODE.value in name for name in found)
 
 
 def test_the_page_has_its_names_while_no_step_has_ended(tmp_path):

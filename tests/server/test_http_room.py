@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shared.process import logs
-from shared.process.logs import Repeats
+from shared.process.logs import RateLimitFilter
 from shared.server.api.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, ConnectionLimit
 from tests.support.http_fixtures import Server, serving
 
@@ -97,7 +97,7 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.addFilter(Repeats())
+        self.addFilter(RateLimitFilter())
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

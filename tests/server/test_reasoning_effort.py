@@ -11,7 +11,7 @@ from shared.server.api.request_parsing import parse
 from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest
-from shared.text.chat_template import ChatTemplate, TemplateFailed
+from shared.text.chat_template import ChatTemplate, TemplateError
 
 SWITCHED = "{{ messages[0].content }}{% if not enable_thinking %}<think>\n\n</think>{% endif %}"
 OTHERWISE = "{{ messages[0].content }}{% if thinking %}<think>{% else %}</think>{% endif %}"
@@ -100,7 +100,7 @@ def test_advice_reaches_the_template_that_reads_it(source, fields, want, ignored
     ],
 )
 def test_advice_that_contradicts_itself_is_refused(fields, part, reason):
-    with pytest.raises(TemplateFailed, match=reason) as refused:
+    with pytest.raises(TemplateError, match=reason) as refused:
         rendered(SWITCHED, **fields)
     assert refused.value.part == part
 

@@ -8,16 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 from shared.spec import experts as spec
 from shared.spec import layers
 from shared.spec.experts import Chosen, Experts
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Matrix, NormedStream
 from tests.support.implementations import Implementation, each_implementation, to_numpy
 from tests.support.op_records import mapped
 
 HIDDEN, WIDTH, ROWS = 12, 6, 7
-SOFTMAX = ExpertsConfig(
+SOFTMAX = MoEConfig(
     num_experts=8,
     num_chosen=3,
     intermediate=WIDTH,
@@ -56,11 +56,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def bias_of(config: ExpertsConfig) -> np.ndarray | None:
+def bias_of(config: MoEConfig) -> np.ndarray | None:
     return normal(1, config.num_experts) / 4 if config.has_score_bias else None
 
 
-def weights_of(config: ExpertsConfig) -> Experts:
+def weights_of(config: MoEConfig) -> Experts:
     width, wide = config.intermediate, config.shared_intermediate
     is_apart = wide and not config.shares_stacks
     return Experts(
@@ -73,7 +73,7 @@ def weights_of(config: ExpertsConfig) -> Experts:
     )
 
 
-def one_by_one(logits: np.ndarray, config: ExpertsConfig, bias: np.ndarray | None) -> Chosen:
+def one_by_one(logits: np.ndarray, config: MoEConfig, bias: np.ndarray | None) -> Chosen:
     """The choice for each row in Python's own numbers."""
     all_ids, all_weights = [], []
     for row in logits.tolist():
@@ -246,7 +246,7 @@ def test_implementations_add_what_the_specification_does(
     name: str, shared: str, implementation: Implementation
 ) -> None:
     config = replace(CONFIGS[name], **SHARED[shared])
-    stream = Stream(3 * normal(8, ROWS, HIDDEN), 1 + normal(9, HIDDEN) / 4)
+    stream = NormedStream(3 * normal(8, ROWS, HIDDEN), 1 + normal(9, HIDDEN) / 4)
     given = (stream, 1e-6, config, weights_of(config))
     want = spec.added_experts(*given).rows
     got = implementation("experts").added_experts(*given).rows
@@ -303,7 +303,7 @@ def test_outputs_of_bfloat16_are_added_in_float32(implementation: Implementation
     np.testing.assert_allclose(got, want, rtol=0.02, atol=0.01)
     # A stream that is far larger shows what is added in its last bits alone, rounded once.
     stream = np.full((ROWS, HIDDEN), 4.0, np.float32)
-    given = (Stream(of_bfloat16(stream), np.ones(HIDDEN, np.float32)), 1e-6)
+    given = (NormedStream(of_bfloat16(stream), np.ones(HIDDEN, np.float32)), 1e-6)
     given = (*given, config, narrow(weights))
     added = ops.experts(of_bfloat16(np.ones((ROWS, HIDDEN), np.float32)), config, narrow(weights))
     np.testing.assert_array_equal(

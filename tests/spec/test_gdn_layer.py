@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import DeltaState, Kept
+from shared.spec.gdn_state import GDNState, ReplayInputs
 from tests.support.cases.gdn.gdn_layer import (
     SMALL,
     arguments,
@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 B = 3
 
 
-def arrays(x: DeltaState | Kept) -> list[np.ndarray]:
+def arrays(x: GDNState | ReplayInputs) -> list[np.ndarray]:
     return list(vars(x).values())
 
 
@@ -34,7 +34,7 @@ def parts(made: dict, *names: str) -> list:
 LAYER = ("inputs", "weights", "sizes", "states", "layer", "slots")
 
 
-def assert_close(got: DeltaState | Kept, want: DeltaState | Kept) -> None:
+def assert_close(got: GDNState | ReplayInputs, want: GDNState | ReplayInputs) -> None:
     for g, w in zip(arrays(got), arrays(want), strict=True):
         np.testing.assert_allclose(g, w, **CLOSE)
 
@@ -52,7 +52,7 @@ def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() ->
     # What was kept is of one layer; the other's inputs do not matter here.
     inputs = np.repeat(kept.inputs, 2, axis=0)
     states, _ = spec.commit(advanced, none, inputs, *how)
-    whole = Kept(**{name: np.repeat(x, 2, axis=0) for name, x in vars(kept).items()})
+    whole = ReplayInputs(**{name: np.repeat(x, 2, axis=0) for name, x in vars(kept).items()})
     wanted, _ = spec.commit(made["states"], none, whole, *how)
     np.testing.assert_array_equal(states.recurrent[layer, slots], wanted.recurrent[layer, slots])
     np.testing.assert_array_equal(states.window[layer, slots], wanted.window[layer, slots])
@@ -98,7 +98,7 @@ def test_implementations_verify_in_the_slots(is_chain: bool, implementation: Imp
     found, states, got = run(implementation, "verify", made)
     out, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
     assert_close(states, made["states"])
-    assert_close(Kept(*(x[made["layer"]][None] for x in arrays(got))), kept)
+    assert_close(ReplayInputs(*(x[made["layer"]][None] for x in arrays(got))), kept)
     np.testing.assert_allclose(found, out, **CLOSE)
 
 

@@ -20,10 +20,10 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def state_and_kept(seed: int) -> tuple[spec.DeltaState, spec.Kept]:
+def state_and_kept(seed: int) -> tuple[spec.GDNState, spec.ReplayInputs]:
     rng = np.random.default_rng(seed)
-    state = spec.DeltaState(normal(rng, L, B, H, K, V), normal(rng, L, B, spec.WINDOW, C))
-    kept = spec.Kept(
+    state = spec.GDNState(normal(rng, L, B, H, K, V), normal(rng, L, B, spec.WINDOW, C))
+    kept = spec.ReplayInputs(
         k=layers.l2norm(normal(rng, L, B, N, H, K)),
         v=normal(rng, L, B, N, H, V),
         log_decay=-np.abs(normal(rng, L, B, N, H)),
@@ -34,7 +34,7 @@ def state_and_kept(seed: int) -> tuple[spec.DeltaState, spec.Kept]:
 
 
 def in_steps(
-    state: spec.DeltaState, kept: spec.Kept, row: int, nodes: np.ndarray
+    state: spec.GDNState, kept: spec.ReplayInputs, row: int, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """State and window of one row after these nodes, token by token as plain decoding has them."""
     recurrent, window = state.recurrent[:, row], state.window[:, row]
@@ -179,10 +179,10 @@ def test_implementations_have_the_windows_of_prompts_of_any_length(
 SIZES = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=4, value_size=3)
 
 
-def layer(seed: int) -> tuple[spec.DeltaWeights, tuple[np.ndarray, np.ndarray]]:
+def layer(seed: int) -> tuple[spec.GDNWeights, tuple[np.ndarray, np.ndarray]]:
     """One layer's weights, and the states and windows of B requests before it."""
     rng, heads = np.random.default_rng(seed), SIZES.num_value_heads
-    weights = spec.DeltaWeights(
+    weights = spec.GDNWeights(
         conv=normal(rng, SIZES.channels, 4),
         a_log=normal(rng, heads),
         dt_bias=normal(rng, heads),

@@ -13,7 +13,7 @@ from shared.models import fp8_packing
 from shared.models.fp8 import BLOCK, Granularity, encoded, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Matrix, NormedStream
 from tests.support.implementations import Implementation, each_implementation
 from torch_impl.ops.gemm import linear as torch_linear
 
@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 NORM, NEXT = 1 + normal(2, 8) / 4, 1 + normal(9, 8) / 4
-X, HIDDEN = normal(0, 5, 12), Stream(normal(1, 5, 8), NORM)
+X, HIDDEN = normal(0, 5, 12), NormedStream(normal(1, 5, 8), NORM)
 WIDE, BACK = Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
 GATE_UP = Matrix(normal(5, 24, 8))
 
@@ -62,8 +62,8 @@ def test_a_stream_is_read_through_the_norm_that_it_was_given() -> None:
     np.testing.assert_array_equal(as_it_is, HIDDEN.rows @ WIDE.values.T)
 
 
-def rows(result: np.ndarray | Stream) -> np.ndarray:
-    return result.rows if isinstance(result, Stream) else result
+def rows(result: np.ndarray | NormedStream) -> np.ndarray:
+    return result.rows if isinstance(result, NormedStream) else result
 
 
 def test_each_product_is_the_composition_of_its_parts() -> None:
@@ -150,12 +150,12 @@ def fp8(
 
 EIGHT = fp8(20, 512, 256, Granularity.BLOCK, normal(21, 512))
 BY_CHANNELS = fp8(25, 512, 256, Granularity.CHANNEL)
-LONG = Stream(normal(22, 3, 256), 1 + normal(23, 256) / 4)
+LONG = NormedStream(normal(22, 3, 256), 1 + normal(23, 256) / 4)
 IN_FP8 = {
     "product": (LONG.rows, EIGHT, 256),
     "product_float32": (LONG.rows, EIGHT, 0.125),
     "normed_product": (LONG, EPS, EIGHT),
-    "added_product": (LONG.rows, EIGHT, Stream(normal(24, 3, 512))),
+    "added_product": (LONG.rows, EIGHT, NormedStream(normal(24, 3, 512))),
     "gated_product": (LONG, EPS, EIGHT),
 }
 

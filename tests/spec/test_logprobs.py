@@ -49,7 +49,7 @@ def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
 def test_a_scores_rank_is_its_place_among_all() -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
-    found = spec.Scores(*spec.scored(logits, ids, K))
+    found = spec.PromptLogprobs(*spec.scored(logits, ids, K))
     everything, _ = spec.top(logits, logits.shape[1])
     for row, (token, rank) in enumerate(zip(ids, found.ranks, strict=True)):
         assert everything[row, rank - 1] == token, "equal ones stand by their ids, as in the top"
@@ -63,7 +63,7 @@ def test_implementations_score_alike(implementation: Implementation) -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
     want, got = spec.scored(logits, ids, K), implementation("logprobs").scored(logits, ids, K)
-    for name, mine, theirs in zip(spec.Scores._fields, got, want, strict=True):
+    for name, mine, theirs in zip(spec.PromptLogprobs._fields, got, want, strict=True):
         assert mine.dtype == theirs.dtype, name
         np.testing.assert_allclose(mine, theirs, **CLOSE if mine.dtype == np.float32 else EXACT)
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from shared.spec import draft_tree
 from shared.spec import merge_drafts as spec
-from shared.spec.merge_drafts import Copies, Grown, Joined
+from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from tests.support.implementations import Implementation, each_implementation
 
 NEWEST = 5
 
 
-def grown_of(*chains: list[tuple[int, float]]) -> Grown:
+def grown_of(*chains: list[tuple[int, float]]) -> DraftedTrees:
     """Chains of tokens and the log weights of their edges, below the newest token."""
     D = 1 + max(map(len, chains))
     tokens, parents = np.zeros((2, len(chains), D), np.int32)
@@ -22,10 +22,10 @@ def grown_of(*chains: list[tuple[int, float]]) -> Grown:
         tokens[b, : len(chain) + 1] = [NEWEST, *(token for token, _ in chain)]
         parents[b, 1 : len(chain) + 1] = np.arange(len(chain))
         weights[b, 1 : len(chain) + 1] = np.cumsum([edge for _, edge in chain])
-    return Grown(tokens, parents, np.array([1 + len(c) for c in chains], np.int32), weights)
+    return DraftedTrees(tokens, parents, np.array([1 + len(c) for c in chains], np.int32), weights)
 
 
-def copies_of(*rows: list[tuple[int, int, float]], at: list[int]) -> Copies:
+def copies_of(*rows: list[tuple[int, int, float]], at: list[int]) -> NgramTrees:
     """Trees of nodes behind the root: token, parent and log weight of the edge."""
     M = 1 + max(map(len, rows))
     tokens, parents = np.zeros((2, len(rows), M), np.int32)
@@ -35,21 +35,23 @@ def copies_of(*rows: list[tuple[int, int, float]], at: list[int]) -> Copies:
             tokens[b, node], parents[b, node] = token, parent
             weights[b, node] = weights[b, parent] + np.float32(edge)
     counts = np.array([1 + len(nodes) for nodes in rows], np.int32)
-    return Copies(tokens, parents, counts, weights, np.array(at, np.int32))
+    return NgramTrees(tokens, parents, counts, weights, np.array(at, np.int32))
 
 
 def chain(*tokens: int, edge: float = -0.1) -> list[tuple[int, int, float]]:
     return [(token, parent, edge) for parent, token in enumerate(tokens)]
 
 
-def join(grown: Grown, copies: Copies, *, ahead: int, nodes: int, rows: int = 0, **how) -> Joined:
+def join(
+    grown: DraftedTrees, copies: NgramTrees, *, ahead: int, nodes: int, rows: int = 0, **how
+) -> MergedTrees:
     lengths = (copies.at + ahead).astype(np.int32)
     B = len(lengths)
     most = np.array(how.pop("most", [63] * B), np.int32)
     return spec.join(grown, copies, lengths, most, nodes, how.pop("depth", 8), rows or B * nodes)
 
 
-def paths_of(joined: Joined, b: int = 0) -> list[tuple[tuple[int, ...], bool, bool]]:
+def paths_of(joined: MergedTrees, b: int = 0) -> list[tuple[tuple[int, ...], bool, bool]]:
     """Of each draft the tokens from below the root on, and which sources have it."""
     paths, found = {0: ()}, []
     for node in range(1, int(joined.num_nodes[b])):
@@ -119,7 +121,7 @@ def test_a_request_has_no_more_drafts_than_it_may_and_no_deeper_ones():
     assert [path for path, *_ in deep] == [(7,), (11,), (11, 12)]
 
 
-def drawn(seed: int, B: int, D: int, M: int) -> tuple[Grown, Copies, np.ndarray]:
+def drawn(seed: int, B: int, D: int, M: int) -> tuple[DraftedTrees, NgramTrees, np.ndarray]:
     """Trees of few tokens, so that both sources have many nodes together, and weights that tie."""
     rng = np.random.default_rng(seed)
 
@@ -143,10 +145,10 @@ def drawn(seed: int, B: int, D: int, M: int) -> tuple[Grown, Copies, np.ndarray]
     tokens[:, 0] = rng.integers(1, 5, B)
     if D > 2:
         weights[0, draft_tree.ancestors(parents)[0, :, 1]] = -np.inf  # as of a row that failed
-    grown = Grown(tokens, parents, counts, weights)
+    grown = DraftedTrees(tokens, parents, counts, weights)
     at = rng.integers(0, 50, B).astype(np.int32)
     ahead = rng.integers(0, 4, B).astype(np.int32)
-    return grown, Copies(*tree(M), at), at + ahead
+    return grown, NgramTrees(*tree(M), at), at + ahead
 
 
 drawn_trees = given(

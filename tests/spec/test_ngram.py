@@ -14,16 +14,16 @@ GROUPS = 1 << 12
 # Two tokens may want one place of a group, and the later has it: 30, 40, 52 and 61 want other ones.
 
 
-def seen(text: list[int], scope: int = 0, table: spec.Table | None = None) -> spec.Table:
+def seen(text: list[int], scope: int = 0, table: spec.NgramTable | None = None) -> spec.NgramTable:
     """A table that has seen a text."""
     tokens = np.array([text], np.int32)
     contexts = spec.windows(np.full((1, spec.WINDOW), -1, np.int32), tokens)[0]
     everyone = np.full((len(text), 2), scope, np.int32), np.ones(len(text), bool)
-    return spec.learn(table or spec.Table.empty(GROUPS), contexts, tokens[0], *everyone)
+    return spec.learn(table or spec.NgramTable.empty(GROUPS), contexts, tokens[0], *everyone)
 
 
 def drafted(
-    table: spec.Table,
+    table: spec.NgramTable,
     text: list[int],
     *,
     scope: int = 0,
@@ -89,7 +89,7 @@ def test_a_text_that_begins_has_no_n_grams_from_before_its_beginning():
 
 
 def test_what_is_written_later_takes_the_place_of_what_lay_there():
-    table = spec.Table.empty(1)
+    table = spec.NgramTable.empty(1)
     for token in range(100):
         table = seen([token, 1], table=table)
     assert not tree(drafted(table, [0]))
@@ -97,7 +97,7 @@ def test_what_is_written_later_takes_the_place_of_what_lay_there():
 
 
 def test_clocks_go_round_and_the_newest_stays_the_newest():
-    table = spec.Table.empty(GROUPS)
+    table = spec.NgramTable.empty(GROUPS)
     table.clocks[:] = spec.LATEST - 4
     table = seen([2, 40, 9, 2, 52], table=table)
     table = seen([9, 2, 61], table=table)
@@ -124,7 +124,7 @@ def test_it_is_the_same_everywhere(case: OpCase, implementation: Implementation)
     wanted = case.specified(arguments, None)
     got, (table,) = implementation("ngram").leaving((0,), case.function, *arguments.values())
     found = as_list(table if got is None else got)
-    assert len(found) == len(wanted) == len(fields(spec.Table))
+    assert len(found) == len(wanted) == len(fields(spec.NgramTable))
     for one, want in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, want)
 

@@ -86,7 +86,7 @@ def _noise_without_bound(_: Callable) -> Callable:
 
 
 def _only_the_last_token_counts(was: Callable) -> Callable:
-    def seen(*trees: np.ndarray) -> sampling.Seen:
+    def seen(*trees: np.ndarray) -> sampling.TokenCounts:
         found, node = was(*trees), trees[-1][:, None]
         return replace(found, on_path=(np.arange(trees[2].shape[1]) == node) & (node > 0))
 

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -140,7 +140,7 @@ def wide_engine(rejecting: Rejecting, rule: str) -> Engine:
     """Serves many requests at once, so that many texts take seconds."""
     capacity, shape = tree_capacity(rejecting.config.vocab), TreeShape.chain(3, WIDE)
     like = replace(capacity.programs[0], batch=WIDE, tokens=512, pages=16)
-    programs = (like, replace(like, work=Work.DECODE, tokens=0, shape=shape))
+    programs = (like, replace(like, work=StepKind.DECODE, tokens=0, shape=shape))
     sizes = {"num_slots": WIDE + 2, "num_pages": 1 + 16 * (WIDE + 1), "context_length": 40}
     capacity = replace(capacity, programs=programs, accept_rule=rule, **sizes)
     backend = make_backend("torch", rejecting.config, rejecting.weights, capacity, "NEXTN")

@@ -63,7 +63,7 @@ def test_implementations_rank_alike(
     logits[:, :, 9] = logits[:, :, 3]  # ties go by id
     slots = rng.permutation(B).astype(np.int32)
     path = rng.integers(0, vocab, (B * k, 3)).astype(np.int32)
-    seen = spec.Seen(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
+    seen = spec.TokenCounts(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
     keys = positions if stream == TARGET_STREAM else positions - 2
     columns = rng.permutation(vocab)[:40].astype(np.int32) if is_own else None
     logits = logits[:, :, columns] if is_own else logits

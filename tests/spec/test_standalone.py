@@ -18,7 +18,7 @@ from shared.boundary.backend import Backend
 from shared.reference import drafters
 from shared.spec import attention, draft_tree, eagle, sampling, standalone
 from shared.spec import model as model_spec
-from shared.spec.gdn_state import DeltaState
+from shared.spec.gdn_state import GDNState
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
 from tests.support.implementations import Implementation
@@ -33,7 +33,7 @@ FAMILIES = ("qwen3_5", "llama")
 GREEDY: dict = {"temperature": 0.0}
 SAMPLED: dict = {"temperature": 1.0, "seed32": 77}
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-Memory = tuple[model_spec.KV, DeltaState]
+Memory = tuple[model_spec.KV, GDNState]
 
 
 class Drafting:
@@ -61,7 +61,7 @@ class Drafting:
             kv, state = standalone.prefill(self.small, kv, state, text, 0, *where)
             states.append(state)
         recurrent = np.concatenate([state.recurrent for state in states], axis=1)
-        return kv, DeltaState(recurrent, np.concatenate([s.window for s in states], axis=1))
+        return kv, GDNState(recurrent, np.concatenate([s.window for s in states], axis=1))
 
     def rank(self, logits: np.ndarray, paths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self.ranked.append((logits, paths))
@@ -111,7 +111,7 @@ def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_the_text(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafting_writes_only_past_the_length_and_within_scratch(family):
     drafting = Drafting(family, np.array([0, 0]))
-    state = DeltaState(drafting.state.recurrent.copy(), drafting.state.window.copy())
+    state = GDNState(drafting.state.recurrent.copy(), drafting.state.window.copy())
     *_, kv = drafting.draft(7)
     before, after = (attention.read(pools.k[0], TABLE, 32) for pools in (drafting.kv, kv))
     changed = (before != after).any(axis=(2, 3))
@@ -339,7 +339,7 @@ def nodes_at_the_heads_positions(patch: pytest.MonkeyPatch) -> None:
 def nodes_start_from_the_requests_state(patch: pytest.MonkeyPatch) -> None:
     healthy = standalone._step
 
-    def step(small: Any, kv: Any, state: DeltaState, *rest: Any) -> Any:
+    def step(small: Any, kv: Any, state: GDNState, *rest: Any) -> Any:
         logits, kv, _ = healthy(small, kv, state, *rest)
         return logits, kv, state
 

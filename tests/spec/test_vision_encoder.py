@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.models.image_processor import PictureRefused
+from shared.models.image_processor import InvalidImageError
 from shared.spec import vision_encoder as spec
 from tests.support.golden_images import (
     WANT,
@@ -58,7 +58,7 @@ def test_a_picture_is_brought_to_the_size_of_the_released_settings(
 ):
     released = replace(picture_config(), factor=32, least=1 << 16, most=1 << 24)
     if not fitted_height:
-        with pytest.raises(PictureRefused, match="one side must be at most 200 times the other"):
+        with pytest.raises(InvalidImageError, match="one side must be at most 200 times the other"):
             released.fitted(height, width)
         return
     assert released.fitted(height, width) == (fitted_height, fitted_width)

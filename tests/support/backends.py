@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
 from shared.boundary.program import CAPTURED
 from shared.drafts.config import DraftHead
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import Weights, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.vision_parameters import check_tower
@@ -58,25 +58,25 @@ class PreparedOnUse:
         return getattr(self.backend, name)
 
 
-def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[Drafts, Any]:
+def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[DrafterSpec, Any]:
     """What drafts, and its weights, as a backend takes them."""
     if isinstance(drafter, Mapped):
         drafts, own = drafts_of(drafter.drafter, target)
         return replace(drafts, token_map=drafter.token_map), own
     if isinstance(drafter, DraftHead):
-        return Drafts.of_head(drafter.config), drafter.weights
+        return DrafterSpec.of_head(drafter.config), drafter.weights
     if isinstance(drafter, SmallModel):
-        return Drafts.of_model(drafter.config), drafter.weights
+        return DrafterSpec.of_model(drafter.config), drafter.weights
     named = {
-        "none": Drafts.none(),
-        "NEXTN": Drafts.of_mtp(target),
-        "NGRAM": Drafts.of_text(),
+        "none": DrafterSpec.none(),
+        "NEXTN": DrafterSpec.of_mtp(target),
+        "NGRAM": DrafterSpec.of_text(),
     }
     return named[drafter], None
 
 
 def make_backend(
-    framework: str, config: ModelConfig, weights: Weights, capacity: Capacity, drafter: Drafter
+    framework: str, config: ModelConfig, weights: Weights, capacity: BackendLimits, drafter: Drafter
 ) -> PreparedOnUse:
     """A backend in float32 on the CPU; a framework is imported when it is first asked for."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
@@ -102,7 +102,7 @@ def make_seeing_backend(
     tower: Path | None,
     config: ModelConfig,
     weights: Weights,
-    capacity: Capacity,
+    capacity: BackendLimits,
     drafter: Drafter = "NEXTN",
     *,
     on_gpu: bool = False,
@@ -147,7 +147,7 @@ def make_seeing_backend(
 
 
 def make_gpu_backend(
-    framework: str, config: ModelConfig, weights: Weights, capacity: Capacity, drafter: Drafter
+    framework: str, config: ModelConfig, weights: Weights, capacity: BackendLimits, drafter: Drafter
 ) -> PreparedOnUse:
     """A backend in float32 on the first GPU: "torch", "torch graphs" or "jax"."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))

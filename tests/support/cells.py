@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -77,26 +77,26 @@ def oracle_of(family: str) -> Oracle:
     return Oracle(*model_of(family))
 
 
-def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Capacity:
+def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> BackendLimits:
     """One prefill program, and one decode program per shape."""
 
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES[page_size],
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
         )
 
-    decodes = [program(Work.DECODE, shape, 0) for shape in shapes]
-    return Capacity(
+    decodes = [program(StepKind.DECODE, shape, 0) for shape in shapes]
+    return BackendLimits(
         page_size=page_size,
         num_pages=1 + BATCH * PAGES[page_size],
         num_slots=1 + BATCH,
         num_snapshots=1,
-        programs=(program(Work.PREFILL, TreeShape.plain(BATCH), 64), *decodes),
+        programs=(program(StepKind.PREFILL, TreeShape.plain(BATCH), 64), *decodes),
         overlap=max(OVERLAPS),
         context_length=CONTEXT,
         vocab=model_of(family)[0].vocab,

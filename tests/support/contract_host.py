@@ -9,7 +9,7 @@ import pytest
 
 from shared.boundary.backend import (
     Backend,
-    Capacity,
+    BackendLimits,
     Decode,
     HostDraft,
     StepFuture,
@@ -17,11 +17,11 @@ from shared.boundary.backend import (
     StepResult,
 )
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
@@ -51,11 +51,11 @@ def contract_model() -> tuple[ModelConfig, Weights]:
     return config, weights
 
 
-def contract_capacity(config: ModelConfig) -> Capacity:
+def contract_capacity(config: ModelConfig) -> BackendLimits:
     """One bucket of each size, so that few programs are compiled."""
 
     def program(
-        work: Work,
+        work: StepKind,
         shape: TreeShape,
         *,
         tokens: int = 0,
@@ -68,32 +68,33 @@ def contract_capacity(config: ModelConfig) -> Capacity:
             pages=64,
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
         ).having(
             {
-                Extra.HOST_DRAFT: host_draft,
-                Extra.MASK: mask,
-                Extra.COPIES: shape.copied > 0,
-                Extra.LOGPROBS: work in (Work.PREFILL, Work.DECODE) and not host_draft,
-                Extra.SCORES: work is Work.PREFILL,
+                ProgramFeature.HOST_DRAFT: host_draft,
+                ProgramFeature.MASK: mask,
+                ProgramFeature.NGRAM_DRAFTS: shape.copied > 0,
+                ProgramFeature.LOGPROBS: work in (StepKind.PREFILL, StepKind.DECODE)
+                and not host_draft,
+                ProgramFeature.PROMPT_LOGPROBS: work is StepKind.PREFILL,
             }
         )
 
-    return Capacity(
+    return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=321,
         num_slots=9,
         num_snapshots=4,
         programs=(
-            program(Work.PREFILL, PLAIN, tokens=PREFILL_TOKENS),
-            program(Work.DECODE, PLAIN),
-            program(Work.DECODE, CHAIN),
-            program(Work.DECODE, SHARED),
-            program(Work.DECODE, JOINED),
-            program(Work.DECODE, TREE, host_draft=True),
-            program(Work.DECODE, TREE, host_draft=True, mask=True),
-            program(Work.DRAFT, CHAIN),
-            program(Work.COUNT, PLAIN, tokens=PREFILL_TOKENS),
+            program(StepKind.PREFILL, PLAIN, tokens=PREFILL_TOKENS),
+            program(StepKind.DECODE, PLAIN),
+            program(StepKind.DECODE, CHAIN),
+            program(StepKind.DECODE, SHARED),
+            program(StepKind.DECODE, JOINED),
+            program(StepKind.DECODE, TREE, host_draft=True),
+            program(StepKind.DECODE, TREE, host_draft=True, mask=True),
+            program(StepKind.DRAFT, CHAIN),
+            program(StepKind.COUNT, PLAIN, tokens=PREFILL_TOKENS),
         ),
         overlap=2,
         context_length=200,
@@ -183,7 +184,7 @@ class Host:
             part if isinstance(part, Chunk) else Chunk(part, 0, part.prefill_length)
             for part in parts
         )
-        return self.planner.plan(Rows.prefill(chunks))
+        return self.planner.plan(ScheduledRows.prefill(chunks))
 
     def restored_plan(self, request: Request, first: int, snapshot: int) -> StepPlan:
         """The first step of a request that finds `first` tokens in shared pages and a snapshot."""
@@ -192,11 +193,11 @@ class Host:
         return plan
 
     def decode_plan(self, *requests: Request, shape: TreeShape) -> StepPlan:
-        return self.planner.plan(Rows.decode(list(requests), shape))
+        return self.planner.plan(ScheduledRows.decode(list(requests), shape))
 
     def plan(
         self,
-        work: Work,
+        work: StepKind,
         shape: TreeShape,
         *requests: Request,
         host_draft: bool,
@@ -207,7 +208,7 @@ class Host:
             p
             for p in self.capacity.programs
             if (p.work, p.shape) == (work, shape)
-            and (p.has(Extra.HOST_DRAFT), p.has(Extra.MASK)) == (host_draft, mask)
+            and (p.has(ProgramFeature.HOST_DRAFT), p.has(ProgramFeature.MASK)) == (host_draft, mask)
         )
         plan = empty_plan(program, self.capacity)
         self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))
@@ -223,7 +224,7 @@ class Host:
         mask: bool = False,
     ) -> StepPlan:
         """A decode with a tree of the host's; `tokens` are those of nodes 1 and on."""
-        plan = self.plan(Work.DECODE, TREE, request, host_draft=True, mask=mask)
+        plan = self.plan(StepKind.DECODE, TREE, request, host_draft=True, mask=mask)
         assert isinstance(plan.work, Decode)
         trees = plan.work.drafts
         assert isinstance(trees, HostDraft)

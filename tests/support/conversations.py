@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import Conversation, TemplateError
 
 WORD = re.compile(r"w\d+w")
 AROUND = (
@@ -96,7 +96,7 @@ def check_prompt(
     """Holds that a prompt is transformers' own, and refused where that lacks what was said.
 
     Args:
-      render: Raises `TemplateFailed` where it refuses.
+      render: Raises `TemplateError` where it refuses.
       oracle: A tokenizer of transformers.
       chat_template: Of the oracle; None: its own.
 
@@ -115,7 +115,7 @@ def check_prompt(
         want = ""
     try:
         prompt, why = render(conversation), ""
-    except TemplateFailed as refused:
+    except TemplateError as refused:
         prompt, why = None, str(refused)
     missing = words_said(conversation) - set(WORD.findall(want))
     assert bool(why) == bool(missing), why

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config_formats import BLOCKS
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
@@ -66,25 +66,25 @@ def drafter_of(family: str, drafter: str) -> Drafter:
     return "none"
 
 
-def capacity_of(family: str, drafter: str, shape: TreeShape) -> Capacity:
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
+    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            extras=Extra.NONE,
-        ).having({Extra.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
+            extras=ProgramFeature.NONE,
+        ).having({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
 
-    decodes = [program(Work.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
-    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1)
-    return Capacity(
+    decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
+    count = replace(program(StepKind.COUNT, TreeShape.plain(1), CHUNK), batch=1)
+    return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
         num_snapshots=13 if family == "qwen3_5" else 1,
-        programs=(program(Work.PREFILL, PLAIN, CHUNK), count, *decodes),
+        programs=(program(StepKind.PREFILL, PLAIN, CHUNK), count, *decodes),
         overlap=OVERLAP,
         context_length=CONTEXT,
         vocab=model_of(family, drafter)[0].vocab,
@@ -104,7 +104,7 @@ class Fewer:
     def close(self) -> None: ...
 
 
-def controller_of(capacity: Capacity, drafter: str, shape: TreeShape) -> Controller:
+def controller_of(capacity: BackendLimits, drafter: str, shape: TreeShape) -> Controller:
     if drafter != "NGRAM":
         sizes = {"nodes": shape.nodes, "depth": shape.depth, "width": shape.width}
         return StaticController(capacity, **sizes)

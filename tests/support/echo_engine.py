@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from shared.engine.request import DRAFT, PLAIN, PREFILL, Request, StepTrace
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 
 VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 FILLER = ord("-")
@@ -47,13 +47,13 @@ def token_of(request: Request, index: int) -> int:
     return token
 
 
-def scores_of(request: Request) -> Scores | None:
+def scores_of(request: Request) -> PromptLogprobs | None:
     """As logprobs of tokens; the ranks are the ids, from 1 on."""
     ids, count = np.array(request.prompt[1:], np.int32), request.sampling.prompt_logprobs
     if count is None or not len(ids):
         return None
     best = (ids[:, None] + np.arange(count, dtype=np.int32)) % VOCAB
-    return Scores(np.float32(-ids / 256), ids + 1, best, np.float32(-best / 256))
+    return PromptLogprobs(np.float32(-ids / 256), ids + 1, best, np.float32(-best / 256))
 
 
 def logprob_of(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from shared.engine.checks import RequestLimits
 from shared.models.sampling import SamplingDefaults
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 
 
-def facts_of(limits: RequestLimits, **fields: Any) -> ModelFacts:
+def facts_of(limits: RequestLimits, **fields: Any) -> ServerInfo:
     """Those of an engine that drafts nothing, but for some fields."""
     plain: dict[str, Any] = {
         "model_name": "it",
@@ -20,4 +20,4 @@ def facts_of(limits: RequestLimits, **fields: Any) -> ModelFacts:
         "max_draft_depth": 0,
         "host_names": None,
     }
-    return ModelFacts(limits=limits, **{**plain, **fields})
+    return ServerInfo(limits=limits, **{**plain, **fields})

@@ -43,7 +43,7 @@ class Case:
 
     sizes: GatedDeltaConfig
     projected: np.ndarray
-    weights: spec.DeltaWeights
+    weights: spec.GDNWeights
     recurrent: np.ndarray
     window: np.ndarray
     slots: np.ndarray
@@ -107,7 +107,7 @@ def make(
     recurrent[LAYER, slots] = rng.standard_normal((B, H, K, V)) / 4
     window[LAYER, slots] = rounded(rng.standard_normal((B, spec.WINDOW, C)))
     projected = rng.standard_normal((sum(counts) + padding, C + H * V + 2 * H), np.float32)
-    weights = spec.DeltaWeights(
+    weights = spec.GDNWeights(
         conv=rounded(rng.standard_normal((C, 4), np.float32)),
         a_log=rng.uniform(-2, 1, H).astype(np.float32),
         # So that the log of the decay is small, medium and linear.

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from kernels.tiles import GDNPrefillTiles
 from shared.models.layers import GatedDeltaConfig
 from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import WINDOW, DeltaState, DeltaWeights
+from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights
 from shared.spec.reduction_order import SQUARES
 from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS, WEIGHTS
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
@@ -35,7 +35,7 @@ class Case:
     sizes: GatedDeltaConfig
     lengths: np.ndarray
     projected: np.ndarray
-    weights: DeltaWeights
+    weights: GDNWeights
     recurrent: np.ndarray
     window: np.ndarray
     saved_recurrent: np.ndarray
@@ -104,7 +104,7 @@ def make(
     projected = rng.standard_normal((R, C + H * V + 2 * H)).astype(np.float32)
     keys = slice(sizes.num_key_heads * K, 2 * sizes.num_key_heads * K)
     projected[:, keys] += alike * (2 * projected[:1, keys] - projected[:, keys])
-    weights = DeltaWeights(
+    weights = GDNWeights(
         conv=in_half(rng.standard_normal((C, 4))),
         a_log=rng.uniform(-1, 0, H).astype(np.float32),
         # The first head's decays are nearly 1.
@@ -182,7 +182,7 @@ def specified(case: Case) -> Found:
     starts = case.row_starts
     recurrent, window, saved_recurrent, saved_window = (getattr(case, x).copy() for x in STATES)
     out = np.zeros((len(case.projected), case.sizes.num_value_heads * case.sizes.value_size))
-    states = DeltaState(case.recurrent, case.window)
+    states = GDNState(case.recurrent, case.window)
     for request, slot in enumerate(case.slots):
         whole, save = case.lengths[request], case.save[request]
         for count in {case.save_after[request], whole} if save else {whole}:

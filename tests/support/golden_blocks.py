@@ -18,7 +18,7 @@ from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
 from jax_impl.ops.attention import attention as jax_attention
 from jax_impl.ops.sampling.lm_head import scores as jax_scores
-from shared.boundary.tp_group import ALONE
+from shared.boundary.tp_group import SINGLE_RANK
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.infer_from_tensors import fitted
@@ -114,7 +114,7 @@ class TorchBlock:
     def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
         cpu, layer = torch.device("cpu"), head.config.layer
         loaded = torch_weights.from_arrays(target, weights, "float32", cpu)
-        self._target = torch_model.Model.of(target, loaded, ALONE)
+        self._target = torch_model.Model.of(target, loaded, SINGLE_RANK)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
         self._frequencies = rotary_frequencies(layer.attention, cpu)
         self._kv = torch_state.new_kv(layer, layer.num_layers, POOL, torch.float32, cpu)
@@ -127,14 +127,16 @@ class TorchBlock:
         rows = torch_attention.causal_rows(ends, none + self._length, none, self._table, T)
         streams = torch.from_numpy(features).chunk(len(self._weights.config.aux_streams), dim=1)
         passed = torch_model.Forward(streams[0], streams)
-        torch_dflash.write_context(self._weights, self._frequencies, rows, passed, self._kv, ALONE)
+        torch_dflash.write_context(
+            self._weights, self._frequencies, rows, passed, self._kv, SINGLE_RANK
+        )
         self._length += T
 
     def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
         none = torch.zeros(1, dtype=torch.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
-        given = (embed, self._frequencies, none + newest, rows, self._kv, ALONE)
+        given = (embed, self._frequencies, none + newest, rows, self._kv, SINGLE_RANK)
         hidden = torch_dflash.fill(self._weights, *given)[0]
         scored = torch_scores(torch_dflash.head(self._target, self._weights, hidden[first:]))
         return hidden.numpy(), scored.numpy()
@@ -151,7 +153,9 @@ class JaxBlock:
         cpu, layer = jax.devices("cpu")[0], head.config.layer
         self._length = 0
         loaded = jax_weights.from_arrays(weights, target, np.float32, cpu)
-        self._target = JaxModel.of(target, jax_weights.weights_of(target, loaded, False), ALONE)
+        self._target = JaxModel.of(
+            target, jax_weights.weights_of(target, loaded, False), SINGLE_RANK
+        )
         own = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._weights = jax_weights.head_of(head.config, own, False)
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32)
@@ -176,7 +180,7 @@ class JaxBlock:
         rows = jax_attention.causal_rows(*where, MOST_ROWS)
         streams = jnp.split(features, len(self._weights.config.aux_streams), axis=1)
         passed = JaxForward(streams[0], tuple(streams), kv)
-        return jax_dflash.write_context(self._weights, rows, passed, kv, ALONE)
+        return jax_dflash.write_context(self._weights, rows, passed, kv, SINGLE_RANK)
 
     def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
         hidden, scores, self._kv = self._run(self._kv, newest, self._length, first)
@@ -188,7 +192,7 @@ class JaxBlock:
         none = jnp.zeros(1, jnp.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
-        given = (embed, none + newest, rows, kv, ALONE)
+        given = (embed, none + newest, rows, kv, SINGLE_RANK)
         hidden, kv = jax_dflash.fill(self._weights, *given)
         scored = jax_scores(jax_dflash.head(self._target, self._weights, hidden[0, first:]))
         return hidden[0], scored, kv

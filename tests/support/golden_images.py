@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from shared.models.families import vision_from_folder
-from shared.models.image_processor import PictureConfig, read_pictures
+from shared.models.image_processor import ImageProcessorConfig, read_pictures
 from shared.models.vision_config import VisionConfig
 from shared.spec import vision_encoder
 from shared.spec.vision_encoder import Patches, Pixels
@@ -23,7 +23,7 @@ def vision() -> VisionConfig:
     return found
 
 
-def picture_config() -> PictureConfig:
+def picture_config() -> ImageProcessorConfig:
     given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
     return read_pictures(given["preprocessor_config"], vision())
 

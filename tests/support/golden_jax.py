@@ -12,13 +12,13 @@ import numpy as np
 
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
-from jax_impl.drafters import Fed, Ranking, eagle, heads
+from jax_impl.drafters import ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
 from jax_impl.ops.gdn import gdn_layer
-from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import draft_tree
-from shared.boundary.tp_group import ALONE
+from shared.boundary.tp_group import SINGLE_RANK
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
@@ -135,7 +135,9 @@ class Passes:
             setattr(self, name, partial(jitted, self._arrays))
 
     def _model(self, arrays) -> model.Model:
-        return model.Model.of(self._config, weights.weights_of(self._config, arrays, False), ALONE)
+        return model.Model.of(
+            self._config, weights.weights_of(self._config, arrays, False), SINGLE_RANK
+        )
 
     def _prefill(self, arrays, kv, state, tokens, positions, count, length, pictures):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
@@ -159,7 +161,7 @@ class Passes:
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
-            nodes = gdn_layer.Nodes(parents, rows.row_starts, row_of, rows.request, node)
+            nodes = gdn_layer.TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.carry[1].kept
@@ -180,12 +182,12 @@ class Passes:
         return out, head.logits(out), kv
 
 
-def _padded(pictures: Pictures | None) -> tuple[jax.Array | None, Shown | None]:
+def _padded(pictures: Pictures | None) -> tuple[jax.Array | None, ImageEmbeds | None]:
     """Turns, and what stands in the place of tokens, of as many rows as a pass has."""
     if pictures is None:
         return None, None
     turns, sources = (padded(ints(x), TOKENS) for x in (pictures.turns, pictures.sources))
-    return turns, Shown(jnp.asarray(pictures.pool), sources)
+    return turns, ImageEmbeds(jnp.asarray(pictures.pool), sources)
 
 
 class JaxHead:
@@ -196,7 +198,7 @@ class JaxHead:
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, files = golden_head_files(folder, target)
         read = weights.load_head(files, own, np.float32, cpu, lambda num_bytes: None)
-        whole = model.Model.of(config, weights.weights_of(config, loaded, False), ALONE)
+        whole = model.Model.of(config, weights.weights_of(config, loaded, False), SINGLE_RANK)
         self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
         pool = (NUM_PAGES, PAGE_SIZE)
@@ -236,7 +238,7 @@ class JaxHead:
         ends, table = jnp.append(slot, length), ints(TABLE)
         rows = attention.causal_rows(ends, slot, slot, table, len(tokens))
         rank = greedy_ranking(length, shape)
-        fed = Fed(rows, tokens, tokens, None, passed, length - 1)
+        fed = ExtendRows(rows, tokens, tokens, None, passed, length - 1)
         relay, kv = eagle.relay_of(self._head, kv, fed, rank)
         capacity = (rank.sampling.max_drafts, table, shape, rank)
         where = (tokens[-1:], length, None, slot, *capacity)

@@ -148,7 +148,7 @@ class SpecModel:
             return self._prefill_at(tokens, positions)
         shown = turns = None
         if pictures is not None:
-            shown, turns = layers.Shown(pictures.pool, pictures.sources), pictures.turns
+            shown, turns = layers.ImageEmbeds(pictures.pool, pictures.sources), pictures.turns
             self._delta = np.array([pictures.delta])
         where = (tokens, row_starts, first, TABLE, shown, turns)
         passed, self._state = model.prefill(
@@ -210,7 +210,7 @@ class SpecModel:
         shown = None
         if pictures is not None:
             rows = replace(rows, turns=pictures.turns)
-            shown = layers.Shown(pictures.pool, pictures.sources)
+            shown = layers.ImageEmbeds(pictures.pool, pictures.sources)
         out, logits, self._mtp_kv = eagle.mtp(
             self.config, self.weights, rows, tokens, shown, hidden, self._mtp_kv
         )

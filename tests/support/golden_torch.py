@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.boundary.tp_group import ALONE
+from shared.boundary.tp_group import SINGLE_RANK
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.config import ModelConfig
@@ -24,11 +24,11 @@ from tests.support.golden_models import (
     golden_head_files,
 )
 from torch_impl import device_state, model, weights
-from torch_impl.drafters import Fed, Ranking, eagle, heads
+from torch_impl.drafters import ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gdn import gdn_layer
-from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.gdn.gdn_layer import TreeNodes
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import draft_tree
@@ -67,7 +67,7 @@ class TorchModel:
     ) -> None:
         config = config_from_folder(folder, context_length)
         loaded = _loaded(folder, config, quantises)
-        self._model = model.Model.of(config, loaded, ALONE)
+        self._model = model.Model.of(config, loaded, SINGLE_RANK)
         self._kv = new_pools(config, config.num_attention_layers)
         self._mtp_kv = new_pools(config, 1)
         self._table, self._length, self._delta = ints(TABLE), 0, None
@@ -106,7 +106,7 @@ class TorchModel:
         if self._model.config.gated_delta:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
-            nodes = Nodes(parents, flat.row_starts, row_of, flat.request, node)
+            nodes = TreeNodes(parents, flat.row_starts, row_of, flat.request, node)
             self._mixer = VerifyMixer(self._model.config, self._state, ints([0]), nodes, False)
         passed = self._forward(ints(tokens)[node], None, flat, self._mixer)
         count = len(tokens)
@@ -138,7 +138,7 @@ class TorchModel:
     def _forward(
         self,
         tokens: torch.Tensor,
-        shown: layers.Shown | None,
+        shown: layers.ImageEmbeds | None,
         rows: attention.Rows,
         mixer: PrefillMixer | VerifyMixer | None,
     ) -> Pass:
@@ -150,11 +150,11 @@ class TorchModel:
 
 def _seen(
     rows: attention.Rows, pictures: Pictures | None
-) -> tuple[attention.Rows, layers.Shown | None]:
+) -> tuple[attention.Rows, layers.ImageEmbeds | None]:
     """Rows with their turns, and what stands in the place of their tokens."""
     if pictures is None:
         return rows, None
-    shown = layers.Shown(torch.from_numpy(pictures.pool), ints(pictures.sources))
+    shown = layers.ImageEmbeds(torch.from_numpy(pictures.pool), ints(pictures.sources))
     return replace(rows, turns=ints(pictures.turns)), shown
 
 
@@ -166,7 +166,9 @@ class TorchHead:
         loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
         own, files = golden_head_files(folder, target)
         head = weights.load_head(files, own, "float32", CPU, progress=lambda num_bytes: None)
-        self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded, ALONE), head)
+        self._head = heads.HEADS[head.config.kind](
+            model.Model.of(config, loaded, SINGLE_RANK), head
+        )
         layer, self._vocab = self._head.config, config.vocab
         self._kv, self._table = new_pools(layer, self._head.num_layers), ints(TABLE)
 
@@ -187,7 +189,7 @@ class TorchHead:
             is_sampled=False,
         )
         rows = causal_rows(self._table, len(tokens), 0)
-        fed = Fed(rows, ints(tokens), ints(tokens), None, self._passed(reads), length - 1)
+        fed = ExtendRows(rows, ints(tokens), ints(tokens), None, self._passed(reads), length - 1)
         relay = eagle.relay_of(self._head, self._kv, fed, rank)
         where = (ints(tokens[-1:]), length, None, none, ints([shape.nodes - 1]), self._table)
         drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)

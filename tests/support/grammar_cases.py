@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config_formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
@@ -30,11 +30,13 @@ BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
 Case = tuple[str, str, TreeShape]
 
 
-def capacity_of(family: str, drafter: str, shape: TreeShape) -> Capacity:
+def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
     """Programs with masks and without, and those that draft for the first."""
 
-    def program(work: Work, shape: TreeShape, *, tokens: int = 0, mask: bool = False) -> Program:
-        is_tree = work is Work.DECODE and not shape.is_plain
+    def program(
+        work: StepKind, shape: TreeShape, *, tokens: int = 0, mask: bool = False
+    ) -> Program:
+        is_tree = work is StepKind.DECODE and not shape.is_plain
         from_host = is_tree and (mask or drafter == "NGRAM")
         return Program(
             work=work,
@@ -42,18 +44,22 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> Capacity:
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            extras=Extra.LOGPROBS if work in (Work.PREFILL, Work.DECODE) else Extra.NONE,
-        ).having({Extra.MASK: mask, Extra.HOST_DRAFT: from_host})
+            extras=ProgramFeature.LOGPROBS
+            if work in (StepKind.PREFILL, StepKind.DECODE)
+            else ProgramFeature.NONE,
+        ).having({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
 
     plain = TreeShape.plain(BATCH)
     shapes = [plain] if drafter == "none" else [shape]
     if drafter == "NGRAM":
         shapes = [plain, shape]
-    programs = [program(Work.PREFILL, plain, tokens=CHUNK)]
-    programs += [program(Work.DECODE, each, mask=mask) for each in shapes for mask in (False, True)]
+    programs = [program(StepKind.PREFILL, plain, tokens=CHUNK)]
+    programs += [
+        program(StepKind.DECODE, each, mask=mask) for each in shapes for mask in (False, True)
+    ]
     if drafter not in ("none", "NGRAM"):
-        programs.append(program(Work.DRAFT, shape))
-    return Capacity(
+        programs.append(program(StepKind.DRAFT, shape))
+    return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shared.engine.grammar import Constraint, Grammar
+from shared.engine.grammar import Grammar, GrammarState
 from shared.text.delimiters import CALL, PARAMETER_END, THINK_END
 
 ENDINGS = [
@@ -29,14 +29,14 @@ def walk(
     """A text of a grammar without the token that ends it: some tokens at random, then endings.
 
     Args:
-      grammar, vocab, end: As `Constraint` takes them.
+      grammar, vocab, end: As `GrammarState` takes them.
       named: The tokens that stand for some bytes.
       seed: Of the choices.
       most: Tokens after which the text must be over.
       begun: With what it begins.
     """
     chosen, tokens, rest, is_begun = random.Random(seed), [], begun.encode(), not begun
-    held = Constraint(grammar, vocab, (end,), 0)
+    held = GrammarState(grammar, vocab, (end,), 0)
     while not held.is_over:
         masks = held.masks([0], [0])
         assert masks is not None, held.fault

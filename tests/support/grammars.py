@@ -9,11 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from shared.engine.grammar import Constraint
+from shared.engine.grammar import GrammarState
 from shared.engine.request import Request, SamplingParams
 from shared.text.delimiters import CALL, CALL_END, THINK, THINK_END
 from shared.text.grammar import Compiler, of_lark, of_regex, of_schema
-from shared.text.grammar_worker import Calls, Form, Wanted
+from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from tests.support.http_fixtures import byte_letters
 from tests.support.tiny_models import EOS_ID
 
@@ -68,12 +68,14 @@ GRAMMARS = {
     ),
     "regex": of_regex("[a-f]{2,9}( [a-cx-z]{3,7}){2,5}"),
     "lark": of_lark('start: word (" " word)*\nword: /[ab]+/ | "c" word'),
-    "call": Wanted(
+    "call": GrammarRequest(
         form=None,
-        calls=Calls(style="hermes", tools=[("weather", CITY)], many=False, free=None),
+        calls=ToolCallSpec(style="hermes", tools=[("weather", CITY)], many=False, free=None),
         lead=None,
     ).grammar(),
-    "thought": Wanted(form=Form(kind="regex", value="[a-c]{9}"), calls=None, lead="open").grammar(),
+    "thought": GrammarRequest(
+        form=OutputFormat(kind="regex", value="[a-c]{9}"), calls=None, lead="open"
+    ).grammar(),
 }
 
 
@@ -87,7 +89,7 @@ def constrained(
     constraint = None
     if params.grammar is not None:
         compiled = compiler(vocab).compile(params.grammar)
-        constraint = Constraint(compiled, vocab, params.stop_token_ids, params.min_tokens)
+        constraint = GrammarState(compiled, vocab, params.stop_token_ids, params.min_tokens)
     return Request(request_id=request_id, prompt=prompt, sampling=params, constraint=constraint)
 
 

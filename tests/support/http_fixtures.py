@@ -31,17 +31,17 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import (
     Event,
     FinishReason,
-    Refusal,
+    InvalidRequestError,
     Request,
 )
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.observing import ObservingOptions
 from shared.process import loop
 from shared.process.address import Listeners, bind
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.process.watchdog import Watchdog
 from tests.support.default_signals import heard_signals
 from tests.support.echo_engine import VOCAB, logprob_of, scores_of, step_of, token_of
@@ -69,7 +69,7 @@ _SWITCH: dict[str, Any] = {"action": "store_true"}
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
-PICTURES = PictureConfig(
+PICTURES = ImageProcessorConfig(
     factor=8, least=8 * 8, most=64 * 64, mean=(0.5, 0.5, 0.5), deviation=(0.5, 0.5, 0.5)
 )
 """How a `Repeater` that sees wants pictures."""
@@ -151,7 +151,7 @@ class Repeater:
 
     def add(self, request: Request) -> None:
         if REFUSED in (request.prompt[0], *request.sampling.logit_bias):
-            raise Refusal("prompt", "the engine refuses this prompt")
+            raise InvalidRequestError("prompt", "the engine refuses this prompt")
         self.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
@@ -380,7 +380,7 @@ def main() -> int:
         max_image_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,
         image_token=IMAGE if flags.sees else None,
     )
-    facts = ModelFacts(
+    facts = ServerInfo(
         model_name="repeater",
         model_folder=str(Path(flags.folder).resolve()),
         limits=limits,

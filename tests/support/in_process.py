@@ -16,7 +16,7 @@ from shared.engine.engine import Engine
 from shared.models.sampling import SamplingDefaults
 from shared.process.ipc_messages import (
     FrameReader,
-    ModelFacts,
+    ServerInfo,
     event_to_row,
     pack,
     requests_of,
@@ -49,7 +49,7 @@ class InProcess:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
         capacity = engine.allocator.capacity
-        self.facts = ModelFacts(
+        self.facts = ServerInfo(
             model_name="tiny",
             model_folder="",
             limits=RequestLimits.of(capacity, capacity.context_length),

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.command_line import parse
 from shared.options.flags import NONE
 from shared.process import engines, gc_freeze
 from shared.process.memory_plan import MemoryPlan
-from shared.process.tp.startup import ranked_start
+from shared.process.tp.startup import tp_startup
 
 WARM_UP_TOKENS = 4
 TORCH = "torch_impl.platform"
@@ -60,7 +60,7 @@ class Served:
 class LastStep:
     """A backend that remembers the step that was submitted last."""
 
-    def __init__(self, backend: Backend, capacity: Capacity) -> None:
+    def __init__(self, backend: Backend, capacity: BackendLimits) -> None:
         """Of the backend's programs, `capacity` has those that are ready."""
         self.capacity, self.workspace = capacity, backend.workspace
         self.prepare, self.launch, self.close = backend.prepare, backend.launch, backend.close
@@ -180,7 +180,7 @@ def start(
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
 
-    def narrow(capacity: Capacity) -> Capacity:
+    def narrow(capacity: BackendLimits) -> BackendLimits:
         return one_bucket(capacity, chunk, batches)
 
     return started(framework, [*begun, *bounds, *cached], narrow, rank_module, wait)
@@ -189,7 +189,7 @@ def start(
 def started(
     framework: str,
     flags: Sequence[str],
-    narrow: Callable[[Capacity], Capacity],
+    narrow: Callable[[BackendLimits], BackendLimits],
     rank_module: str = TORCH,
     wait: Callable[[], None] = lambda: None,
 ) -> Served:
@@ -201,7 +201,7 @@ def started(
     gc_freeze.unsettle()
     module = rank_module if framework == "torch" else None
     platform = import_module(f"{framework}_impl.platform").PLATFORM
-    with ranked_start(parse(flags), lambda: platform, module, print) as ranks:
+    with tp_startup(parse(flags), lambda: platform, module, print) as ranks:
         begun = ranks.prepare()
         memory, blueprint = begun.memory, begun.memory.blueprint
         capacity, clock = narrow(blueprint.capacity), [time.perf_counter()]
@@ -232,8 +232,8 @@ def started(
 
 
 def one_bucket(
-    capacity: Capacity, chunk: int | None = None, batches: Sequence[int] = ()
-) -> Capacity:
+    capacity: BackendLimits, chunk: int | None = None, batches: Sequence[int] = ()
+) -> BackendLimits:
     """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
 
     They are without logprobs, which no timed run asks for.
@@ -245,25 +245,25 @@ def one_bucket(
     for program in capacity.programs:
         size = (program.batch, program.pages)
         widest[program.work] = max(size, widest.get(program.work, size))
-    buckets = sorted({p.batch for p in capacity.programs if p.work is Work.DECODE})
+    buckets = sorted({p.batch for p in capacity.programs if p.work is StepKind.DECODE})
     wanted = {next(bucket for bucket in buckets if bucket >= batch) for batch in batches}
     kept = [
-        program.having({Extra.LOGPROBS: False})
+        program.having({ProgramFeature.LOGPROBS: False})
         for program in capacity.programs
         if (program.batch, program.pages) == widest[program.work]
-        or (program.work is Work.DECODE and program.batch in wanted)
-        and program.pages == widest[Work.DECODE][1]
+        or (program.work is StepKind.DECODE and program.batch in wanted)
+        and program.pages == widest[StepKind.DECODE][1]
     ]
     if chunk is not None:
-        sizes = sorted({p.tokens for p in kept if p.work is Work.PREFILL})
+        sizes = sorted({p.tokens for p in kept if p.work is StepKind.PREFILL})
         size = next((size for size in sizes if size >= chunk), sizes[-1])
-        kept = [p for p in kept if p.work is not Work.PREFILL or p.tokens == size]
+        kept = [p for p in kept if p.work is not StepKind.PREFILL or p.tokens == size]
     return replace(capacity, programs=tuple(dict.fromkeys(kept)))
 
 
-def _warm_up(engine: Engine, capacity: Capacity) -> None:
+def _warm_up(engine: Engine, capacity: BackendLimits) -> None:
     """Serves a prompt for every size of prefill, so that all programs are compiled."""
-    sizes = sorted({p.tokens for p in capacity.programs if p.work is Work.PREFILL})
+    sizes = sorted({p.tokens for p in capacity.programs if p.work is StepKind.PREFILL})
     sampling = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS)
     for index, size in enumerate(sizes):
         length = min(size, capacity.context_length - WARM_UP_TOKENS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jax_impl.backend import JaxBackend
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from tests.support.backends import Drafter, PreparedOnUse, drafts_of
 from tests.support.contract_host import (
     CHAIN,
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
     def ranks(count: int) -> JaxBackend:
         kept_in = Path(folder.name) if count > 1 else None
-        return JaxBackend(*made, **how, group=Ranks(0, count, None), kept_in=kept_in)
+        return JaxBackend(*made, **how, group=TPGroup(0, count, None), kept_in=kept_in)
 
     numbers = [int(count) for count in counts.split(",")]
     several = [ranks(count) for count in (*numbers, numbers[0])]

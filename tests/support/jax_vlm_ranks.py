@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_impl.backend import JaxBackend
 from jax_impl.weights import Loaded, load_tower
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from tests.support import vlm
@@ -40,7 +40,7 @@ def main() -> None:
     devices = jax.devices("cpu")
     alone = JaxBackend(*made, **how, tower=tower(devices[0]))
     towers = [tower(device) for device in devices[:COUNT]]
-    ranks = JaxBackend(*made, **how, group=Ranks(0, COUNT, None), tower=towers)
+    ranks = JaxBackend(*made, **how, group=TPGroup(0, COUNT, None), tower=towers)
     backend = PreparedOnUse(SideBySide(alone, [ranks], lambda: None))
     vlm.MADE["jax ranks", "NEXTN"] = backend
     engine = vlm.engine_of("jax ranks", "NEXTN")

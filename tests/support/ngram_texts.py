@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shared.boundary.backend import Backend
-from shared.boundary.program import Extra
+from shared.boundary.program import ProgramFeature
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -55,7 +55,9 @@ def drafted(
     )
     vocab = backend.capacity.vocab
     (tree,) = {
-        program.shape for program in backend.capacity.programs if program.has(Extra.HOST_DRAFT)
+        program.shape
+        for program in backend.capacity.programs
+        if program.has(ProgramFeature.HOST_DRAFT)
     }
     index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
     words = [token for text in texts.values() for token in [*text, SEPARATOR]]

@@ -11,7 +11,7 @@ from itertools import cycle
 import numpy as np
 
 from shared.boundary.backend import Backend, StepFuture, StepPlan
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 
 
 class Starving:
@@ -32,7 +32,7 @@ class Starving:
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues a step, if it decodes with fewer drafts than it was planned to have."""
-        if plan.program.work is not Work.DECODE:
+        if plan.program.work is not StepKind.DECODE:
             return self._backend.submit(plan)
         accepted = self._accepted_by_all()
         if accepted:

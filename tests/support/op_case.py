@@ -18,7 +18,7 @@ import numpy as np
 from kernels.rooms import module_in
 from kernels.tile_tables import Table
 from kernels.tiles import Tiles
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 
 Arguments = dict[str, Any]
 """Arrays, floats as float32, numbers that a program is made for, and records of both, by
@@ -153,9 +153,9 @@ def as_list(results: Any) -> list[Any]:
 def arrays_of(value: Any) -> list[Any]:
     """A record's fields, or the value itself; without what is None, ranks and flags."""
     found = [value]
-    if is_dataclass(value) and not isinstance(value, Ranks):
+    if is_dataclass(value) and not isinstance(value, TPGroup):
         found = [getattr(value, field.name) for field in fields(value)]
-    return [x for x in found if x is not None and not isinstance(x, Ranks | bool)]
+    return [x for x in found if x is not None and not isinstance(x, TPGroup | bool)]
 
 
 def _is_float(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Memory plans of Qwen3-8B on devices that nobody needs to have."""
 
 from jax_impl import platform as jax_platform
-from shared.drafts.drafter_spec import Drafts
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.families import config_from_dict
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -29,4 +29,4 @@ QWEN3_8B = config_from_dict(
 def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu") -> MemoryPlan:
     """The plan of a start with these flags on a device with so much free memory."""
     device, costs = Device(kind, "one", free_bytes), PLATFORMS[framework].costs
-    return plan(parse(flags.split()), QWEN3_8B, Drafts.none(), device, costs)
+    return plan(parse(flags.split()), QWEN3_8B, DrafterSpec.none(), device, costs)

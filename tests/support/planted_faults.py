@@ -13,10 +13,10 @@ from shared.boundary.backend import Decode, StepPlan, StepResult
 from shared.engine import planner
 from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
-from shared.engine.grammar import Constraint
+from shared.engine.grammar import GrammarState
 from shared.engine.planner import Planner
 from shared.engine.request import Request
-from shared.engine.rows import Chunk, Rows
+from shared.engine.rows import Chunk, ScheduledRows
 from shared.reference.backend import Batch, ReferenceBackend
 from shared.spec import (
     acceptance,
@@ -343,25 +343,25 @@ def failed_rows_rank_as_their_roots(patch: Patch) -> None:
 
 def masks_of_the_root_alone(patch: Patch) -> None:
     """Every node chooses by the mask of its tree's root."""
-    healthy = Rows.fill
+    healthy = ScheduledRows.fill
 
-    def fill(rows: Rows, plan: StepPlan) -> None:
+    def fill(rows: ScheduledRows, plan: StepPlan) -> None:
         healthy(rows, plan)
         if plan.mask is not None:
             plan.mask.index[:] = plan.mask.index[:, :1]
 
-    patch.setattr(Rows, "fill", fill)
+    patch.setattr(ScheduledRows, "fill", fill)
 
 
 def masks_of_the_step_before(patch: Patch) -> None:
     """A matcher that is a token behind what was committed."""
-    healthy = Constraint.take
+    healthy = GrammarState.take
 
-    def take(held: Constraint, token: int) -> bool:
+    def take(held: GrammarState, token: int) -> bool:
         before, held._late = getattr(held, "_late", None), token
         return before is None or healthy(held, before)
 
-    patch.setattr(Constraint, "take", take)
+    patch.setattr(GrammarState, "take", take)
 
 
 def masks_left_out(patch: Patch) -> None:

@@ -13,15 +13,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config_formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import KINDS, JoinedController
+from shared.engine.ngram.merged_drafts import KINDS, MergedDraftController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -126,10 +126,10 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
     return made[drafter]() if drafter in made else "none"
 
 
-def capacity_of(server: Server) -> Capacity:
+def capacity_of(server: Server) -> BackendLimits:
     """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
     vocab = target_of(server.family, server.own_drafter)[0].vocab
-    bare = Capacity(
+    bare = BackendLimits(
         page_size=server.page_size,
         num_pages=1,
         num_slots=1 + BATCH,
@@ -149,26 +149,28 @@ def capacity_of(server: Server) -> Capacity:
 
 
 def _programs(server: Server, pages: int) -> tuple[Program, ...]:
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
-        from_host = server.drafts_on_host and work is Work.DECODE and not shape.is_plain
+    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
+        from_host = server.drafts_on_host and work is StepKind.DECODE and not shape.is_plain
         return Program(
             work=work,
             batch=BATCH,
             pages=pages,
             tokens=tokens,
             shape=shape,
-            extras=Extra.LOGPROBS,
+            extras=ProgramFeature.LOGPROBS,
         ).having(
             {
-                Extra.HOST_DRAFT: from_host,
-                Extra.SCORES: work is Work.PREFILL,
-                Extra.COPIES: shape.copied > 0,
+                ProgramFeature.HOST_DRAFT: from_host,
+                ProgramFeature.PROMPT_LOGPROBS: work is StepKind.PREFILL,
+                ProgramFeature.NGRAM_DRAFTS: shape.copied > 0,
             }
         )
 
-    decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
-    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1, extras=Extra.NONE)
-    return (program(Work.PREFILL, PLAIN, CHUNK), count, *decodes)
+    decodes = [program(StepKind.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
+    count = replace(
+        program(StepKind.COUNT, TreeShape.plain(1), CHUNK), batch=1, extras=ProgramFeature.NONE
+    )
+    return (program(StepKind.PREFILL, PLAIN, CHUNK), count, *decodes)
 
 
 class Backends:
@@ -215,7 +217,7 @@ class Watched:
         for plan, future in self.steps:
             result, rows = future.result(), np.flatnonzero(plan.slots)
             assert not result.failed[rows].any()
-            if plan.program.work is not Work.DECODE:
+            if plan.program.work is not StepKind.DECODE:
                 continue
             drafted, shape = result.num_nodes[rows] - 1, plan.program.shape
             assert drafted.sum() <= shape.rows - plan.program.batch, "more nodes than verify rows"
@@ -230,7 +232,7 @@ class Watched:
 class InTurns(StaticController):
     """A controller that takes another shape for every step."""
 
-    def __init__(self, capacity: Capacity, shapes: list[TreeShape]) -> None:
+    def __init__(self, capacity: BackendLimits, shapes: list[TreeShape]) -> None:
         first = shapes[0]
         super().__init__(capacity, nodes=first.nodes, depth=first.depth, width=first.width)
         self._taken, self._rng = shapes, random.Random(len(shapes))
@@ -239,7 +241,7 @@ class InTurns(StaticController):
         return self._rng.choice(self._taken)
 
 
-class JoinedInTurns(JoinedController):
+class JoinedInTurns(MergedDraftController):
     """Steps of all kinds in turns, whether they pay or not."""
 
     _number = 0
@@ -260,7 +262,7 @@ def engine_of(server: Server, backend: Watched) -> Engine:
     )
 
 
-def controller_of(server: Server, capacity: Capacity) -> Controller:
+def controller_of(server: Server, capacity: BackendLimits) -> Controller:
     """A controller that takes the server's shapes in turns, or an index where the host drafts."""
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
@@ -296,7 +298,7 @@ def _remembering(server: Server) -> NgramConfig:
     )
 
 
-def num_pages_of(server: Server, capacity: Capacity, visits: list[Visit]) -> int:
+def num_pages_of(server: Server, capacity: BackendLimits, visits: list[Visit]) -> int:
     """Pages that let the longest request in, and `spare` of what the others would need."""
     growth = server.overlap * (capacity.max_depth + 1)
     needs = sorted(
@@ -350,7 +352,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert engine.cache.usage == 0.0, "a page is lost"
     assert engine.allocator.num_free_slots == engine.allocator.capacity.num_slots - 1
     assert not engine.allocator.page_table.any()
-    if isinstance(engine.controller, NgramController | JoinedController):
+    if isinstance(engine.controller, NgramController | MergedDraftController):
         assert not engine.controller.index.texts, "a text is held for nobody"
 
 

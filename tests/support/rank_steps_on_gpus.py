@@ -31,8 +31,8 @@ from kernels.tiles import LmHeadEpilogueTiles
 from shared.boundary.backend import Backend, StepFuture, StepPlan
 from shared.boundary.buffers import plan_in
 from shared.boundary.program import CAPTURED, Program
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import TPGroup
 from shared.models.families import config_from_dict
 from tests.support.backends import PreparedOnUse, drafts_of
 from tests.support.contract_host import (
@@ -181,11 +181,11 @@ def _run_torch(rank: Rank, name: str) -> int:
     made, how = made_from(name, rank.count), {"dtype": DTYPE, "device": where}
     mailboxes = steps = None
     if rank.rank == 0:
-        mailboxes = Mailboxes.create(rank.count, wait_s=PATIENCE_S)
+        mailboxes = ShmAllGather.create(rank.count, wait_s=PATIENCE_S)
         steps = of_one_gpu(TorchBackend(*made, **how), name)
     mailboxes, steps = rank.meet((mailboxes, steps))[0]
     for captured in ways:
-        group = Ranks(rank.rank, rank.count, mailboxes)
+        group = TPGroup(rank.rank, rank.count, mailboxes)
         compare(TorchBackend(*made, **how, captured=captured, group=group), steps)
     rank.meet()
     if rank.rank == 0:
@@ -208,7 +208,7 @@ def _run_jax(name: str, count: int) -> int:
     made, device = made_from(name, count), "gpu" if torch.cuda.is_available() else "cpu"
     how: dict[str, Any] = {"dtype": DTYPE, "device": device, "quick_compile": True}
     steps = of_one_gpu(JaxBackend(*made, **how), name)
-    compare(JaxBackend(*made, **how, group=Ranks(0, count, None)), steps)
+    compare(JaxBackend(*made, **how, group=TPGroup(0, count, None)), steps)
     return len(steps)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import plan_in
 from shared.boundary.program import Program
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import TPGroup
 
 WAIT_S = 60.0
 """Steps of ranks are far shorter; a test that waits longer is about to fail."""
@@ -76,7 +76,7 @@ class SideBySide:
         for backend in self._backends:
             backend.prepare(programs, progress)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         return self._backends[0].launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -98,9 +98,9 @@ def torch_ranks(made_from: tuple, count: int, **more: Any) -> SideBySide:
     from torch_impl.backend import TorchBackend
 
     how = {"dtype": "float32", "device": "cpu", "captured": (), **more}
-    mailboxes = Mailboxes.create(count, wait_s=WAIT_S)
+    mailboxes = ShmAllGather.create(count, wait_s=WAIT_S)
     ranks = [
-        TorchBackend(*made_from, **how, group=Ranks(rank, count, mailboxes))
+        TorchBackend(*made_from, **how, group=TPGroup(rank, count, mailboxes))
         for rank in range(count)
     ]
     return SideBySide(TorchBackend(*made_from, **how), ranks, mailboxes.remove)
@@ -111,7 +111,7 @@ Plan = tuple[Program, np.ndarray]
 
 
 def steps_of_rank(
-    made_from: tuple, plans: Sequence[Plan], group: Ranks
+    made_from: tuple, plans: Sequence[Plan], group: TPGroup
 ) -> list[dict[str, np.ndarray]]:
     """The results of plans on a rank of torch, in this process."""
     from torch_impl.backend import TorchBackend

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.peer_buffers import Boxes, Missing
+from kernels.peer_buffers import BufferLayout, PeerTimeout
 from shared.spec.reduction_order import SQUARES
 from tests.support.gather_cases import CASES, PRODUCT_CASES, Case, ProductCase
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -18,11 +18,11 @@ BLOCK_BYTES = 1 << 25
 
 def on_torch(rank: Rank) -> Any:
     """The mailbox of a process, connected with all others, that waits for nothing yet."""
-    from kernels.triton_gpu.collectives.symmetric_memory import Mailbox
+    from kernels.triton_gpu.collectives.symmetric_memory import SymmetricBuffer
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    mailbox = Mailbox(Boxes(rank.count, BLOCK_BYTES), rank.rank, device)
+    mailbox = SymmetricBuffer(BufferLayout(rank.count, BLOCK_BYTES), rank.rank, device)
     mailbox.connect(rank.meet(mailbox.handle))
     return mailbox
 
@@ -98,7 +98,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
                         f"{case}, step {number}, rank {rank.rank}: {len(places)} of {want.size} "
                         f"differ, first {places[0]}: {one[tuple(places[0])]:x}"
                     )
-        if late := Missing.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(mailbox.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
@@ -108,7 +108,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
 
 def products_of_torch(rank: Rank, steps: int) -> list[str]:
     """Products that gather, beside one of all ranks' weights; what is wrong, a sentence each."""
-    from kernels.triton_gpu.collectives.all_gather import Gather, tick
+    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, tick
     from kernels.triton_gpu.gemm.linear import product
 
     mailbox = on_torch(rank)
@@ -133,7 +133,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
             norm=None if arrays.norm is None else torch.from_numpy(arrays.norm).to(device),
             order=SQUARES,
             tiles=case.tiles,
-            gather=None if own is None else Gather(mailbox.mail, call, mailbox.boxes),
+            gather=None if own is None else AllGatherArgs(mailbox.mail, call, mailbox.boxes),
         )
 
     for number in range(-1, steps):
@@ -151,7 +151,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
                 f"{case}, step {number}, rank {rank.rank}: {name} differs"
                 for name in case.differing([_bits(x) for x in got], [_bits(x) for x in want])
             ]
-        if late := Missing.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(mailbox.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
@@ -159,7 +159,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
     return wrong
 
 
-def missing_of_torch(rank: Rank, looks: int) -> tuple[Missing | None, bool]:
+def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
     """The last rank stays away from the second call of the second step; what each has seen."""
     from kernels.triton_gpu.collectives.all_gather import gathered, tick
 
@@ -194,10 +194,10 @@ def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
     import jax
     from jax.sharding import Mesh
 
-    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
+    from kernels.pallas_gpu.collectives.symmetric_memory import SymmetricBuffer
 
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
-    return mesh, Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
+    return mesh, SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), list(mesh.devices.flat))
 
 
 def gathers_of_jax(ranks: int, steps: int) -> list[str]:
@@ -206,13 +206,13 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.collectives.all_gather import Gather, gathered, missed
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, gathered, missed
 
     mesh, mailboxes = mailboxes_of_jax(ranks)
     columns = PartitionSpec(None, "ranks")
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = Gather(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, mailboxes.boxes), []
         for case, (values, sums) in zip(CASES, given, strict=True):
             values = values.view(case.dtype)
             sums = sums if sums is None else sums.view(jnp.float32)
@@ -253,7 +253,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
                     if not np.array_equal(np.asarray(part.data), want):
                         count = int((np.asarray(part.data) != want).sum())
                         wrong.append(f"{case}, step {number}: {count} of {want.size} differ")
-        wrong += [f"{Missing.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
+        wrong += [f"{PeerTimeout.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
     return wrong
 
 
@@ -263,15 +263,15 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec
 
-    from kernels.pallas_gpu.collectives.all_gather import Gather, missed
-    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, missed
+    from kernels.pallas_gpu.collectives.symmetric_memory import SymmetricBuffer
     from kernels.pallas_gpu.gemm.linear import product
 
     devices = jax.devices()[:ranks]
     mesh = Mesh(np.array(devices), ("ranks",))
-    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), devices)
+    mailboxes = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), devices)
 
-    def multiply(case: ProductCase, arrays: Any, gather: Gather | None) -> Any:
+    def multiply(case: ProductCase, arrays: Any, gather: AllGatherArgs | None) -> Any:
         x, weight, squares, added, norm = arrays
         return product(
             x.astype(jnp.bfloat16),
@@ -294,7 +294,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
         )
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = Gather(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, mailboxes.boxes), []
         for case, arrays in zip(PRODUCT_CASES, given, strict=True):
             got = [x for x in multiply(case, arrays, gather) if x is not None]
             found.append([x.astype(jnp.float32) for x in got])
@@ -355,23 +355,23 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
                     f"{case}, step {number}, rank {rank}: {name} differs"
                     for name in case.differing(own, numbers)
                 ]
-        wrong += [f"{Missing.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
+        wrong += [f"{PeerTimeout.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
     return wrong
 
 
-def missing_of_jax(ranks: int, looks: int) -> list[Missing | None]:
+def missing_of_jax(ranks: int, looks: int) -> list[PeerTimeout | None]:
     """Rank 0 alone gathers, as device of a program that the others do not run, and again."""
     import jax
     import jax.numpy as jnp
 
-    from kernels.pallas_gpu.collectives.all_gather import Gather, gathered, missed
-    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, gathered, missed
+    from kernels.pallas_gpu.collectives.symmetric_memory import SymmetricBuffer
 
-    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), jax.devices()[:ranks])
+    mailboxes = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), jax.devices()[:ranks])
     values, _ = CASES[0].share(0, ranks, 0)
 
     def run(x: Any, place: Any) -> Any:
-        gather = Gather(place, mailboxes.boxes)
+        gather = AllGatherArgs(place, mailboxes.boxes)
         out, _ = gathered(x, None, gather)
         return out, missed(gather, out)
 

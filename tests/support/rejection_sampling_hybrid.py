@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shared.boundary.backend import Backend
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -57,7 +57,9 @@ class Rejecting:
         key = (framework, rule, drafter)
         if key not in self.backends:
             capacity = tree_capacity(self.config.vocab)
-            wanted = [p for p in capacity.programs if p.work is Work.PREFILL or p.shape == CHAIN]
+            wanted = [
+                p for p in capacity.programs if p.work is StepKind.PREFILL or p.shape == CHAIN
+            ]
             capacity = replace(capacity, programs=tuple(wanted), accept_rule=rule)
             made = (self.config, self.weights, capacity, self.drafter(drafter))
             self.backends[key] = self.make(framework, *made)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.peer_buffers import Missing
+from kernels.peer_buffers import PeerTimeout
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.ranks_on_gpus import joined, mailboxes_of_jax, on_torch
 
@@ -41,7 +41,7 @@ def differing(got: np.ndarray, ranks: int, step: int, case: Sequence[int]) -> li
 
 def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     """Gathers rows of all cases in each of some steps, captured; what is wrong, a sentence each."""
-    from kernels.triton_gpu.collectives.all_gather import Gather, tick
+    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, tick
     from kernels.triton_gpu.sampling.vocab_parallel import gathered_rows
 
     mailbox = on_torch(rank)
@@ -52,7 +52,7 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     def step() -> list[Any]:
         call, found = 0, []
         for values, rows, (_, _, count) in zip(own, which, CASES, strict=True):
-            gathers = [Gather(mailbox.mail, call + i, mailbox.boxes) for i in range(count)]
+            gathers = [AllGatherArgs(mailbox.mail, call + i, mailbox.boxes) for i in range(count)]
             found.append(gathered_rows(values, rows, gathers))
             call += count
         tick(mailbox.mail, call)
@@ -78,7 +78,7 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
         for case, out in zip(CASES, captured, strict=True):
             got = out.view(torch.int32).cpu().numpy().view(np.uint32)
             wrong += differing(got, rank.count, number, case)
-        if late := Missing.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(mailbox.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
@@ -92,13 +92,13 @@ def rows_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.collectives.all_gather import Gather, missed
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, missed
     from kernels.pallas_gpu.sampling.vocab_parallel import gathered_rows
 
     mesh, mailboxes = mailboxes_of_jax(ranks)
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = Gather(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, mailboxes.boxes), []
         for (values, rows), (_, _, count) in zip(given, CASES, strict=True):
             out = gathered_rows(values.view(jnp.float32), rows, [gather] * count)
             found.append(out.view(jnp.uint32))
@@ -131,5 +131,5 @@ def rows_of_jax(ranks: int, steps: int) -> list[str]:
         for case, out in zip(CASES, found, strict=True):
             for part in out.addressable_shards:
                 wrong += differing(np.asarray(part.data), ranks, number, case)
-        wrong += [f"{Missing.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
+        wrong += [f"{PeerTimeout.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
     return wrong

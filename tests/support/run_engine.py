@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Outcome:
     finish_reason: FinishReason | None = None
     error: str | None = None
     traced: list[Event] = field(default_factory=list)
-    scores: Scores | None = None
+    scores: PromptLogprobs | None = None
 
     def take(self, event: Event) -> None:
         assert self.finish_reason is None, "an event after the request's end"

@@ -1,6 +1,6 @@
 """A planner and requests that have slots and pages."""
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
@@ -9,7 +9,7 @@ from shared.engine.request import Request, SamplingParams
 class House:
     """A planner and requests that have slots and pages."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: BackendLimits) -> None:
         self.capacity, self.allocator = capacity, Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
 

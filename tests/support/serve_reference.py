@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shared.boundary.backend import Blueprint
+from shared.boundary.backend import BackendSpec
 from shared.drafts.checkpoint import DraftFiles, load_head
 from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from shared.models.config import ModelConfig
@@ -22,7 +22,7 @@ from shared.reference.workspace import workspace
 
 
 def load(
-    blueprint: Blueprint,
+    blueprint: BackendSpec,
     checkpoint: Checkpoint,
     draft_files: DraftFiles,
     progress: Callable[[int], None],

@@ -14,7 +14,7 @@ from shared.engine.checks import RequestLimits
 from shared.models.sampling import SamplingDefaults
 from shared.process import loop
 from shared.process.address import Listeners, bind
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.process.watchdog import Watchdog
 from tests.support.cache_policies import policy_of
 from tests.support.toy_backend import ToyBackend, ToyFuture, toy_capacity
@@ -45,7 +45,7 @@ def main() -> int:
     backend = Slowed(capacity)
     backend.step_s = flags.step_ms / 1000
     with tempfile.TemporaryDirectory() as folder:
-        facts = ModelFacts(
+        facts = ServerInfo(
             model_name="toy",
             model_folder=folder,
             limits=RequestLimits.of(capacity, capacity.context_length),

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Blueprint, Launch, StepPlan, StepResult
+from shared.boundary.backend import Backend, BackendSpec, LaunchMode, StepPlan, StepResult
 from shared.boundary.program import Program
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.process.device import Device
 from shared.process.launch import launch
 from tests.support import serve_reference
@@ -61,7 +61,7 @@ def rank_of_process() -> int:
 class MirroredBackend:
     """A backend whose results are those of all ranks."""
 
-    def __init__(self, own: Backend, ranks: Ranks) -> None:
+    def __init__(self, own: Backend, ranks: TPGroup) -> None:
         self.capacity, self.workspace, self._own, self._ranks = (
             own.capacity,
             own.workspace,
@@ -74,7 +74,7 @@ class MirroredBackend:
         fault_at(self._ranks.rank, "preparing")
         self._own.prepare(programs, progress)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         return self._own.launch(program)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -98,7 +98,7 @@ class MirroredBackend:
         return result
 
 
-def load(blueprint: Blueprint, *rest: Any) -> MirroredBackend:
+def load(blueprint: BackendSpec, *rest: Any) -> MirroredBackend:
     fault_at(blueprint.ranks.rank, "loading")
     return MirroredBackend(serve_reference.load(blueprint, *rest), blueprint.ranks)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -18,16 +18,18 @@ from tests.support.run_engine import Outcome, drive
 BATCH, PAGES = 2, 8
 
 
-def small_capacity(vocab: int, shape: TreeShape, rule: str) -> Capacity:
+def small_capacity(vocab: int, shape: TreeShape, rule: str) -> BackendLimits:
     """One program of prompts and one of decoding with that shape."""
     programs = [
-        Program(work=work, batch=BATCH, pages=PAGES, tokens=n, shape=each, extras=Extra.NONE)
+        Program(
+            work=work, batch=BATCH, pages=PAGES, tokens=n, shape=each, extras=ProgramFeature.NONE
+        )
         for work, each, n in (
-            (Work.PREFILL, TreeShape.plain(BATCH), 64),
-            (Work.DECODE, shape, 0),
+            (StepKind.PREFILL, TreeShape.plain(BATCH), 64),
+            (StepKind.DECODE, shape, 0),
         )
     ]
-    return Capacity(
+    return BackendLimits(
         page_size=16,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -51,7 +53,7 @@ def small_requests(**sampling: Any) -> list[Request]:
 
 
 def small_outcomes(
-    backend: Backend, capacity: Capacity, shape: TreeShape, requests: list[Request]
+    backend: Backend, capacity: BackendLimits, shape: TreeShape, requests: list[Request]
 ) -> dict[int, Outcome]:
     """What the requests get, all drafts with that shape."""
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)

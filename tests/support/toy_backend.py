@@ -16,11 +16,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from shared.boundary.backend import Capacity, Count, Launch, Prefill, StepPlan, StepResult
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import (
+    BackendLimits,
+    CountPromptTokens,
+    LaunchMode,
+    Prefill,
+    StepPlan,
+    StepResult,
+)
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
-from shared.spec.logprobs import Logprobs, Scores
+from shared.spec.logprobs import Logprobs, PromptLogprobs
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -55,33 +62,33 @@ def toy_capacity(
     batch_sizes: tuple[int, ...] = (2, 4),
     num_snapshots: int = 1,
     max_scores: int = 0,
-) -> Capacity:
+) -> BackendLimits:
     """A capacity with two page-table sizes, two prefill sizes and chains of the given depths.
 
     Where prompts are scored, the widest prefill has a twin that does it.
     """
 
-    def program(work: Work, batch: int, pages: int, tokens: int, depth: int) -> Program:
+    def program(work: StepKind, batch: int, pages: int, tokens: int, depth: int) -> Program:
         return Program(
             work=work,
             batch=batch,
             pages=pages,
             tokens=tokens,
             shape=TreeShape.chain(depth, batch),
-            extras=Extra.NONE if work is Work.COUNT else Extra.LOGPROBS,
+            extras=ProgramFeature.NONE if work is StepKind.COUNT else ProgramFeature.LOGPROBS,
         )
 
     sizes = [(batch, pages) for batch in batch_sizes for pages in (16, 128)]
-    prefills = [program(Work.PREFILL, b, p, t, 0) for b, p in sizes for t in (64, 128)]
+    prefills = [program(StepKind.PREFILL, b, p, t, 0) for b, p in sizes for t in (64, 128)]
     if max_scores:
-        prefills.append(prefills[-1].having({Extra.SCORES: True}))
-    decodes = [program(Work.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
-    return Capacity(
+        prefills.append(prefills[-1].having({ProgramFeature.PROMPT_LOGPROBS: True}))
+    decodes = [program(StepKind.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
+    return BackendLimits(
         page_size=page_size,
         num_pages=num_pages,
         num_slots=num_slots,
         num_snapshots=num_snapshots,
-        programs=(*prefills, *decodes, program(Work.COUNT, 1, 128, 24, 0)),
+        programs=(*prefills, *decodes, program(StepKind.COUNT, 1, 128, 24, 0)),
         overlap=overlap,
         context_length=context_length,
         vocab=VOCAB,
@@ -122,7 +129,7 @@ class ToyBackend:
       num_fed: Tokens of prompts that its prefills have fed.
     """
 
-    def __init__(self, capacity: Capacity, draft_reach: int | None = 1) -> None:
+    def __init__(self, capacity: BackendLimits, draft_reach: int | None = 1) -> None:
         self.capacity, self._draft_reach = capacity, draft_reach
         self.is_closed = False
         self._pages = np.full((capacity.num_pages, capacity.page_size), -1, np.int32)
@@ -137,8 +144,8 @@ class ToyBackend:
         self.num_fed = 0
         self._queue: deque[tuple[StepPlan, ToyFuture]] = deque()
 
-    def launch(self, program: Program) -> Launch:
-        return Launch.EAGER
+    def launch(self, program: Program) -> LaunchMode:
+        return LaunchMode.EAGER
 
     def submit(self, plan: StepPlan) -> ToyFuture:
         future = ToyFuture(self)
@@ -158,7 +165,7 @@ class ToyBackend:
         parents = np.repeat(np.arange(drafts.shape[1], dtype=np.int32)[None] - 1, B, axis=0)
         num_nodes = np.full(B, W, np.int32)
         for row in np.flatnonzero(plan.slots):
-            if isinstance(plan.work, Count):
+            if isinstance(plan.work, CountPromptTokens):
                 self._count(plan, row)
                 continue
             prefills = isinstance(plan.work, Prefill)
@@ -185,11 +192,11 @@ class ToyBackend:
             parents=np.maximum(parents, 0),
             num_nodes=num_nodes,
             logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
-            scores=self._scores(plan) if plan.program.has(Extra.SCORES) else None,
+            scores=self._scores(plan) if plan.program.has(ProgramFeature.PROMPT_LOGPROBS) else None,
             device_seconds=None,
         )
 
-    def _scores(self, plan: StepPlan) -> Scores:
+    def _scores(self, plan: StepPlan) -> PromptLogprobs:
         """Of each token that follows one: minus its id and a thousandth of its position."""
         work = plan.work
         assert isinstance(work, Prefill)
@@ -200,7 +207,7 @@ class ToyBackend:
             following[first:end][-1:] = self._newest[plan.slots[row]]
         best = following[:, None] + np.arange(self.capacity.max_scores, dtype=np.int32)
         chosen = -(following + positions / 1000).astype(np.float32)
-        return Scores(chosen, following + 1, best, -best.astype(np.float32))
+        return PromptLogprobs(chosen, following + 1, best, -best.astype(np.float32))
 
     def _at(self, plan: StepPlan, row: int, positions: np.ndarray) -> tuple:
         size = self.capacity.page_size
@@ -227,7 +234,7 @@ class ToyBackend:
     def _start(self, plan: StepPlan, row: int) -> None:
         """Takes over what the plan names; where its pages end, the first positions say."""
         slot, source = plan.slots[row], plan.snapshots.restore[row]
-        assert isinstance(plan.work, Prefill | Count)
+        assert isinstance(plan.work, Prefill | CountPromptTokens)
         self._lengths[slot] = plan.work.first_positions[row]
         self._draft_from[slot] = plan.draft_from[row]
         self._states[slot] = self._snapshots[source] if source else 0

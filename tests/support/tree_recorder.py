@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shared.boundary.backend import Backend, StepFuture, StepPlan
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 
 
 class Recorder:
@@ -17,7 +17,7 @@ class Recorder:
 
     def submit(self, plan: StepPlan) -> StepFuture:
         future = self._backend.submit(plan)
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             self._steps.append((np.count_nonzero(plan.slots), future))
         return future
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -44,27 +44,27 @@ def name_of(shape: TreeShape) -> str:
     return f"S{shape.depth}k{shape.width}N{shape.nodes}"
 
 
-def tree_capacity(vocab: int) -> Capacity:
+def tree_capacity(vocab: int) -> BackendLimits:
     """One prefill and one decode program for each shape; all give logprobs."""
 
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            extras=Extra.LOGPROBS,
+            extras=ProgramFeature.LOGPROBS,
         )
 
-    return Capacity(
+    return BackendLimits(
         page_size=4,
         num_pages=1 + (BATCH + 1) * PAGES,
         num_slots=2 + BATCH,
         num_snapshots=1,
         programs=(
-            program(Work.PREFILL, PLAIN, 128),
-            *(program(Work.DECODE, shape, 0) for shape in SHAPES),
+            program(StepKind.PREFILL, PLAIN, 128),
+            *(program(StepKind.DECODE, shape, 0) for shape in SHAPES),
         ),
         overlap=2,
         context_length=200,

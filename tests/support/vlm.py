@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Capacity
-from shared.boundary.images import PicturePool
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.backend import Backend, BackendLimits
+from shared.boundary.images import EncoderCacheSpec
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
-from shared.engine.image_inputs import Picture, Sight
+from shared.engine.image_inputs import MropePositions, Picture
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import JoinedController
+from shared.engine.ngram.merged_drafts import MergedDraftController
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
@@ -106,7 +106,7 @@ class Prompt:
         encoded = of_specification()
         rows = [encoded(patches_of(each.pixels)) for each in self.pictures]
         tokens = np.array(self.tokens)
-        sight, is_image = Sight.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
+        sight, is_image = MropePositions.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
         pool = np.concatenate([np.zeros((1, vision().out), np.float32), *rows])
         sources = np.where(is_image, np.cumsum(is_image), 0)
         model = SpecModel(MODEL)
@@ -135,10 +135,12 @@ def _drafter(name: str) -> Drafter:
     return tiny_block_head(config, 4) if name == "DFLASH" else "none"
 
 
-def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
+def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
     """A prefill, plain steps, the drafter's, and encodings: of small pictures, and in two steps."""
 
-    def program(work: Work, shape: TreeShape, tokens: int, extras: Extra = Extra.NONE) -> Program:
+    def program(
+        work: StepKind, shape: TreeShape, tokens: int, extras: ProgramFeature = ProgramFeature.NONE
+    ) -> Program:
         return Program(
             work=work,
             batch=BATCH,
@@ -149,27 +151,27 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
         )
 
     def encoding(rows: int, *bounds: int) -> list[Program]:
-        single = program(Work.ENCODE, TreeShape.plain(1), rows * vision().merged)
+        single = program(StepKind.ENCODE, TreeShape.plain(1), rows * vision().merged)
         pieces = pairwise((0, *bounds, vision().depth))
         return [replace(single, batch=1, pages=1, blocks=range(*each)) for each in pieces]
 
     shape = SHAPES[drafter]
-    decodes = [program(Work.DECODE, PLAIN, 0)]
+    decodes = [program(StepKind.DECODE, PLAIN, 0)]
     if drafter == "NGRAM":
-        decodes.append(program(Work.DECODE, shape, 0, Extra.HOST_DRAFT))
+        decodes.append(program(StepKind.DECODE, shape, 0, ProgramFeature.HOST_DRAFT))
     elif drafter != "none":
-        decodes.append(program(Work.DECODE, shape, 0))
+        decodes.append(program(StepKind.DECODE, shape, 0))
     if drafter == "NEXTN+NGRAM":
         for own in (PLAIN, CHAIN):
             joined = TreeShape(own.nodes + 4, 4, 1, BATCH * (own.nodes + 4), grown=own, copied=9)
-            decodes.append(program(Work.DECODE, joined, 0, Extra.COPIES))
-    return Capacity(
+            decodes.append(program(StepKind.DECODE, joined, 0, ProgramFeature.NGRAM_DRAFTS))
+    return BackendLimits(
         page_size=PAGE,
         num_pages=1 + num_pages,
         num_slots=1 + BATCH,
         num_snapshots=9,
         programs=(
-            program(Work.PREFILL, PLAIN, CHUNK),
+            program(StepKind.PREFILL, PLAIN, CHUNK),
             *decodes,
             *encoding(32),
             *encoding(LARGEST, 1),
@@ -180,7 +182,7 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=0,
-        pictures=PicturePool(vision(), picture_config(), 1 + pool_rows),
+        pictures=EncoderCacheSpec(vision(), picture_config(), 1 + pool_rows),
     )
 
 
@@ -213,7 +215,7 @@ class Fewer:
     def close(self) -> None: ...
 
 
-def controller_of(drafter: str, capacity: Capacity, texts: Sequence[list[int]]) -> Controller:
+def controller_of(drafter: str, capacity: BackendLimits, texts: Sequence[list[int]]) -> Controller:
     """What chooses; seen text is looked up in a corpus of `texts` too, so that some is accepted."""
     shape = SHAPES[drafter]
     if not drafter.endswith("NGRAM"):
@@ -227,7 +229,7 @@ def controller_of(drafter: str, capacity: Capacity, texts: Sequence[list[int]]) 
         controller = NgramController(capacity, index)
     else:
         index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
-        controller = JoinedController(capacity, index, 0.0, {})
+        controller = MergedDraftController(capacity, index, 0.0, {})
     index.add_corpus("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
     return controller
 

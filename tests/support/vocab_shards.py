@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kernels.rooms import module_in
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import TPGroup
 from shared.models.tp_sharding import vocab_section
 from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_records import leaves, mapped
@@ -63,11 +63,11 @@ def _threads(
     placed = {name: mapped(x, to_torch, ops("sampling")) for name, x in given.items()}
     alone = work(ops, ops("vocab_parallel").ALL, [*map(to_torch, rows)], placed)
     parts = [shares(row, count) for row in rows]
-    mailboxes = Mailboxes.create(count, wait_s=WAIT_S)
+    mailboxes = ShmAllGather.create(count, wait_s=WAIT_S)
 
     def of_rank(rank: int) -> list[np.ndarray]:
         own = [to_torch(part[rank]) for part in parts]
-        return _arrays(work(ops, vocabulary(size, Ranks(rank, count, mailboxes)), own, placed))
+        return _arrays(work(ops, vocabulary(size, TPGroup(rank, count, mailboxes)), own, placed))
 
     with ThreadPoolExecutor(count) as pool:
         every = list(pool.map(of_rank, range(count)))
@@ -87,7 +87,7 @@ def _mapped(
         return work(ops, ops("vocab_parallel").ALL, rows, placed)
 
     def of_rank(parts: list, placed: Any) -> Any:
-        return work(ops, vocabulary(size, Ranks(0, count, None)), parts, placed)
+        return work(ops, vocabulary(size, TPGroup(0, count, None)), parts, placed)
 
     want = jax.jit(alone, **quick)([*map(to_jax, rows)], placed)
     ranked = jax.vmap(of_rank, in_axes=(0, None), axis_name=names.AXIS)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.text import template_worker, worker
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import Conversation, TemplateError
 from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
@@ -63,7 +63,7 @@ def test_a_conversation_gets_the_template_that_transformers_takes(
     oracle = AutoTokenizer.from_pretrained(tmp_path)
     want = oracle.apply_chat_template(USER, tools=tools or None, tokenize=False)
     if case == "one" and tools:
-        with pytest.raises(TemplateFailed, match="does not support tools"):
+        with pytest.raises(TemplateError, match="does not support tools"):
             tokenizer.render_chat(Conversation(USER, tools))
     else:
         assert tokenizer.render_chat(Conversation(USER, tools)) == want
@@ -73,7 +73,7 @@ def test_a_conversation_gets_the_template_that_transformers_takes(
 def test_a_folder_without_a_template_for_a_conversation_names_those_it_has(tmp_path: Path):
     tokenizer = save(tmp_path, config=named(tool_use=TOOLS, rag=OTHER))
     assert not tokenizer.has_chat_template
-    with pytest.raises(TemplateFailed, match="no chat template default; it has rag, tool_use"):
+    with pytest.raises(TemplateError, match="no chat template default; it has rag, tool_use"):
         tokenizer.render_chat(Conversation(USER))
     assert "SECRET_NAME" in tokenizer.render_chat(Conversation(USER, [TOOL]))
 
@@ -89,7 +89,7 @@ def test_arguments_and_switches_are_those_of_the_template_that_is_taken(tmp_path
         Conversation(USER, arguments={"kind": "?"}),
         Conversation(USER, [TOOL], {"mood": "!"}),
     ):
-        with pytest.raises(TemplateFailed, match="has no argument"):
+        with pytest.raises(TemplateError, match="has no argument"):
             tokenizer.render_chat(asked)
     assert tokenizer.render_chat(Conversation(USER, advice=OFF)) == "plain hi"
     templates = ChatTemplates({"default": default, "tool_use": TOOLS + "<think>"}, {})

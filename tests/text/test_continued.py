@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,7 +73,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}
     ],
 )
 def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, reason: str):
-    with pytest.raises(TemplateFailed, match=reason) as refused:
+    with pytest.raises(TemplateError, match=reason) as refused:
         rendered(CHATML + "{# tool #}", messages, begins)
     assert refused.value.part == "continue_final_message"
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, 
     "written", ["{{ messages[0].content }}", "{{ messages[-1].content[3:] }}", "x"]
 )
 def test_a_message_that_the_template_does_not_write_is_refused(written: str):
-    with pytest.raises(TemplateFailed, match="does not write the last message unchanged"):
+    with pytest.raises(TemplateError, match="does not write the last message unchanged"):
         continued(written, "hello")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from tests.support.conversations import count_refused
 from tests.support.family_templates import TEMPLATES
 from tests.support.http_fixtures import save_tokenizer
@@ -56,5 +56,5 @@ def test_the_refusal_names_what_is_left_out(template: str, messages: list[Any], 
         else {"role": "assistant", "content": "", "tool_calls": each}
         for each in messages
     ]
-    with pytest.raises(TemplateFailed, match=f"omits {re.escape(what)}"):
+    with pytest.raises(TemplateError, match=f"omits {re.escape(what)}"):
         ChatTemplate(template, {}).render(Conversation(given))

@@ -20,14 +20,14 @@ from shared.text.delimiters import CALL, CALL_END, PYTHON_TAG, THINK_END
 from shared.text.grammar import (
     MAX_GRAMMAR_BYTES,
     Compiler,
-    GrammarRefused,
+    InvalidGrammarError,
     of_choices,
     of_lark,
     of_regex,
     of_schema,
 )
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH
-from shared.text.grammar_worker import Calls, Form, Wanted
+from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.tool_call_grammar import Tool, grammar_of
 from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
 from tests.support.special_token_tokenizer import MARKS, marked_tokenizer
@@ -139,8 +139,8 @@ def test_an_answer_of_a_form_may_be_a_call_instead():
 
 @pytest.mark.parametrize("lead", ["open", "maybe", None])
 def test_what_is_held_to_a_form_begins_behind_the_reasoning(lead):
-    form, calls = Form(kind="regex", value="[ab]{2}"), None
-    grammar = Wanted(form=form, calls=calls, lead=lead).grammar()
+    form, calls = OutputFormat(kind="regex", value="[ab]{2}"), None
+    grammar = GrammarRequest(form=form, calls=calls, lead=lead).grammar()
     thought = "so </b> {} hm\n</think>\n\n"
     assert bool(follows(grammar, thought + "ab")) is (lead == "open")
     assert bool(follows(grammar, f"<think>{thought}ab")) is (lead is not None)
@@ -153,8 +153,8 @@ def test_what_is_held_to_a_form_begins_behind_the_reasoning(lead):
 @pytest.mark.parametrize(("style", "call"), [("hermes", TAGGED), ("llama3", BARE)])
 def test_an_answer_that_begins_with_a_thought_is_no_free_text(style, call):
     """Its parser reads a call behind the thought, which is held to its function like any."""
-    calls = Calls(style=style, tools=[("weather", CITY)], many=True, free="text")
-    grammar = Wanted(form=None, calls=calls, lead="maybe").grammar()
+    calls = ToolCallSpec(style=style, tools=[("weather", CITY)], many=True, free="text")
+    grammar = GrammarRequest(form=None, calls=calls, lead="maybe").grammar()
     for thought in ("", "<think>hm</think>\n\n", "\n<think></think>"):
         assert follows(grammar, thought + call)
         assert follows(grammar, thought + "Hi.")
@@ -163,8 +163,8 @@ def test_an_answer_that_begins_with_a_thought_is_no_free_text(style, call):
 
 
 def test_calls_come_behind_the_reasoning_too():
-    calls = Calls(style="hermes", tools=[("weather", CITY)], many=True, free="text")
-    grammar = Wanted(form=None, calls=calls, lead="open").grammar()
+    calls = ToolCallSpec(style="hermes", tools=[("weather", CITY)], many=True, free="text")
+    grammar = GrammarRequest(form=None, calls=calls, lead="open").grammar()
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED}")
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED.replace('city', 'town')}") is False
 
@@ -187,8 +187,8 @@ def test_calls_come_behind_the_reasoning_too():
 def test_a_mark_that_the_tokenizer_has_may_be_written_as_its_token(
     kind, style, free, lead, text, mark
 ):
-    calls = Calls(style=style, tools=[("weather", CITY)], many=True, free=free)
-    grammar = Wanted(form=None, calls=calls, lead=lead).grammar()
+    calls = ToolCallSpec(style=style, tools=[("weather", CITY)], many=True, free=free)
+    grammar = GrammarRequest(form=None, calls=calls, lead=lead).grammar()
     assert tokenizer(kind).token_to_id(mark) in allowed(grammar, text, kind)
 
 
@@ -223,7 +223,7 @@ def test_a_token_may_be_named_in_lark_by_its_id_or_be_its_text():
     for grammar in (f'start: <[{number}]> "a"', f'start: "{CALL}" "a"', 'start: <|user|> "a"'):
         assert allowed(of_lark(grammar), "", "marks")
     with pytest.raises(
-        GrammarRefused, match='unknown special token: "<tool_call>".* as a quoted string'
+        InvalidGrammarError, match='unknown special token: "<tool_call>".* as a quoted string'
     ):
         compiler("marks").compile(of_lark(f'start: {CALL} "a"'))
 
@@ -265,7 +265,7 @@ def test_white_space_of_json_has_an_end():
 
 def test_settings_of_the_library_are_not_the_requests_to_make():
     loose = {"type": "object", "not": {}, "x-guidance": {"lenient": True}}
-    with pytest.raises(GrammarRefused, match="not"):
+    with pytest.raises(InvalidGrammarError, match="not"):
         compiler().compile(of_schema(loose))
 
 
@@ -306,7 +306,7 @@ def test_choices_are_texts_and_no_syntax():
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_one_sentence(made, reason):
-    with pytest.raises(GrammarRefused, match=reason) as refused:
+    with pytest.raises(InvalidGrammarError, match=reason) as refused:
         compiler().compile(made())
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400

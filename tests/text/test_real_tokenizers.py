@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from shared.server.completions.parsers import new_parser
 from shared.server.parsing.output_parser import Said
 from shared.text.delimiters import CALL, THINK, THINK_END
-from shared.text.grammar_worker import Calls, Form, Wanted
+from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.tool_call_grammar import STYLES
 from tests.support.call_schemas import SCHEMAS
 from tests.support.conversations import count_refused
@@ -37,7 +37,7 @@ def tokenizer(request: pytest.FixtureRequest) -> RealTokenizer:
     return RealTokenizer.called(request.param)
 
 
-def text_of(tokenizer: RealTokenizer, wanted: Wanted, seed: int, begun: str = "") -> str:
+def text_of(tokenizer: RealTokenizer, wanted: GrammarRequest, seed: int, begun: str = "") -> str:
     compiled = tokenizer.compiler.compile(wanted.grammar())
     tokens = walk(
         compiled,
@@ -56,12 +56,12 @@ def text_of(tokenizer: RealTokenizer, wanted: Wanted, seed: int, begun: str = ""
 @pytest.mark.parametrize("style", STYLES)
 def test_a_call_is_written_and_read(tokenizer, style, free, lead):
     """Begun by the token of its mark where the tokenizer has it."""
-    calls = Calls(style=style, tools=TOOLS, many=False, free=free)
-    form = Form(kind="schema", value=SCHEMA) if free == "answer" else None
+    calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)
+    form = OutputFormat(kind="schema", value=SCHEMA) if free == "answer" else None
     thought = {None: "", "open": f"hm{THINK_END}", "maybe": f"{THINK}hm{THINK_END}"}[lead]
     for seed in SEEDS:
         begun = thought + BEGINNINGS[style] if seed or free else ""
-        text = text_of(tokenizer, Wanted(form=form, calls=calls, lead=lead), seed, begun)
+        text = text_of(tokenizer, GrammarRequest(form=form, calls=calls, lead=lead), seed, begun)
         said = Said(dict(TOOLS), None, are_calls_held=True)
         parser = new_parser(style, said, None if lead is None else lead == "open")
         found = parser.push(text) + parser.flush(was_cut=False)
@@ -74,8 +74,8 @@ def test_a_call_is_written_and_read(tokenizer, style, free, lead):
 @pytest.mark.parametrize("lead", [None, "open", "maybe"])
 def test_a_form_is_written_behind_the_reasoning(tokenizer, lead):
     for seed in SEEDS:
-        form = Form(kind="schema", value=SCHEMA)
-        text = text_of(tokenizer, Wanted(form=form, calls=None, lead=lead), seed)
+        form = OutputFormat(kind="schema", value=SCHEMA)
+        text = text_of(tokenizer, GrammarRequest(form=form, calls=None, lead=lead), seed)
         parser = new_parser(None, Said({}, None, False), None if lead is None else lead == "open")
         found = parser.push(text) + parser.flush(was_cut=False)
         jsonschema.validate(json.loads(found.text), SCHEMA)
@@ -95,7 +95,9 @@ FORMS = [
 def test_a_text_is_written_also_where_it_names_a_token(tokenizer, kind, value, pattern):
     for seed in range(8):
         text = text_of(
-            tokenizer, Wanted(form=Form(kind=kind, value=value), calls=None, lead=None), seed
+            tokenizer,
+            GrammarRequest(form=OutputFormat(kind=kind, value=value), calls=None, lead=None),
+            seed,
         )
         assert re.fullmatch(pattern, text), text
 

@@ -16,7 +16,7 @@ from shared.engine.request import Event, FinishReason
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.server.parsing.delta import PassthroughParser
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.delimiters import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
@@ -242,7 +242,7 @@ def test_chat_templates_render_as_hugging_face_does(tmp_path):
     assert tokenizer is not None
     ids = tokenizer.encode_chat([{"role": "user", "content": "<hé>"}])
     assert ids == [257, *"<hé>".encode(), 258]
-    with pytest.raises(TemplateFailed, match="no system"):
+    with pytest.raises(TemplateError, match="no system"):
         tokenizer.encode_chat([{"role": "system", "content": "x"}])
 
 
@@ -297,7 +297,7 @@ def test_a_template_cannot_reach_the_machine(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
-    with pytest.raises(TemplateFailed, match="unsafe"):
+    with pytest.raises(TemplateError, match="unsafe"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
@@ -379,7 +379,7 @@ def template_of(source: str) -> ChatTemplate:
 def test_tools_that_a_template_never_lists_are_refused_and_messages_of_tools_written():
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(
-        TemplateFailed, match="the chat template of the model does not support tools"
+        TemplateError, match="the chat template of the model does not support tools"
     ):
         template_of(CALLS_ALONE).render(Conversation(messages, [CALLED]))
     answered = [*messages, {"role": "tool", "content": "4"}]
@@ -398,11 +398,11 @@ def test_a_function_that_a_template_leaves_out_is_refused(part: str):
     template = template_of("{% if tools == 1 %}{{ tools }}{% endif %}{# tool_calls #}")
     called = [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]
     asked = Conversation([], [CALLED]) if part == "tools" else Conversation(called)
-    with pytest.raises(TemplateFailed, match="omits the function 'SECRET_NAME'") as refused:
+    with pytest.raises(TemplateError, match="omits the function 'SECRET_NAME'") as refused:
         template.render(asked)
     assert refused.value.part == part
 
 
 def test_a_template_that_sets_its_own_tools_reads_no_others():
-    with pytest.raises(TemplateFailed, match="does not support tools"):
+    with pytest.raises(TemplateError, match="does not support tools"):
         template_of("{% set tools = ['mine'] %}{{ tools }}").render(Conversation([], [CALLED]))

@@ -11,7 +11,7 @@ import pytest
 
 from shared.server.completions.parsers import new_parser
 from shared.server.parsing.output_parser import Said
-from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
+from shared.text.grammar import CompiledGrammar, Compiler, InvalidGrammarError
 from shared.text.json_schema_refs import standalone
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_call_grammar import STYLES, Tool, grammar_of
@@ -113,7 +113,7 @@ def test_a_function_that_is_held_to_nothing_takes_any_parameters():
 )
 def test_what_a_text_without_quotes_cannot_be_held_to_is_refused_by_name(schema, reason):
     defs = {"short": {"type": "string", "maxLength": 3}, "round": {"$ref": "#/$defs/round"}}
-    with pytest.raises(GrammarRefused, match=reason):
+    with pytest.raises(InvalidGrammarError, match=reason):
         forced("qwen3_coder", {"properties": {"a": schema}, "$defs": defs})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.jinja_environment import environment
 from tests.support.family_templates import TEMPLATES
 
@@ -84,5 +84,5 @@ def test_template_of_objects_gets_messages_as_they_are(name: str):
 
 def test_template_without_calls_is_still_refused():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %} tool", {})
-    with pytest.raises(TemplateFailed, match="omits the function 'weather'"):
+    with pytest.raises(TemplateError, match="omits the function 'weather'"):
         template.render(Conversation(talk("")[1:3]))

@@ -19,7 +19,7 @@ from jax_impl.training import export, init, target_outputs, tasks
 from jax_impl.training.forward import check_drafted_for, check_trained, forward, logits
 from models import quantize_fp8
 from models.make_random import ROOT
-from shared.boundary.program import Work
+from shared.boundary.program import StepKind
 from shared.drafts.checkpoint import kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.cache_policy import NO_CACHE
@@ -148,7 +148,7 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     weights = load_all(folder, config, drafter == "NEXTN")
     capacity = contract_capacity(config)
     shape = TreeShape.plain(4) if drafter == "none" else CHAIN
-    programs = [p for p in capacity.programs if p.work is Work.PREFILL or p.shape == shape]
+    programs = [p for p in capacity.programs if p.work is StepKind.PREFILL or p.shape == shape]
     capacity = replace(capacity, programs=tuple(programs))  # a block drafts no trees
     backend = make_backend("reference", config, weights, capacity, drafter)
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)

@@ -14,7 +14,7 @@ from jax_impl.training import experts, forward, init, losses
 from jax_impl.training.experts import Routed
 from jax_impl.training.nnx_modules import Weights
 from shared.models.families import config_from_dict
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 from tests.support.equality import Oracle
 from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.training import CPU, golden_model, jitted, padded, vectors
@@ -36,7 +36,7 @@ def test_shares_of_all_experts_are_used_where_the_config_does_not_renormalise():
     assert config.experts is not None
     shares = replace(config.experts, is_renormalised=False)
     layers = tuple(
-        replace(layer, feed=shares) if isinstance(layer.feed, ExpertsConfig) else layer
+        replace(layer, feed=shares) if isinstance(layer.feed, MoEConfig) else layer
         for layer in config.layers
     )
     config = replace(config, layers=layers)

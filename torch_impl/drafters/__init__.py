@@ -8,17 +8,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.boundary.program import Program
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import Rows
-from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.sampling import lm_head, sampling, vocab_parallel
 from torch_impl.ops.sampling.lm_head import Projection
-from torch_impl.ops.sampling.sampling import Ranked, Sampling, Seen
+from torch_impl.ops.sampling.sampling import RankedCandidates, Sampling, TokenCounts
 from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 
 
@@ -28,7 +28,7 @@ class Ranking:
 
     Attributes:
       sampling: Sampling parameters of the B requests.
-      counts: Token counts of all slots, see `sampling.Seen`; they include the newest tokens.
+      counts: Token counts of all slots, see `sampling.TokenCounts`; they include the newest tokens.
       slots: Slots of the requests.
       lengths: Committed tokens of each request, which is the position of its newest token.
       width: Number of children of a node.
@@ -46,7 +46,9 @@ class Ranking:
     vocabulary: Vocabulary = ALL
     columns: Int[Tensor, " draft_vocab"] | None = None
 
-    def __call__(self, scored: Projection, paths: Int[Tensor, "B k path"], depth: int) -> Ranked:
+    def __call__(
+        self, scored: Projection, paths: Int[Tensor, "B k path"], depth: int
+    ) -> RankedCandidates:
         """Returns the top children of k nodes of each request, all at one depth.
 
         Args:
@@ -57,7 +59,7 @@ class Ranking:
 
     def of_scores(
         self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
-    ) -> Ranked:
+    ) -> RankedCandidates:
         """Same as `__call__`, for logits instead of a projection."""
         return sampling.rank(logits, *self._given(paths, depth))
 
@@ -66,7 +68,7 @@ class Ranking:
         k, path = paths.shape[1], paths.flatten(0, 1)
         is_real = torch.ones_like(path, dtype=torch.bool)
         slots = self.slots if k == 1 else self.slots.repeat_interleave(k)
-        seen = Seen(self.counts, slots, path, is_real)
+        seen = TokenCounts(self.counts, slots, path, is_real)
         positions = self.lengths + (depth + 1)
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
@@ -74,7 +76,7 @@ class Ranking:
         how = (keys, stream, self.width, self.is_sampled, self.columns, self.vocabulary)
         return seen, positions, self.sampling, *how
 
-    def roots(self, scored: Projection) -> Ranked:
+    def roots(self, scored: Projection) -> RankedCandidates:
         """Returns the top children of each request's root."""
         return self(scored, self.lengths.new_zeros(len(self.lengths), 1, 0), 0)
 
@@ -131,7 +133,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PrefillChunks:
     """Prompt chunks of a prefill.
 
     Attributes:
@@ -153,7 +155,7 @@ class Prompts:
     sources: Int[Tensor, " T"] | None
 
     @classmethod
-    def of(cls, plan: Plan, program: Program) -> "Prompts":
+    def of(cls, plan: Plan, program: Program) -> "PrefillChunks":
         prompt = plan.prompt
         assert prompt is not None  # a prefill has one
         row_starts, first = prompt.row_starts, prompt.first_positions
@@ -176,7 +178,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Fed:
+class ExtendRows:
     """Committed rows of a draft extend.
 
     Attributes:
@@ -191,13 +193,13 @@ class Fed:
     rows: Rows
     tokens: Int[Tensor, " R"]
     following: Int[Tensor, " R"]
-    shown: Shown | None
+    shown: ImageEmbeds | None
     passed: Forward
     last: Int[Tensor, " B"]
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftTrees:
     """Draft trees, built by `draft_tree.keep_best`.
 
     Attributes:
@@ -222,12 +224,12 @@ class Drafter(Protocol):
         ...
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> DraftStateSizes:
         """Returns the sizes of its state; draft extend uses `rank` only if there is a relay."""
         ...
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> None:
         """Extends the drafter over prompt chunks.
 
@@ -242,7 +244,7 @@ class Drafter(Protocol):
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> None:
         """Extends the drafter over accepted paths, with W rows per request.
@@ -262,7 +264,7 @@ class Drafter(Protocol):
         deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> Drafted:
+    ) -> DraftTrees:
         """Drafts a tree for each request; only the root if `draft_from` equals its length.
 
         Args:

@@ -6,11 +6,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shared.models.config import ModelConfig
-from torch_impl.layers import Hidden, Sight, attention
-from torch_impl.model_weights import Around, Conv, Layer
+from torch_impl.layers import AttentionContext, Hidden, attention
+from torch_impl.model_weights import ConvWeights, Layer, LayerConvs
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import convolution, linear
-from torch_impl.ops.gemm.linear import Stream, product
+from torch_impl.ops.gemm.linear import NormedStream, product
 
 Scale = Float[Tensor, " hidden"]
 
@@ -18,13 +18,13 @@ Scale = Float[Tensor, " hidden"]
 def layer(
     sizes: ModelConfig,
     weights: Layer,
-    around: Around,
+    around: LayerConvs,
     norms: tuple[Scale, Scale],
     place: int,
     size: int,
     x: Hidden,
     normed: Hidden,
-    sight: Sight,
+    sight: AttentionContext,
 ) -> tuple[Hidden, Hidden]:
     """Runs attention and MLP, each between two convolutions, and adds them to the stream.
 
@@ -41,12 +41,12 @@ def layer(
     mixed = all_gather.gathered(group, attention(sizes, sight, place, weights.mixer, qkv))
     x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
+    fed = linear.gated_product(NormedStream(read, group=group), None, weights.feed.gate_up)
     return added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1])
 
 
 def _around(
-    sizes: ModelConfig, conv: Conv, size: int, normed: Hidden
+    sizes: ModelConfig, conv: ConvWeights, size: int, normed: Hidden
 ) -> tuple[Hidden, Callable[[Hidden, Hidden, Scale], tuple[Hidden, Hidden]]]:
     """Returns the input of attention or MLP, and a function that adds its output to the stream.
 

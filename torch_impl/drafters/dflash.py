@@ -6,16 +6,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.tp_group import Ranks
-from shared.drafts.config import DraftSizes
+from shared.boundary.tp_group import TPGroup
+from shared.drafts.config import DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflash2, dspark
+from torch_impl.drafters import (
+    DraftTrees,
+    ExtendRows,
+    PrefillChunks,
+    Ranking,
+    convolution,
+    dflash2,
+    dspark,
+)
 from torch_impl.drafters.heads import embedding
 from torch_impl.layers import (
+    AttentionContext,
     Pools,
-    Sight,
     angles,
     attention,
     finished,
@@ -60,11 +68,11 @@ class BlockDrafter:
         return self.weights.config.aux_streams
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> DraftStateSizes:
         return self.weights.config.sizes
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> None:
         read, group = (fed.rows, fed.passed), self.target.group
         write_context(self.weights, self.frequencies, *read, memory.kv, group)
@@ -75,7 +83,7 @@ class BlockDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> None:
         read, group = (fed.rows, fed.passed), self.target.group
@@ -90,7 +98,7 @@ class BlockDrafter:
         deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> Drafted:
+    ) -> DraftTrees:
         """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
@@ -107,7 +115,7 @@ class BlockDrafter:
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
-        return Drafted(tokens, parents, num_nodes, weights, processed)
+        return DraftTrees(tokens, parents, num_nodes, weights, processed)
 
     def _chosen(
         self,
@@ -155,7 +163,7 @@ def write_context(
     rows: Rows,
     passed: Forward,
     kv: Pools,
-    group: Ranks,
+    group: TPGroup,
 ) -> None:
     """Writes the KV of context rows (committed tokens) to the pools of all layers.
 
@@ -215,7 +223,7 @@ def fill(
     newest: Int[Tensor, " B"],
     rows: list[Rows],
     kv: Pools,
-    group: Ranks,
+    group: TPGroup,
 ) -> Float[Tensor, "B size hidden"]:
     """Runs the blocks and writes their KV; returns the hidden states after the final norm.
 
@@ -235,7 +243,7 @@ def fill(
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
         out = rms_norm(x, scales[0], config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
-            sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+            sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
             following = (scales[2 * place + 1], scales[2 * place + 2])
             given = (config, weights.layers[place], around, following, place, block.size)
             x, out = convolution.layer(*given, x, out, sight)
@@ -243,7 +251,7 @@ def fill(
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+        sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
         mixed = attention(config, sight, place, layer.mixer, qkv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan, Relay
-from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
+from torch_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.heads import Head, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops.attention.attention import Rows, turned
 from torch_impl.ops.sampling.lm_head import Projection
-from torch_impl.ops.sampling.sampling import Ranked
+from torch_impl.ops.sampling.sampling import RankedCandidates
 from torch_impl.ops.trees import draft_tree, verify_budget
 from torch_impl.ops.trees.draft_tree import Level
 
@@ -39,11 +39,11 @@ class EagleDrafter:
         return self.head.streams
 
     @property
-    def sizes(self) -> DraftSizes:
-        return DraftSizes(self.head.config, self.head.num_layers, 0, True)
+    def sizes(self) -> DraftStateSizes:
+        return DraftStateSizes(self.head.config, self.head.num_layers, 0, True)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> None:
         self._extend(memory, plan, fed, rank)
 
@@ -53,12 +53,12 @@ class EagleDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> None:
         self._extend(memory, plan, fed, rank)
 
-    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> None:
+    def _extend(self, memory: DraftState, plan: Plan, fed: ExtendRows, rank: Ranking) -> None:
         new, held = relay_of(self.head, memory.kv, fed, rank), memory.relay
         assert held is not None  # a head has a relay
         held.tokens[plan.slots] = new.tokens
@@ -74,7 +74,7 @@ class EagleDrafter:
         deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> Drafted:
+    ) -> DraftTrees:
         slots, held = plan.slots, memory.relay
         assert held is not None  # a head has a relay
         relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
@@ -94,7 +94,7 @@ class EagleDrafter:
 
 
 @dataclass(frozen=True)
-class First:
+class FirstLevel:
     """First level of a tree: the candidates below its root.
 
     Attributes:
@@ -106,22 +106,22 @@ class First:
     processed: Float[Tensor, "B vocab"] | None
 
     @classmethod
-    def of(cls, ranked: Ranked) -> "First":
+    def of(cls, ranked: RankedCandidates) -> "FirstLevel":
         """Builds the first level from the ranked children of the roots."""
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
+def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> FirstLevel:
     """Returns the relay's candidates; for rejection sampling the draft is sampled again.
 
     A slot does not store the draft distribution.
     """
     if not rank.is_sampled:
-        return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    return First.of(rank.roots(head.projected(relay.hidden)))
+        return FirstLevel(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
+    return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
 
 
-def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
+def relay_of(head: Head, kv: Pools, fed: ExtendRows, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
@@ -141,7 +141,7 @@ def draft(
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
     rank: Ranking,
-) -> Drafted:
+) -> DraftTrees:
     hidden = relay.hidden
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
@@ -167,7 +167,7 @@ def draft(
 
 def grow(
     expand: Expand,
-    first: First,
+    first: FirstLevel,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
@@ -176,7 +176,7 @@ def grow(
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> Drafted:
+) -> DraftTrees:
     if shape.width == 1:
         bounds = (lengths, draft_from, max_drafts, page_table)
         return _grow_chain(expand, first, newest, *bounds, shape, rank, root_rows)
@@ -197,12 +197,12 @@ def grow(
     kept = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    return Drafted(*kept, None)
+    return DraftTrees(*kept, None)
 
 
 def _grow_chain(
     expand: Expand,
-    first: First,
+    first: FirstLevel,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
@@ -211,7 +211,7 @@ def _grow_chain(
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> Drafted:
+) -> DraftTrees:
     """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
     can_draft = draft_from < lengths
     tokens, edges = [first.tokens], [first.weights]
@@ -232,7 +232,7 @@ def _grow_chain(
     chains = draft_tree.chains(torch.cat(tokens, dim=1), newest, max_drafts, can_draft)
     is_weighed = shape.shares_rows(len(newest))
     weights = verify_budget.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
-    return Drafted(*chains, weights, torch.stack(processed, dim=1) if processed else None)
+    return DraftTrees(*chains, weights, torch.stack(processed, dim=1) if processed else None)
 
 
 def extend_rows(

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, LayerConfig
 from torch_impl.layers import (
     FEEDS,
+    AttentionContext,
     Hidden,
     Pools,
-    Sight,
     attention,
     finished,
     rotary_frequencies,
@@ -29,8 +29,8 @@ from torch_impl.model_weights import BlockWeights, HeadWeights, Layer
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
-from torch_impl.ops.gemm.layers import Shown, embedded, rms_norm
-from torch_impl.ops.gemm.linear import Stream, normed_product, product
+from torch_impl.ops.gemm.layers import ImageEmbeds, embedded, rms_norm
+from torch_impl.ops.gemm.linear import NormedStream, normed_product, product
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
@@ -59,7 +59,7 @@ class Head:
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, Shown | None, Hidden, Pools], Hidden]
+    forward: Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, Pools], Hidden]
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
@@ -77,7 +77,7 @@ def mtp(model: Model) -> Head:
     turns, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
@@ -95,14 +95,14 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     turns = rotary_frequencies(config.attention, embed.device)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
         x = product(torch.cat([embedded(embed, tokens, shown), hidden], dim=1), weights.fc)
         x = all_gather.gathered(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layers[0].mixer.inputs)
-        stream = Stream(x, group=group)
+        stream = NormedStream(x, group=group)
         return _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
 
     return Head(config, config.num_layers, (), _final_hidden, forward, *_head(model))
@@ -118,12 +118,12 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
         fed = rms_norm(embedded(embed, tokens, shown), first.input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([fed, normed], dim=1), first.mixer.inputs)
-        stream = Stream(normed if norm_residual else hidden, group=group)
+        stream = NormedStream(normed if norm_residual else hidden, group=group)
         x = _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
@@ -158,7 +158,7 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
-def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
+def _project(group: TPGroup, weights: HeadWeights, passed: Forward) -> Hidden:
     """Same as `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
@@ -182,7 +182,7 @@ def _through(
     layers: Sequence[Layer],
     turns: Float[Tensor, " half"],
     qkv: Float[Tensor, "R outputs"],
-    stream: Stream,
+    stream: NormedStream,
     rows: Rows,
     kv: Pools,
 ) -> Hidden:
@@ -191,8 +191,8 @@ def _through(
     Args:
       like: Configs of the layers, all with attention and the same RoPE.
     """
-    sights: dict[object, Sight] = {
-        each.mixer: Sight.of(each.mixer, turns, rows, kv, stream.group)
+    sights: dict[object, AttentionContext] = {
+        each.mixer: AttentionContext.of(each.mixer, turns, rows, kv, stream.group)
         for each in like
         if isinstance(each.mixer, AttentionConfig)
     }

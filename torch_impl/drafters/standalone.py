@@ -6,19 +6,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.drafts.config import DraftSizes
+from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl import model
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
-from torch_impl.drafters.eagle import First, extend_rows, grow
+from torch_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from torch_impl.drafters.eagle import FirstLevel, extend_rows, grow
 from torch_impl.drafters.heads import Tokens
 from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from torch_impl.model import Model
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.gdn import gdn_layer, gdn_state
-from torch_impl.ops.gdn.gdn_layer import Nodes
-from torch_impl.ops.gdn.gdn_state import DeltaState
+from torch_impl.ops.gdn.gdn_layer import TreeNodes
+from torch_impl.ops.gdn.gdn_state import GDNState
 from torch_impl.ops.sampling.lm_head import Projection
 
 
@@ -33,11 +33,11 @@ class StandaloneDrafter:
         return ()
 
     @property
-    def sizes(self) -> DraftSizes:
-        return DraftSizes.of_model(self.small.config)
+    def sizes(self) -> DraftStateSizes:
+        return DraftStateSizes.of_model(self.small.config)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
     ) -> None:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
@@ -56,7 +56,7 @@ class StandaloneDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: Fed,
+        fed: ExtendRows,
         rank: Ranking,
     ) -> None:
         if memory.delta is None or memory.snapshots is None:
@@ -67,7 +67,7 @@ class StandaloneDrafter:
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
         rows, node = fed.rows, place.flatten().long()
-        nodes = Nodes(None, rows.row_starts, row_of, rows.request, node)
+        nodes = TreeNodes(None, rows.row_starts, row_of, rows.request, node)
         mixer = VerifyMixer(self.small.config, memory.delta, plan.slots, nodes, False)
         self._forward(memory, rows, fed.tokens, mixer)
         mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
@@ -81,7 +81,7 @@ class StandaloneDrafter:
         deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
-    ) -> Drafted:
+    ) -> DraftTrees:
         draft_from = memory.draft_from[plan.slots]
         rank = replace(rank, vocabulary=self.small.vocabulary)
         states = None if memory.delta is None else _context(memory, plan, lengths)
@@ -93,7 +93,7 @@ class StandaloneDrafter:
                 states = gdn_layer.take(states, parent)
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
                 request = starts[:-1]
-                nodes = Nodes(None, starts, request[:, None], request, 0 * request)
+                nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
@@ -105,7 +105,7 @@ class StandaloneDrafter:
         scored = expand(rows, newest, requests)
         return grow(
             expand,
-            First.of(rank.roots(scored)),
+            FirstLevel.of(rank.roots(scored)),
             newest,
             lengths,
             draft_from,
@@ -124,10 +124,10 @@ class StandaloneDrafter:
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:
+def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> GDNState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # a draft model with GDN layers
     held = gdn_layer.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
-    return DeltaState(recurrent, torch.where(is_whole, held.window, 0))
+    return GDNState(recurrent, torch.where(is_whole, held.window, 0))

@@ -15,7 +15,7 @@ from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import BLOCKS, MOST_LANES
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import BOUNDS, Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES
@@ -203,7 +203,7 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 
 
 def normed_rows(
-    qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms, group: TPGroup
 ) -> Float[jax.Array, "R outputs"]:
     """Applies RMS norms over all query heads and all key heads of a row.
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Float, Int, Shaped
 
 from jax_impl.ops import Norm, Scale
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.spec.reduction_order import SQUARES
 
 AXIS = "ranks"
@@ -18,11 +18,13 @@ AXIS = "ranks"
 
 # Static: it determines the traced program. Its device arrays are operands of the step.
 jax.tree_util.register_dataclass(
-    Ranks, data_fields=["on_device"], meta_fields=["rank", "count", "mailboxes", "meeting"]
+    TPGroup, data_fields=["on_device"], meta_fields=["rank", "count", "mailboxes", "meeting"]
 )
 
 
-def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax.Array, "... size"]:
+def gathered(
+    ranks: TPGroup, values: Shaped[jax.Array, "... share"]
+) -> Shaped[jax.Array, "... size"]:
     """Gathers whole rows; each rank has the same number of columns, in the order of ranks."""
     if ranks.is_alone:
         return values
@@ -32,7 +34,7 @@ def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax
 
 
 def gathered_rows(
-    ranks: Ranks, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
+    ranks: TPGroup, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
 ) -> Float[jax.Array, "R size"]:
     """Same as `gathered`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
@@ -40,13 +42,13 @@ def gathered_rows(
     return gathered(ranks, values)
 
 
-def own(ranks: Ranks, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array, "... share"]:
+def own(ranks: TPGroup, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array, "... share"]:
     """Returns the columns of the calling rank."""
     return own_keys(ranks, rows, 1)
 
 
 def own_keys(
-    ranks: Ranks, rows: Shaped[jax.Array, "... size"], num_copies: int
+    ranks: TPGroup, rows: Shaped[jax.Array, "... size"], num_copies: int
 ) -> Shaped[jax.Array, "... share"]:
     """Same as `own`, for heads that are replicated on `num_copies` consecutive ranks."""
     if ranks.is_alone:
@@ -57,7 +59,7 @@ def own_keys(
 
 
 def gathered_keys(
-    ranks: Ranks, values: Shaped[jax.Array, "... share"], num_copies: int
+    ranks: TPGroup, values: Shaped[jax.Array, "... share"], num_copies: int
 ) -> Shaped[jax.Array, "... size"]:
     """Same as `gathered`, for heads that are replicated on `num_copies` consecutive ranks."""
     if ranks.is_alone:
@@ -66,7 +68,7 @@ def gathered_keys(
     return shares[..., ::num_copies, :].reshape(*values.shape[:-1], -1)
 
 
-def gathers_beside(ranks: Ranks, columns: Float[jax.Array, "R share"]) -> bool:
+def gathers_beside(ranks: TPGroup, columns: Float[jax.Array, "R share"]) -> bool:
     """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
     This requires that each chunk of the sums of squares is on one rank.
@@ -77,7 +79,7 @@ def gathers_beside(ranks: Ranks, columns: Float[jax.Array, "R share"]) -> bool:
 
 
 def kept(
-    ranks: Ranks, rows: Float[jax.Array, "R hidden"], norm: Norm | None
+    ranks: TPGroup, rows: Float[jax.Array, "R hidden"], norm: Norm | None
 ) -> Float[jax.Array, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = own(ranks, rows)
@@ -85,7 +87,7 @@ def kept(
 
 
 def norm_beside(
-    ranks: Ranks, columns: Float[jax.Array, "R share"], norm: Norm | None
+    ranks: TPGroup, columns: Float[jax.Array, "R share"], norm: Norm | None
 ) -> Norm | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_alone:
@@ -97,6 +99,6 @@ def norm_beside(
     return own(ranks, norm)
 
 
-def number(ranks: Ranks) -> Int[jax.Array, ""]:
+def number(ranks: TPGroup) -> Int[jax.Array, ""]:
     """Returns the calling rank; on a GPU not by XLA, since command buffers do not support it."""
     return lax.axis_index(AXIS) if ranks.on_device is None else ranks.on_device.rank

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, operand
 from jax_impl.ops.gdn.gdn_state import (
-    DeltaState,
-    DeltaWeights,
-    Kept,
+    GDNState,
+    GDNWeights,
+    ReplayInputs,
     mix_chunks,
     mix_step,
     mix_tree,
@@ -25,7 +25,7 @@ from shared.models.layers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 
 
-class Nodes(NamedTuple):
+class TreeNodes(NamedTuple):
     """Nodes of a step's draft trees and their flat rows.
 
     Attributes:
@@ -51,11 +51,11 @@ class VerifyScratch(NamedTuple):
       arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
-    kept: Kept | Float[jax.Array, "L B one C"]
+    kept: ReplayInputs | Float[jax.Array, "L B one C"]
     arrivals: Int[jax.Array, "B H"]
 
 
-def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
@@ -66,41 +66,41 @@ def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool
     k, v, log_decay, beta = (
         lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
     )
-    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
+    return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
 
 
-def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
+def take(states: GDNState, index: Int[jax.Array, " B"]) -> GDNState:
     """Reads the states of some slots or snapshots."""
-    return DeltaState(states.recurrent[:, index], states.window[:, index])
+    return GDNState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
+def put(states: GDNState, index: Int[jax.Array, " B"], rows: GDNState) -> GDNState:
     """Replaces the states of some slots or snapshots."""
-    return DeltaState(
+    return GDNState(
         states.recurrent.at[:, index].set(rows.recurrent),
         states.window.at[:, index].set(rows.window),
     )
 
 
-def followed(states: DeltaState, inputs: Float[jax.Array, "L B one C"]) -> DeltaState:
+def followed(states: GDNState, inputs: Float[jax.Array, "L B one C"]) -> GDNState:
     """Adds the new convolution windows to advanced states."""
     window = jnp.concatenate([states.window[:, :, 1:], inputs], axis=2)
-    return DeltaState(states.recurrent, window)
+    return GDNState(states.recurrent, window)
 
 
 def plain_feed(
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
-    snapshots: DeltaState,
+    states: GDNState,
+    snapshots: GDNState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     row_starts: Int[jax.Array, " B1"],
     request: Int[jax.Array, " R"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
     """Runs `mix_chunks` on a layer's states in their slots.
 
     Args:
@@ -111,25 +111,25 @@ def plain_feed(
     out, *new, saved = mix_chunks(
         inputs, weights.alone(layer), sizes, *held, row_starts, request, save_after
     )
-    states = DeltaState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
+    states = GDNState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
     parts = zip(snapshots, saved, strict=True)
-    return out, states, DeltaState(*(x.at[layer, save].set(y) for x, y in parts))
+    return out, states, GDNState(*(x.at[layer, save].set(y) for x, y in parts))
 
 
 def kernel_feed(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
-    snapshots: DeltaState,
+    states: GDNState,
+    snapshots: GDNState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     row_starts: Int[jax.Array, " B1"],
     request: Int[jax.Array, " R"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
     out, recurrent, window, *saved = kernels.gdn_prefill.feed(
         inputs,
         conv=weights.conv,
@@ -149,7 +149,7 @@ def kernel_feed(
         digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
     )
-    return out, DeltaState(recurrent, window), DeltaState(*saved)
+    return out, GDNState(recurrent, window), GDNState(*saved)
 
 
 feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
@@ -157,14 +157,14 @@ feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
 
 def plain_verify(
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: Place,
     slots: Int[jax.Array, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
     """Runs `mix_tree` on a layer's states in their slots, which are not changed.
 
     Args:
@@ -176,20 +176,24 @@ def plain_verify(
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, kept_nodes = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
     parts = zip(scratch.kept, kept_nodes, strict=True)
-    return out, states, scratch._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
+    return (
+        out,
+        states,
+        scratch._replace(kept=ReplayInputs(*(x.at[layer].set(y[0]) for x, y in parts))),
+    )
 
 
 def kernel_verify(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: Place,
     slots: Int[jax.Array, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
     """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
@@ -210,7 +214,7 @@ def kernel_verify(
         digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
     )
-    return out, DeltaState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
+    return out, GDNState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -218,14 +222,14 @@ verify = kernel_or_plain(kernel_verify, plain_verify)
 
 def plain_advance(
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: Place,
     slots: Int[jax.Array, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
     """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
@@ -234,9 +238,9 @@ def plain_advance(
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
-    assert not isinstance(scratch.kept, Kept)  # plain decoding
+    assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
     kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
-    return out, DeltaState(recurrent, states.window), scratch._replace(kept=kept)
+    return out, GDNState(recurrent, states.window), scratch._replace(kept=kept)
 
 
 kernel_advance = kernel_verify
@@ -244,15 +248,15 @@ advance = kernel_or_plain(kernel_advance, plain_advance)
 
 
 def plain_commit(
-    states: DeltaState,
-    snapshots: DeltaState,
-    kept: Kept | Float[jax.Array, "L B one C"],
+    states: GDNState,
+    snapshots: GDNState,
+    kept: ReplayInputs | Float[jax.Array, "L B one C"],
     slots: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[DeltaState, DeltaState]:
+) -> tuple[GDNState, GDNState]:
     """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
@@ -261,41 +265,41 @@ def plain_commit(
     """
     before = take(states, slots)
     places = jnp.where((save_after >= 1) & (save_after <= counts), save, 0)
-    if isinstance(kept, Kept):
+    if isinstance(kept, ReplayInputs):
         new, saved, _ = replay(before, kept, path, counts, save_after)
         return put(states, slots, new), put(snapshots, places, saved)
     taken = jnp.where(save_after == 1, counts, 0)
     new, saved = (path_window(before.window, kept, x) for x in (counts, taken))
-    states = DeltaState(states.recurrent, states.window.at[:, slots].set(new))
-    return states, put(snapshots, places, DeltaState(before.recurrent, saved))
+    states = GDNState(states.recurrent, states.window.at[:, slots].set(new))
+    return states, put(snapshots, places, GDNState(before.recurrent, saved))
 
 
 def kernel_commit(
     kernels: Kernels,
-    states: DeltaState,
-    snapshots: DeltaState,
-    kept: Kept | Float[jax.Array, "L B one C"],
+    states: GDNState,
+    snapshots: GDNState,
+    kept: ReplayInputs | Float[jax.Array, "L B one C"],
     slots: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[DeltaState, DeltaState]:
+) -> tuple[GDNState, GDNState]:
     *new, recurrent, window = kernels.gdn_commit.commit(
         *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
     )
-    return DeltaState(*new), DeltaState(recurrent, window)
+    return GDNState(*new), GDNState(recurrent, window)
 
 
 commit = kernel_or_plain(kernel_commit, plain_commit)
 
 
-def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(kept) if isinstance(kept, Kept) else (kept,)
+def _arrays_of(kept: ReplayInputs | jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(kept) if isinstance(kept, ReplayInputs) else (kept,)
 
 
-def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
+def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> ReplayInputs | jax.Array:
     """Inverts `_arrays_of`."""
     *fields, inputs = arrays
-    return Kept(*arrays) if fields else inputs
+    return ReplayInputs(*arrays) if fields else inputs

@@ -14,14 +14,14 @@ from shared.spec.gated_delta import CHUNK
 from shared.spec.gdn_state import WINDOW
 
 
-class DeltaState(NamedTuple):
+class GDNState(NamedTuple):
     """States of rows (or slots) in all GDN layers."""
 
     recurrent: Float[jax.Array, "L B H K V"]
     window: Float[jax.Array, "L B 3 C"]
 
 
-class Kept(NamedTuple):
+class ReplayInputs(NamedTuple):
     """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
 
     k: Float[jax.Array, "L B N H K"]
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
     inputs: Float[jax.Array, "L B N C"]
 
 
-class DeltaWeights(NamedTuple):
+class GDNWeights(NamedTuple):
     """Weights of a GDN layer other than its two matrices; same fields as in the specification.
 
     They may be stacked over all GDN layers; kernels index the stack.
@@ -43,11 +43,11 @@ class DeltaWeights(NamedTuple):
     norm: Float[jax.Array, "*L V"]
     eps: float
 
-    def alone(self, layer: Place) -> "DeltaWeights":
+    def alone(self, layer: Place) -> "GDNWeights":
         if self.a_log.ndim == 1:
             return self
         conv, a_log, dt_bias, norm = (x[layer] for x in self[:4])
-        return DeltaWeights(conv, a_log, dt_bias, norm, self.eps)
+        return GDNWeights(conv, a_log, dt_bias, norm, self.eps)
 
 
 def conv(
@@ -145,12 +145,12 @@ def ends_chunk(
 
 
 def replay(
-    state: DeltaState,
-    kept: Kept,
+    state: GDNState,
+    kept: ReplayInputs,
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     save_after: Int[jax.Array, " B"],
-) -> tuple[DeltaState, DeltaState, Bool[jax.Array, " B"]]:
+) -> tuple[GDNState, GDNState, Bool[jax.Array, " B"]]:
     """Advances each row's state along its accepted path, in all layers at once.
 
     Returns the states after the path, the snapshots, and the mask of rows with a snapshot.
@@ -174,7 +174,7 @@ def replay(
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, jnp.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
-    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+    return GDNState(recurrent, new_window), GDNState(saved, save_window), passed
 
 
 def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
@@ -183,7 +183,7 @@ def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
 
 def mix_chunks(
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
@@ -221,7 +221,7 @@ def mix_chunks(
 
 def mix_tree(
     inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
@@ -229,7 +229,7 @@ def mix_tree(
     row_of: Int[jax.Array, "B N"],
     request: Int[jax.Array, " R"],
     node: Int[jax.Array, " R"],
-) -> tuple[Float[jax.Array, "R values"], Kept]:
+) -> tuple[Float[jax.Array, "R values"], ReplayInputs]:
     """Same as `mix_chunks`, over draft trees, with unchanged states; no `parents` for chains."""
     channels, z, b, a = split_inputs(inputs, sizes)
     (B, N), C = row_of.shape, channels.shape[1]
@@ -240,13 +240,13 @@ def mix_tree(
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     log_decay, beta = (gate[row_of] for gate in gates)
     out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
-    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    kept = ReplayInputs(*(x[None] for x in (k, v, log_decay, beta, before)))
     return _normed(out[request, node], z, weights), kept
 
 
 def mix_step(
     inputs: Float[jax.Array, "B outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
@@ -282,6 +282,6 @@ def _heads_of(
 
 
 def _normed(
-    out: Float[jax.Array, "R H V"], z: Float[jax.Array, "R H V"], weights: DeltaWeights
+    out: Float[jax.Array, "R H V"], z: Float[jax.Array, "R H V"], weights: GDNWeights
 ) -> Float[jax.Array, "R values"]:
     return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)

@@ -50,7 +50,7 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
-class Shown(NamedTuple):
+class ImageEmbeds(NamedTuple):
     """Image embeddings that replace token embeddings.
 
     Attributes:
@@ -65,7 +65,7 @@ class Shown(NamedTuple):
 def embedded(
     table: Float[jax.Array, "vocab hidden"],
     tokens: Int[jax.Array, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     factor: float = 1.0,
 ) -> Float[jax.Array, "R hidden"]:
     """Returns each token's embedding times a factor, or the image embedding that replaces it."""

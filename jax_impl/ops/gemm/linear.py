@@ -24,7 +24,7 @@ from jax_impl.ops import (
 )
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 
@@ -100,7 +100,7 @@ def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
     return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
 
 
-class Stream(NamedTuple):
+class NormedStream(NamedTuple):
     """Residual stream between two operations of a layer.
 
     Attributes:
@@ -119,7 +119,7 @@ class Stream(NamedTuple):
     squares: Float[jax.Array, "R chunks"] | None = None
     count: Int[jax.Array, " 1"] | None = None
     arrivals: Int[jax.Array, " counters"] | None = None
-    group: Ranks = ALONE
+    group: TPGroup = SINGLE_RANK
 
     @property
     def is_share(self) -> bool:
@@ -137,7 +137,7 @@ class Stream(NamedTuple):
         norm: Norm | None = None,
         scaled: Float[jax.Array, "R hidden"] | None = None,
         squares: Float[jax.Array, "R chunks"] | None = None,
-    ) -> "Stream":
+    ) -> "NormedStream":
         """Returns the stream with new rows and the same number of valid rows."""
         return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
 
@@ -156,10 +156,10 @@ def plain_stream(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
-    group: Ranks = ALONE,
-) -> Stream:
+    group: TPGroup = SINGLE_RANK,
+) -> NormedStream:
     """Builds the residual stream at the start of a pass."""
-    return Stream(rows, norm, count=count, group=group)
+    return NormedStream(rows, norm, count=count, group=group)
 
 
 def kernel_stream(
@@ -167,13 +167,15 @@ def kernel_stream(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
-    group: Ranks = ALONE,
-) -> Stream:
+    group: TPGroup = SINGLE_RANK,
+) -> NormedStream:
     scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
-    return Stream(all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group)
+    return NormedStream(
+        all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group
+    )
 
 
-def beside_kernels(stream: Stream) -> Stream:
+def beside_kernels(stream: NormedStream) -> NormedStream:
     """Gives a stream of reference GEMMs the structure of kernel results, with unused fields."""
     rows = stream.rows
     squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
@@ -186,9 +188,9 @@ def _stream_beside_kernels(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
-    group: Ranks = ALONE,
-) -> Stream:
-    return beside_kernels(Stream(rows, norm, count=count, group=group))
+    group: TPGroup = SINGLE_RANK,
+) -> NormedStream:
+    return beside_kernels(NormedStream(rows, norm, count=count, group=group))
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
@@ -227,7 +229,7 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
     rows, norm = stream.whole, stream.norm
@@ -237,7 +239,7 @@ def plain_normed_product(
 
 
 def kernel_normed_product(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
@@ -248,10 +250,10 @@ normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is
 def plain_added_product(
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     """Adds the GEMM of the rows with a weight, times a factor, to the residual stream.
 
     Args:
@@ -265,10 +267,10 @@ def kernel_added_product(
     kernels: Kernels,
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     """Same as `plain_added_product`, and also returns the fields for the next norm."""
     group, own = stream.group, stream.own
     gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
@@ -277,7 +279,7 @@ def kernel_added_product(
     return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
 
 
-def ended(kernels: Kernels, stream: Stream, added: Any, norm: Norm | None) -> Stream:
+def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None) -> NormedStream:
     """Returns the stream after a kernel has added to it.
 
     Args:
@@ -297,10 +299,10 @@ def ended(kernels: Kernels, stream: Stream, added: Any, norm: Norm | None) -> St
 def _added_beside_kernels(
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     return beside_kernels(plain_added_product(x, weight, stream, factor, norm))
 
 
@@ -309,13 +311,15 @@ added_product = kernel_or_plain(
 )
 
 
-def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: Stream) -> Stream:
+def added_norm(
+    x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: NormedStream
+) -> NormedStream:
     """Adds the RMS norm of each row to the stream."""
     return stream.followed(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_gated_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     """Computes silu(gate) * up of the normed rows; the weight holds gate rows, then up rows."""
     gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
@@ -323,7 +327,7 @@ def plain_gated_product(
 
 
 def kernel_gated_product(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
@@ -361,7 +365,7 @@ def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Arra
 
 def _normed(
     kernels: Kernels,
-    stream: Stream,
+    stream: NormedStream,
     eps: float | None,
     weight: Matrix,
     is_gated: bool,
@@ -375,7 +379,7 @@ def _normed(
     return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
-def completed(kernels: Kernels, stream: Stream) -> Stream:
+def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
     """Adds the kernel fields to a stream that has none yet."""
     if stream.squares is not None:
         return stream
@@ -390,9 +394,9 @@ def _multiplied(
     *,
     norm: Norm | None = None,
     **how: Any,
-) -> Stream:
+) -> NormedStream:
     out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
-    return Stream(out, norm, scaled, sums)
+    return NormedStream(out, norm, scaled, sums)
 
 
 def kernel_products(

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Float32, Int
 from jax_impl.ops import Kernels, Norm, Place, alone, in_stack, is_bfloat16, kernel_or_plain
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear
-from jax_impl.ops.gemm.linear import Matrix, Stream
+from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
-from shared.boundary.tp_group import ALONE, Ranks
-from shared.models.layers import ExpertsConfig
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.layers import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 
 
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
 
 def choose(
     logits: Float32[jax.Array, "R experts"],
-    config: ExpertsConfig,
+    config: MoEConfig,
     bias: Float32[jax.Array, " experts"] | None,
 ) -> Chosen:
     """Selects the experts of each row, without a sort, which command buffers do not support."""
@@ -66,7 +66,7 @@ def choose(
 
 
 def _in_best_groups(
-    ranked: Float32[jax.Array, "R experts"], config: ExpertsConfig
+    ranked: Float32[jax.Array, "R experts"], config: MoEConfig
 ) -> Bool[jax.Array, "R experts"]:
     grouped = ranked.reshape(len(ranked), config.num_groups, config.group_size)
     best, _ = lax.top_k(grouped, min(2, config.group_size))
@@ -83,7 +83,10 @@ def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
 
 
 def experts(
-    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+    x: Float[jax.Array, "R hidden"],
+    config: MoEConfig,
+    weights: Experts,
+    group: TPGroup = SINGLE_RANK,
 ) -> Float32[jax.Array, "R share"]:
     """Computes the MoE output in float32.
 
@@ -113,13 +116,13 @@ def experts(
 
 
 def _of_expert(
-    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: Ranks
+    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
     return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
 
 
 def _shared(
-    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+    x: Float[jax.Array, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return _of_expert(x, weights, config.num_experts, group)
@@ -127,23 +130,23 @@ def _shared(
 
 
 def _mlp(
-    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
     gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
     inner = all_gather.gathered(group, (layers.silu(gate) * up).astype(x.dtype))
     return linear.product_float32(inner, down)
 
 
-def plain_counted(stream: Stream) -> Stream:
+def plain_counted(stream: NormedStream) -> NormedStream:
     """Adds the program counters of MoE kernels to a stream."""
     return stream
 
 
-def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+def kernel_counted(kernels: Kernels, stream: NormedStream) -> NormedStream:
     return _counted_beside_kernels(stream)
 
 
-def _counted_beside_kernels(stream: Stream) -> Stream:
+def _counted_beside_kernels(stream: NormedStream) -> NormedStream:
     size = arrivals_of_experts(*stream.own.shape)
     return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
 
@@ -152,12 +155,12 @@ counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16, _counted_b
 
 
 def plain_added_experts(
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     """Adds the MoE output of the normed rows to the residual stream; the sum is rounded once."""
     rows = stream.whole
     normed = layers.rms_norm(rows, alone(stream.norm), eps)
@@ -168,12 +171,12 @@ def plain_added_experts(
 
 def kernel_added_experts(
     kernels: Kernels,
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own
     if stream.arrivals is None:  # a partial pass
@@ -211,17 +214,17 @@ def kernel_added_experts(
     stream = stream._replace(arrivals=arrivals)
     if all_gather.gathers_beside(group, own):
         scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
-        added = Stream(added.rows, norm, scaled, squares)
+        added = NormedStream(added.rows, norm, scaled, squares)
     return linear.ended(kernels, stream, added, norm)
 
 
 def _added_beside_kernels(
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Norm | None = None,
-) -> Stream:
+) -> NormedStream:
     added = plain_added_experts(stream, eps, config, weights, norm)
     if added.arrivals is None:
         added = _counted_beside_kernels(added)

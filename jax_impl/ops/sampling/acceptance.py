@@ -10,7 +10,7 @@ from jax_impl.ops import Kernels, kernel_or_plain, when_any
 from jax_impl.ops.sampling.gumbel_noise import uniforms
 from jax_impl.ops.sampling.sampling import (
     Sampling,
-    Seen,
+    TokenCounts,
     best,
     is_finite,
     perturbed_alike,
@@ -110,7 +110,7 @@ def failed(is_bad: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[
     return jnp.take_along_axis(is_bad, path, axis=1).any(axis=1)
 
 
-class Followed(NamedTuple):
+class AcceptedPath(NamedTuple):
     """Accepted path of each tree; same fields as in the specification."""
 
     path: Int[jax.Array, "B W"]
@@ -130,13 +130,13 @@ def plain_follow(
     is_row: Bool[jax.Array, " B"],
     depth: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     """Follows the choices; returns the accepted path and the emitted tokens."""
     path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = jnp.where(is_row & ~has_failed, counts, 0)
     rows = jnp.take_along_axis(row_of, path, axis=1)
-    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
+    return AcceptedPath(path, counts, emitted(choices, path, counts), has_failed, rows)
 
 
 def kernel_follow(
@@ -150,10 +150,10 @@ def kernel_follow(
     is_row: Bool[jax.Array, " B"],
     depth: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     """Same as `plain_follow`; a chain is handled like any tree."""
     given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
-    return Followed(*kernels.acceptance.follow(*given, depth))
+    return AcceptedPath(*kernels.acceptance.follow(*given, depth))
 
 
 follow = kernel_or_plain(kernel_follow, plain_follow)
@@ -233,7 +233,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 def plain_judge(
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
@@ -272,7 +272,7 @@ def plain_judge(
 def kernel_judge(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],

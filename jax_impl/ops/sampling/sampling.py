@@ -70,7 +70,7 @@ class Sampling(NamedTuple):
         return (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
 
 
-class Seen(NamedTuple):
+class TokenCounts(NamedTuple):
     """Token counts before each row's choice; same fields as in the specification."""
 
     counts: Int[jax.Array, "slots vocab"]
@@ -79,10 +79,10 @@ class Seen(NamedTuple):
     on_path: Bool[jax.Array, "R path"]
 
 
-def seen_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> Seen:
+def seen_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> TokenCounts:
     """Returns the token counts of rows that choose directly after their newest token."""
     nothing = jnp.zeros((len(slots), 0), jnp.int32)
-    return Seen(counts, slots, nothing, nothing > 0)
+    return TokenCounts(counts, slots, nothing, nothing > 0)
 
 
 def seen_in_trees(
@@ -93,7 +93,7 @@ def seen_in_trees(
     request: Int[jax.Array, " R"],
     node: Int[jax.Array, " R"],
     is_chain: bool = False,
-) -> Seen:
+) -> TokenCounts:
     """Returns the token counts of draft-tree nodes; `counts` includes node 0, the newest token.
 
     In a chain all earlier nodes are ancestors.
@@ -102,10 +102,10 @@ def seen_in_trees(
         return seen_alone(counts, slots[request])
     place = jnp.arange(tokens.shape[1])
     on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
-    return Seen(counts, slots[request], tokens[request], on_path & (place > 0))
+    return TokenCounts(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
-def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:
+def seen_rows(seen: TokenCounts) -> Int[jax.Array, "R vocab"]:
     """Computes the token counts before each row's choice."""
     counts, row = seen.counts[seen.slots], jnp.arange(len(seen.slots))[:, None]
     return counts.at[row, seen.path].add(2 * seen.on_path.astype(jnp.int32))
@@ -123,7 +123,7 @@ def penalized(logits: Scores, seen: Int[jax.Array, "R vocab"], sampling: Samplin
 
 def processed(
     logits: Float[jax.Array, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
@@ -140,7 +140,7 @@ def processed(
 
 def _edited(
     logits: Float[jax.Array, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
@@ -215,7 +215,7 @@ def perturbed_alike(
     return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens chosen by the target; same fields as in the specification."""
 
     ids: Int[jax.Array, " R"]
@@ -224,13 +224,13 @@ class Chosen(NamedTuple):
 
 def plain_choose(
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Chooses the target's token of each row: first argmax of processed logits plus noise.
 
     Args:
@@ -239,19 +239,19 @@ def plain_choose(
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
     noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
-    return Chosen(best(noisy, vocabulary), is_finite(logits, vocabulary))
+    return SampledTokens(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
 def kernel_choose(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Same as `plain_choose`."""
     given = (seen, positions, sampling, request, allowed)
     if is_parted(vocabulary, len(logits)):
@@ -261,13 +261,13 @@ def kernel_choose(
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    return Chosen(*chosen)
+    return SampledTokens(*chosen)
 
 
 def of_parts(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " named"],
     sampling: Sampling,
     request: Int[jax.Array, " named"],
@@ -307,19 +307,19 @@ def of_parts(
 def choose_parts(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary,
     leaves: Any = None,
-) -> Chosen:
+) -> SampledTokens:
     """Same as `plain_choose`, with TP; `leaves` are the partial results of the LM-head epilogue."""
     given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
     how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
     ids, _, is_finite = of_parts(kernels, *given, **how)
-    return Chosen(ids[:, 0], is_finite)
+    return SampledTokens(ids[:, 0], is_finite)
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
@@ -339,7 +339,7 @@ def best(
     return best_of(perturbed, 1, vocabulary)[1][:, 0]
 
 
-class Ranked(NamedTuple):
+class RankedCandidates(NamedTuple):
     """Candidates for the children of nodes; same fields as in the specification."""
 
     ids: Int[jax.Array, "B k width"]
@@ -349,7 +349,7 @@ class Ranked(NamedTuple):
 
 def plain_rank(
     logits: Float[jax.Array, "B k share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " B"],
     sampling: Sampling,
     keys: Int[jax.Array, " B"],
@@ -358,7 +358,7 @@ def plain_rank(
     is_sampled: bool,
     columns: Int[jax.Array, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
     With TP, the returned draft logits are this rank's shard of the target vocabulary.
@@ -381,13 +381,13 @@ def plain_rank(
     ids = ids if columns is None else columns[ids]
     target = Vocabulary(vocab, vocabulary.group)
     kept = moved(scores, columns, vocabulary, target) if is_sampled else None
-    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
+    return RankedCandidates(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
 
 
 def kernel_rank(
     kernels: Kernels,
     logits: Float[jax.Array, "B k share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[jax.Array, " B"],
     sampling: Sampling,
     keys: Int[jax.Array, " B"],
@@ -396,7 +396,7 @@ def kernel_rank(
     is_sampled: bool,
     columns: Int[jax.Array, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as `plain_rank`, but the returned draft logits are not sharded.
 
     Logits are gathered for sampled drafts, or if the draft vocabulary has another size.
@@ -408,7 +408,7 @@ def kernel_rank(
         given = (own, seen, positions, sampling, positions, None, keys, columns, vocabulary)
         how = {"stream": stream, "width": width, "tau": DRAFT_TAU, "nodes": k}
         ids, weights, _ = of_parts(kernels, *given, **how)
-        return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), None)
+        return RankedCandidates(ids.reshape(B, k, width), weights.reshape(B, k, width), None)
     tokens = whole(logits, vocabulary)
     if columns is None:
         tokens = over_tokens(tokens, None, target)
@@ -417,7 +417,7 @@ def kernel_rank(
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=B * k),
     )
-    return Ranked(*ranked)
+    return RankedCandidates(*ranked)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jax_impl.ops import scan
 from jax_impl.ops.collectives import all_gather
 from kernels.peer_buffers import MOST_WHOLE_WORDS
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.tp_sharding import VOCAB_GROUP, vocab_section
 from shared.spec.vocab_parallel import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
 
@@ -35,7 +35,7 @@ class Vocabulary:
     """Vocabulary of an LM head, and the TP group over which it is sharded."""
 
     size: int
-    group: Ranks
+    group: TPGroup
 
     @property
     def share(self) -> int:
@@ -43,10 +43,10 @@ class Vocabulary:
         return vocab_section(self.size).share(self.group.count)
 
 
-# Static: it determines the traced program, like `Ranks`.
+# Static: it determines the traced program, like `TPGroup`.
 jax.tree_util.register_dataclass(Vocabulary, data_fields=["group"], meta_fields=["size"])
 
-ALL = Vocabulary(0, ALONE)
+ALL = Vocabulary(0, SINGLE_RANK)
 """Of rows that one rank has whole, however many tokens there are."""
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.ops.trees import draft_tree, verify_budget
 
 
-class Copies(NamedTuple):
+class NgramTrees(NamedTuple):
     """N-gram draft trees from the host; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B M"]
@@ -19,7 +19,7 @@ class Copies(NamedTuple):
     at: Int[jax.Array, " B"]
 
 
-class Grown(NamedTuple):
+class DraftedTrees(NamedTuple):
     """Draft trees of a drafter; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B D"]
@@ -28,7 +28,7 @@ class Grown(NamedTuple):
     weights: Float[jax.Array, "B D"]
 
 
-class Joined(NamedTuple):
+class MergedTrees(NamedTuple):
     """Merged draft trees; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B N"]
@@ -55,7 +55,7 @@ class _Below(NamedTuple):
 
 
 def aligned(
-    copies: Copies, newest: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
+    copies: NgramTrees, newest: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
 ) -> Int[jax.Array, " B"]:
     """Returns the n-gram tree node aligned with the newest token, or M if there is none."""
     M = copies.tokens.shape[1]
@@ -66,14 +66,14 @@ def aligned(
 
 
 def join(
-    grown: Grown,
-    copies: Copies,
+    grown: DraftedTrees,
+    copies: NgramTrees,
     lengths: Int[jax.Array, " B"],
     max_drafts: Int[jax.Array, " B"],
     nodes: int,
     depth: int,
     rows: int,
-) -> Joined:
+) -> MergedTrees:
     """Merges n-gram drafts into the drafter's trees and keeps the best nodes of both."""
     (B, D), M = grown.tokens.shape, copies.tokens.shape[1]
     node, below = jnp.arange(D, dtype=jnp.int32), _below(grown, copies, lengths, depth)
@@ -119,7 +119,7 @@ def join(
         return jnp.take_along_axis(jnp.concatenate([of_draft, of_copy], axis=1), chosen, axis=1)
 
     tokens = taken(grown.tokens, copies.tokens)
-    return Joined(
+    return MergedTrees(
         tokens=jnp.where((chosen > 0) | (jnp.arange(nodes) == 0), tokens, 0),
         parents=joined_parents,
         num_nodes=num_nodes,
@@ -128,7 +128,9 @@ def join(
     )
 
 
-def _below(grown: Grown, copies: Copies, lengths: Int[jax.Array, " B"], depth: int) -> _Below:
+def _below(
+    grown: DraftedTrees, copies: NgramTrees, lengths: Int[jax.Array, " B"], depth: int
+) -> _Below:
     M = copies.tokens.shape[1]
     node, root = (
         jnp.arange(M, dtype=jnp.int32),
@@ -145,7 +147,7 @@ def _below(grown: Grown, copies: Copies, lengths: Int[jax.Array, " B"], depth: i
 
 
 def _same(
-    grown: Grown, copies: Copies, is_draft: Bool[jax.Array, "B D"], below: _Below
+    grown: DraftedTrees, copies: NgramTrees, is_draft: Bool[jax.Array, "B D"], below: _Below
 ) -> Bool[jax.Array, "B D M"]:
     """Returns True for pairs of drafter and n-gram nodes whose paths have the same tokens."""
     (B, D), M = grown.tokens.shape, copies.tokens.shape[1]

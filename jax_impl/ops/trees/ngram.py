@@ -17,7 +17,7 @@ _NONE = 2**30
 """The cost of no candidate."""
 
 
-class Table(NamedTuple):
+class NgramTable(NamedTuple):
     """Table entries by n-gram length, group and index; same fields as in the specification."""
 
     tokens: Int[jax.Array, "lengths groups ways"]
@@ -26,11 +26,11 @@ class Table(NamedTuple):
     clocks: Int[jax.Array, " lengths"]
 
 
-class Memory(NamedTuple):
+class NgramState(NamedTuple):
     """N-gram state between steps; same fields as in the specification."""
 
     tails: Int[jax.Array, "slots window"]
-    table: Table
+    table: NgramTable
 
 
 class Grown(NamedTuple):
@@ -65,12 +65,12 @@ def keys(
 
 
 def plain_learn(
-    table: Table,
+    table: NgramTable,
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
     scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
-) -> Table:
+) -> NgramTable:
     """Adds the tokens that followed contexts; the last of several writes to one entry wins."""
     groups, n = table.tokens.shape[1], len(contexts)
     first, second, is_there = keys(contexts, scopes)
@@ -90,7 +90,7 @@ def plain_learn(
     ) -> Int[jax.Array, "lengths groups ways"]:
         return held.reshape(-1).at[at].set(new[order], mode="drop").reshape(held.shape)
 
-    return Table(
+    return NgramTable(
         tokens=written(table.tokens, jnp.tile(following + 1, len(LENGTHS))),
         checks=written(table.checks, second.T.reshape(-1)),
         stamps=written(table.stamps, stamp.T.reshape(-1)),
@@ -100,20 +100,23 @@ def plain_learn(
 
 def kernel_learn(
     kernels: Kernels,
-    table: Table,
+    table: NgramTable,
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
     scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
-) -> Table:
-    return Table(*kernels.ngram.learn(*table, contexts, following, scopes, is_real))
+) -> NgramTable:
+    return NgramTable(*kernels.ngram.learn(*table, contexts, following, scopes, is_real))
 
 
 learn = kernel_or_plain(kernel_learn, plain_learn)
 
 
 def _children(
-    table: Table, contexts: Int[jax.Array, "B window"], scopes: Int[jax.Array, "B 2"], width: int
+    table: NgramTable,
+    contexts: Int[jax.Array, "B window"],
+    scopes: Int[jax.Array, "B 2"],
+    width: int,
 ) -> tuple[Int[jax.Array, "B k"], Int[jax.Array, "B k"]]:
     """Returns the most likely tokens after contexts and their costs; `_NONE` for missing ones."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
@@ -137,7 +140,7 @@ def _children(
 
 
 def plain_draft(
-    table: Table,
+    table: NgramTable,
     contexts: Int[jax.Array, "B window"],
     scopes: Int[jax.Array, "B 2"],
     max_drafts: Int[jax.Array, " B"],
@@ -186,7 +189,7 @@ def plain_draft(
 
 def kernel_draft(
     kernels: Kernels,
-    table: Table,
+    table: NgramTable,
     contexts: Int[jax.Array, "B window"],
     scopes: Int[jax.Array, "B 2"],
     max_drafts: Int[jax.Array, " B"],
@@ -233,7 +236,7 @@ def prompt_windows(
 
 
 def learn_prompts(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[jax.Array, " B"],
     windows: Int[jax.Array, "T window"],
     following: Int[jax.Array, " T"],
@@ -241,23 +244,23 @@ def learn_prompts(
     last: Int[jax.Array, " B"],
     scopes: Int[jax.Array, "B 2"],
     is_real: Bool[jax.Array, " T"],
-) -> Memory:
+) -> NgramState:
     """Adds prompt chunks to the table."""
     table = learn(memory.table, windows, following, scopes[request], is_real)
     tails = jnp.concatenate([windows[last, 1:], following[last][:, None]], axis=1)
-    return Memory(memory.tails.at[slots].set(tails), table)
+    return NgramState(memory.tails.at[slots].set(tails), table)
 
 
 def learn_outputs(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     scopes: Int[jax.Array, "B 2"],
-) -> Memory:
+) -> NgramState:
     """Adds committed tokens to the table: the first `counts` of the tokens of each row."""
     (B, W), held = tokens.shape, memory.tails[slots]
     is_real = jnp.arange(W) < counts[:, None]
     flat = windows(held, tokens).reshape(B * W, WINDOW), tokens.reshape(-1)
     table = learn(memory.table, *flat, jnp.repeat(scopes, W, axis=0), is_real.reshape(-1))
-    return Memory(memory.tails.at[slots].set(tails_after(held, tokens, counts)), table)
+    return NgramState(memory.tails.at[slots].set(tails_after(held, tokens, counts)), table)

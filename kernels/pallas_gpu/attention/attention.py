@@ -27,7 +27,7 @@ from kernels.pallas_gpu.attention.head_dim_padding import (
     load_kept,
     outside,
 )
-from kernels.pallas_gpu.attention.online_softmax import LOG2_E, NEGATIVE, Sums, fold
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E, NEGATIVE, SoftmaxState, fold
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.tiles import AttentionTiles
 
@@ -118,7 +118,7 @@ class Order(NamedTuple):
     scale: float
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """Inputs of a program: KV positions, the rows that attend to them, and their addresses."""
 
     kv_ref: object
@@ -171,7 +171,7 @@ def _attend_kernel(
         high = jnp.minimum(jnp.max(until) + order.nodes, reach)
         D = q_ref.shape[2]
         q = load_head(q_ref.at[lane_row[:, None], q_head[:, None], columns_of(D)[None, :]], D)
-        seen = Seen(
+        seen = VisibleRange(
             kv_ref=kv_ref,
             table_ref=table_ref,
             window_ref=window_ref,
@@ -226,7 +226,7 @@ def _sum_positions(q, seen, low, high, order, unroll):
             position, pages, number = pages_of(seen, number, i * unroll + j, tile)
             split_sums = add_whole(q, seen, position, pages, split_sums, order)
         if unroll == tiles:
-            return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, split_sums)
+            return number, SoftmaxState.nothing(lanes, D, order.ones), _fold_split(sums, split_sums)
         ends_split = lax.rem((i + 1) * unroll, tiles) == 0
         return number, *_fold_where(ends_split, split_sums, sums)
 
@@ -234,12 +234,12 @@ def _sum_positions(q, seen, low, high, order, unroll):
         start, stop = number * each, jnp.minimum((number + 1) * each, end)
         add = functools.partial(_add_tiles, q, seen, end=end, high=high, order=order)
         split_sums = add(
-            jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D)
+            jnp.maximum(start, begin), jnp.minimum(whole, stop), SoftmaxState.nothing(lanes, D)
         )
         first = pl.cdiv(jnp.maximum(start, whole), unroll)
         carry = (
             page_of(seen, first * unroll, tile),
-            Sums.nothing(lanes, D, order.ones),
+            SoftmaxState.nothing(lanes, D, order.ones),
             split_sums,
         )
         until = lax.div(jnp.minimum(partly, stop), unroll)
@@ -249,7 +249,7 @@ def _sum_positions(q, seen, low, high, order, unroll):
     # A loop of its own: what is summed over spans need not be at hand within one.
     each = order.span // tile
     spans = (lax.div(low, order.span), pl.cdiv(high, order.span))
-    return lax.fori_loop(*spans, of_span, Sums.nothing(lanes, D))
+    return lax.fori_loop(*spans, of_span, SoftmaxState.nothing(lanes, D))
 
 
 def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
@@ -261,7 +261,7 @@ def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
         ends_split = (lax.rem((i + 1) * order.tile, order.split) == 0) | (i + 1 == end)
         return _fold_where(ends_split, split_sums, sums)
 
-    nothing = Sums.nothing(*q.shape, order.ones)
+    nothing = SoftmaxState.nothing(*q.shape, order.ones)
     _, sums = lax.fori_loop(begin, stop, add, (nothing, sums))
     return sums
 
@@ -361,12 +361,12 @@ def add_tile(sums, highest, weights, v):
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
     total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
-    return Sums(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
+    return SoftmaxState(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
 def _fold_where(ends_split, split_sums, sums):
     """Adds a split that ends to its span, and begins another."""
-    nothing = Sums.nothing(*split_sums.value.shape, split_sums.total.shape[1])
+    nothing = SoftmaxState.nothing(*split_sums.value.shape, split_sums.total.shape[1])
     return lax.cond(
         ends_split, lambda: (nothing, _fold_split(sums, split_sums)), lambda: (split_sums, sums)
     )

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.attention.attention import (
     Order,
-    Seen,
+    VisibleRange,
     add_tile,
     add_whole,
     clear_padding,
@@ -31,7 +31,7 @@ from kernels.pallas_gpu.attention.attention import (
 )
 from kernels.pallas_gpu.attention.attention_layer_sm90 import mix_described, takes
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, load_head
-from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, Sums, fold
+from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState, fold
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     Projected,
     Turning,
@@ -43,7 +43,7 @@ from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     write_pair,
 )
 from kernels.pallas_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
-from kernels.pallas_gpu.attention.split_kv import Parts, combine, store_unit
+from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_unit
 from kernels.tiles import DecodeAttentionTiles
 
 
@@ -132,7 +132,7 @@ def mix(
             of(kv.shape, kv.dtype),
             of(arrivals.shape, arrivals.dtype),
             of((R, Hq * D), projected.dtype),
-            Parts.of(parts, R, Hq, D),
+            SplitPartials.of(parts, R, Hq, D),
         ),
         input_output_aliases={len(Projected._fields) + which: which for which in range(2)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -141,7 +141,7 @@ def mix(
     )(
         projected_of(projected, q_norm, k_norm, cos, sin),
         *(kv, arrivals, layer, page_table, bounds),
-        _Rows(
+        _LayerRows(
             starts=row_starts,
             places=places,
             is_real=is_real.astype(jnp.int8),
@@ -154,7 +154,7 @@ def mix(
     return out, kv, arrivals
 
 
-class _Rows(NamedTuple):
+class _LayerRows(NamedTuple):
     """First row of each request, and the write position and bounds of each row."""
 
     starts: Any
@@ -249,7 +249,7 @@ def _mix_kernel(
             first = pltriton.load(rows.first.at[lane_row])
             until = pltriton.load(rows.until.at[lane_row])
             layer = layer_ref[0]
-            seen = Seen(
+            seen = VisibleRange(
                 kv_ref=kv_ref, table_ref=table_ref, window_ref=rows.window, layer=layer,
                 request=request, head=head, row=lane_row, first=first, until=until,
             )  # fmt: skip
@@ -423,10 +423,10 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
 
     def stored(i, sums):
         store(lax.div(i * tile, share.unit), sums)
-        return Sums.nothing(lanes, D)
+        return SoftmaxState.nothing(lanes, D)
 
-    nothing = Sums.nothing(lanes, D, order.ones)
-    of_unit = [Sums.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
+    nothing = SoftmaxState.nothing(lanes, D, order.ones)
+    of_unit = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
     summed = lax.fori_loop(begin, whole, add, (number, nothing, *of_unit))
     return lax.fori_loop(whole, end, add_masked, summed)[-1]
 

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.pallas_gpu.attention.online_softmax import LOG2_E, Sums, fold
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E, SoftmaxState, fold
 from kernels.pallas_gpu.attention.verify_sm90_loads import (
-    Own,
+    WarpgroupTile,
     clear_padding,
     copy_tiles,
     fetch_queries,
@@ -36,10 +36,10 @@ from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
     GROUPS,
     LANES,
     TILE,
-    Share,
-    Shared,
-    Sight,
-    Work,
+    PairMask,
+    SplitRange,
+    VerifyBuffers,
+    VerifyTileWork,
     loaded_pairs,
     nothing,
     spans_of,
@@ -49,7 +49,7 @@ from kernels.pallas_gpu.gemm.linear_sm90 import has_mosaic
 from kernels.tiles import DecodeAttentionTiles
 
 
-class Refs(NamedTuple):
+class LayerRefs(NamedTuple):
     """Global memory references of a program.
 
     Attributes:
@@ -139,7 +139,7 @@ def mix_described(
         raise ValueError(f"heads of {D} have room for {most} stages, got {tiles.stages}")
     rows = min(LANES // group, max_rows)
     spans = pl.cdiv(columns * page, span)
-    work = Work(
+    work = VerifyTileWork(
         group=group,
         piece=piece_of(group, gate, D),
         D=D,
@@ -207,12 +207,12 @@ def _share(number, bounds, has_rows, reach, work):
     end = pl.cdiv(jnp.minimum(high, (base + (number + 1) * each) * work.span), TILE)
     is_one = has_rows & (number < pl.cdiv(spans, each))
     end = jnp.where((low < high) & is_one, jnp.maximum(end, begin), begin)
-    return Share(begin=begin, end=end, base=base, is_alone=spans == 1, is_one=is_one)
+    return SplitRange(begin=begin, end=end, base=base, is_alone=spans == 1, is_one=is_one)
 
 
 def _mix_described_kernel(*refs, work, **shared):
     """One program per two parts of key heads of a block of rows, request, and share."""
-    refs, shared = Refs(*refs), Shared(**shared)
+    refs, shared = LayerRefs(*refs), VerifyBuffers(**shared)
     number, request = lax.axis_index("number"), lax.axis_index("request")
     group, share_number = lax.axis_index("group"), lax.axis_index("share")
     pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
@@ -231,7 +231,7 @@ def _mix_described_kernel(*refs, work, **shared):
         plgpu.set_max_registers(REGISTERS, action="increase")
         part = pair * GROUPS + group
         head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
-        own = Own(head=head, column=column, row=row, stop=stop)
+        own = WarpgroupTile(head=head, column=column, row=row, stop=stop)
 
         @pl.when((share_number == 0) & (block == 0))
         def _():
@@ -267,7 +267,7 @@ def _mix_described_kernel(*refs, work, **shared):
 def _sight_of(refs, index, bounds):
     """Of the pairs of a block."""
     _, seen_from, seen_until, new_from, _ = bounds
-    return Sight(
+    return PairMask(
         pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
         whole_from=refs.sights[index, 0],
         whole_until=jnp.minimum(refs.sights[index, 1], new_from),
@@ -309,14 +309,14 @@ def _combine_kernel(
 
         def add(unit, sums):
             at = unit, request, number
-            more = Sums(
+            more = SoftmaxState(
                 pltriton.load(sums_ref.at[(*at, lane[:, None], of_lane[None, :])]),
                 pltriton.load(peaks_ref.at[(*at, lane)]),
                 pltriton.load(totals_ref.at[(*at, lane)]),
             )
             return fold(sums, more)
 
-        sums = lax.fori_loop(0, spans, add, Sums.nothing(LANES, work.width))
+        sums = lax.fori_loop(0, spans, add, SoftmaxState.nothing(LANES, work.width))
         keep = ((row < stop) & (each < work.rows))[:, None]
         out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
         at = q_head[:, None] * work.D + column + of_lane[None, :]

@@ -23,7 +23,7 @@ from kernels.pallas_gpu.attention.attention_layer_sm90 import (
 )
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E
 from kernels.pallas_gpu.attention.verify_sm90_loads import (
-    Own,
+    WarpgroupTile,
     clear_padding,
     copy_tiles,
     fetch_queries,
@@ -36,10 +36,10 @@ from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
     GROUPS,
     LANES,
     TILE,
-    Share,
-    Shared,
-    Sight,
-    Work,
+    PairMask,
+    SplitRange,
+    VerifyBuffers,
+    VerifyTileWork,
     folded,
     loaded_pairs,
     nothing,
@@ -52,7 +52,7 @@ _MOST_STAGED = 8 * COLUMNS
 """Columns of all tiles of keys and values in shared memory."""
 
 
-class Refs(NamedTuple):
+class PrefillRefs(NamedTuple):
     """Global memory references of a program.
 
     Attributes:
@@ -105,7 +105,7 @@ def attend_described(
     group, width = Hq // Hk, min(D, COLUMNS)
     rows, copied = min(LANES // group, max_rows), D // width
     blocks = pl.cdiv(max_rows, rows)
-    work = Work(
+    work = VerifyTileWork(
         group=group,
         piece=piece_of(group, gate, D),
         D=D,
@@ -173,7 +173,7 @@ def _sights_of(row_starts, first, until, work):
 
 def _attend_described_kernel(*refs, work, **shared):
     """One program per request, two blocks of rows or one of a large head, and key head."""
-    refs, shared = Refs(*refs), Shared(**shared)
+    refs, shared = PrefillRefs(*refs), VerifyBuffers(**shared)
     request, head = lax.axis_index("request"), lax.axis_index("head")
     group, programs = lax.axis_index("group"), work.blocks * work.parts // GROUPS
     # The last rows see the most: their programs, which take longest, begin first, of all heads.
@@ -192,7 +192,7 @@ def _attend_described_kernel(*refs, work, **shared):
         plgpu.set_max_registers(REGISTERS, action="increase")
         block = first_block + group if work.is_shared else first_block
         column = 0 if work.is_shared else group * work.width
-        own = Own(head=head, column=column, row=start + block * work.rows, stop=stop)
+        own = WarpgroupTile(head=head, column=column, row=start + block * work.rows, stop=stop)
         num_requests = refs.starts.shape[0] - 1
         turn = request * work.blocks + block
         begin, turns = refs.starts[num_requests] + turn, num_requests * work.blocks
@@ -202,7 +202,7 @@ def _attend_described_kernel(*refs, work, **shared):
         def _():
             fetch_queries(refs, shared, group, own, work)
             at = pl.ds(own.row * work.group, LANES)
-            sight = Sight(
+            sight = PairMask(
                 pairs=loaded_pairs(refs.pairs.at[i, at] for i in range(refs.pairs.shape[0])),
                 whole_from=refs.sights[request, block, 2],
                 whole_until=refs.sights[request, block, 3],
@@ -229,4 +229,4 @@ def _share(refs, request, block, has_rows, work):
     begin = lax.div(low, TILE)
     is_one = has_rows & (low < high)
     end = jnp.where(is_one, pl.cdiv(high, TILE), begin)
-    return Share(begin=begin, end=end, base=0, is_alone=True, is_one=has_rows)
+    return SplitRange(begin=begin, end=end, base=0, is_alone=True, is_one=has_rows)

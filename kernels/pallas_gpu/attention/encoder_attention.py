@@ -67,7 +67,7 @@ def attend_all(
     )(laid, count)
 
 
-class Rows(NamedTuple):
+class PatchRows(NamedTuple):
     """Addresses of queries, keys and values; the head; and the number of patches.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
     scale: float
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks.
 
     Behind the rest of the second stands the sum of the weights, as its values are 1.
@@ -95,7 +95,7 @@ def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
     """One program per block of rows and head."""
     first, head, count = pl.program_id(0) * lanes, pl.program_id(1), count_ref[0]
     row, D = first + lax.iota(jnp.int32, lanes), sizes.main + sizes.rest
-    sums = Sums(
+    sums = SoftmaxState(
         peak=jnp.full((lanes,), NEGATIVE, jnp.float32),
         main=jnp.zeros((lanes, sizes.main_block), jnp.float32),
         beside=jnp.zeros((lanes, sizes.beside_block), jnp.float32),
@@ -104,7 +104,7 @@ def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
     end = jnp.where(first < count, count, 0)
     patch = jnp.minimum(row, jnp.maximum(count - 1, 0))
     q = _blocks(laid_ref, patch, head, sizes)
-    rows = Rows(laid_ref, head, count, scale)
+    rows = PatchRows(laid_ref, head, count, scale)
     add = functools.partial(_add_tile, q, rows, sizes, tile)
     sums = lax.fori_loop(0, pl.cdiv(end, tile), add, sums)
     is_weight = lax.iota(jnp.int32, sizes.beside_block)[None, :] == sizes.rest
@@ -137,7 +137,7 @@ def _add_tile(q, rows, sizes, tile, i, sums):
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     v = _load(rows.laid_ref, patch, rows.head, sizes.besides, sizes.beside_block)
     beside = sums.beside * decay + pltriton.dot(weights, v, **EXACT)
-    return Sums(highest, main, beside)
+    return SoftmaxState(highest, main, beside)
 
 
 def _blocks(ref, row, head, sizes):

@@ -38,7 +38,7 @@ REGISTERS = {2: 240, 3: 160}
 _OF_ROWS = LAYOUT.reduce(1)
 
 
-class Refs(NamedTuple):
+class EncoderRefs(NamedTuple):
     """Global memory references of a program."""
 
     laid: Any
@@ -46,7 +46,7 @@ class Refs(NamedTuple):
     out: Any
 
 
-class Shared(NamedTuple):
+class EncoderBuffers(NamedTuple):
     """Shared memory of a program: both blocks of all.
 
     Attributes:
@@ -69,7 +69,7 @@ class Shared(NamedTuple):
     is_free: Any
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks."""
 
     peak: Any
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
     beside: Any
 
 
-class Work(NamedTuple):
+class EncoderTileWork(NamedTuple):
     """Compile-time settings of the kernel.
 
     Attributes:
@@ -124,7 +124,7 @@ def attend_all_described(
       scale: Of scores, by which 2 is raised.
       tiles: See `attend_all`.
     """
-    work = Work(heads=heads, scale=scale, groups=tiles.groups, stages=tiles.described)
+    work = EncoderTileWork(heads=heads, scale=scale, groups=tiles.groups, stages=tiles.described)
     # Of a single row Mosaic GPU drops the dimension, and with it the place along it.
     shape = max(num_rows, 2), heads * (MAIN + REST)
     out = plgpu.kernel(
@@ -150,7 +150,7 @@ def _shared_of(work):
         layout = plgpu.TilingTransform((LINES, columns)), plgpu.SwizzleTransform(line)
         return plgpu.SMEM((number, TILE, columns), kind, transforms=layout)
 
-    return Shared(
+    return EncoderBuffers(
         q=block(groups, MAIN),
         q_rest=block(groups, BESIDE),
         k=block(stages, MAIN),
@@ -167,7 +167,7 @@ def _shared_of(work):
 
 def _attend_all_described_kernel(*refs, work, **shared):
     """One program per head, and some blocks of 64 rows."""
-    refs, shared = Refs(*refs), Shared(**shared)
+    refs, shared = EncoderRefs(*refs), EncoderBuffers(**shared)
     head, group = lax.axis_index("head"), lax.axis_index("group")
     first, count = lax.axis_index("block") * work.groups * LANES, refs.count[0]
     tiles = jnp.where(first < count, pl.cdiv(count, TILE), 0)
@@ -218,7 +218,7 @@ def _copy_tiles(refs, shared, first, tiles, head, work):
 
 def _nothing():
     """The sums over no patch."""
-    return Sums(
+    return SoftmaxState(
         plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
         *(
             plgpu.layout_cast(jnp.zeros((LANES, columns), jnp.float32), LAYOUT)
@@ -262,7 +262,7 @@ def _sums_of(shared, group, count, tiles, work):
             tuple(plgpu.ACC.init(x) for x in begun)
         )
         plgpu.barrier_arrive(shared.is_free.at[slot])
-        return Sums(highest, of_main, of_beside)
+        return SoftmaxState(highest, of_main, of_beside)
 
     def add(i, carry):
         scores, sums = carry

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from kernels.encoder_head_sizes import Sizes
+from kernels.encoder_head_sizes import EncoderHeadSizes
 
 
 def lay(
@@ -21,7 +21,7 @@ def lay(
     sin: Float[jax.Array, "R half"],
     count: Int[jax.Array, " 1"],
     rows: int,
-    sizes: Sizes,
+    sizes: EncoderHeadSizes,
     *,
     interpret: bool,
 ) -> Float[jax.Array, "rows width"]:

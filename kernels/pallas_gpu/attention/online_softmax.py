@@ -10,7 +10,7 @@ LOG2_E = 1.4426950408889634
 NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Online softmax accumulator (acc, m, l) over some positions."""
 
     value: jax.Array
@@ -30,4 +30,4 @@ def fold(sums, more):
     highest = jnp.maximum(sums.peak, more.peak)
     ours, theirs = jnp.exp2(sums.peak - highest), jnp.exp2(more.peak - highest)
     values = sums.value * ours[:, None] + more.value * theirs[:, None]
-    return Sums(values, highest, sums.total * ours + more.total * theirs)
+    return SoftmaxState(values, highest, sums.total * ours + more.total * theirs)

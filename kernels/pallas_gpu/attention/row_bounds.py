@@ -14,10 +14,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Int
 
 from kernels.tiles import BLOCKS
-from shared.spec.attention_layer import BOUNDS, Bounds
+from shared.spec.attention_layer import BOUNDS, RowBounds
 
 
-class Window(NamedTuple):
+class TreeWindow(NamedTuple):
     """Windows as bits of two numbers: of each lane, and of all lanes together."""
 
     low: Any
@@ -73,7 +73,7 @@ def _reach_kernel(
     is_real = pltriton.load(real_ref.at[at], mask=is_row, other=0) != 0
     low = jnp.min(jnp.where(is_row, jnp.minimum(first, until), most))
     is_any = jnp.max(is_real.astype(jnp.int32)) > 0
-    bounds = Bounds(
+    bounds = RowBounds(
         low=jnp.where(start < stop, low, 0),
         seen_from=jnp.min(first),
         seen_until=jnp.max(until),
@@ -90,7 +90,7 @@ def _reach_kernel(
 
 def bounds_of(bounds_ref, request):
     """Returns the bounds that `reach` computed for a request."""
-    return Bounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
+    return RowBounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
 
 
 def pack(window_ref, rows, nodes):
@@ -98,7 +98,7 @@ def pack(window_ref, rows, nodes):
     nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
     low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
     high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
-    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
+    return TreeWindow(low=low, high=high, any_low=any_low, any_high=any_high)
 
 
 def _pack_word(window_ref, rows, begin, nodes):

@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, in_head
-from kernels.pallas_gpu.attention.online_softmax import Sums, fold
+from kernels.pallas_gpu.attention.online_softmax import SoftmaxState, fold
 
 
-class Parts(NamedTuple):
+class SplitPartials(NamedTuple):
     """Sums over each unit: of weighted values, the highest score, of weights."""
 
     sums: Any
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     totals: Any
 
     @classmethod
-    def of(cls, units: int, R: int, Hq: int, D: int) -> "Parts":
+    def of(cls, units: int, R: int, Hq: int, D: int) -> "SplitPartials":
         """The shapes for some units of each row's heads."""
         single = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         of_heads = (units, R, Hq)
@@ -54,7 +54,7 @@ def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
         # Volatile, past the cache of the multiprocessor: other programs have written them.
         load = partial(pltriton.load, volatile=not interpret)
         at = (unit - begin, row, q_head)
-        return Sums(
+        return SoftmaxState(
             load(
                 parts.sums.at[(at[0], row[:, None], q_head[:, None], column)],
                 mask=in_head(is_one[:, None], D),
@@ -75,7 +75,7 @@ def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
             return sums
 
         several = (lax.div(low, unroll), pl.cdiv(high, unroll))
-        return fold(whole, lax.fori_loop(*several, add_units, Sums.nothing(lanes, D)))
+        return fold(whole, lax.fori_loop(*several, add_units, SoftmaxState.nothing(lanes, D)))
 
     spans = (lax.div(begin, per_span), pl.cdiv(end, per_span))
-    return lax.fori_loop(*spans, add_span, Sums.nothing(lanes, D))
+    return lax.fori_loop(*spans, add_span, SoftmaxState.nothing(lanes, D))

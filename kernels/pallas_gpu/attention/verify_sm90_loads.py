@@ -17,14 +17,14 @@ from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
     GROUPS,
     LANES,
     TILE,
-    Shared,
+    VerifyBuffers,
     beside,
 )
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
 from kernels.pallas_gpu.gemm.ptx import LAYOUT, divided, flushed_power_of_two, times
 
 
-class Own(NamedTuple):
+class WarpgroupTile(NamedTuple):
     """The pairs and columns of a warpgroup.
 
     Attributes:
@@ -73,7 +73,7 @@ def shared_of(work):
         return plgpu.SMEM(shape, kind, transforms=layout)
 
     come = plgpu.Barrier(num_arrivals=work.copied, num_barriers=work.stages)
-    return Shared(
+    return VerifyBuffers(
         queries=block(GROUPS, LANES, work.width),
         ones=block(LANES, TILE),
         keys=block(work.stages, work.copied, TILE, work.width),

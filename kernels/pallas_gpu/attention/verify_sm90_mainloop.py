@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, Sums
+from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState
 from kernels.pallas_gpu.gemm.ptx import (
     LAYOUT,
     flushed_power_of_two,
@@ -32,7 +32,7 @@ _PART = 64
 _OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-class Shared(NamedTuple):
+class VerifyBuffers(NamedTuple):
     """Shared memory of a program.
 
     Attributes:
@@ -58,7 +58,7 @@ class Shared(NamedTuple):
     is_ready: Any
 
 
-class Work(NamedTuple):
+class VerifyTileWork(NamedTuple):
     """Compile-time settings of the kernel.
 
     Attributes:
@@ -109,7 +109,7 @@ class Work(NamedTuple):
         return GROUPS if self.is_shared else 0
 
 
-class Share(NamedTuple):
+class SplitRange(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
@@ -126,7 +126,7 @@ class Share(NamedTuple):
     is_one: Any
 
 
-class Sight(NamedTuple):
+class PairMask(NamedTuple):
     """Attention bounds of the pairs of a warpgroup.
 
     Attributes:
@@ -210,7 +210,9 @@ def sum_span(shared, share, span, group, sight, work):
         )
         plgpu.barrier_arrive(shared.is_free.at[slot])
         ends_split = (lax.rem((i + 1) * TILE, work.split) == 0) | (i + 1 == end)
-        return lax.cond(ends_split, end_split, lambda *x: x, Sums(value, highest, total), sums)
+        return lax.cond(
+            ends_split, end_split, lambda *x: x, SoftmaxState(value, highest, total), sums
+        )
 
     def end_split(split, sums):
         total = split.total.max(axis=1)
@@ -225,7 +227,7 @@ def sum_span(shared, share, span, group, sight, work):
 def nothing(width, *ones):
     """The sums over no position; within a split the weights have columns of ones."""
     total = jnp.zeros((LANES, *ones), jnp.float32)
-    return Sums(
+    return SoftmaxState(
         plgpu.layout_cast(jnp.zeros((LANES, width), jnp.float32), LAYOUT),
         plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
         plgpu.layout_cast(total, LAYOUT if ones else _OF_ROWS),
@@ -247,7 +249,7 @@ def folded(sums, more):
 
     width = sums.value.shape[1]
     across = (beside(x, width) for x in (ours, theirs))
-    return Sums(
+    return SoftmaxState(
         added(sums.value, more.value, *across, LAYOUT),
         highest,
         added(sums.total, more.total, ours, theirs, _OF_ROWS),

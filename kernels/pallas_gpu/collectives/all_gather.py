@@ -18,7 +18,7 @@ from kernels.pallas_gpu.collectives.flag_protocol import (
     BLOCK_UNITS,
     BLOCK_WARPS,
     MOST_BLOCKS,
-    Link,
+    PeerView,
     has_come,
     instruct,
     put_words,
@@ -29,7 +29,7 @@ from kernels.pallas_gpu.collectives.flag_protocol import (
 from kernels.peer_buffers import (
     LARGEST_WORDS_BYTES,
     WORDS,
-    Boxes,
+    BufferLayout,
     receive_text,
     send_text,
 )
@@ -40,7 +40,7 @@ _SEND = send_text(_ADDRESS)
 _WORD_WARPS = 4
 
 
-class Gather(NamedTuple):
+class AllGatherArgs(NamedTuple):
     """Addresses of the symmetric-memory buffers for the all-gathers of a step.
 
     Attributes:
@@ -51,10 +51,10 @@ class Gather(NamedTuple):
     """
 
     place: Int32[jax.Array, " two_of_ranks_and_2"]
-    boxes: Boxes
+    boxes: BufferLayout
 
 
-class Tile(NamedTuple):
+class GatherTile(NamedTuple):
     """A block of a rank's part of an array.
 
     Attributes:
@@ -91,7 +91,7 @@ class Array(NamedTuple):
 def gathered(
     values: Shaped[jax.Array, "R share"],
     sums: Shaped[jax.Array, "R chunks"] | None,
-    gather: Gather,
+    gather: AllGatherArgs,
     *,
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
     after: jax.Array | None = None,
@@ -156,7 +156,7 @@ def words_in_row(x: jax.Array) -> int:
     return x.shape[1] * size // 4
 
 
-def missed(gather: Gather, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
+def missed(gather: AllGatherArgs, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
     """Returns the message that a rank has missed so far; see `kernels.peer_buffers.Missing`.
 
     Args:
@@ -178,7 +178,7 @@ def _missed_kernel(place_ref, _, out_ref, *, ranks):
     out_ref[...] = found
 
 
-def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
+def send_words(value: Any, place: Any, is_one: Any, link: PeerView) -> Any:
     """Sends words to all other ranks, and gives them back, sent.
 
     Args:
@@ -192,7 +192,9 @@ def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
     return sent
 
 
-def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pack: int) -> None:
+def receive_words(
+    store: Any, sent: Any, place: Any, is_one: Any, link: PeerView, pack: int
+) -> None:
     """Has words stored that all other ranks send.
 
     Args:
@@ -208,7 +210,9 @@ def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pa
         store(peer, instruct(receive_text(_ADDRESS, pack), pack, *given))
 
 
-def share_tiles(tiles: Sequence[Tile], row: Any, is_row: Any, link: Link, threads: int) -> None:
+def share_tiles(
+    tiles: Sequence[GatherTile], row: Any, is_row: Any, link: PeerView, threads: int
+) -> None:
     """Sends tiles of some rows to all ranks, then stores them and what the others send.
 
     Args:
@@ -284,7 +288,7 @@ def _bits(x):
 def _gather_kernel(*refs, parts, boxes, is_words, at_once):
     count = len(parts)
     owns, (place_ref, _), outs = refs[:count], refs[count : count + 2], refs[count + 2 :]
-    link = Link.read(place_ref, boxes, sum(part.programs for part in parts))
+    link = PeerView.read(place_ref, boxes, sum(part.programs for part in parts))
     share = _share_array if is_words else _share_blocks
     for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
         block = pl.program_id(0) - part.first_flag

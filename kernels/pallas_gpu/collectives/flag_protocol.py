@@ -11,21 +11,21 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.peer_buffers import (
-    CLOCK_AT,
+    SEQUENCE_OFFSET,
     WORDS,
-    Boxes,
+    BufferLayout,
     constraints,
     count_text,
-    look_text,
-    put_text,
-    raise_text,
-    take_text,
+    load_block_ptx,
+    set_flag_ptx,
+    store_block_ptx,
+    wait_flag_ptx,
 )
 
 _ADDRESS = 2
 """Registers of an address."""
-_PUT, _RAISE = put_text(_ADDRESS), raise_text(_ADDRESS)
-_LOOK, _TAKE, _COUNT = look_text(_ADDRESS), take_text(_ADDRESS), count_text(_ADDRESS)
+_PUT, _RAISE = store_block_ptx(_ADDRESS), set_flag_ptx(_ADDRESS)
+_LOOK, _TAKE, _COUNT = wait_flag_ptx(_ADDRESS), load_block_ptx(_ADDRESS), count_text(_ADDRESS)
 BLOCK_WARPS = 8
 BLOCK_UNITS = 2048
 """Words that a program stores at once."""
@@ -33,7 +33,7 @@ MOST_BLOCKS = 64
 """Most programs that store the blocks of an array."""
 
 
-class Link(NamedTuple):
+class PeerView(NamedTuple):
     """What a kernel has read of the mailboxes: early, as nothing that is sent may wait for it.
 
     Attributes:
@@ -50,26 +50,26 @@ class Link(NamedTuple):
     number: Any
     own: Any
     others: Any
-    boxes: Boxes
+    boxes: BufferLayout
     programs: int
 
     @classmethod
-    def read(cls, place: Any, boxes: Boxes, programs: int) -> "Link":
+    def read(cls, place: Any, boxes: BufferLayout, programs: int) -> "PeerView":
         """Of `Gather.place`, as a reference."""
         rank, looks = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
         every = [(place[2 * (rank ^ i)], place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)]
-        error, number = (_only(taken(*every[0], at)) for at in (0, CLOCK_AT))
+        error, number = (_only(taken(*every[0], at)) for at in (0, SEQUENCE_OFFSET))
         looks = jnp.where(error == 0, looks, jnp.minimum(looks, 1))
         return cls(rank, looks, number + 1, every[0], every[1:], boxes, programs)
 
-    def counted(self) -> "Link":
+    def counted(self) -> "PeerView":
         """The same, once this program is among those that have read the clock.
 
         Each program does it once, when it has sent: nothing else may wait for it. Who waits for
         words does so with what this gives, or a compiler would leave it out.
         """
         one = jnp.full((1,), self.number)
-        counted = instruct(_COUNT, 1, one, *self.own, CLOCK_AT, self.programs)
+        counted = instruct(_COUNT, 1, one, *self.own, SEQUENCE_OFFSET, self.programs)
         return self._replace(number=_only(counted))
 
     def missing(self, rank: Any) -> Any:
@@ -82,7 +82,7 @@ class Link(NamedTuple):
         return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 
 
-def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: Link) -> Any:
+def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
     """Stores words of a block in the mailboxes of all other ranks, and gives them back."""
     for box in link.others:
         on = jnp.where(is_one, 1, 0)
@@ -90,12 +90,12 @@ def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: Link) -> Any:
     return bits
 
 
-def take_words(base: Any, place: Any, is_one: Any, link: Link) -> Any:
+def take_words(base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
     """Words of a block that has come."""
     return instruct(_TAKE, 1, *link.own, base + place * 4, is_one)
 
 
-def raise_flags(flag: Any, kept: Any, link: Link) -> Any:
+def raise_flags(flag: Any, kept: Any, link: PeerView) -> Any:
     """Raises a program's flag at all other ranks, after all that it has stored.
 
     Args:
@@ -113,7 +113,7 @@ def raise_flags(flag: Any, kept: Any, link: Link) -> Any:
     return after
 
 
-def has_come(peer: Any, flag: Any, after: Any, link: Link) -> Any:
+def has_come(peer: Any, flag: Any, after: Any, link: PeerView) -> Any:
     """1 where a rank has raised its flag in time, else 0."""
     code, at = link.missing(peer), flag + peer * 4
     return jnp.min(instruct(_LOOK, 1, *link.own, at, link.number, link.looks, code, after))

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from kernels.peer_buffers import Boxes, Missing
+from kernels.peer_buffers import BufferLayout, PeerTimeout
 
 
-class Mailboxes:
+class SymmetricBuffer:
     """The mailboxes of ranks that are devices of one process.
 
     Attributes:
       boxes: Their sizes.
     """
 
-    def __init__(self, boxes: Boxes, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, boxes: BufferLayout, devices: Sequence[jax.Device]) -> None:
         """Takes the memory, which is zero, on each device.
 
         Raises:
@@ -37,7 +37,7 @@ class Mailboxes:
             for rank in range(len(self._devices))
         ]
 
-    def missing(self) -> list[Missing | None]:
+    def missing(self) -> list[PeerTimeout | None]:
         """Of each rank, who sent it nothing in time, if so; when nothing runs."""
         # Of a slice: what JAX knows of a whole array it does not read again.
-        return [Missing.read(int(np.asarray(x[:1])[0])) for x in self._memory]
+        return [PeerTimeout.read(int(np.asarray(x[:1])[0])) for x in self._memory]

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from kernels.pallas_gpu.attention.attention import clear_padding
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gdn.gdn_rows import (
+    GDNWeights,
     Inputs,
     States,
-    Weights,
     convolved,
     gated_norm,
     gates,
@@ -32,8 +32,8 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
     unit,
 )
 from kernels.pallas_gpu.gdn.gdn_tree import (
-    Kept,
-    Own,
+    HeadState,
+    ReplayInputs,
     advanced,
     barrier,
     kept_of,
@@ -49,7 +49,7 @@ ROWS = 4
 Owner = TypeVar("Owner", bound=NamedTuple)
 
 
-class Requests(NamedTuple):
+class GDNRequests(NamedTuple):
     """Of a step.
 
     Attributes:
@@ -107,8 +107,9 @@ def verify(
         padding.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       parents: The trees; None for chains.
-      kept: What a replay needs is written to these, fields of `Kept`. Where there are inputs only,
-        each request has one node, as in plain decoding, and its recurrent state is advanced.
+      kept: What a replay needs is written to these, fields of `ReplayInputs`. Where there are
+        inputs only, each request has one node, as in plain decoding, and its recurrent state is
+        advanced.
       arrivals: Zeros: here programs count themselves.
       digits: Of a unit of the squares: the order of their sums.
       tiles: How the work is cut.
@@ -137,8 +138,8 @@ def verify(
         return made | written
 
     reads = {"projected": projected, "window": window, "layer": layer}
-    reads |= Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
-    requests = Requests(slots=slots, starts=row_starts, parents=parents)._asdict()
+    reads |= GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
+    requests = GDNRequests(slots=slots, starts=row_starts, parents=parents)._asdict()
     reads |= {name: x for name, x in requests.items() if x is not None}
     rows, results = {"q": single((B, N, H, K))}, {"read": single((B, N, H, V))}
     results["out"] = of((R, H * V), projected.dtype)
@@ -170,8 +171,8 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     Whatever a program reads again it has written itself, or a launch before has.
     """
     refs, prepares, recurs = reads | makes | writes, "inputs" in writes, "out" in makes
-    weights, states, requests = _of(Weights, refs), _of(States, refs), _of(Requests, refs)
-    kept, scratch = _of(Kept, refs), _of(Scratch, refs)
+    weights, states, requests = _of(GDNWeights, refs), _of(States, refs), _of(GDNRequests, refs)
+    kept, scratch = _of(ReplayInputs, refs), _of(Scratch, refs)
     projected_ref = refs["projected"]
     (_, N, H, K), V, first_gate = scratch.q.shape, weights.norm.shape[-1], states.window.shape[3]
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
@@ -183,7 +184,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     keeps = not (advances and recurs)
     span, column = pl.ds(part * columns, columns), part * columns + lax.iota(jnp.int32, columns)
     # Of plain decoding the fields are of one layer.
-    place = Own(layer=0 if advances else layer, request=request, head=head, columns=span)
+    place = HeadState(layer=0 if advances else layer, request=request, head=head, columns=span)
 
     def prepare():
         """Every node's q, k, v and gates; what was before the convolution is kept."""

@@ -31,9 +31,9 @@ from kernels.pallas_gpu.gdn.gdn_chunk import (
 from kernels.pallas_gpu.gdn.gdn_rows import (
     LOG2_E,
     WINDOW,
+    GDNWeights,
     Inputs,
     States,
-    Weights,
     convolved,
     gated_norm,
     gates,
@@ -44,7 +44,7 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
 from kernels.tiles import GDNPrefillTiles
 
 
-class Requests(NamedTuple):
+class PrefillRequests(NamedTuple):
     """Requests of a step; `starts` has the first row of each, and the end."""
 
     slots: Any
@@ -53,7 +53,7 @@ class Requests(NamedTuple):
     save: Any
 
 
-class Rows(NamedTuple):
+class PrefillRows(NamedTuple):
     """Outputs of the first kernel by row; `keys` are the queries and both parts of keys."""
 
     keys: Any
@@ -120,8 +120,8 @@ def feed(
     places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
     of, columns = jax.ShapeDtypeStruct, min(tiles.columns, V)
     half, single = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32))
-    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
-    requests = Requests(slots=slots, starts=row_starts, save_after=save_after, save=save)
+    weights = GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    requests = PrefillRequests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
     def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
@@ -139,7 +139,7 @@ def feed(
     rows = launch(
         _rows_kernel,
         (2 * key_heads + H, CHUNK // tiles.rows * places),
-        Rows(keys=half((R, 3 * key_heads, K)), v=single((R, H, V))),
+        PrefillRows(keys=half((R, 3 * key_heads, K)), v=single((R, H, V))),
         name="delta_rows",
         warps=tiles.row_warps,
         rows=tiles.rows,

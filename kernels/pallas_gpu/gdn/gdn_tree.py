@@ -17,7 +17,7 @@ from kernels.pallas_gpu.attention.row_bounds import bits_of, is_in, path_to
 from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
-class Kept(NamedTuple):
+class ReplayInputs(NamedTuple):
     """Replay inputs of each node: its row of the recurrence and of the convolution."""
 
     k: Any
@@ -27,13 +27,13 @@ class Kept(NamedTuple):
     inputs: Any
 
 
-def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> Kept:
+def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> ReplayInputs:
     """Where there are inputs only, the others are None."""
     k, v, log_decay, beta = fields or [None] * 4
-    return Kept(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
+    return ReplayInputs(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
-class Own(NamedTuple):
+class HeadState(NamedTuple):
     """Which numbers of the nodes are a program's; of its layer, those that are kept."""
 
     layer: Any

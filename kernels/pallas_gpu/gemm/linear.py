@@ -16,15 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
-from kernels.pallas_gpu.collectives.all_gather import Gather, Tile, gathered, share_tiles
-from kernels.pallas_gpu.collectives.flag_protocol import Link
+from kernels.pallas_gpu.collectives.all_gather import (
+    AllGatherArgs,
+    GatherTile,
+    gathered,
+    share_tiles,
+)
+from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
 from kernels.pallas_gpu.gemm.linear_mainloop import Block, Factors, sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
-    Asks,
-    Leaves,
+    BlockPartials,
+    RowOutputs,
     room_of,
     store_leaves,
 )
@@ -45,8 +50,8 @@ class Given(NamedTuple):
       bias, added: Added to the accumulators, and to the result.
       norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
         for the next norm.
-      place: See `all_gather.Gather`; None if ranks gather nothing, or in a later kernel.
-      asks, warmth, tokens: For an LM head, see `lm_head_epilogue.Asks`.
+      place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
+      asks, warmth, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
     """
 
     scales: Any
@@ -82,14 +87,14 @@ def product(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
-    gather: Gather | None = None,
-    asks: Asks | None = None,
+    gather: AllGatherArgs | None = None,
+    asks: RowOutputs | None = None,
     interpret: bool = False,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
     Float[jax.Array, "R chunks_out"] | None,
-    Leaves | None,
+    BlockPartials | None,
 ]:
     """Multiplies rows with a weight, with the layer's prologue and epilogue fused.
 
@@ -239,7 +244,7 @@ def product(
         ),
     )
     if gather is None:
-        return (*found, None if asks is None else Leaves(*asks, *left))
+        return (*found, None if asks is None else BlockPartials(*asks, *left))
     if not joins:
         return _gathered(*found, gather)
     return (found[1], None, None, None) if added is None else (*found, None)
@@ -270,7 +275,7 @@ def _product_kernel(
     of_result = (at_row[:, None], at_column[None, :])
     link = None
     if boxes is not None:
-        link = Link.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
+        link = PeerView.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
     # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early = rows <= 32
     squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
@@ -326,11 +331,13 @@ def _product_kernel(
         return
     if link is not None:
         words = R * outputs * out.dtype.itemsize // 4
-        shared = [Tile(read, block * tiles.columns, outputs, 0, scaled_ref)]
+        shared = [GatherTile(read, block * tiles.columns, outputs, 0, scaled_ref)]
         if is_added:
             parts, chunks = tiles.columns // order.chunk, pl.cdiv(outputs, order.chunk)
             for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
-                shared.append(Tile(sums[:, None], block * parts + place, chunks, words, sums_ref))
+                shared.append(
+                    GatherTile(sums[:, None], block * parts + place, chunks, words, sums_ref)
+                )
             pltriton.store(out_ref.at[of_result], out, mask=is_inside)
         share_tiles(shared, row, is_row, link, 32 * tiles.warps)
         return

@@ -85,7 +85,7 @@ def added_up(parts, digits, axis=1):
     return in_floats(units.sum(axis=axis), exponent, digits)
 
 
-class Result:
+class EpilogueOutputs:
     """Epilogue of a warpgroup's rows of a block, stored part by part."""
 
     def __init__(self, refs, shared, work, group, row, column, scales):

@@ -26,7 +26,7 @@ from kernels.pallas_gpu.gemm.layers import beside
 from kernels.pallas_gpu.gemm.linear_epilogue import (
     SQUARES_AT_ONCE,
     WIDE,
-    Result,
+    EpilogueOutputs,
     scales_from,
     scales_of,
 )
@@ -34,9 +34,9 @@ from kernels.pallas_gpu.gemm.linear_sm90_mainloop import (
     LINE_BYTES,
     LINES,
     WARPS,
-    Refs,
-    Shared,
-    Work,
+    GemmBuffers,
+    GemmRefs,
+    GemmTileWork,
     copy_blocks,
     ring_of,
     sums_of,
@@ -46,8 +46,8 @@ from kernels.pallas_gpu.gemm.linear_swap_ab import SwappedResult
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     MASSES,
     SCORES,
-    Asks,
-    Leaves,
+    BlockPartials,
+    RowOutputs,
     room_of,
 )
 from kernels.tiles import LinearTiles
@@ -139,12 +139,12 @@ def described_product(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
-    asks: Asks | None = None,
+    asks: RowOutputs | None = None,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
     Float[jax.Array, "R chunks_out"] | None,
-    Leaves | None,
+    BlockPartials | None,
 ]:
     """Same as `linear.product`, for arrays that `takes` accepts.
 
@@ -191,7 +191,7 @@ def described_product(
         operands |= {"asks": asked, "warmth": warmth}
         operands["tokens"] = asks.tokens
         results |= room_of(len(warmth), N, tiles.columns)
-    work = Work(
+    work = GemmTileWork(
         operands=tuple(operands),
         results=tuple(results),
         outputs=N,
@@ -221,7 +221,7 @@ def described_product(
         return out, None if norm is None else left[0][:R], left[-1], None
     if added is not None:
         return (out, *beside(out, norm, norm_layer, order=order), None)
-    return out, None, None, Leaves(*asks, *left) if asks else None
+    return out, None, None, BlockPartials(*asks, *left) if asks else None
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
@@ -276,8 +276,8 @@ def _gpu():
 
 def _product_kernel(*refs, work, **shared):
     """One persistent program per multiprocessor, with strided blocks; rows vary first."""
-    refs = Refs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
-    shared = Shared(**shared)
+    refs = GemmRefs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
+    shared = GemmBuffers(**shared)
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
     count = pl.cdiv(work.blocks - program, programs)
@@ -321,7 +321,7 @@ def _product_kernel(*refs, work, **shared):
                 turned.prepare()
                 turned.store(sums_of(shared, work, group, i * work.steps))
                 return
-            result = Result(refs, shared, work, group, row, column, scales)
+            result = EpilogueOutputs(refs, shared, work, group, row, column, scales)
             result.prepare()
             if work.is_quantised:
                 sums = sums_of_codes(refs, shared, work, group, i * work.steps, row, column)

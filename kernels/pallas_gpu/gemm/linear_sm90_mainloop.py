@@ -31,7 +31,7 @@ descriptor counts such groups.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class GemmTileWork:
     """Problem size and tile config.
 
     Attributes:
@@ -90,7 +90,7 @@ class Work:
         return "added" in self.operands
 
 
-class Refs(NamedTuple):
+class GemmRefs(NamedTuple):
     """References of a program in global memory; None if absent."""
 
     x: Any
@@ -117,7 +117,7 @@ class Refs(NamedTuple):
     masses: Any = None
 
 
-class Shared(NamedTuple):
+class GemmBuffers(NamedTuple):
     """Shared memory of a program.
 
     Attributes:
@@ -152,7 +152,7 @@ def ring_of(work, dtype, out_type):
     if tiles.swapped:
         parts = plgpu.SMEM((PARTS, tiles.rows, tiles.columns), out_type)
         more["squares"] = plgpu.SMEM((tiles.rows,), jnp.float32)
-    return Shared(
+    return GemmBuffers(
         rows=block((tiles.stages, tiles.rows, tiles.depth), dtype),
         weight=block((tiles.stages, work.weights * tiles.columns, tiles.depth), dtype),
         parts=parts,

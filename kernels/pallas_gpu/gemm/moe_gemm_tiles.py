@@ -11,7 +11,7 @@ from kernels.pallas_gpu.gemm.fp8_w8a16 import four
 from shared.models.fp8_packing import FP8_BLOCK, shares_of
 
 
-class Stored(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Expert weights, and their scales if they are packed FP8."""
 
     weights: Any
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     interpret: bool
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """Expert of a tile, number of its slots, and the slots."""
 
     expert: Any
@@ -43,12 +43,12 @@ def tile_of(number, ids_ref, lists, cut):
         expert = ids_ref[lax.div(number, cut.slots), lax.rem(number, cut.slots)]
         # A select between constants would have the type of its condition.
         count = jnp.minimum(jnp.maximum(expert + 1, 0), 1)
-        return Tile(expert=expert, count=count, slots=number + lane * 0)
+        return ExpertTile(expert=expert, count=count, slots=number + lane * 0)
     expert, count, first = (ref[number] for ref in (lists.experts, lists.counts, lists.firsts))
     rows = lists.slots.shape[1]
     at = lists.slots.at[expert, first - expert * rows + lane]
     slots = pltriton.load(at, mask=lane < count, other=0)
-    return Tile(expert=expert, count=count, slots=slots)
+    return ExpertTile(expert=expert, count=count, slots=slots)
 
 
 def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, cut):

@@ -20,9 +20,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
-from kernels.pallas_gpu.gemm.moe_gemm_tiles import Cut, Stored, product, tile_of
+from kernels.pallas_gpu.gemm.moe_gemm_tiles import Cut, ExpertWeights, product, tile_of
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
-from kernels.pallas_gpu.moe.moe_align import Lists, group, most_tiles
+from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
 from kernels.pallas_gpu.moe.router import LOG2_E, Chosen, barrier, route, scale_of
 from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
@@ -30,7 +30,7 @@ from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
-class Stream(NamedTuple):
+class ExpertStream(NamedTuple):
     """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
 
     rows: Any
@@ -73,7 +73,7 @@ def experts(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
-) -> tuple[Stream, Int[jax.Array, " counters"]]:
+) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
     """Adds the output of its experts to each row.
 
     With tensor parallelism, each rank has inner columns of every expert and columns of the residual
@@ -122,7 +122,7 @@ def experts(
     inner = gated_product(
         scaled,
         squares,
-        Stored(gate_up, gate_up_scales),
+        ExpertWeights(gate_up, gate_up_scales),
         chosen.ids,
         lists,
         layer,
@@ -134,7 +134,7 @@ def experts(
     )
     return added_product(
         gathered(inner),
-        Stored(down, down_scales),
+        ExpertWeights(down, down_scales),
         chosen,
         lists,
         rows,
@@ -152,9 +152,9 @@ def experts(
 def gated_product(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
-    gate_up: Stored,
+    gate_up: ExpertWeights,
     ids: Int[jax.Array, "R slots"],
-    lists: Lists | None,
+    lists: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
     eps: float,
@@ -183,9 +183,9 @@ def gated_product(
 
 def added_product(
     inner: Float[jax.Array, "all_slots inner"],
-    down: Stored,
+    down: ExpertWeights,
     chosen: Chosen,
-    lists: Lists | None,
+    lists: ExpertBlocks | None,
     rows: Float[jax.Array, "R hidden"],
     next_norm: Float[jax.Array, "L2 hidden"] | None,
     arrivals: Int[jax.Array, " counters"],
@@ -196,13 +196,13 @@ def added_product(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
-) -> tuple[Stream, Int[jax.Array, " counters"]]:
+) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
     cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret)
     _check(down, cut)
     of = jax.ShapeDtypeStruct
-    stream = Stream(
+    stream = ExpertStream(
         rows=of((R, N), rows.dtype),
         scaled=None if next_norm is None else of((R, N), rows.dtype),
         squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),

@@ -16,7 +16,7 @@ from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
 
 
-class Lists(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Expert blocks: the slots of each expert, cut into tiles.
 
     Attributes:
@@ -38,7 +38,7 @@ def group(
     routing: Routing,
     tiles: ExpertsTiles,
     interpret: bool = False,
-) -> tuple[Lists, Int[jax.Array, " counters"]]:
+) -> tuple[ExpertBlocks, Int[jax.Array, " counters"]]:
     """Lists the slots of each expert and cuts them into tiles.
 
     Args:
@@ -64,7 +64,7 @@ def group(
         grid=(routing.stored,),
         out_shape=(
             of(arrivals.shape),
-            Lists(
+            ExpertBlocks(
                 slots=of((routing.stored, R)),
                 experts=of((most,)),
                 firsts=of((most,)),

@@ -31,7 +31,7 @@ GROUP = 2 * PAIRS
 NOTHING, SCORES, MASSES, GROUPS = range(4)
 
 
-class Asks(NamedTuple):
+class RowOutputs(NamedTuple):
     """Outputs that each row needs from the LM head.
 
     Attributes:
@@ -46,11 +46,11 @@ class Asks(NamedTuple):
     tokens: Int32[jax.Array, "1"]
 
 
-class Leaves(NamedTuple):
+class BlockPartials(NamedTuple):
     """Block partials of an LM-head GEMM.
 
     Attributes:
-      asks, warmth, tokens: See `Asks`.
+      asks, warmth, tokens: See `RowOutputs`.
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
@@ -68,7 +68,8 @@ class Leaves(NamedTuple):
 
 
 def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays for block partials of `columns` outputs each, by their names in `Leaves`.
+    """Returns the arrays for block partials of `columns` outputs each, by their names in
+    `BlockPartials`.
 
     Raises:
       ValueError: A block is not a whole number of groups.
@@ -92,7 +93,7 @@ def asking(
     nodes: int = 0,
     width: int = 0,
     is_warm_whole: bool = False,
-) -> Asks:
+) -> RowOutputs:
     """Computes the outputs that each row needs: logits if edited, group sums if sampled.
 
     XLA compiles it to one kernel.
@@ -118,7 +119,7 @@ def asking(
     rest = (NOTHING, MASSES, GROUPS)[min(width, 2)]
     asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, rest))
     tokens = jnp.asarray(num_tokens, jnp.int32).reshape(1)
-    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens)
+    return RowOutputs(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens)
 
 
 def store_leaves(out, out_ref, given, left_refs, row, column, block):

@@ -25,7 +25,7 @@ KEY_OF_NOTHING = -2139095041  # key of -inf
 _KEY_OF_NAN = 0x7FC00000
 
 
-class Part(NamedTuple):
+class VocabShard(NamedTuple):
     """Vocabulary shard of a rank, for vocab-parallel logits.
 
     Attributes:
@@ -41,11 +41,11 @@ class Part(NamedTuple):
     every: Float[jax.Array, "R places"]
 
 
-class Inputs(NamedTuple):
+class SamplingInputs(NamedTuple):
     """Inputs of all sampling kernels: first per row, then per request.
 
     Attributes:
-      every, first: See `Part`.
+      every, first: See `VocabShard`.
       path, on_path, stop_ids, bias_ids, bias_values, mask, columns: Any array if there are none.
       stream: RNG stream of the noise.
     """
@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
     stream: Any
 
 
-class Sizes(NamedTuple):
+class SamplingSizes(NamedTuple):
     """Sizes of the arrays, and flags for the optional ones.
 
     Attributes:
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
     is_left: bool = False
 
 
-class Wish(NamedTuple):
+class RowSampling(NamedTuple):
     """Sampling parameters of one row."""
 
     request: Any
@@ -123,11 +123,11 @@ def inputs_of(
     columns: Int[jax.Array, " vocab"] | None,
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
-    part: Part | None,
-) -> Inputs:
+    part: VocabShard | None,
+) -> SamplingInputs:
     """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
     has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
-    return Inputs(
+    return SamplingInputs(
         logits=logits,
         every=logits if part is None else part.every,
         first=seen.slots if part is None else part.first,
@@ -166,10 +166,10 @@ def sizes_of(
     is_left: bool = False,
     ranks: int = 1,
     share: int = 0,
-) -> Sizes:
+) -> SamplingSizes:
     """Returns the sizes of the arrays and the flags of the optional ones."""
     num_bias = sampling.bias_ids.shape[1]
-    return Sizes(
+    return SamplingSizes(
         vocab=vocab,
         target_vocab=seen.counts.shape[1],
         num_path=seen.path.shape[1],
@@ -200,7 +200,7 @@ def wish_of(inputs, row, sizes):
         at = inputs.bias_values.at[request, j]
         values = pltriton.load(at, mask=j < sizes.num_bias, other=0.0)
         biases = jnp.max(jnp.where(values != 0, j + 1, 0))
-    return Wish(
+    return RowSampling(
         request=request,
         slot=inputs.slots[row],
         noise=(inputs.seed[request], inputs.keys[named].astype(jnp.uint32)),

@@ -67,7 +67,7 @@ class Chains(NamedTuple):
     lengths: Any
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """Distributions of each level: first the target's, then the drafter's.
 
     Attributes:
@@ -87,7 +87,7 @@ class Laws(NamedTuple):
     weights: Any
 
 
-class Draws(NamedTuple):
+class ResidualSamples(NamedTuple):
     """Replacement tokens that each part of the vocabulary draws for a level.
 
     Attributes:
@@ -154,7 +154,7 @@ def judge(
         num_warps=4,
         name="join_laws",
     )
-    laws = Laws(*sums, *joined)
+    laws = Distributions(*sums, *joined)
     draws = launch(
         functools.partial(_draws_kernel, stream=residual_stream),
         (*chains, *laws),
@@ -229,7 +229,7 @@ def _laws_kernel(*refs, is_block):
     chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = _taken(
         refs, Chains
     )
-    laws = Laws(peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref)
+    laws = Distributions(peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref)
     request, levels = pl.program_id(0), peaks_ref.shape[2]
     level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
     is_judged = _is_judged(chains, request, level) & (level < levels)
@@ -295,8 +295,8 @@ def _probability(x, ids, draft, highest, total):
 
 def _draws_kernel(*refs, stream):
     """One program per part of the vocabulary and level."""
-    chains, laws, outputs = _taken(refs, Chains, Laws)
-    draws = Draws(*outputs)
+    chains, laws, outputs = _taken(refs, Chains, Distributions)
+    draws = ResidualSamples(*outputs)
     part, place = pl.program_id(0), pl.program_id(1)
     levels, vocab = laws.peaks.shape[2], chains.scores.shape[1]
     request, level = lax.div(place, levels), lax.rem(place, levels)
@@ -336,7 +336,7 @@ def _draws_kernel(*refs, stream):
 
 def _decide_kernel(*refs, stream, is_block):
     """One program per request; levels are its lanes."""
-    chains, laws, draws, (decided_ref,) = _taken(refs, Chains, Laws, Draws)
+    chains, laws, draws, (decided_ref,) = _taken(refs, Chains, Distributions, ResidualSamples)
     request, (levels, parts) = pl.program_id(0), draws.left.shape[1:]
     level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
     is_level, place = level < levels, jnp.minimum(level, levels - 1)

@@ -18,15 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int, Int32
 
-from kernels.pallas_gpu.sampling.lm_head_epilogue import Leaves
-from kernels.pallas_gpu.sampling.logits_processing import PAIRS, Part, inputs_of, sizes_of
+from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials
+from kernels.pallas_gpu.sampling.logits_processing import PAIRS, VocabShard, inputs_of, sizes_of
 from kernels.pallas_gpu.sampling.sampling_kernels import (
     NUM_INPUTS,
     border_kernel,
     rows_kernel,
     tiles_kernel,
 )
-from kernels.pallas_gpu.sampling.topk import Best, Partials
+from kernels.pallas_gpu.sampling.topk import TilePartials, TopK
 from kernels.pallas_gpu.sampling.topk_topp import NOTES
 from kernels.tiles import SamplingTiles
 
@@ -46,7 +46,7 @@ def choose(
     *,
     stream: int,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, " R"]]:
     """Implements `shared.spec.sampling.choose`.
@@ -116,7 +116,7 @@ def rank(
     *,
     tau: float,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
     interpret: bool = False,
 ) -> tuple[
     Int[jax.Array, "B k width"],
@@ -162,14 +162,14 @@ def leave(
     allowed: Bool[jax.Array, "R vocab"] | None,
     keys: Int[jax.Array, " named"],
     columns: Int[jax.Array, " vocab"] | None,
-    part: Part,
+    part: VocabShard,
     *,
     stream: int | Int[jax.Array, ""],
     width: int,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[jax.Array, "R words"], Int32[jax.Array, "R groups"], Float[jax.Array, "R groups"]]:
     """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.join`.
@@ -226,9 +226,9 @@ def _ranked(
     nodes: int,
     tiles: SamplingTiles,
     interpret: bool,
-    leaves: Leaves | None = None,
-    part: Part | None = None,
-) -> tuple[Best, Partials]:
+    leaves: BlockPartials | None = None,
+    part: VocabShard | None = None,
+) -> tuple[TopK, TilePartials]:
     """Computes the best tokens of each row, its group sums and its processed logits.
 
     Args:
@@ -275,7 +275,7 @@ def _ranked(
         interpret=interpret,
         name="choose_tiles",
     )(*inputs, *left, *scores)
-    partials = Partials(*outputs)
+    partials = TilePartials(*outputs)
     kernel = functools.partial(border_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
     notes, _ = pl.pallas_call(
         kernel,
@@ -287,14 +287,14 @@ def _ranked(
         name="find_border",
     )(*inputs, partials.notes, partials.peaks, partials.masses)
     outputs = [x for x in partials._replace(notes=notes) if x is not None]
-    best = Best(
+    best = TopK(
         ids=array((R, width), ints),
         weights=array((R, width), floats),
         is_finite=array((R,), ints),
         left=None,
     )
     if part is not None:
-        best = Best(ids=None, weights=None, is_finite=None, left=array((R, 2 * width + 1), ints))
+        best = TopK(ids=None, weights=None, is_finite=None, left=array((R, 2 * width + 1), ints))
     num_best = sum(x is not None for x in best)
     best, *outputs = pl.pallas_call(
         functools.partial(rows_kernel, interpret=interpret, **chosen),
@@ -307,4 +307,4 @@ def _ranked(
         interpret=interpret,
         name="choose_rows",
     )(*inputs, *left, *outputs, bad)
-    return best, Partials(*outputs)
+    return best, TilePartials(*outputs)

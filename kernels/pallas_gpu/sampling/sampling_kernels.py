@@ -10,7 +10,7 @@ from kernels.pallas_gpu.sampling.gumbel_noise import log, noise_of_words
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     NOTHING,
     SCORES,
-    Leaves,
+    BlockPartials,
     asked_of,
     best_left,
     is_left_bad,
@@ -20,7 +20,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
-    Inputs,
+    SamplingInputs,
     has_bad,
     ids_of,
     in_order,
@@ -36,7 +36,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 )
 from kernels.pallas_gpu.sampling.threshold_bracket import guess
 from kernels.pallas_gpu.sampling.topk import (
-    Partials,
+    TilePartials,
     choose_in_tiles,
     is_last,
     load_row,
@@ -49,14 +49,14 @@ from kernels.pallas_gpu.sampling.topk import (
 )
 from kernels.pallas_gpu.sampling.topk_topp import (
     NOTES,
-    Memory,
-    Source,
+    RowScratch,
+    ScoreSource,
     bounds_of,
     find_border,
     list_near,
 )
 
-NUM_INPUTS = len(Inputs._fields)
+NUM_INPUTS = len(SamplingInputs._fields)
 
 
 def tiles_kernel(*refs, num_left, **how):
@@ -65,11 +65,11 @@ def tiles_kernel(*refs, num_left, **how):
     If the LM head's block partials suffice, there is nothing to process, so there are fewer
     programs than tiles.
     """
-    inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
+    inputs, leaves = SamplingInputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
     num_partials = 5 if how["is_scored"] else 4
     *outputs, bad_ref = refs[-num_partials - 1 :]
     share, row, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(0)
-    partials = Partials(*outputs)
+    partials = TilePartials(*outputs)
 
     @pl.when(share == 0)
     def _():
@@ -88,7 +88,7 @@ def tiles_kernel(*refs, num_left, **how):
 
 
 def _leaves_of(refs, num_left):
-    return Leaves(*refs[NUM_INPUTS : NUM_INPUTS + num_left]) if num_left else None
+    return BlockPartials(*refs[NUM_INPUTS : NUM_INPUTS + num_left]) if num_left else None
 
 
 def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
@@ -141,7 +141,7 @@ def _look_at_own(
 
 def border_kernel(*refs, sizes, tiles, interpret):
     """One program per split of a row with a filter; the last to finish finds the threshold."""
-    inputs = Inputs(*refs[:-5])
+    inputs = SamplingInputs(*refs[:-5])
     _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
     share, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
@@ -149,8 +149,8 @@ def border_kernel(*refs, sizes, tiles, interpret):
     @pl.when(wish.is_filtered)
     def _():
         peaks, masses = load_row(peaks_ref, (row,), LOWEST), load_row(masses_ref, (row,), 0.0)
-        source = Source(inputs, row, wish, sizes, interpret)
-        memory = Memory(peaks_ref, near_ref, notes_ref, tiles.at_once)
+        source = ScoreSource(inputs, row, wish, sizes, interpret)
+        memory = RowScratch(peaks_ref, near_ref, notes_ref, tiles.at_once)
         bounds = bounds_of(peaks, masses, source)
 
         def share_work():
@@ -174,16 +174,16 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
 
     One of a row's programs reduces the tiles: the last to finish, if all have work.
     """
-    inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
+    inputs, num_partials = SamplingInputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
     bad_ref, best, *outputs = refs[NUM_INPUTS + num_left + num_partials :]
-    partials = Partials(*outputs)
+    partials = TilePartials(*outputs)
     share, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     num_tiles = bad_ref.shape[1]
 
     def choose():
-        source = Source(inputs, row, wish, sizes, interpret)
+        source = ScoreSource(inputs, row, wish, sizes, interpret)
         return choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups)
 
     joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)

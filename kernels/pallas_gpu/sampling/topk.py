@@ -29,7 +29,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 )
 
 
-class Partials(NamedTuple):
+class TilePartials(NamedTuple):
     """Partial results of each row.
 
     Attributes:
@@ -46,7 +46,7 @@ class Partials(NamedTuple):
     scores: Any = None
 
 
-class Best(NamedTuple):
+class TopK(NamedTuple):
     """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:

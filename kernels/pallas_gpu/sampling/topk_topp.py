@@ -21,9 +21,9 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
-    Inputs,
-    Sizes,
-    Wish,
+    RowSampling,
+    SamplingInputs,
+    SamplingSizes,
     add_halves,
     carried,
     halves_of,
@@ -47,21 +47,21 @@ the threshold, the id from which tokens at the threshold fail, and the key of th
 _TINY = 1e-30
 
 
-class Source(NamedTuple):
+class ScoreSource(NamedTuple):
     """Source of a row's logits.
 
     Attributes:
       interpret: One thread does all the work.
     """
 
-    inputs: Inputs
+    inputs: SamplingInputs
     row: Any
-    wish: Wish
-    sizes: Sizes
+    wish: RowSampling
+    sizes: SamplingSizes
     interpret: bool
 
 
-class Memory(NamedTuple):
+class RowScratch(NamedTuple):
     """Scratch memory shared by the programs of a row.
 
     Attributes:
@@ -93,7 +93,7 @@ class Bounds(NamedTuple):
     high: Any
 
 
-class Known(NamedTuple):
+class CandidateList(NamedTuple):
     """Tokens near the threshold, as found by a row's programs.
 
     Attributes:
@@ -211,7 +211,7 @@ def find_border(low, high, bounds, source, memory):
     keys = load(memory.near.at[row, 0, place], mask=place < num_listed, other=LOWEST)
     halves = halves_of(weight_of(score_of(keys), bounds.highest, 1.0))
     has_room = num_listed <= len(place)
-    known = Known(has_room, count, carried(*weight), keys, *halves)
+    known = CandidateList(has_room, count, carried(*weight), keys, *halves)
     tally = partial(_tally, bounds=bounds, source=source, memory=memory)
 
     def is_too_low(border, known):

@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int, Int32
 
-from kernels.pallas_gpu.collectives.all_gather import Gather, load_words, store_words
+from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, load_words, store_words
 from kernels.pallas_gpu.collectives.flag_protocol import (
     BLOCK_UNITS,
     BLOCK_WARPS,
     MOST_BLOCKS,
-    Link,
+    PeerView,
     has_come,
     put_words,
     raise_flags,
@@ -71,7 +71,7 @@ def filtered(
 def gathered_rows(
     values: Float[jax.Array, "R share"],
     rows: Int32[jax.Array, " R_and_1"],
-    gathers: Sequence[Gather],
+    gathers: Sequence[AllGatherArgs],
 ) -> Float[jax.Array, "R places"]:
     """All-gathers the columns of all ranks for some rows; other rows are undefined.
 
@@ -106,7 +106,7 @@ def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
     """Stores this program's rows in all symmetric buffers and copies those of the other ranks."""
     out_ref, (R, share) = outs[-1], own_ref.shape
     programs = min(pl.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS)
-    link, block = Link.read(place_ref, boxes, programs), pl.program_id(0)
+    link, block = PeerView.read(place_ref, boxes, programs), pl.program_id(0)
     count = jnp.minimum(jnp.maximum(rows_ref[R] - first, 0), most)
     steps = lax.div(count * share + programs * BLOCK_UNITS - 1, jnp.int32(programs * BLOCK_UNITS))
     base = boxes.blocks_at + (link.number & 1) * (boxes.ranks * boxes.block_bytes)

@@ -221,7 +221,7 @@ class Candidates(NamedTuple):
     has_relay: Any
 
 
-class Kept(NamedTuple):
+class BestNodes(NamedTuple):
     """Trees of the best candidates, and the candidate of each node."""
 
     tokens: Any
@@ -253,7 +253,7 @@ def keep_best(
         functools.partial(_keep_best_kernel, interpret=interpret),
         grid=(B,),
         out_shape=(
-            Kept(
+            BestNodes(
                 tokens=node,
                 parents=node,
                 num_nodes=of((B,), jnp.int32),

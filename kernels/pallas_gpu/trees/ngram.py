@@ -33,7 +33,7 @@ class Held(NamedTuple):
     clocks: Any
 
 
-class Texts(NamedTuple):
+class NgramTexts(NamedTuple):
     """Contexts, and the tokens that followed them."""
 
     contexts: Any
@@ -42,7 +42,7 @@ class Texts(NamedTuple):
     is_real: Any
 
 
-class Tree(NamedTuple):
+class NgramTree(NamedTuple):
     """Draft tree while it grows.
 
     Attributes:
@@ -83,7 +83,7 @@ def learn(
 ]:
     """Implements `shared.spec.ngram.learn`; the table is updated in place."""
     held = Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
-    texts = Texts(contexts=contexts, following=following, scopes=scopes, is_real=is_real)
+    texts = NgramTexts(contexts=contexts, following=following, scopes=scopes, is_real=is_real)
     outputs = pl.pallas_call(
         functools.partial(_learn_kernel, interpret=interpret),
         grid=(_LENGTHS,),
@@ -243,7 +243,7 @@ def _draft_kernel(
         first = jnp.where(ring <= at, first * _FIRST + newest + 1, first)
         second = jnp.where(ring <= at, second * _SECOND + newest + 1, second)
     is_root, zero = node == 0, jnp.zeros(lanes, jnp.int32)
-    root = Tree(
+    root = NgramTree(
         firsts=jnp.where(is_root[:, None], first[None, :], 0),
         seconds=jnp.where(is_root[:, None], second[None, :], 0),
         tokens=jnp.where(is_root, newest, 0),
@@ -286,7 +286,7 @@ def _draft_kernel(
         second = (
             jnp.where(is_begun, other_scope, _row(tree.seconds, is_parent)) * _SECOND + newest + 1
         )
-        return Tree(
+        return NgramTree(
             firsts=jnp.where(is_new[:, None], first[None, :], tree.firsts),
             seconds=jnp.where(is_new[:, None], second[None, :], tree.seconds),
             tokens=jnp.where(is_new, newest, tree.tokens),

@@ -23,7 +23,7 @@ class Slots(NamedTuple):
     draft_from: Any
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
     """Results of a step per request."""
 
     slots: Any
@@ -55,7 +55,7 @@ def commit(
     A slot has at most one row, except slot 0, which is for padding.
     """
     held = Slots(lengths=lengths, newest=newest, seen=seen, draft_from=draft_from)
-    rows = Rows(
+    rows = SlotRows(
         slots=slots, before=before, tokens=tokens, counts=counts, prompt_length=prompt_length
     )
     changed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)

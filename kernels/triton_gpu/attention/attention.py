@@ -41,7 +41,7 @@ class Order(NamedTuple):
     nodes: int
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """First row of each request and the bounds of each row."""
 
     starts: Any
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     window: Any
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Online softmax accumulator (acc, m, l) over some positions."""
 
     value: Any
@@ -58,7 +58,7 @@ class Sums(NamedTuple):
     total: Any
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """Inputs of a program: KV positions of its head, page table and row bounds.
 
     Attributes:
@@ -124,7 +124,7 @@ def attend(
     _attend_kernel[(Hk, blocks, B)](
         *(q, q if gate is None else gate, out),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
-        Rows(starts=row_starts, first=first, until=until, window=window if nodes else until),
+        QueryRows(starts=row_starts, first=first, until=until, window=window if nodes else until),
         num_rows=R,
         num_requests=B,
         columns=columns,
@@ -171,7 +171,7 @@ def _attend_kernel(
     high = tl.minimum(tl.max(until) + order.nodes, columns * heads.page)
     place = lane_row.to(tl.int64) * q_heads + q_head
     q = load_head(q_at + place[:, None] * D + columns_of(D)[None, :], D)
-    seen = Seen(
+    seen = VisibleRange(
         k=pool.k + head * D,
         v=pool.v + head * D,
         table=pool.table + request * columns,
@@ -292,14 +292,14 @@ def no_sums(lanes: tl.constexpr, D: tl.constexpr):
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
     block: tl.constexpr = triton.next_power_of_2(D)
     values, total = tl.zeros((lanes, block), tl.float32), tl.zeros((lanes,), tl.float32)
-    return Sums(value=values, peak=peak, total=total)
+    return SoftmaxState(value=values, peak=peak, total=total)
 
 
 @triton.jit
 def no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
     """The same of a split, whose weights are in columns."""
     sums = no_sums(lanes, D)
-    return Sums(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
+    return SoftmaxState(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
 
 
 @triton.jit
@@ -347,7 +347,7 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
         v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
         harmed = tl.max(tl.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
         values = tl.where(harmed[:, None] == 0, values, float("nan"))
-    sums = Sums(value=values, peak=sums.peak, total=sums.total)
+    sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
     return add_tile(sums, highest, weights, v)
 
 
@@ -359,14 +359,14 @@ def add_tile(sums, highest, weights, v):
     units = tl.full((v.shape[0], sums.total.shape[1]), 1.0, v.dtype)
     total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
     values = sums.value * decay + tl.dot(weights, v, input_precision="ieee")
-    return Sums(value=values, peak=highest, total=total)
+    return SoftmaxState(value=values, peak=highest, total=total)
 
 
 @triton.jit
 def fold_split(sums, split):
     """Adds the sums over a split, whose weights are in columns, to those over its span."""
     total = tl.max(split.total, axis=1)
-    return fold(sums, Sums(value=split.value, peak=split.peak, total=total))
+    return fold(sums, SoftmaxState(value=split.value, peak=split.peak, total=total))
 
 
 @triton.jit
@@ -375,7 +375,7 @@ def fold(sums, more):
     highest = tl.maximum(sums.peak, more.peak)
     ours, theirs = tl.exp2(sums.peak - highest), tl.exp2(more.peak - highest)
     values = sums.value * ours[:, None] + more.value * theirs[:, None]
-    return Sums(value=values, peak=highest, total=sums.total * ours + more.total * theirs)
+    return SoftmaxState(value=values, peak=highest, total=sums.total * ours + more.total * theirs)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from kernels.triton_gpu.attention.attention import (
     LOG2_E,
     NEGATIVE,
     Order,
-    Seen,
-    Sums,
+    SoftmaxState,
+    VisibleRange,
     add_tile,
     add_whole,
     clear_padding,
@@ -46,18 +46,18 @@ from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     write_pair,
 )
 from kernels.triton_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
-from kernels.triton_gpu.attention.split_kv import Parts, combine, store_unit
+from kernels.triton_gpu.attention.split_kv import SplitPartials, combine, store_unit
 from kernels.triton_gpu.gemm.linear import launching
 
 
-class Requests(NamedTuple):
+class LayerRequests(NamedTuple):
     """The bounds of each, and counters of the programs that have arrived."""
 
     bounds: Any
     arrivals: Any
 
 
-class Rows(NamedTuple):
+class LayerRows(NamedTuple):
     """First row of each request, and the write position and bounds of each row."""
 
     starts: Any
@@ -204,8 +204,8 @@ def mix(
     _mix_kernel[(blocks * Hk, B, programs)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
-        Requests(bounds=bounds, arrivals=arrivals),
-        Rows(
+        LayerRequests(bounds=bounds, arrivals=arrivals),
+        LayerRows(
             starts=row_starts,
             places=places,
             is_real=is_real,
@@ -214,7 +214,7 @@ def mix(
             window=window if window.shape[1] else until,
         ),
         *(projected if q is None else q, out),
-        Parts(sums=sums, peaks=peaks, totals=totals),
+        SplitPartials(sums=sums, peaks=peaks, totals=totals),
         num_rows=R,
         num_requests=B,
         columns=columns,
@@ -328,7 +328,7 @@ def _mix_kernel(
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
         is_bad = is_bad_line(projected.rows, at, is_new, D)
-    seen = Seen(
+    seen = VisibleRange(
         k=pool.k + head * D,
         v=pool.v + head * D,
         table=own_pool.table,
@@ -371,7 +371,7 @@ def _mix_kernel(
             sees_bad = sees(place, first, until, window, order.nodes) & is_bad[None, :]
             is_harmed = tl.max(sees_bad.to(tl.int32), axis=1) > 0
             values = tl.where(is_harmed[:, None], float("nan"), sums.value)
-            sums = Sums(value=values, peak=sums.peak, total=sums.total)
+            sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
 
 
@@ -435,7 +435,7 @@ def _close(
                 u_sums = no_sums(lanes, D)
         else:
             total = tl.max(sums.total, axis=1)
-            done = Sums(value=sums.value, peak=sums.peak, total=total)
+            done = SoftmaxState(value=sums.value, peak=sums.peak, total=total)
             store_unit(units.parts, at, done, units.is_lane, D)
         sums = no_split(lanes, D, order.ones)
     return sums, u_sums

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.tiles import DecodeAttentionTiles
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
 from kernels.triton_gpu.attention.verify_sm90_loads import (
-    Seen,
+    VisibleRange,
     clear_padding,
     copy_tiles,
     pairs_of,
@@ -38,8 +38,8 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     Block,
     Cut,
     Left,
-    Share,
-    Stored,
+    SplitRange,
+    StoredLayout,
     attend_pairs,
     lines_of,
 )
@@ -115,7 +115,9 @@ def mix_described(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        Seen(starts=starts, first=first, until=until, window=window if window.shape[1] else until),
+        VisibleRange(
+            starts=starts, first=first, until=until, window=window if window.shape[1] else until
+        ),
         bounds,
         *(out, gate),
         Left(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
@@ -183,7 +185,7 @@ def _mix_described_kernel(
     queries.index(0).store(queries_of(q_at, block, seen, heads))
     ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
     fence_async_shared()
-    own = Share(
+    own = SplitRange(
         begin=begin,
         end=end,
         whole_from=gl.max(pairs.first, 0),
@@ -195,7 +197,7 @@ def _mix_described_kernel(
         is_alone=spans == 1,
         sharing=gl.where(share < sharing, sharing, 0),
     )
-    stored = Stored(out=out_at, gate=gate_at, starts=seen.starts)
+    stored = StoredLayout(out=out_at, gate=gate_at, starts=seen.starts)
     gl.warp_specialize(
         [
             (

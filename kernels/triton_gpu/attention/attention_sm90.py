@@ -18,7 +18,7 @@ from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.attention.attention_layer_sm90 import COLUMNS, COPYING_REGISTERS
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
 from kernels.triton_gpu.attention.verify_sm90_loads import (
-    Seen,
+    VisibleRange,
     clear_padding,
     copy_tiles,
     pairs_of,
@@ -33,8 +33,8 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     WARPS,
     Block,
     Cut,
-    Share,
-    Stored,
+    SplitRange,
+    StoredLayout,
     finish,
     fold,
     lines_of,
@@ -88,7 +88,9 @@ def attend_described(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        Seen(starts=starts, first=first, until=until, window=window if window.shape[1] else until),
+        VisibleRange(
+            starts=starts, first=first, until=until, window=window if window.shape[1] else until
+        ),
         *(out, gate),
         num_rows=R,
         num_requests=B,
@@ -146,7 +148,7 @@ def _attend_described_kernel(
         queries.index(i).store(queries_of(q_at, block, seen, heads))
     ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
     fence_async_shared()
-    stored = Stored(out=out_at, gate=gate_at, starts=seen.starts)
+    stored = StoredLayout(out=out_at, gate=gate_at, starts=seen.starts)
     gl.warp_specialize(
         [
             (
@@ -184,7 +186,7 @@ def _attend_block(
         part=which % cut.parts,
     )
     pairs = pairs_of(block, seen, heads, cut)
-    own = Share(
+    own = SplitRange(
         begin=begin,
         end=end,
         whole_from=gl.max(pairs.first, 0),

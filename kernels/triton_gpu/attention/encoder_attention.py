@@ -27,7 +27,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(-1e30)
 
 
-class Rows(NamedTuple):
+class PatchRows(NamedTuple):
     """Addresses of both blocks of a head's keys and values, and the number of patches.
 
     Attributes:
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     scale: Any
 
 
-class Sums(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks.
 
     Behind the rest of the second stands the sum of the weights, as its values are 1.
@@ -115,7 +115,7 @@ def _attend_kernel(
     width: tl.constexpr = besides + heads * beside_block
     head, first = tl.program_id(1), tl.program_id(0) * lanes
     count, row = tl.load(count_at), first + tl.arange(0, lanes)
-    rows = Rows(
+    rows = PatchRows(
         k=laid_at + (heads + head) * main_block,
         k_rest=laid_at + rests + (heads + head) * rest_block,
         v=laid_at + (2 * heads + head) * main_block,
@@ -123,7 +123,7 @@ def _attend_kernel(
         count=count,
         scale=scale,
     )
-    sums = Sums(
+    sums = SoftmaxState(
         peak=tl.full((lanes,), NEGATIVE, tl.float32),
         main=tl.zeros((lanes, main_block), tl.float32),
         beside=tl.zeros((lanes, beside_block), tl.float32),
@@ -178,7 +178,7 @@ def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr)
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     v_beside = tl.load(rows.v_beside + line + tl.arange(0, beside_block)[None, :])
     beside = sums.beside * decay + tl.dot(weights, v_beside, input_precision="ieee")
-    return Sums(peak=highest, main=of_main, beside=beside)
+    return SoftmaxState(peak=highest, main=of_main, beside=beside)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ _MULTIPLYING_REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 
 
-class Ring(NamedTuple):
+class KVPipeline(NamedTuple):
     """Queries, and tiles of keys and values, in shared memory: both blocks of each.
 
     Attributes:
@@ -158,7 +158,7 @@ def _attend_all_described_kernel(
             _store_block(out_at, first + i * LANES, num_rows, head, zeros, beside, cut)
         return
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = Ring(
+    ring = KVPipeline(
         q=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, MAIN], main_of.layout),
         q_rest=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, BESIDE], beside_of.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, MAIN], main_of.layout),

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.encoder_head_sizes import Sizes
+from kernels.encoder_head_sizes import EncoderHeadSizes
 from kernels.triton_gpu.gemm.linear import launching
 
 
@@ -19,7 +19,7 @@ def lay(
     sin: Float[Tensor, "R half"],
     count: Int[Tensor, " 1"],
     rows: int,
-    sizes: Sizes,
+    sizes: EncoderHeadSizes,
 ) -> Float[Tensor, "rows width"]:
     """Returns rotated queries and keys, and values: first blocks of all heads, then second blocks.
 

@@ -12,12 +12,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kernels.tiles import BLOCKS
-from shared.spec.attention_layer import BOUNDS, Bounds
+from shared.spec.attention_layer import BOUNDS, RowBounds
 
 _BOUNDS = tl.constexpr(BOUNDS)
 
 
-class Window(NamedTuple):
+class TreeWindow(NamedTuple):
     """Windows as bits of two numbers: of each lane, and of all lanes together."""
 
     low: Any
@@ -84,7 +84,7 @@ def _reach_kernel(
     is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
     low = tl.min(tl.where(is_row, tl.minimum(first, until), most))
     is_any = tl.max(is_real.to(tl.int32)) > 0
-    bounds = Bounds(
+    bounds = RowBounds(
         low=tl.where(start < stop, low, 0),
         seen_from=tl.min(first),
         seen_until=tl.max(until),
@@ -109,7 +109,7 @@ def _store_bounds(at, bounds):
 def bounds_of(bounds_at, request):
     """Returns the bounds that `reach` computed for a request."""
     at = bounds_at + request * _BOUNDS
-    return Bounds(
+    return RowBounds(
         low=tl.load(at),
         seen_from=tl.load(at + 1),
         seen_until=tl.load(at + 2),
@@ -127,7 +127,7 @@ def pack(window_at, rows, nodes: tl.constexpr):
         low, any_low = _pack_word(window_at, rows, 0, nodes)
     if nodes > 32:
         high, any_high = _pack_word(window_at, rows, 32, nodes)
-    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
+    return TreeWindow(low=low, high=high, any_low=any_low, any_high=any_high)
 
 
 @triton.jit

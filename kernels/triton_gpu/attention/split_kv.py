@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.attention.attention import Sums, fold, no_sums
+from kernels.triton_gpu.attention.attention import SoftmaxState, fold, no_sums
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head
 
 
-class Parts(NamedTuple):
+class SplitPartials(NamedTuple):
     """Addresses of the partial results of each unit: values (acc), peaks (m), totals (l)."""
 
     sums: Any
@@ -65,6 +65,6 @@ def combine(
                 )
                 peak = tl.load(parts.peaks + at, mask=is_one, other=-1e30, cache_modifier=".cg")
                 total = tl.load(parts.totals + at, mask=is_one, other=0.0, cache_modifier=".cg")
-                sums = fold(sums, Sums(value=values, peak=peak, total=total))
+                sums = fold(sums, SoftmaxState(value=values, peak=peak, total=total))
         w_sums = fold(w_sums, sums)
     return w_sums

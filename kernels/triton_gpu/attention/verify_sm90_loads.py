@@ -15,15 +15,15 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     ONES,
     TILE,
     WARPS,
-    Pairs,
-    Ring,
+    HeadRowPairs,
+    KVPipeline,
     lines_of,
     wide,
 )
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """Attention bounds of rows, and the first row of each request."""
 
     starts: Any
@@ -41,7 +41,7 @@ def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
     stop = gl.load(seen.starts + block.request + 1)
     lane = block.number * LANES + gl.arange(0, LANES, layout=lanes)
     row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
-    return Pairs(
+    return HeadRowPairs(
         place=row * heads.q_heads + block.head * group + lane % group,
         is_one=start + lane // group < stop,
         first=gl.load(seen.first + row),
@@ -94,7 +94,7 @@ def shared_memory(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(gl.bfloat16, [blocks, LANES, heads.D], swizzled)
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], swizzled)
-    ring = Ring(
+    ring = KVPipeline(
         k_tiles=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, heads.D], k_of.layout),
         v_tiles=gl.allocate_shared_memory(gl.bfloat16, [v_tiles, TILE, cut.width], v_of.layout),
         keys_come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),

@@ -45,7 +45,7 @@ class Block(NamedTuple):
     part: Any
 
 
-class Pairs(NamedTuple):
+class HeadRowPairs(NamedTuple):
     """The rows of the matrix unit: pairs of a row and a query head.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pairs(NamedTuple):
     high: Any
 
 
-class Ring(NamedTuple):
+class KVPipeline(NamedTuple):
     """Tiles of keys and values in shared memory, and the barriers that tell how far both sides are.
 
     Attributes:
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     is_free: Any
 
 
-class Share(NamedTuple):
+class SplitRange(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
@@ -105,7 +105,7 @@ class Share(NamedTuple):
     sharing: Any
 
 
-class Stored(NamedTuple):
+class StoredLayout(NamedTuple):
     """Where results go, and what they are made of besides the sums.
 
     Attributes:

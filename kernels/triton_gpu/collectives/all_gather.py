@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.peer_buffers import (
     LARGEST_WORDS_BYTES,
     WORDS,
-    Boxes,
+    BufferLayout,
     constraints,
     receive_text,
     send_text,
@@ -46,7 +46,7 @@ _RECEIVE_KINDS_4 = tl.constexpr(_receive_kinds(4))
 _WORD_WARPS = 4
 
 
-class Mail(NamedTuple):
+class PeerArgs(NamedTuple):
     """Addresses of the mailboxes for a rank's kernels.
 
     Attributes:
@@ -61,11 +61,11 @@ class Mail(NamedTuple):
     error: Int32[Tensor, "1"]
 
 
-class Box(NamedTuple):
+class PeerLayout(NamedTuple):
     """Compile-time sizes of the mailboxes.
 
     Attributes:
-      ranks: See `Boxes`.
+      ranks: See `BufferLayout`.
       words: Room for words of a rank in a call.
       words_at, flags_at, blocks_at, block_bytes: Of a mailbox, in bytes.
     """
@@ -78,7 +78,7 @@ class Box(NamedTuple):
     block_bytes: int
 
     @classmethod
-    def of(cls, boxes: Boxes) -> "Box":
+    def of(cls, boxes: BufferLayout) -> "PeerLayout":
         """Returns the sizes as compile-time constants."""
         return cls(
             ranks=boxes.ranks,
@@ -90,7 +90,7 @@ class Box(NamedTuple):
         )
 
 
-class Gather(NamedTuple):
+class AllGatherArgs(NamedTuple):
     """A gather of a step.
 
     Attributes:
@@ -99,12 +99,12 @@ class Gather(NamedTuple):
       boxes: The sizes of the mailboxes.
     """
 
-    mail: Mail
+    mail: PeerArgs
     call: int
-    boxes: Boxes
+    boxes: BufferLayout
 
 
-class Sizes(NamedTuple):
+class GatherSizes(NamedTuple):
     """The two arrays of a call.
 
     Attributes:
@@ -116,7 +116,7 @@ class Sizes(NamedTuple):
       at_once: Units that a program handles at once.
     """
 
-    box: Box
+    box: PeerLayout
     rows: int
     share: int
     second_share: int
@@ -129,10 +129,10 @@ class Sizes(NamedTuple):
 def gathered(
     values: Shaped[Tensor, "R share"],
     sums: Shaped[Tensor, "R chunks"] | None,
-    mail: Mail,
+    mail: PeerArgs,
     call: int,
     *,
-    boxes: Boxes,
+    boxes: BufferLayout,
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
 ) -> tuple[Shaped[Tensor, "R outputs"], Shaped[Tensor, "R chunks_of_all"] | None]:
     """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
@@ -166,8 +166,8 @@ def gathered(
     programs = [triton.cdiv(x.numel(), at_once) for x in given]
     if not is_words:
         programs = [min(n, MOST_BLOCKS) for n in programs]
-    sizes = Sizes(
-        box=Box.of(boxes),
+    sizes = GatherSizes(
+        box=PeerLayout.of(boxes),
         rows=values.shape[0],
         share=given[0].shape[1],
         second_share=given[1].shape[1] if len(given) > 1 else 0,
@@ -207,7 +207,7 @@ def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
     return x.view(torch.int32)
 
 
-def tick(mail: Mail, calls: int) -> None:
+def tick(mail: PeerArgs, calls: int) -> None:
     """Counts the calls of a step, after all of them, and says what was missing so far."""
     ranks = len(mail.place) - 2
     _tick_kernel[(1,)](
@@ -238,9 +238,9 @@ def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr)
       value: This rank's words.
       place: Of each among those of a rank in this call.
       is_one: Whether it is one.
-      mail_at: See `Mail.place`.
+      mail_at: See `PeerArgs.place`.
       rank: As it says there: read early, it leaves all of it in the cache.
-      sizes: Of the kernel; among them is a `Box`.
+      sizes: Of the kernel; among them is a `PeerLayout`.
     """
     ranks: tl.constexpr = sizes.box.ranks
     place = place * 8 + _first_word(rank, number, sizes)

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from kernels.peer_buffers import constraints, look_text, raise_text
+from kernels.peer_buffers import constraints, set_flag_ptx, wait_flag_ptx
 
 _ADDRESS = 1
 """Registers of an address."""
-_RAISE = tl.constexpr(raise_text(_ADDRESS))
+_RAISE = tl.constexpr(set_flag_ptx(_ADDRESS))
 _RAISE_KINDS = tl.constexpr(constraints(1, "r", "l", "r", "r", "r"))
-_LOOK = tl.constexpr(look_text(_ADDRESS))
+_LOOK = tl.constexpr(wait_flag_ptx(_ADDRESS))
 _LOOK_KINDS = tl.constexpr(constraints(1, "l", "r", "r", "r", "r", "r"))
 BLOCK_WARPS = 8
 BLOCK_UNITS = 2048

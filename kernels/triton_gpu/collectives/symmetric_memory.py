@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from kernels.peer_buffers import Boxes, Missing
-from kernels.triton_gpu.collectives.all_gather import Mail
+from kernels.peer_buffers import BufferLayout, PeerTimeout
+from kernels.triton_gpu.collectives.all_gather import PeerArgs
 
 
-class Mailbox:
+class SymmetricBuffer:
     """The mailbox of a rank, and those of the others, in which it writes.
 
     Attributes:
@@ -19,7 +19,7 @@ class Mailbox:
       mail: What the kernels are given, once `connect` was called.
     """
 
-    def __init__(self, boxes: Boxes, rank: int, device: torch.device) -> None:
+    def __init__(self, boxes: BufferLayout, rank: int, device: torch.device) -> None:
         """Takes the memory, which is zero.
 
         Raises:
@@ -60,7 +60,7 @@ class Mailbox:
         """Takes mailboxes by their addresses, as those of ranks that are streams of one process."""
         place = torch.tensor([*addresses, self._rank, 0], dtype=torch.int64)
         clock, error = torch.zeros(2, 1, dtype=torch.int32, device=self._device)
-        self.mail = Mail(place.to(self._device), clock, error)
+        self.mail = PeerArgs(place.to(self._device), clock, error)
 
     @property
     def address(self) -> int:
@@ -71,14 +71,14 @@ class Mailbox:
         """From now on each wait ends after so many looks; 0 waits for nothing, as at first."""
         self.mail.place[self.boxes.ranks + 1] = looks
 
-    def missing(self) -> Missing | None:
+    def missing(self) -> PeerTimeout | None:
         """Returns the rank that sent nothing in time, if any; waits for all launches."""
         word = ctypes.c_int32()
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             source = ctypes.c_void_p(self._address)
             self._ask("cudaMemcpy", ctypes.byref(word), source, ctypes.c_size_t(4), 2)
-        return Missing.read(word.value)
+        return PeerTimeout.read(word.value)
 
     def close(self) -> None:
         """Gives the memory back, when no rank writes in it any more."""

@@ -20,9 +20,9 @@ from kernels.tiles import GDNLayerTiles
 from kernels.triton_gpu.attention.attention import clear_padding
 from kernels.triton_gpu.gdn.gdn_rows import (
     WINDOW,
+    GDNWeights,
     Inputs,
     States,
-    Weights,
     check_contiguous,
     convolved,
     gated_norm,
@@ -38,7 +38,7 @@ ROWS = 4
 """Rows normalised at once: more would take registers from the recurrence."""
 
 
-class Requests(NamedTuple):
+class GDNRequests(NamedTuple):
     """Of a step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Scratch(NamedTuple):
     arrivals: Any
 
 
-class Work(NamedTuple):
+class GDNWork(NamedTuple):
     """What a launch does, and how it is cut.
 
     Attributes:
@@ -126,7 +126,7 @@ def verify(
     trees = slots if parents is None else parents.contiguous()
     out = projected.new_empty((len(projected), H * V))
     scratch = Scratch(q=new((B, N, H, K)), read=new((B, N, H, V)), arrivals=arrivals)
-    main = Work(
+    main = GDNWork(
         nodes=N,
         lanes=triton.next_power_of_2(N),
         rows=min(triton.next_power_of_2(N), ROWS),
@@ -146,9 +146,9 @@ def verify(
         _verify_kernel[(H * (V // work.columns), B)](
             projected,
             out,
-            Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
+            GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
             States(recurrent=recurrent[layer], window=window[layer]),
-            Requests(slots=slots, starts=row_starts, parents=trees),
+            GDNRequests(slots=slots, starts=row_starts, parents=trees),
             kept_of(fields, inputs),
             scratch,
             num_rows=len(projected),

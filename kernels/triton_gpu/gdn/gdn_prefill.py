@@ -31,9 +31,9 @@ from kernels.triton_gpu.gdn.gdn_chunk import (
 from kernels.triton_gpu.gdn.gdn_rows import (
     LOG2_E,
     WINDOW,
+    GDNWeights,
     Inputs,
     States,
-    Weights,
     check_contiguous,
     convolved,
     gated_norm,
@@ -45,7 +45,7 @@ from kernels.triton_gpu.gdn.gdn_rows import (
 from kernels.triton_gpu.gemm.linear import launching
 
 
-class Requests(NamedTuple):
+class PrefillRequests(NamedTuple):
     """Requests of a step; `starts` has the first row of each, and the end."""
 
     slots: Any
@@ -110,9 +110,9 @@ def feed(
     R, B, sizes = len(projected), len(slots), sizes_of(recurrent, window)
     H, V, places = sizes.H, sizes.V, R // CHUNK + B
     columns, projected = min(tiles.columns, V), projected.contiguous()
-    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
+    weights = GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
     states = States(recurrent=recurrent[layer], window=window[layer])
-    requests = Requests(
+    requests = PrefillRequests(
         slots=slots.contiguous(),
         starts=row_starts.contiguous(),
         save_after=save_after.contiguous(),

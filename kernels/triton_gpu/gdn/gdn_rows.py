@@ -19,7 +19,7 @@ _UNIT_EPS = tl.constexpr(1e-6)
 _HALVINGS = tl.constexpr(10)  # at most
 
 
-class Sizes(NamedTuple):
+class GDNSizes(NamedTuple):
     """Sizes of a layer.
 
     Attributes:
@@ -38,13 +38,13 @@ class Sizes(NamedTuple):
 
 def sizes_of(
     recurrent: Float[Tensor, "L states H K V"], window: Float[Tensor, "L states 3 C"]
-) -> Sizes:
+) -> GDNSizes:
     """Of the layers that have such states."""
     (H, K, V), C = recurrent.shape[2:], window.shape[3]
-    return Sizes(H=H, K=K, V=V, C=C, key_heads=(C - H * V) // (2 * K), width=C + H * V + 2 * H)
+    return GDNSizes(H=H, K=K, V=V, C=C, key_heads=(C - H * V) // (2 * K), width=C + H * V + 2 * H)
 
 
-class Weights(NamedTuple):
+class GDNWeights(NamedTuple):
     """Of a layer."""
 
     conv: Any

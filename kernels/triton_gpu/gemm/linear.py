@@ -17,7 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.collectives.all_gather import Box, Gather, gathered, number_of, rank_of
+from kernels.triton_gpu.collectives.all_gather import (
+    AllGatherArgs,
+    PeerLayout,
+    gathered,
+    number_of,
+    rank_of,
+)
 from kernels.triton_gpu.gemm import linear_sm90
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_blocks, width_of
 from kernels.triton_gpu.gemm.fp8_w8a16 import widened
@@ -25,13 +31,13 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     Chunks,
     Cut,
     Ends,
-    Sizes,
+    GemmSizes,
     share_result,
     store_result,
 )
-from kernels.triton_gpu.gemm.moe_gemm_tiles import Stored, add_four, place_in_words
+from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertWeights, add_four, place_in_words
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
-from kernels.triton_gpu.sampling.lm_head_epilogue import Asks, Leaves, store_leaves
+from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_leaves
 from shared.models.fp8 import BLOCK
 from shared.models.fp8_packing import shares_of
 from shared.spec.reduction_order import SquaresOrder
@@ -57,13 +63,13 @@ def product(
     norm: Float[Tensor, " outputs"] | None = None,
     order: SquaresOrder,
     tiles: LinearTiles,
-    gather: Gather | None = None,
-    asks: Asks | None = None,
+    gather: AllGatherArgs | None = None,
+    asks: RowOutputs | None = None,
 ) -> tuple[
     Float[Tensor, "R outputs"],
     Float[Tensor, "R outputs"] | None,
     Float[Tensor, "R chunks_out"] | None,
-    Leaves | None,
+    BlockPartials | None,
 ]:
     """Multiplies rows with a weight, with the layer's prologue and epilogue fused.
 
@@ -113,7 +119,7 @@ def product(
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
     scaled = sums = every = all_sums = None
-    leaves = None if asks is None else Leaves.of(asks, N, tiles.columns)
+    leaves = None if asks is None else BlockPartials.of(asks, N, tiles.columns)
     out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
     joins = (
         gather is not None
@@ -150,7 +156,7 @@ def product(
         scaled=out if scaled is None else scaled,
         sums=out if sums is None else sums,
         eps=eps,
-        **(dict.fromkeys(Leaves._fields, out) if leaves is None else leaves._asdict()),
+        **(dict.fromkeys(BlockPartials._fields, out) if leaves is None else leaves._asdict()),
         all_words=out if every is None else every.view(torch.int32),
         all_sums=out if all_sums is None else all_sums.view(torch.int32),
         mail=out if gather is None else gather.mail.place,
@@ -158,7 +164,7 @@ def product(
         call=0 if gather is None else gather.call,
     )
     how: dict[str, Any] = {
-        "sizes": Sizes(
+        "sizes": GemmSizes(
             N=N,
             K=K,
             shares=None
@@ -172,7 +178,7 @@ def product(
             is_scaled=scaled is not None,
             factor=factor,
             leaves=0 if leaves is None else column_blocks,
-            box=Box.of(gather.boxes) if gather is not None and joins else None,
+            box=PeerLayout.of(gather.boxes) if gather is not None and joins else None,
             pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
         "squares": Chunks(
@@ -299,7 +305,10 @@ def _product_block(
         output = block * columns + lane % columns
         is_output = output < N
         output += lane // columns * N
-        stored, scale = Stored(weights=weight_at, scales=scales_at), output // sizes.shares.outputs
+        stored, scale = (
+            ExpertWeights(weights=weight_at, scales=scales_at),
+            output // sizes.shares.outputs,
+        )
         of_weight = place_in_words(stored, output, scale, is_output, has_all, sizes)
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]

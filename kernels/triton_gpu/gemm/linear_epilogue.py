@@ -5,9 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.collectives.all_gather import Box, receive_words, send_words, words_of
+from kernels.triton_gpu.collectives.all_gather import (
+    PeerLayout,
+    receive_words,
+    send_words,
+    words_of,
+)
 from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
-from shared.models.fp8_packing import Shares
+from shared.models.fp8_packing import ScaleLayout
 
 
 class Ends(NamedTuple):
@@ -47,7 +52,7 @@ class Ends(NamedTuple):
     call: Any
 
 
-class Sizes(NamedTuple):
+class GemmSizes(NamedTuple):
     """Problem size: outputs, inputs, and the fused operations.
 
     Attributes:
@@ -63,7 +68,7 @@ class Sizes(NamedTuple):
 
     N: int
     K: int
-    shares: Shares | None
+    shares: ScaleLayout | None
     is_quantised: bool
     is_interpreted: bool
     is_biased: bool
@@ -72,7 +77,7 @@ class Sizes(NamedTuple):
     is_scaled: bool
     factor: float
     leaves: int
-    box: Box | None
+    box: PeerLayout | None
     pack: int
 
 

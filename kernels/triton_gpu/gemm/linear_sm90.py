@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.gemm.linear_epilogue import Chunks, Cut, Ends, Sizes
+from kernels.triton_gpu.gemm.linear_epilogue import Chunks, Cut, Ends, GemmSizes
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
 """Weight columns of the two products."""
@@ -40,7 +40,7 @@ _COPYING_REGISTERS = gl.constexpr(24)
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
-class Ring(NamedTuple):
+class GemmPipeline(NamedTuple):
     """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
 
     Attributes:
@@ -85,7 +85,7 @@ def launch(
     blocks: int,
     *,
     programs: int,
-    sizes: Sizes,
+    sizes: GemmSizes,
     squares: Chunks,
     cut: Cut,
     warps: int,
@@ -133,7 +133,7 @@ def _described_kernel(
     """Persistent program: processes blocks of outputs and rows in turn; rows vary first."""
     stages: gl.constexpr = cut.stages
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = Ring(
+    ring = GemmPipeline(
         rows=gl.allocate_shared_memory(x_of.dtype, [stages] + x_of.block_type.shape, x_of.layout),
         wide=gl.allocate_shared_memory(
             wide_of.dtype, [stages] + wide_of.block_type.shape, wide_of.layout

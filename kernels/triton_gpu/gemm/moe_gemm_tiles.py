@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from kernels.triton_gpu.gemm.fp8_w8a16 import four
-from shared.models.fp8_packing import FP8_BLOCK, Shares
+from shared.models.fp8_packing import FP8_BLOCK, ScaleLayout
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
-class Stored(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Expert weights, and their scales if they are packed FP8.
 
     `place_of` returns pointers to the weights and scales of some outputs; a scale per output is
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
     scales: Any
 
 
-class Sizes(NamedTuple):
+class ExpertGemmSizes(NamedTuple):
     """Outputs and inputs of an expert's GEMM, and slots of a row.
 
     Attributes:
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     N: int
     K: int
     slots: int
-    shares: Shares | None
+    shares: ScaleLayout | None
     is_scaled: bool
 
 
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     is_grouped: bool
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """Expert of a tile, number of its slots, and the slots."""
 
     expert: Any
@@ -68,7 +68,7 @@ def tile_of(number, ids_at, lists, cut: tl.constexpr):
         expert = tl.load(ids_at + number)
         count = tl.where(expert >= 0, 1, 0)
         slots = number + lane * 0
-    return Tile(expert=expert, count=count, slots=slots)
+    return ExpertTile(expert=expert, count=count, slots=slots)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def place_of(
         place = place_in_words(stored, expert * outputs + output, scale, is_output, has_all, sizes)
     else:
         weights = stored.weights + ((expert * outputs + output) * sizes.K)[:, None]
-        place = Stored(weights=weights, scales=stored.scales)
+        place = ExpertWeights(weights=weights, scales=stored.scales)
     return place
 
 
@@ -121,7 +121,7 @@ def place_in_words(stored, output, scale, is_output, has_all: tl.constexpr, size
     scales = stored.scales + (scale * sizes.shares.scales_in)[:, None]
     if sizes.shares.scales_in == 1:
         scales = _scale_at(scales, is_output, has_all)
-    return Stored(weights=weights, scales=scales)
+    return ExpertWeights(weights=weights, scales=scales)
 
 
 @triton.jit

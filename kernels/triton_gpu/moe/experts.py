@@ -23,19 +23,19 @@ from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     Cut,
-    Sizes,
-    Stored,
+    ExpertGemmSizes,
+    ExpertWeights,
     product_of,
     tile_of,
 )
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
-from kernels.triton_gpu.moe.moe_align import Lists, group, most_tiles
+from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, Chosen, Chunks, route, scale_of
 from shared.models.fp8_packing import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
-class Stream(NamedTuple):
+class ExpertStream(NamedTuple):
     """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
 
     rows: Any
@@ -51,7 +51,7 @@ class Ends(NamedTuple):
     norm: Any
 
 
-class Sums(NamedTuple):
+class ExpertSums(NamedTuple):
     """Columns of a chunk of squares, and the bits of their fixed-point units."""
 
     length: int
@@ -78,7 +78,7 @@ def experts(
     order: RouterOrder,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
-) -> Stream:
+) -> ExpertStream:
     """Adds the output of its experts to each row.
 
     With tensor parallelism, each rank has inner columns of every expert and columns of the residual
@@ -118,7 +118,7 @@ def experts(
     inner = gated_product(
         scaled,
         squares,
-        Stored(gate_up, gate_up_scales),
+        ExpertWeights(gate_up, gate_up_scales),
         chosen.ids,
         lists,
         eps=eps,
@@ -128,7 +128,7 @@ def experts(
     )
     return added_product(
         gathered(inner),
-        Stored(down, down_scales),
+        ExpertWeights(down, down_scales),
         chosen,
         lists,
         rows,
@@ -143,9 +143,9 @@ def experts(
 def gated_product(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
-    gate_up: Stored,
+    gate_up: ExpertWeights,
     ids: Int[Tensor, "R slots"],
-    lists: Lists | None,
+    lists: ExpertBlocks | None,
     *,
     eps: float,
     routing: Routing,
@@ -181,9 +181,9 @@ def gated_product(
 
 def added_product(
     inner: Float[Tensor, "all_slots inner"],
-    down: Stored,
+    down: ExpertWeights,
     chosen: Chosen,
-    lists: Lists | None,
+    lists: ExpertBlocks | None,
     rows: Float[Tensor, "R hidden"],
     next_norm: Float[Tensor, " hidden"] | None,
     arrivals: Int[Tensor, " counters"],
@@ -191,7 +191,7 @@ def added_product(
     routing: Routing,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
-) -> Stream:
+) -> ExpertStream:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
     cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped)
@@ -199,7 +199,7 @@ def added_product(
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
-    stream = Stream(
+    stream = ExpertStream(
         rows=out,
         scaled=out if next_norm is None else torch.empty_like(rows),
         squares=parts.new_empty((R, chunks)),
@@ -209,7 +209,7 @@ def added_product(
         weights=chosen.weights,
         norm=parts if next_norm is None else next_norm,
     )
-    sums = Sums(length=squares_order.chunk, digits=squares_order.digits)
+    sums = ExpertSums(length=squares_order.chunk, digits=squares_order.digits)
     _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
         inner,
         _stored(down),
@@ -244,18 +244,18 @@ def _tiles(rows: int, routing: Routing, tiles: ExpertsTiles) -> int:
     return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
-def _lists(lists: Lists | None, ids: Tensor) -> Lists:
+def _lists(lists: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:
     """Returns the expert blocks or, without any, another array: Triton requires a pointer."""
-    return Lists(slots=ids, experts=ids, firsts=ids, counts=ids) if lists is None else lists
+    return ExpertBlocks(slots=ids, experts=ids, firsts=ids, counts=ids) if lists is None else lists
 
 
-def _stored(stored: Stored) -> Stored:
-    return stored if stored.scales is not None else Stored(stored.weights, stored.weights)
+def _stored(stored: ExpertWeights) -> ExpertWeights:
+    return stored if stored.scales is not None else ExpertWeights(stored.weights, stored.weights)
 
 
 def _sizes(
-    stored: Stored, outputs: int, inputs: int, routing: Routing, cut: Cut, *, is_scaled: bool
-) -> Sizes:
+    stored: ExpertWeights, outputs: int, inputs: int, routing: Routing, cut: Cut, *, is_scaled: bool
+) -> ExpertGemmSizes:
     """Returns the sizes of a GEMM.
 
     Raises:
@@ -265,7 +265,7 @@ def _sizes(
     if is_fp8 and cut.depth != FP8_BLOCK:
         raise ValueError(f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {cut.depth}")
     shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
-    return Sizes(outputs, inputs, routing.slots, shares, is_scaled)
+    return ExpertGemmSizes(outputs, inputs, routing.slots, shares, is_scaled)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 
 
-class Lists(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Expert blocks: the slots of each expert, cut into tiles.
 
     Attributes:
@@ -29,7 +29,7 @@ class Lists(NamedTuple):
     counts: Any
 
 
-class Grouping(NamedTuple):
+class AlignConfig(NamedTuple):
     """Stored experts, slots of a row, lanes of both, rows per step, and slots of a tile."""
 
     stored: int
@@ -46,7 +46,7 @@ def group(
     *,
     routing: Routing,
     tiles: ExpertsTiles,
-) -> Lists:
+) -> ExpertBlocks:
     """Lists the slots of each expert and cuts them into tiles.
 
     Args:
@@ -58,7 +58,7 @@ def group(
     R = len(ids)
     most = most_tiles(R, routing, tiles.slots)
     empty = torch.Tensor.new_empty
-    lists = Lists(
+    lists = ExpertBlocks(
         slots=empty(ids, (routing.stored, R)),
         experts=empty(ids, (most,)),
         firsts=empty(ids, (most,)),
@@ -71,7 +71,7 @@ def group(
         lists,
         R,
         most,
-        grouping=Grouping(
+        grouping=AlignConfig(
             stored=routing.stored,
             spread=triton.next_power_of_2(routing.stored),
             slots=routing.slots,

@@ -42,7 +42,7 @@ class Read(NamedTuple):
     eps: Any
 
 
-class Kept(NamedTuple):
+class PartialLogits(NamedTuple):
     """Partial logits of segments, and the number of programs that have finished."""
 
     parts: Any
@@ -132,7 +132,7 @@ def route(
             live=live,
             eps=eps,
         ),
-        Kept(parts=parts, arrivals=arrivals),
+        PartialLogits(parts=parts, arrivals=arrivals),
         Chosen(ids=ids, weights=weights),
         R,
         blocks,

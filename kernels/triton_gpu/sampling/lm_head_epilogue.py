@@ -31,11 +31,11 @@ GROUP = 2 * PAIRS.value
 NOTHING, SCORES, MASSES, GROUPS = (tl.constexpr(kind) for kind in range(4))
 
 
-class Leaves(NamedTuple):
+class BlockPartials(NamedTuple):
     """Block partials of an LM-head GEMM.
 
     Attributes:
-      asks, warmth, tokens: See `Asks`.
+      asks, warmth, tokens: See `RowOutputs`.
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
@@ -52,7 +52,7 @@ class Leaves(NamedTuple):
     masses: Float32[Tensor, "R groups"]
 
     @classmethod
-    def of(cls, asks: "Asks", outputs: int, columns: int) -> "Leaves":
+    def of(cls, asks: "RowOutputs", outputs: int, columns: int) -> "BlockPartials":
         """Allocates the arrays for block partials of `columns` outputs each.
 
         Raises:
@@ -69,7 +69,7 @@ class Leaves(NamedTuple):
         return cls(*asks, keys, ids, bad, peaks, masses)
 
 
-class Asks(NamedTuple):
+class RowOutputs(NamedTuple):
     """Outputs that each row needs from the LM head.
 
     Attributes:
@@ -94,7 +94,7 @@ def asking(
     nodes: int = 0,
     width: int = 0,
     is_warm_whole: bool = False,
-) -> Asks:
+) -> RowOutputs:
     """Computes the outputs that each row needs: logits if edited, group sums if sampled.
 
     Args:
@@ -117,7 +117,7 @@ def asking(
         is_warm_whole=is_warm_whole,
         num_warps=1,
     )
-    return Asks(asks, warmth, tokens)
+    return RowOutputs(asks, warmth, tokens)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ KEY_OF_NOTHING = tl.constexpr(-2139095041)  # key of -inf
 _KEY_OF_NAN = tl.constexpr(0x7FC00000)
 
 
-class Part(NamedTuple):
+class VocabShard(NamedTuple):
     """Vocabulary shard of a rank, for vocab-parallel logits.
 
     Attributes:
@@ -38,11 +38,11 @@ class Part(NamedTuple):
     every: Float[Tensor, "R places"]
 
 
-class Inputs(NamedTuple):
+class SamplingInputs(NamedTuple):
     """Inputs of all sampling kernels: first per row, then per request.
 
     Attributes:
-      every, first: See `Part`.
+      every, first: See `VocabShard`.
       path, on_path, mask, columns: Any array if there are none.
       stream: RNG stream of the noise.
     """
@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
     stream: Any
 
 
-class Sizes(NamedTuple):
+class SamplingSizes(NamedTuple):
     """Sizes of the arrays, and flags for the optional ones.
 
     Attributes:
@@ -97,7 +97,7 @@ class Sizes(NamedTuple):
     is_left: bool = False
 
 
-class Wish(NamedTuple):
+class RowSampling(NamedTuple):
     """Sampling parameters of one row."""
 
     request: Any
@@ -120,11 +120,11 @@ def inputs_of(
     columns: Int[Tensor, " vocab"] | None,
     keys: Int[Tensor, " named"],
     stream: int,
-    part: Part | None,
-) -> Inputs:
+    part: VocabShard | None,
+) -> SamplingInputs:
     """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
     has_path = seen.path.shape[1] > 0
-    given = Inputs(
+    given = SamplingInputs(
         logits=logits,
         every=logits if part is None else part.every,
         first=0 if part is None else part.first,
@@ -152,7 +152,7 @@ def inputs_of(
         stream=stream,
     )
     # The path of a draft level is a slice of a longer one.
-    return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
+    return SamplingInputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
 
 
 def sizes_of(
@@ -165,10 +165,10 @@ def sizes_of(
     is_left: bool = False,
     ranks: int = 1,
     share: int = 0,
-) -> Sizes:
+) -> SamplingSizes:
     """Returns the sizes of the arrays and the flags of the optional ones."""
     num_bias = sampling.bias_ids.shape[1]
-    return Sizes(
+    return SamplingSizes(
         vocab=vocab,
         target_vocab=seen.counts.shape[1],
         num_path=seen.path.shape[1],
@@ -210,7 +210,7 @@ def wish_of(inputs, row, sizes: tl.constexpr):
             inputs.bias_values + request * sizes.num_bias + j, mask=j < sizes.num_bias, other=0.0
         )
         biases = tl.max(tl.where(values != 0, j + 1, 0))
-    return Wish(
+    return RowSampling(
         request=request,
         slot=tl.load(inputs.slots + row).to(tl.int64),
         noise=(seed, tl.load(inputs.keys + named).to(tl.uint32)),

@@ -67,7 +67,7 @@ class Chains(NamedTuple):
     lengths: Any
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """Distributions of each level: first the target's, then the drafter's.
 
     Attributes:
@@ -87,7 +87,7 @@ class Laws(NamedTuple):
     weights: Any
 
 
-class Draws(NamedTuple):
+class ResidualSamples(NamedTuple):
     """Replacement tokens that each part of the vocabulary draws for a level.
 
     Attributes:
@@ -146,7 +146,7 @@ def judge(
         tokens, num_nodes, choices, row_of, scores, drafted, temperature, seeds, lengths
     )
     chains = Chains(*(x.contiguous() for x in chains))
-    laws = Laws(
+    laws = Distributions(
         peaks=new(2, B, S, parts, **ints),
         masses=new(2, B, S, parts),
         highest=new(2, B, S),
@@ -154,7 +154,7 @@ def judge(
         of_draft=new(2, B, S),
         weights=new(B, S + 1),
     )
-    draws = Draws(
+    draws = ResidualSamples(
         keys=new(B, S, parts, **ints),
         ids=new(B, S, parts, **ints),
         spare_keys=new(B, S, parts, **ints),

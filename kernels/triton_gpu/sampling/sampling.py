@@ -17,14 +17,14 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from kernels.tiles import SamplingTiles
-from kernels.triton_gpu.sampling.lm_head_epilogue import Leaves
-from kernels.triton_gpu.sampling.logits_processing import PAIRS, Part, inputs_of, sizes_of
+from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials
+from kernels.triton_gpu.sampling.logits_processing import PAIRS, VocabShard, inputs_of, sizes_of
 from kernels.triton_gpu.sampling.sampling_kernels import (
     border_kernel,
     rows_kernel,
     tiles_kernel,
 )
-from kernels.triton_gpu.sampling.topk import Best, Partials
+from kernels.triton_gpu.sampling.topk import TilePartials, TopK
 from kernels.triton_gpu.sampling.topk_topp import NOTES
 
 GROUP = 2 * PAIRS.value
@@ -43,7 +43,7 @@ def choose(
     *,
     stream: int,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
     """Implements `shared.spec.sampling.choose`.
 
@@ -107,7 +107,7 @@ def rank(
     *,
     tau: float,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
 ) -> tuple[
     Int[Tensor, "B k width"], Float[Tensor, "B k width"], Float[Tensor, "R target_vocab"] | None
 ]:
@@ -148,14 +148,14 @@ def leave(
     allowed: Bool[Tensor, "R vocab"] | None,
     keys: Int[Tensor, " named"],
     columns: Int[Tensor, " vocab"] | None,
-    part: Part,
+    part: VocabShard,
     *,
     stream: int,
     width: int,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
+    leaves: BlockPartials | None = None,
 ) -> tuple[Int32[Tensor, "R words"], Int32[Tensor, "R groups"], Float[Tensor, "R groups"]]:
     """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.join`.
 
@@ -208,9 +208,9 @@ def _ranked(
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
-    leaves: Leaves | None = None,
-    part: Part | None = None,
-) -> tuple[Best, Float[Tensor, "R target_vocab"], Partials]:
+    leaves: BlockPartials | None = None,
+    part: VocabShard | None = None,
+) -> tuple[TopK, Float[Tensor, "R target_vocab"], TilePartials]:
     """Computes the best tokens of each row, its processed logits and its group sums.
 
     Args:
@@ -231,7 +231,7 @@ def _ranked(
     scores = logits if not is_scored else new(R, seen.counts.shape[1])
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # for tokens outside the draft vocabulary
-    partials = Partials(
+    partials = TilePartials(
         peaks=new(R, groups, **ints) if held is None else held.peaks,
         masses=new(R, groups) if held is None else held.masses,
         winners=new(R, num_tiles, width, **ints),
@@ -240,7 +240,7 @@ def _ranked(
         notes=new(R, NOTES.value, **ints),
         scores=scores,
     )
-    best = Best(
+    best = TopK(
         ids=new(R, width, **ints),
         weights=new(R, width),
         is_finite=new(R, dtype=torch.bool),
@@ -249,7 +249,9 @@ def _ranked(
     rows = (logits, seen, positions, params, request, allowed, columns, keys, stream, part)
     inputs = inputs_of(*rows)
     num_leaves = 0 if leaves is None else leaves.keys.shape[1]
-    given = Leaves(*[partials.bad] * len(Leaves._fields)) if leaves is None else leaves
+    given = (
+        BlockPartials(*[partials.bad] * len(BlockPartials._fields)) if leaves is None else leaves
+    )
     fixed = {
         "sizes": sizes_of(
             vocab, seen, params, allowed, nodes, columns, held is not None, **of_ranks

@@ -43,8 +43,8 @@ from kernels.triton_gpu.sampling.topk import (
 )
 from kernels.triton_gpu.sampling.topk_topp import (
     NOTES,
-    Memory,
-    Source,
+    RowScratch,
+    ScoreSource,
     bounds_of,
     find_border,
     list_near,
@@ -156,14 +156,14 @@ def border_kernel(
 ):
     """One program per split of a row with a filter; the last to finish finds the threshold."""
     share, row = tl.program_id(0), tl.program_id(1)
-    source = Source(inputs, row, wish_of(inputs, row, sizes))
+    source = ScoreSource(inputs, row, wish_of(inputs, row, sizes))
     if source.wish.is_filtered:
         num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
         first, group = row * num_groups, tl.arange(0, group_lanes)
         peaks = tl.load(partials.peaks + first + group, mask=group < num_groups, other=LOWEST)
         masses = tl.load(partials.masses + first + group, mask=group < num_groups, other=0.0)
         bounds = bounds_of(peaks, masses, source, sizes)
-        memory = Memory(
+        memory = RowScratch(
             peaks=partials.peaks + first,
             near=near_at + row * (2 * listed),
             notes=partials.notes + row * NOTES,
@@ -234,7 +234,7 @@ def rows_kernel(
             highest=score_of(tl.load(partials.notes + 2)),
             smallest=tl.load(inputs.min_p + wish.request),
         )
-        source = Source(inputs, row, wish)
+        source = ScoreSource(inputs, row, wish)
         first = key_of(support.highest - 3)  # the first token passes; noise is above -3
         for tile in range(share, num_tiles, tl.num_programs(0)):
             key = choose_in_tile(

@@ -24,7 +24,7 @@ from kernels.triton_gpu.sampling.logits_processing import (
 from kernels.triton_gpu.sampling.topk_topp import NOTES
 
 
-class Partials(NamedTuple):
+class TilePartials(NamedTuple):
     """Partial results of each row.
 
     Attributes:
@@ -44,7 +44,7 @@ class Partials(NamedTuple):
     scores: Any
 
 
-class Best(NamedTuple):
+class TopK(NamedTuple):
     """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:
@@ -79,7 +79,7 @@ def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
     """Returns the partial results of one row."""
     first_group = row * tl.cdiv(sizes.vocab, 2 * PAIRS)
     first = row * num_tiles * width
-    return Partials(
+    return TilePartials(
         peaks=partials.peaks + first_group,
         masses=partials.masses + first_group,
         winners=partials.winners + first,

@@ -42,7 +42,7 @@ the threshold, the id from which tokens at the threshold fail, and the key of th
 _TINY = tl.constexpr(1e-30)
 
 
-class Source(NamedTuple):
+class ScoreSource(NamedTuple):
     """Source of a row's logits."""
 
     inputs: Any
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     wish: Any
 
 
-class Memory(NamedTuple):
+class RowScratch(NamedTuple):
     """Scratch memory shared by the programs of a row.
 
     Attributes:
@@ -80,7 +80,7 @@ class Bounds(NamedTuple):
     high: Any
 
 
-class Known(NamedTuple):
+class CandidateList(NamedTuple):
     """Tokens near the threshold, as found by a row's programs.
 
     Attributes:
@@ -139,7 +139,7 @@ def list_near(
       source: Source of the logits.
       memory: The row's largest keys of groups, its list of keys and ids, and its notes.
       at_once: Groups per step.
-      listed: Capacity of the list in tokens.
+      listed: BackendLimits of the list in tokens.
     """
     notes_at, list_at = memory.notes, memory.near
     lanes: tl.constexpr = at_once * 2 * PAIRS
@@ -214,7 +214,7 @@ def find_border(
     keys = tl.load(list_at + place, mask=place < num_listed, other=LOWEST, volatile=True)
     more, more_rest = halves_of(weight_of(score_of(keys), bounds.highest, 1.0))
     has_room = num_listed <= listed
-    known = Known(has_room, counted, (whole, units, rest), keys, more, more_rest)
+    known = CandidateList(has_room, counted, (whole, units, rest), keys, more, more_rest)
     count, above, _ = _tally(
         high, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
     )
@@ -223,7 +223,7 @@ def find_border(
     )
     count, above, _ = _tally(low - 1, 0, known, bounds, source, memory, at_once, listed, sizes)
     is_right &= (low == bounds.low) | (count >= bounds.most) | (above >= bounds.weight)
-    known = Known(is_right, counted, (whole, units, rest), keys, more, more_rest)
+    known = CandidateList(is_right, counted, (whole, units, rest), keys, more, more_rest)
     low, high = tl.where(is_right, low, bounds.low), tl.where(is_right, high, bounds.high)
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)

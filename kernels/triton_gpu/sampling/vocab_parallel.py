@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.triton_gpu.collectives.all_gather import Box, Gather, in_words, number_of
+from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, PeerLayout, in_words, number_of
 from kernels.triton_gpu.collectives.flag_protocol import (
     BLOCK_UNITS,
     BLOCK_WARPS,
@@ -85,7 +85,9 @@ def _filtered_kernel(
 
 
 def gathered_rows(
-    values: Float[Tensor, "R share"], rows: Int32[Tensor, " R_and_1"], gathers: Sequence[Gather]
+    values: Float[Tensor, "R share"],
+    rows: Int32[Tensor, " R_and_1"],
+    gathers: Sequence[AllGatherArgs],
 ) -> Float[Tensor, "R places"]:
     """All-gathers the columns of all ranks for some rows; other rows are undefined.
 
@@ -112,7 +114,7 @@ def gathered_rows(
         _gather_kernel[(min(triton.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS),)](
             *(given, to, rows, gather.mail.place, gather.mail.clock, gather.call),
             *(R, number * most, most),
-            box=Box.of(boxes),
+            box=PeerLayout.of(boxes),
             share=share,
             at_once=BLOCK_UNITS,
             num_warps=BLOCK_WARPS,

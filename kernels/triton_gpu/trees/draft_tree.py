@@ -206,7 +206,7 @@ class Candidates(NamedTuple):
     has_relay: Any
 
 
-class Kept(NamedTuple):
+class BestNodes(NamedTuple):
     """Trees of the best candidates, and the candidate of each node."""
 
     tokens: Any
@@ -227,7 +227,7 @@ def keep_best(
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
     """Implements `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
-    kept = Kept(
+    kept = BestNodes(
         tokens=newest.new_empty((B, nodes), dtype=torch.int32),
         parents=newest.new_empty((B, nodes), dtype=torch.int32),
         num_nodes=newest.new_empty(B, dtype=torch.int32),

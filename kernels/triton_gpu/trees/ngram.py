@@ -35,7 +35,7 @@ class Held(NamedTuple):
     clocks: Any
 
 
-class Trees(NamedTuple):
+class NgramTreeArgs(NamedTuple):
     """Output trees."""
 
     tokens: Any
@@ -44,7 +44,7 @@ class Trees(NamedTuple):
     weights: Any
 
 
-class Sizes(NamedTuple):
+class NgramSizes(NamedTuple):
     """Tree sizes: nodes, levels and children of a node, and powers of two that hold them."""
 
     nodes: int
@@ -141,7 +141,7 @@ def draft(
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
     """Implements `shared.spec.ngram.draft`."""
     B, lanes = len(contexts), triton.next_power_of_2(nodes)
-    trees = Trees(
+    trees = NgramTreeArgs(
         tokens=contexts.new_empty((B, nodes)),
         parents=contexts.new_empty((B, nodes)),
         num_nodes=contexts.new_empty(B),
@@ -152,7 +152,7 @@ def draft(
         Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
         *(x.contiguous() for x in (contexts, scopes, max_drafts)),
         *(trees, tokens.shape[1]),
-        sizes=Sizes(
+        sizes=NgramSizes(
             nodes=nodes, depth=depth, width=width, lanes=lanes, children=children,
             candidates=lanes * children,
         ),

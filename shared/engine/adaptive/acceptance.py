@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from shared.engine.adaptive.acceptance_prior import FIRST_DEPTH, WALK, Population, chance, damping
-from shared.engine.adaptive.exploration import Forecast, TierArrays, trial_variances
+from shared.engine.adaptive.acceptance_prior import FIRST_DEPTH, WALK, SharedPrior, chance, damping
+from shared.engine.adaptive.exploration import DraftForecast, TierArrays, trial_variances
 from shared.engine.adaptive.tiers import Tier, families_of
 from shared.engine.jit import compiled
 
@@ -29,7 +29,7 @@ OWN_WALK = 0.003
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTokens:
     """Predicted result of a step of each tier, over all its rows.
 
     Attributes:
@@ -67,12 +67,12 @@ def _learn(
       rows: Rows of the requests in `estimates`.
       drafted: Drafted depths of each row.
       accepted: Accepted draft tokens of each row.
-      log_odds, slopes, variances: Values of the family, see `Population`.
+      log_odds, slopes, variances: Values of the family, see `SharedPrior`.
       shared_variance: Variance of the log odds that all depths share.
       request_variance: Variance of log odds between requests.
       estimates: Offset of each request, its variance, and its covariance with the log odds that all
         depths share.
-      sums: Zeros; filled with the input of `Population.learn`.
+      sums: Zeros; filled with the input of `SharedPrior.learn`.
       moves: Filled with the shift of the shared log odds by each row.
     """
     for i in range(len(rows)):
@@ -173,7 +173,7 @@ def _expect(
     slopes: Float64[np.ndarray, "F D"],
     shared_variance: float,
     tiers: TierArrays,
-    expected: Forecast,
+    expected: DraftForecast,
 ) -> None:
     """Fills the forecast.
 
@@ -211,7 +211,7 @@ def _expect(
             expected.tokens[1, t] = B + _best(chains, ready, budget)
 
 
-class Acceptance:
+class AcceptanceModel:
     """Acceptance estimates of all running requests, and of all requests together.
 
     Args:
@@ -227,7 +227,7 @@ class Acceptance:
         self._depths = np.array([tier.depth for tier in tiers])
         depth = int(self._depths.max())
         self._estimates = np.zeros((1, 3))
-        self.population = Population(candidates, depth)
+        self.population = SharedPrior(candidates, depth)
         self._tiers = tiers
         self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
         self._rows: dict[int, int] = {}
@@ -287,7 +287,7 @@ class Acceptance:
 
     def warm_up(self) -> None:
         """Compiles the loops in advance; changes no estimate."""
-        other, none = Acceptance(self._tiers), np.zeros(1, np.int64)
+        other, none = AcceptanceModel(self._tiers), np.zeros(1, np.int64)
         rows = other.rows_of([0])
         other.learn(rows, 0, none, none)
         other.expect(rows, none, none > 0, 1, [1.0] * len(self._tiers))
@@ -308,7 +308,7 @@ class Acceptance:
         is_after_off: Bool[np.ndarray, " B"],
         batch: int,
         seconds: Sequence[float],
-    ) -> tuple[Expected, Float64[np.ndarray, "B D"]]:
+    ) -> tuple[ExpectedTokens, Float64[np.ndarray, "B D"]]:
         """Predicts the result of a step of each tier.
 
         Args:
@@ -326,7 +326,7 @@ class Acceptance:
         count, known, B = len(self._depths), self.population, len(rows)
         F, D = known.log_odds.shape
         tiers = TierArrays(self._families, self._depths, self._budgets(batch))
-        expected = Forecast(
+        expected = DraftForecast(
             rates=np.empty((B, F, D)), reached=np.empty((B, F, D + 1)), tokens=np.zeros((2, count))
         )
         _expect(
@@ -340,5 +340,5 @@ class Acceptance:
         )  # fmt: skip
         tokens, next_tokens = expected.tokens.tolist()
         lifetime = learnt / (WALK * FIRST_DEPTH)
-        outcome = Expected(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
+        outcome = ExpectedTokens(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
         return outcome, expected.reached[:, 0, 1:]

@@ -132,7 +132,7 @@ def _learn(
       sums: Sums over draft tokens by depth: of the fractions by which a row moves with all, of
         their squares, and weighted by these: successes, predicted probabilities, `damping` of rows,
         and the shift of the log odds by the row's earlier depths.
-      slopes: See `Population`.
+      slopes: See `SharedPrior`.
       mean, covariance: The distribution; updated.
     """
     D, before = sums.shape[1], mean.copy()
@@ -165,7 +165,7 @@ def _learn(
                 covariance[j, k] -= column[j] * column[k] * lost
 
 
-class Population:
+class SharedPrior:
     """Estimates over all requests.
 
     Args:

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from shared.boundary.backend import Capacity, StepResult
-from shared.boundary.program import Work
-from shared.engine.adaptive.acceptance import Acceptance
+from shared.boundary.backend import BackendLimits, StepResult
+from shared.boundary.program import StepKind
+from shared.engine.adaptive.acceptance import AcceptanceModel
 from shared.engine.adaptive.costs import Costs
-from shared.engine.adaptive.policy import Policy, Situation
+from shared.engine.adaptive.policy import Policy, PolicyInput
 from shared.engine.adaptive.tiers import Shapes, Tier
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 
 MOST_STEPS_AHEAD = 25
 """Maximum steps within which a switch must pay; acceptance rates are not assumed to stay valid
@@ -65,7 +65,7 @@ class AdaptiveController:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         policy: Policy,
         table: Mapping[int, Sequence[float]],
         trace: Trace | None = None,
@@ -74,7 +74,7 @@ class AdaptiveController:
     ) -> None:
         self.shapes = Shapes.of(capacity, host_draft=False)
         self.costs = Costs(table, self.shapes.batches, last_waits=True)
-        self.acceptance = Acceptance(self.shapes.tiers)
+        self.acceptance = AcceptanceModel(self.shapes.tiers)
         self.acceptance.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
@@ -91,7 +91,7 @@ class AdaptiveController:
         """Always False: rows continue from the device's state."""
         return False
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages, with the tier that the policy chooses."""
         batch = self.shapes.bucket(len(ready))
         situation, survivals = self.situation(ready)
@@ -104,13 +104,13 @@ class AdaptiveController:
             ids = [request.request_id for request in ready]
             self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
         if shape.rows == batch * shape.nodes:
-            return Rows.decode(requests, shape)
+            return ScheduledRows.decode(requests, shape)
         # Drafts of the batch compete for its verify rows.
         place = {request.request_id: i for i, request in enumerate(ready)}
         kept = survivals[[place[request.request_id] for request in requests]]
-        return Rows.decode(requests, shape, calibration=np.log(kept).astype(np.float32))
+        return ScheduledRows.decode(requests, shape, calibration=np.log(kept).astype(np.float32))
 
-    def situation(self, ready: Sequence[Request]) -> tuple[Situation, Float64[np.ndarray, "B D"]]:
+    def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, Float64[np.ndarray, "B D"]]:
         """Returns the policy's input for these requests, and their chains' acceptance probability
         by depth.
         """
@@ -124,7 +124,7 @@ class AdaptiveController:
         expected, survivals = self.acceptance.expect(
             rows, most, after_off, batch, seconds or [1.0] * len(self.shapes.tiers)
         )
-        situation = Situation(
+        situation = PolicyInput(
             seconds=seconds,
             expected=expected,
             num_rows=len(ready),
@@ -133,12 +133,12 @@ class AdaptiveController:
         )
         return situation, survivals
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Records the tier, and that rows of a plain step draft nothing in their next one."""
         ids = [request.request_id for request in rows.requests]
-        if rows.work is Work.DRAFT:
+        if rows.work is StepKind.DRAFT:
             return
-        if rows.work is not Work.DECODE or rows.masks is not None:
+        if rows.work is not StepKind.DECODE or rows.masks is not None:
             # Draft extend has run: for a resumed request, or for steps with a grammar, whose shape
             # another controller chooses.
             self._after_off.difference_update(ids)
@@ -151,11 +151,11 @@ class AdaptiveController:
         self._flights.append(_Flight(batch, self._chosen, is_whole, hopes))
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Updates costs from the step's time, and acceptance from draft tokens of running
         requests.
         """
-        if rows.work is not Work.DECODE or rows.masks is not None:
+        if rows.work is not StepKind.DECODE or rows.masks is not None:
             return
         batch, tier, is_whole, hopes = self._flights.popleft()
         if is_whole:

@@ -20,7 +20,7 @@ TRIAL_STEPS = 3
 nothing, and results arrive one step late."""
 
 
-class Forecast(NamedTuple):
+class DraftForecast(NamedTuple):
     """Predicted acceptance by row, family and depth.
 
     Attributes:
@@ -51,7 +51,7 @@ class TierArrays(NamedTuple):
 
 @compiled
 def trial_variances(
-    expected: Forecast,
+    expected: DraftForecast,
     most: Int64[np.ndarray, " B"],
     seconds: Float64[np.ndarray, " tiers"],
     slopes: Float64[np.ndarray, "F D"],
@@ -102,7 +102,7 @@ def trial_variances(
 
 @compiled
 def _add_rows(
-    expected: Forecast,
+    expected: DraftForecast,
     most: Int64[np.ndarray, " B"],
     seconds: Float64[np.ndarray, " tiers"],
     slopes: Float64[np.ndarray, "F D"],

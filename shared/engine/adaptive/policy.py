@@ -1,6 +1,6 @@
 """Policies that choose the tier of a step from predicted tokens and measured costs.
 
-A policy reads only a `Situation`, so it can be evaluated on recorded ones.
+A policy reads only a `PolicyInput`, so it can be evaluated on recorded ones.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.acceptance import ExpectedTokens
 from shared.engine.adaptive.exploration import TRIAL_STEPS
 
 
 @dataclass(frozen=True)
-class Situation:
+class PolicyInput:
     """Input of a policy before a step. Lists are indexed by tier; tier 0 is plain decoding.
 
     Attributes:
@@ -27,7 +27,7 @@ class Situation:
     """
 
     seconds: list[float] | None
-    expected: Expected
+    expected: ExpectedTokens
     num_rows: int
     after_off: float
     steps_ahead: float
@@ -36,7 +36,7 @@ class Situation:
 class Policy(Protocol):
     """Chooses tiers."""
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         """Returns the tier of the next step."""
         ...
 
@@ -47,12 +47,12 @@ class Static:
 
     tier: int
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         """Returns the fixed tier."""
         return self.tier
 
 
-class BestValue:
+class ExpectedValuePolicy:
     """Policy that chooses the tier whose next steps have the highest value in tokens.
 
     The value has three terms: the tokens of these steps, the tokens of the remaining time at the
@@ -63,7 +63,7 @@ class BestValue:
     included, so that the choice changes only if it pays.
     """
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         """Returns the tier with the highest value; without measured times, the one with the most
         tokens.
         """
@@ -73,7 +73,7 @@ class BestValue:
         values = [self._value(situation, seconds, tier) for tier in range(len(seconds))]
         return values.index(max(values))
 
-    def _value(self, situation: Situation, seconds: list[float], tier: int) -> float:
+    def _value(self, situation: PolicyInput, seconds: list[float], tier: int) -> float:
         expected = situation.expected
         # Equal for all tiers, and longer than the trial steps of any.
         window = max(situation.steps_ahead * seconds[0], 2 * TRIAL_STEPS * max(seconds))
@@ -90,7 +90,7 @@ class BestValue:
         return first + max(later) + lifetime * gain
 
 
-def _switch_loss(situation: Situation, first: int, then: int) -> float:
+def _switch_loss(situation: PolicyInput, first: int, then: int) -> float:
     """Returns the tokens lost by a step without draft tokens if tier `first` is followed by tier
     `then`.
     """

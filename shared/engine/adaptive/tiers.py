@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Work
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 
 CANDIDATE_EXPONENT = 0.7
@@ -106,7 +106,7 @@ class Shapes:
     by_size: dict[tuple[int, int], TreeShape]
 
     @classmethod
-    def of(cls, capacity: Capacity, *, host_draft: bool) -> Shapes:
+    def of(cls, capacity: BackendLimits, *, host_draft: bool) -> Shapes:
         """Returns the shapes of a backend's decode programs.
 
         Args:
@@ -118,8 +118,8 @@ class Shapes:
         """
         shapes_of: dict[int, set[TreeShape]] = {}
         for program in capacity.unmasked_programs:
-            is_ours = program.shape.is_plain or program.has(Extra.HOST_DRAFT) is host_draft
-            if program.work is Work.DECODE and is_ours:
+            is_ours = program.shape.is_plain or program.has(ProgramFeature.HOST_DRAFT) is host_draft
+            if program.work is StepKind.DECODE and is_ours:
                 shapes_of.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(shapes_of))
         if len({frozenset(shape.tree for shape in shapes) for shapes in shapes_of.values()}) > 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shared.boundary.backend import StepResult
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 
 BUFFER_BYTES = 1 << 16
 
@@ -44,7 +44,7 @@ class Trace:
         self,
         batch: int,
         tier: int,
-        rows: Rows,
+        rows: ScheduledRows,
         result: StepResult,
         hopes: Sequence[float],
         seconds: float | None,

@@ -151,7 +151,7 @@ def select(
     return best
 
 
-class Evidence:
+class NodeAcceptance:
     """Acceptance rate of each kind of node.
 
     Attributes:
@@ -168,7 +168,7 @@ class Evidence:
 
     def warm_up(self) -> None:
         """Compiles the loops in advance."""
-        other, roots = Evidence(), roots_of(1, 1)
+        other, roots = NodeAcceptance(), roots_of(1, 1)
         zero, one = np.zeros(1, np.int64), np.ones(1)
         other.learn(roots, zero, roots.tokens, roots.num_nodes)
         weights = other.weights(roots, zero)

@@ -26,25 +26,25 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from shared.boundary.backend import Capacity, StepResult
-from shared.boundary.program import Work
+from shared.boundary.backend import BackendLimits, StepResult
+from shared.boundary.program import StepKind
 from shared.engine.adaptive.controller import gauges_of, most_left
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
-from shared.engine.ngram.acceptance_estimate import Evidence, select
+from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select
 from shared.engine.ngram.controller import index_gauges, rows_with
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.probe_schedule import LEAST_LOOK_SECONDS, Sleep
+from shared.engine.ngram.probe_schedule import LEAST_LOOK_SECONDS, ProbeSchedule
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BucketSizes:
     """Sizes of the programs of a batch bucket, by tier.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sizes:
     scratch: int
 
     @classmethod
-    def of(cls, shapes: Shapes, batch: int) -> Sizes:
+    def of(cls, shapes: Shapes, batch: int) -> BucketSizes:
         """Returns the sizes of the tiers in a batch bucket."""
         by_tier = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
         nodes, budgets = ([s.nodes for s in by_tier], [s.rows - batch for s in by_tier])
@@ -65,7 +65,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Made:
+class PreparedTrees:
     """Trees, and the row of each request in them, until the following tokens are known."""
 
     trees: Trees
@@ -90,7 +90,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Landing:
+class FinishedStep:
     """A finished decode step, and the trees built for its requests before it ended.
 
     Attributes:
@@ -101,11 +101,11 @@ class Landing:
     """
 
     flight: Flight
-    rows: Rows
+    rows: ScheduledRows
     result: StepResult
     seconds: float | None
     asleep: float | None
-    made: Made | None
+    made: PreparedTrees | None
 
 
 class AdaptiveNgramController:
@@ -130,7 +130,7 @@ class AdaptiveNgramController:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         index: NgramIndex,
         table: Mapping[int, Sequence[float]],
         clock: Callable[[], float] = time.perf_counter,
@@ -138,18 +138,18 @@ class AdaptiveNgramController:
     ) -> None:
         self.shapes = Shapes.of(capacity, host_draft=True)
         self.costs = Costs(table, self.shapes.batches, last_waits=False)
-        self.index, self.evidence, self._clock = index, Evidence(), clock
+        self.index, self.evidence, self._clock = index, NodeAcceptance(), clock
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
-        self._sizes = {batch: Sizes.of(self.shapes, batch) for batch in self.shapes.batches}
+        self._sizes = {batch: BucketSizes.of(self.shapes, batch) for batch in self.shapes.batches}
         self._asleep = len(self.shapes.tiers)
-        self.is_asleep, self.sleep = False, Sleep()
+        self.is_asleep, self.sleep = False, ProbeSchedule()
         self._submitted_at, self._is_host_late = 0.0, False
         self._decoded_last: list[Request] = []
         self._planned, self._follows = (self.max_rows, 0), False
         self._hopes: dict[int, float] = {}  # per running request, only with a trace
-        self._flights, self._landings = deque[Flight](), deque[Landing]()
-        self._made: Made | None = None
+        self._flights, self._landings = deque[Flight](), deque[FinishedStep]()
+        self._made: PreparedTrees | None = None
         self._trace = trace
         self._last: float | None = None
         self._chosen, self.steps = 0, Counter[int]()
@@ -164,7 +164,7 @@ class AdaptiveNgramController:
         """True if tokens for its next trees are not available yet."""
         return not self.is_asleep and not all(r.is_settled for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages; while drafting, those with known tokens."""
         self._follows = self.is_asleep
         if self.is_asleep:
@@ -183,13 +183,17 @@ class AdaptiveNgramController:
         self._planned = batch, self._asleep if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
 
-    def _rows(self, requests: list[Request], trees: Trees | None) -> Rows | None:
+    def _rows(self, requests: list[Request], trees: Trees | None) -> ScheduledRows | None:
         self._decoded_last = requests
         if not requests:
             return None
         batch, tier = self._planned
         shape = self._shape(batch, 0 if tier == self._asleep else tier)
-        return Rows.decode(requests, shape) if trees is None else rows_with(requests, shape, trees)
+        return (
+            ScheduledRows.decode(requests, shape)
+            if trees is None
+            else rows_with(requests, shape, trees)
+        )
 
     def _shape(self, batch: int, tier: int) -> TreeShape:
         return self.shapes.by_size[batch, tier]
@@ -197,7 +201,7 @@ class AdaptiveNgramController:
     def _choose(self, requests: Sequence[Request], batch: int) -> tuple[int, Trees | None]:
         """Returns the tier, and the trees pruned to it; None for a plain step."""
         trees, ids = self.index.trees(requests), [request.request_id for request in requests]
-        self._made = Made(trees, dict(zip(ids, range(len(ids)), strict=True)))
+        self._made = PreparedTrees(trees, dict(zip(ids, range(len(ids)), strict=True)))
         most = np.array([most_left(request) - 1 for request in requests])
         weights = self.evidence.weights(trees, most)
         if self._trace is not None:
@@ -227,12 +231,12 @@ class AdaptiveNgramController:
             self.is_asleep = not self.sleep.pays(saved, wait, self.is_asleep)
         return tier, cut
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Processes results and tokens while the device runs."""
         self._learn_behind(rows)
         self._submitted_at = self._clock()
 
-    def _learn_behind(self, rows: Rows) -> None:
+    def _learn_behind(self, rows: ScheduledRows) -> None:
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self._learn()
@@ -266,7 +270,7 @@ class AdaptiveNgramController:
         self.index.learn()
         self.sleep.looked(self._clock() - began)
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Records the time of a step; the rest is processed after the next submission."""
         now, last, self._last = self._clock(), self._last, None
         if not _is_own(rows):
@@ -280,7 +284,7 @@ class AdaptiveNgramController:
         made, self._made = self._made, None
         tells = not flight.follows or asleep is not None or made is not None
         if tells or self._trace is not None:
-            self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
+            self._landings.append(FinishedStep(flight, rows, result, seconds, asleep, made))
 
     def _learn(self) -> None:
         """Updates costs from step times, and acceptance estimates from the tokens that followed
@@ -302,7 +306,7 @@ class AdaptiveNgramController:
             if landing.made is not None:
                 self._score(landing.made, rows.requests, result)
 
-    def _gain(self, landing: Landing) -> float:
+    def _gain(self, landing: FinishedStep) -> float:
         """Returns the seconds saved by the step, compared with plain steps for the same tokens."""
         count = len(landing.rows.requests)
         seconds = self.costs.of(landing.flight.batch, count)
@@ -311,7 +315,7 @@ class AdaptiveNgramController:
         tokens = int(landing.result.counts[:count].sum())
         return tokens / count * seconds[self._asleep] - landing.seconds
 
-    def _score(self, made: Made, requests: Sequence[Request], result: StepResult) -> None:
+    def _score(self, made: PreparedTrees, requests: Sequence[Request], result: StepResult) -> None:
         """Compares trees with the tokens of the first step after them."""
         ids = enumerate(request.request_id for request in requests)
         places = [(made.row_of[i], row) for row, i in ids if i in made.row_of]
@@ -337,8 +341,8 @@ class AdaptiveNgramController:
         self.index.cut(request_id, num_tokens)
 
 
-def _is_own(rows: Rows) -> bool:
+def _is_own(rows: ScheduledRows) -> bool:
     """Returns True if this controller chose the rows; rows with a grammar are another
     controller's.
     """
-    return rows.work is Work.DECODE and rows.masks is None
+    return rows.work is StepKind.DECODE and rows.masks is None

@@ -9,7 +9,7 @@ PAID_STEPS = 64
 """Steps with profitable drafts after which the next pause is the shortest again."""
 
 
-class Pause:
+class Backoff:
     """Counter of plain steps.
 
     Without drafting, nothing shows whether draft tokens would be accepted. Drafting is therefore

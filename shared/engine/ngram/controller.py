@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from shared.boundary.backend import Capacity, StepResult
+from shared.boundary.backend import BackendLimits, StepResult
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
 from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import Trees, corpus_nodes
 from shared.engine.request import Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
 
 
@@ -27,10 +27,10 @@ def index_gauges(index: NgramIndex) -> Gauges:
     }
 
 
-def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> Rows:
+def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> ScheduledRows:
     """Returns the rows of a step that verifies trees of an index."""
     origin = partial(corpus_nodes, trees)
-    return Rows.decode(requests, shape, drafts=host_draft_of(trees), corpus_nodes=origin)
+    return ScheduledRows.decode(requests, shape, drafts=host_draft_of(trees), corpus_nodes=origin)
 
 
 class NgramController:
@@ -47,7 +47,7 @@ class NgramController:
       ValueError: The backend has no plain decode program, or none for the index's trees.
     """
 
-    def __init__(self, capacity: Capacity, index: NgramIndex) -> None:
+    def __init__(self, capacity: BackendLimits, index: NgramIndex) -> None:
         nodes, depth = index.nodes, index.depth
         self._trees = shapes_by_batch(
             capacity, host_draft=True, is_wanted=lambda s: (s.nodes, s.depth) == (nodes, depth)
@@ -68,7 +68,7 @@ class NgramController:
         """True if tokens of the previous decode step are not available yet."""
         return not all(request.is_settled for request in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests with known tokens, once those of the previous step are
         known.
         """
@@ -82,16 +82,16 @@ class NgramController:
         # A tree is built only for a row with pages, because the index then inserts its tokens.
         trees = self.index.trees(requests)
         if trees.num_nodes.max() == 1:
-            return Rows.decode(requests, smallest_that_holds(self._plain, len(requests)))
+            return ScheduledRows.decode(requests, smallest_that_holds(self._plain, len(requests)))
         return rows_with(requests, smallest_that_holds(self._trees, len(requests)), trees)
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self.index.learn()
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Does nothing: the next trees depend on tokens only."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ FEW = 2.0
 """Number of observations that an estimate counts as after its confidence has been reduced."""
 
 
-class Worth:
+class DrafterAcceptance:
     """Recent acceptance rates of the drafter.
 
     Args:

@@ -22,7 +22,7 @@ from shared.engine.image_inputs import without
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
 from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
-from shared.engine.request import Refusal, Request, SamplingParams
+from shared.engine.request import InvalidRequestError, Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 
 SWEPT_SCOPES = 2
@@ -39,7 +39,7 @@ Tokens = tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " T"], Int32[np.ndarra
 
 
 @dataclass(eq=False)
-class Text:
+class IndexedRequest:
     """State of a request in the index.
 
     Attributes:
@@ -54,7 +54,7 @@ class Text:
 
 
 @dataclass(eq=False)
-class Scope:
+class IndexScope:
     """A root of the trie, and the number of running requests below it."""
 
     root: int
@@ -63,7 +63,7 @@ class Scope:
 
 
 @dataclass(eq=False)
-class Ended:
+class FinishedText:
     """Output of a finished request that may still be truncated.
 
     Attributes:
@@ -73,7 +73,7 @@ class Ended:
     """
 
     name: str
-    scope: Scope
+    scope: IndexScope
     tokens: Int32[np.ndarray, " T"]
     num_before: int
 
@@ -132,7 +132,7 @@ class NgramIndex:
     ) -> None:
         self._config, self.nodes, self.depth, self._vocab = config, nodes, depth, vocab
         self._chain, self._ahead, self._path = chain, ahead, path
-        self._growth = tree.Growth(
+        self._growth = tree.TreeParams(
             corpus_nodes=config.sam_budget and config.sam_budget + ahead,
             by_frequency=config.speculative_ngram_match_type == FREQUENCY,
             min_breadth=config.speculative_ngram_min_bfs_breadth,
@@ -142,9 +142,9 @@ class NgramIndex:
         )
         self.trie = Trie.empty(config.speculative_ngram_capacity)
         self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
-        self.texts: dict[int, Text] = {}
-        self.scopes: OrderedDict[str | int, Scope] = OrderedDict()
-        self.ended: OrderedDict[int, Ended] = OrderedDict()
+        self.texts: dict[int, IndexedRequest] = {}
+        self.scopes: OrderedDict[str | int, IndexScope] = OrderedDict()
+        self.ended: OrderedDict[int, FinishedText] = OrderedDict()
         self.num_ended_tokens = 0
         self._free_rows: list[int] = []
         self._unread: dict[int, list[int]] = {}
@@ -263,18 +263,18 @@ class NgramIndex:
             self.trie.drop(scope.root)
             del self.scopes[text.scope]
 
-    def _keep(self, request: Request, name: str, scope: Scope, num_left_out: int) -> None:
+    def _keep(self, request: Request, name: str, scope: IndexScope, num_left_out: int) -> None:
         prompt = without(request.pictures, request.tokens()[: len(request.prompt)], 0)
         before = prompt[-self._anchors.shape[1] :]
         learnt = request.output[: len(request.output) - num_left_out]
         tokens = np.array([*before, *learnt], np.int32)
         self._forget_ended(request.request_id)
-        self.ended[request.request_id] = Ended(name, scope, tokens, len(before))
+        self.ended[request.request_id] = FinishedText(name, scope, tokens, len(before))
         self.num_ended_tokens += len(tokens)
         while self.num_ended_tokens > MOST_ENDED_TOKENS:
             self._forget_ended(next(iter(self.ended)))
 
-    def _forget_ended(self, request_id: int) -> Ended | None:
+    def _forget_ended(self, request_id: int) -> FinishedText | None:
         ended = self.ended.pop(request_id, None)
         self.num_ended_tokens -= 0 if ended is None else len(ended.tokens)
         return ended
@@ -295,11 +295,13 @@ class NgramIndex:
         keep, D = ended.num_before + num_tokens, self._anchors.shape[1]
         forget(trie.nodes, trie.buckets, trie.head, ended.scope.root, ended.tokens, keep, D)
 
-    def _text(self, request: Request) -> Text:
+    def _text(self, request: Request) -> IndexedRequest:
         text = self.texts.get(request.request_id)
         if text is None:
             by_request = self._config.speculative_ngram_scope == REQUEST
-            text = Text(self._take_row(), request.request_id if by_request else request.tenant)
+            text = IndexedRequest(
+                self._take_row(), request.request_id if by_request else request.tenant
+            )
             scope = self._scope(text.scope)
             scope.num_texts += 1
             self._anchors[text.row] = 0
@@ -318,11 +320,11 @@ class NgramIndex:
                 self._in_corpora[name] = np.concatenate([places, np.zeros_like(places)])
         return self._free_rows.pop()
 
-    def _scope(self, name: str | int) -> Scope:
+    def _scope(self, name: str | int) -> IndexScope:
         if name not in self.scopes:
             self._sweep_scopes()
             root = self.trie.new_root()
-            self.scopes[name] = Scope(root, int(self.trie.nodes[root, BORN]))
+            self.scopes[name] = IndexScope(root, int(self.trie.nodes[root, BORN]))
         return self.scopes[name]
 
     def _sweep_scopes(self) -> None:
@@ -369,7 +371,7 @@ class NgramIndex:
         self.num_empty_rows += trees.num_nodes.tolist().count(1)
         return trees
 
-    def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
+    def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.CorpusContinuations:
         """Returns each corpus's continuation of each sequence: tokens, their number, and the length
         of the match.
         """
@@ -381,7 +383,7 @@ class NgramIndex:
                 corpus.tokens, corpus.states, self._in_corpora[name], rows,
                 paths[:, index], lengths[:, index], matched[:, index],
             )  # fmt: skip
-        return tree.Continuations(paths=paths, lengths=lengths, matched=matched)
+        return tree.CorpusContinuations(paths=paths, lengths=lengths, matched=matched)
 
     # Corpora
 
@@ -403,19 +405,21 @@ class NgramIndex:
         held, most = self.corpora, self._config.speculative_ngram_external_corpus_max_tokens
         words = tokens[tokens != SEPARATOR]
         if not self._config.sam_budget:
-            raise Refusal(
+            raise InvalidRequestError(
                 "corpus_id",
                 "external corpora require draft nodes; start the server with "
                 "--speculative-ngram-external-sam-budget",
             )
         if name in held:
-            raise Refusal("corpus_id", f"corpus {name!r:.200} already exists; remove it first")
+            raise InvalidRequestError(
+                "corpus_id", f"corpus {name!r:.200} already exists; remove it first"
+            )
         if not len(words):
-            raise Refusal("documents", "documents must have at least one token")
+            raise InvalidRequestError("documents", "documents must have at least one token")
         check_ids("documents", (int(words.min()), int(words.max())), self._vocab)
         total = sum(held.values()) + len(words)
         if total > most:
-            raise Refusal(
+            raise InvalidRequestError(
                 "documents",
                 f"documents would make {total} tokens of external corpora, and "
                 f"--speculative-ngram-external-corpus-max-tokens is {most}",
@@ -438,5 +442,5 @@ class NgramIndex:
           Refusal: There is none with this name.
         """
         if name not in self._corpora:
-            raise Refusal("corpus_id", f"corpus {name!r:.200} not found")
+            raise InvalidRequestError("corpus_id", f"corpus {name!r:.200} not found")
         del self._corpora[name], self._in_corpora[name]

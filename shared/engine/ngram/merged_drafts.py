@@ -19,22 +19,22 @@ from functools import partial
 
 import numpy as np
 
-from shared.boundary.backend import Capacity, StepResult
-from shared.boundary.program import Work
+from shared.boundary.backend import BackendLimits, StepResult
+from shared.boundary.program import StepKind
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
-from shared.engine.ngram.acceptance_estimate import Evidence
-from shared.engine.ngram.backoff import Pause
+from shared.engine.ngram.acceptance_estimate import NodeAcceptance
+from shared.engine.ngram.backoff import Backoff
 from shared.engine.ngram.controller import index_gauges
-from shared.engine.ngram.drafter_acceptance import Worth, drafter_levels
+from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.tree import Trees, corpus_nodes
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
-from shared.engine.rows import Rows
+from shared.engine.rows import ScheduledRows
 from shared.engine.step_trace import accepted_path, origins_of
 from shared.spec.draft_tree import TreeShape
-from shared.spec.merge_drafts import Copies
+from shared.spec.merge_drafts import NgramTrees
 
 ROW_COST = 1 / 256
 """Cost of a verify row as a fraction of a step's time, for small batches limited by weight reads:
@@ -63,7 +63,7 @@ class _Flight:
     kind: str
 
 
-class JoinedController:
+class MergedDraftController:
     """Drafts on the device, and merges n-gram drafts of the index.
 
     Args:
@@ -87,7 +87,7 @@ class JoinedController:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         index: NgramIndex,
         draft_share: float,
         table: Mapping[int, Sequence[float]],
@@ -110,13 +110,13 @@ class JoinedController:
             "merged": joined,
             "ngram": copied,
         }
-        self.index, self.evidence, self.draft_share = index, Evidence(), draft_share
-        self.worth = Worth(widest.drafter.depth, widest.depth)
+        self.index, self.evidence, self.draft_share = index, NodeAcceptance(), draft_share
+        self.worth = DrafterAcceptance(widest.drafter.depth, widest.depth)
         self.max_rows = min(max(of_kind) for of_kind in self._shapes.values())
-        self.measured = Measured.of(capacity, self._shapes, table) if table else None
+        self.measured = MeasuredStepTimes.of(capacity, self._shapes, table) if table else None
         if self.measured is not None:
             self._shapes[OFF] = shapes(lambda s: s.is_plain)
-        self.pause = Pause()
+        self.pause = Backoff()
         self._planned: _Flight | None = None
         self._flights = deque[_Flight]()
         self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
@@ -135,7 +135,7 @@ class JoinedController:
         """Always False: rows continue from the device's state."""
         return False
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages, with n-gram drafts if they pay."""
         widest = smallest_that_holds(self._shapes["merged"], len(ready))
         requests = reserve(ready, widest.scratch)
@@ -149,11 +149,11 @@ class JoinedController:
         self._planned = _Flight(trees, [len(request.output) for request in requests], kind)
         shape = smallest_that_holds(self._shapes[kind], len(requests))
         if not shape.copied:
-            return Rows.decode(requests, shape)
-        return Rows.decode(
+            return ScheduledRows.decode(requests, shape)
+        return ScheduledRows.decode(
             requests,
             shape,
-            copies=Copies(
+            copies=NgramTrees(
                 tokens=trees.tokens,
                 parents=trees.parents,
                 num_nodes=trees.num_nodes,
@@ -218,7 +218,7 @@ class JoinedController:
         whole = self.worth.depth + 1
         return {"model": round(self.worth.alone), "merged": whole, "ngram": whole, OFF: 1}
 
-    def submitted(self, rows: Rows) -> None:
+    def submitted(self, rows: ScheduledRows) -> None:
         """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
@@ -228,7 +228,7 @@ class JoinedController:
             self._flights.append(self._planned)
             self.steps[self._planned.kind] += 1
 
-    def learned(self, rows: Rows, result: StepResult) -> None:
+    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
         """Updates the acceptance estimates of n-gram drafts and of the drafter."""
         if not _is_own(rows):
             return
@@ -249,7 +249,9 @@ class JoinedController:
         lengths = np.array([len(text) for text in said], np.int32)
         self.evidence.learn(flight.trees, np.array(alive), padded, lengths)
 
-    def _learn_row(self, rows: Rows, result: StepResult, row: int, tokens: list[int]) -> None:
+    def _learn_row(
+        self, rows: ScheduledRows, result: StepResult, row: int, tokens: list[int]
+    ) -> None:
         count = int(result.num_nodes[row])
         parents, drafts = (each[row, 1:count].tolist() for each in (result.parents, result.drafts))
         path, origins = accepted_path(drafts, parents, tokens[:-1]), origins_of(rows, result, row)
@@ -271,7 +273,7 @@ class JoinedController:
         self.index.cut(request_id, num_tokens)
 
 
-class Measured:
+class MeasuredStepTimes:
     """Times of steps by kind, measured at startup and tracked.
 
     Args:
@@ -285,16 +287,16 @@ class Measured:
     @classmethod
     def of(
         cls,
-        capacity: Capacity,
+        capacity: BackendLimits,
         shapes: Mapping[str, Mapping[int, TreeShape]],
         table: Mapping[int, Sequence[float]],
-    ) -> Measured:
+    ) -> MeasuredStepTimes:
         """Creates the times of a backend's programs.
 
         Args:
           capacity: Limits and programs of the backend.
           shapes: Shapes of all batch buckets, by kind.
-          table: See `JoinedController`.
+          table: See `MergedDraftController`.
         """
         found = Shapes.of(capacity, host_draft=False)
         tiers: dict[int, dict[str, int]] = {batch: {OFF: 0} for batch in found.batches}
@@ -318,7 +320,7 @@ class Measured:
         return next(batch for batch in self._tiers if batch >= num_requests)
 
 
-def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
+def _gauges(controller: MergedDraftController) -> dict[str, Callable[[], float]]:
     """Returns the gauges: steps of each kind, and proposed and accepted draft tokens of each
     source.
     """
@@ -333,8 +335,8 @@ def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
     return gauges
 
 
-def _is_own(rows: Rows) -> bool:
+def _is_own(rows: ScheduledRows) -> bool:
     """Returns True if this controller chose the rows; rows with a grammar are another
     controller's.
     """
-    return rows.work is Work.DECODE and rows.masks is None
+    return rows.work is StepKind.DECODE and rows.masks is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 
-LOOK_SHARE, LEAST_LOOK_SECONDS = 0.02, 5e-5
+MAX_DEBT_PROBES, LEAST_LOOK_SECONDS = 0.02, 5e-5
 """Fraction of the time with drafting disabled that probes may take, and the minimum assumed
 duration of one."""
 
@@ -18,7 +18,7 @@ GAIN_SHARE = 0.2
 MOST_LOOKS, MOST_DEBT = 32, 4
 """Bounds of the budget, positive and negative, in probes."""
 
-PATIENCE = 4
+PROBE_TIME_FRACTION = 4
 """Cost of disabling and enabling drafting, in multiples of a plain step's wait: the loss on poor
 trees, past and expected until the next good one, that is tolerated before drafting is disabled."""
 
@@ -33,7 +33,7 @@ MEDIAN_OF = 8
 """Plain steps per median of their times, because single times are noisy."""
 
 
-class Sleep:
+class ProbeSchedule:
     """Probe budget, tolerance of poor trees, and times of plain steps with drafting disabled.
 
     A probe follows a plain step as soon as the budget covers it. The budget grows by a small
@@ -61,7 +61,7 @@ class Sleep:
           wait: Additional time of a plain step that waits, in the same unit.
           is_asleep: True if drafting is disabled.
         """
-        is_good, most = saved > 0, PATIENCE * max(wait, 0.0)
+        is_good, most = saved > 0, PROBE_TIME_FRACTION * max(wait, 0.0)
         if self._after_poor:
             self._good_after_poor += (is_good - self._good_after_poor) / MEMORY
         if not is_good:
@@ -74,7 +74,7 @@ class Sleep:
 
     def is_due(self, step_s: float) -> bool:
         """Adds a plain step of `step_s` to the budget; returns True if it covers a probe now."""
-        self._add(LOOK_SHARE * step_s)
+        self._add(MAX_DEBT_PROBES * step_s)
         return self._budget_s >= self._look_s
 
     def gained(self, seconds: float) -> None:

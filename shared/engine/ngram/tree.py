@@ -26,7 +26,7 @@ KINDS = MATCHES * COUNTS * ELDERS
 (unknown for a corpus, 1, to 3, more), and earlier siblings (0, 1, more)."""
 
 
-class Growth(NamedTuple):
+class TreeParams(NamedTuple):
     """Parameters of tree growth.
 
     Attributes:
@@ -45,7 +45,7 @@ class Growth(NamedTuple):
     chain: bool
 
 
-class Continuations(NamedTuple):
+class CorpusContinuations(NamedTuple):
     """Continuations of n sequences in C corpora.
 
     Attributes:
@@ -304,7 +304,7 @@ def go_on(
     anchors: Int32[np.ndarray, "texts D 2"],
     texts: Int32[np.ndarray, " n"],
     most: Int32[np.ndarray, " n"],
-    growth: Growth,
+    growth: TreeParams,
     trees: Trees,
 ) -> None:
     """Starts each tree with one path that treats its own tokens as part of the sequence.
@@ -372,8 +372,8 @@ def draft(
     anchors: Int32[np.ndarray, "texts D 2"],
     texts: Int32[np.ndarray, " n"],
     limits: Int32[np.ndarray, " n"],
-    continuations: Continuations,
-    growth: Growth,
+    continuations: CorpusContinuations,
+    growth: TreeParams,
     trees: Trees,
 ) -> None:
     """Fills the trees of n sequences.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from shared.models.checkpoint import Checkpoint
 from shared.models.safetensors_file import contents
-from shared.process.start import Start
+from shared.process.start import ValidatedStartup
 
 SAMPLE_BYTES = 64
 """Bytes sampled per tensor."""
 
 
-def digest_of(start: Start) -> str:
+def digest_of(start: ValidatedStartup) -> str:
     """Returns a digest that is equal on ranks with equal model, weights, programs and pools.
 
     Weights are sampled, as reading them whole takes as long as loading: another training run

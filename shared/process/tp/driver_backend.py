@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
 from shared.boundary.program import Program
-from shared.boundary.shm_allgather import RankMissingError
-from shared.process.tp.plan_broadcast import EXCHANGE_S, Shared
-from shared.process.tp.workers import SERVING, Followers, RankError
+from shared.boundary.shm_allgather import AllGatherTimeout
+from shared.process.tp.plan_broadcast import EXCHANGE_S, PlanBroadcast
+from shared.process.tp.workers import SERVING, RankError, Workers
 
 LOST_S = 1.0
 PLAN_S = 10.0
 """Time that a rank may take to free a slot for the next plan."""
 
 
-class LeadingBackend:
+class DriverBackend:
     """Backend of rank 0 and of the worker ranks, which run the same plans.
 
     The engine and the inner backend of rank 0 are unaware of other ranks.
 
     Attributes:
-      capacity: Capacity of every rank.
+      capacity: BackendLimits of every rank.
     """
 
-    def __init__(self, own: Backend, followers: Followers, shared: Shared) -> None:
+    def __init__(self, own: Backend, followers: Workers, shared: PlanBroadcast) -> None:
         self.capacity = own.capacity
         self._own, self._followers, self._shared = own, followers, shared
         self._indices = {program: index for index, program in enumerate(own.capacity.programs)}
@@ -63,7 +63,7 @@ class LeadingBackend:
         self._followers.wait_until(lambda each: each.phase == SERVING, "ready", tell)
         self._shared.wait_at_most(EXCHANGE_S)
 
-    def launch(self, program: Program) -> Launch:
+    def launch(self, program: Program) -> LaunchMode:
         """See `Backend`."""
         return self._own.launch(program)
 
@@ -75,7 +75,7 @@ class LeadingBackend:
         """
         self._followers.check()
         self._shared.write(self._indices[plan.program], plan.buffer, PLAN_S)
-        return _Led(self._own.submit(plan), self._followers)
+        return _DriverResult(self._own.submit(plan), self._followers)
 
     def close(self) -> None:
         """See `Backend`; all ranks end together, and may need a collective for it."""
@@ -83,16 +83,16 @@ class LeadingBackend:
             self._followers.begin_close(self._shared.written)
         else:  # no other rank will join
             self._shared.wait_at_most(0.0)
-        with suppress(RankMissingError):  # a lost rank holds no resources
+        with suppress(AllGatherTimeout):  # a lost rank holds no resources
             self._own.close()
         self._followers.close()
         self._shared.close()
 
 
-class _Led:
+class _DriverResult:
     """Future of a step that runs on several ranks."""
 
-    def __init__(self, future: StepFuture, followers: Followers) -> None:
+    def __init__(self, future: StepFuture, followers: Workers) -> None:
         self._future, self._followers = future, followers
 
     def result(self) -> StepResult:
@@ -103,7 +103,7 @@ class _Led:
         """
         try:
             return self._future.result()
-        except RankMissingError as error:
+        except AllGatherTimeout as error:
             # A lost rank fails this step too, and may be detected slightly later.
             if not self._followers.lost_within(LOST_S):
                 raise

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 REAP_S = 1.0  # the end of a process is seen at its socket before it can be waited for
 
 
-class RankProcess(Protocol):
+class WorkerProcess(Protocol):
     """Process of one rank, as controlled by the engine process.
 
     Attributes:
@@ -55,7 +55,7 @@ class Launcher(Protocol):
 
     address: str
 
-    def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RankProcess]:
+    def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, WorkerProcess]:
         """Starts the process of a rank.
 
         Args:
@@ -78,7 +78,7 @@ class LocalLauncher:
 
     address = "127.0.0.1"
 
-    def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RankProcess]:
+    def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, WorkerProcess]:
         """See `Launcher`."""
         gpu = gpu_of(os.environ, gpus_on_host(), rank)
         environment = children.environment() | ({} if gpu is None else {GPUS: gpu})
@@ -108,18 +108,18 @@ class Child:
         self._process = process
 
     def ending(self, timeout_s: float) -> str | None:
-        """See `RankProcess`."""
+        """See `WorkerProcess`."""
         try:
             return ending_of(self._process.wait(timeout_s))
         except subprocess.TimeoutExpired:
             return None
 
     def is_stopped(self) -> bool:
-        """See `RankProcess`."""
+        """See `WorkerProcess`."""
         return state_of(self._process.pid) in ("T", "t")
 
     def kill(self) -> None:
-        """See `RankProcess`; a stopped process ends too."""
+        """See `WorkerProcess`; a stopped process ends too."""
         self._process.kill()
         self._process.wait()
 

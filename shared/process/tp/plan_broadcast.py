@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import plan_layout
-from shared.boundary.shm_allgather import Mailboxes, path_in
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import ShmAllGather, path_in
+from shared.boundary.tp_group import TPGroup
 from shared.process.tp.shm_ring_buffer import Ring, RingFullError
 from shared.process.tp.worker_connection import boot
-from shared.process.tp.workers import Follower, Followers, RankError
+from shared.process.tp.workers import RankError, Worker, Workers
 
 EXCHANGE_S = 10.0
 """Timeout of an all-gather, after which the step fails."""
@@ -26,7 +26,7 @@ START_EXCHANGE_S = 300.0
 lost ranks are detected by other means."""
 
 
-class Shared:
+class PlanBroadcast:
     """Rank 0's side. Plans reach ranks of this host by a ring, ranks of other hosts by their
     sockets.
 
@@ -35,7 +35,7 @@ class Shared:
       written: Plans so far.
     """
 
-    def __init__(self, followers: Followers, capacity: Capacity) -> None:
+    def __init__(self, followers: Workers, capacity: BackendLimits) -> None:
         """Allocates the memory and sends its location to every rank."""
         here = [each for each in followers.ranks if each.device and each.device[0] == boot()]
         self._far = [each for each in followers.ranks if each not in here]
@@ -44,9 +44,9 @@ class Shared:
         self._message = np.zeros(1 + most, np.int32)
         self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
         count = followers.count
-        self._mailboxes = None if self._far else Mailboxes.create(count, wait_s=START_EXCHANGE_S)
+        self._mailboxes = None if self._far else ShmAllGather.create(count, wait_s=START_EXCHANGE_S)
         meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
-        self.ranks = Ranks(0, count, self._mailboxes, meeting)
+        self.ranks = TPGroup(0, count, self._mailboxes, meeting)
         self._tell()
 
     def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
@@ -107,7 +107,7 @@ def _free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def hosts_of(ranks: Sequence[Follower]) -> dict[str, int]:
+def hosts_of(ranks: Sequence[Worker]) -> dict[str, int]:
     """Counts the ranks per host, by boot id, rank 0 included."""
     hosts = {boot(): 1}
     for each in ranks:

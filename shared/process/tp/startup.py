@@ -15,9 +15,9 @@ from shared.options.options import PARTS, Options
 from shared.options.ranks import RAY
 from shared.process.device import Device
 from shared.process.model_check import check_early, check_model, with_whole_paths
-from shared.process.start import Platform, Start, plan_start
+from shared.process.start import Platform, ValidatedStartup, plan_start
 from shared.process.tp.digest import digest_of
-from shared.process.tp.driver_backend import LeadingBackend
+from shared.process.tp.driver_backend import DriverBackend
 from shared.process.tp.launchers import (
     FOLLOWER,
     Launcher,
@@ -25,9 +25,9 @@ from shared.process.tp.launchers import (
     gpu_of,
     gpus_on_host,
 )
-from shared.process.tp.plan_broadcast import Shared, hosts_of
+from shared.process.tp.plan_broadcast import PlanBroadcast, hosts_of
 from shared.process.tp.worker_connection import boot
-from shared.process.tp.workers import Followers
+from shared.process.tp.workers import Workers
 
 MORE_FREE = 1.1
 """Ratio of free memory between two ranks above which a note reports the unused memory."""
@@ -35,7 +35,7 @@ MORE_FREE = 1.1
 Gauges = dict[str, Callable[[], float]]
 
 
-class RankedStart:
+class TPStartup:
     """Start of rank 0 and of all worker ranks.
 
     With one rank, or if one process has all devices, it is an ordinary start.
@@ -67,12 +67,12 @@ class RankedStart:
         self._options, self._find_platform = options, cache(find_platform)
         self._count = options.ranks.tp_size
         self.notes: list[str] = []
-        self._shared: Shared | None = None
-        self._followers: Followers | None = None
+        self._shared: PlanBroadcast | None = None
+        self._followers: Workers | None = None
         if options.ranks.distributed_executor_backend == RAY:
             self._check_others(rank_module)
         if self._count > 1 and rank_module is not None:
-            self._followers = Followers(_launcher(options), self._count, rank_module, on_failure)
+            self._followers = Workers(_launcher(options), self._count, rank_module, on_failure)
             self._followers.tell("options", _values(with_whole_paths(options)))
 
     def _check_others(self, rank_module: str | None) -> None:
@@ -88,7 +88,7 @@ class RankedStart:
                 "or remove the flag"
             )
 
-    def prepare(self) -> Start:
+    def prepare(self) -> ValidatedStartup:
         """Same as `shared.process.start.prepare`, for all ranks.
 
         Raises:
@@ -108,15 +108,15 @@ class RankedStart:
                     "give every host the same model folder and the same version of this "
                     "program"
                 )
-        self._shared = Shared(followers, start.memory.capacity)
+        self._shared = PlanBroadcast(followers, start.memory.capacity)
         return start.of_rank(self._shared.ranks)
 
-    def _plan(self, platform: Platform) -> Start:
+    def _plan(self, platform: Platform) -> ValidatedStartup:
         checked = self._checked or check_model(self._options, platform.open_checkpoint)
         return plan_start(checked, platform)
 
-    def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
-        """Same as `Start.load`, on all ranks; `progress` follows the slowest.
+    def load(self, start: ValidatedStartup, progress: Callable[[int], None]) -> Backend:
+        """Same as `ValidatedStartup.load`, on all ranks; `progress` follows the slowest.
 
         Raises:
           RankError: A rank is lost.
@@ -142,7 +142,7 @@ class RankedStart:
         backend = start.load(self._find_platform(), add)
         followers.wait_until(lambda each: each.is_loaded, "done with loading", tell)
         shared.opened()
-        return LeadingBackend(backend, followers, shared)
+        return DriverBackend(backend, followers, shared)
 
     @property
     def gauges(self) -> Gauges:
@@ -211,14 +211,14 @@ class RankedStart:
 
 
 @contextmanager
-def ranked_start(
+def tp_startup(
     options: Options,
     find_platform: Callable[[], Platform],
     rank_module: str | None,
     on_failure: Callable[[str], None],
-) -> Iterator[RankedStart]:
+) -> Iterator[TPStartup]:
     """Starts several ranks, whose processes are killed on an error."""
-    start = RankedStart(options, find_platform, rank_module, on_failure)
+    start = TPStartup(options, find_platform, rank_module, on_failure)
     try:
         yield start
     except BaseException:

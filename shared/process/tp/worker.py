@@ -26,12 +26,12 @@ from jaxtyping import Int32
 from shared.boundary.backend import Backend, StepFuture
 from shared.boundary.buffers import plan_in
 from shared.boundary.program import Program
-from shared.boundary.shm_allgather import Mailboxes
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import ShmAllGather
+from shared.boundary.tp_group import TPGroup
 from shared.options.options import Options
 from shared.process import gc_freeze
 from shared.process.device import Device
-from shared.process.start import Platform, Start, prepare
+from shared.process.start import Platform, ValidatedStartup, prepare
 from shared.process.tp.digest import digest_of
 from shared.process.tp.launchers import end_with_parent
 from shared.process.tp.plan_broadcast import EXCHANGE_S
@@ -59,7 +59,7 @@ class Rank:
         self._messages: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[StepFuture | None] = queue.SimpleQueue()
         self.taken = self.ended = 0
-        self._mailboxes: Mailboxes | None = None
+        self._mailboxes: ShmAllGather | None = None
         self._is_on_gpu = False
 
     def run(self, module: str) -> None:
@@ -77,7 +77,7 @@ class Rank:
             self._wait_for_end()
         self._serve(self._load(start, platform))
 
-    def _start(self, platform: Platform) -> Start:
+    def _start(self, platform: Platform) -> ValidatedStartup:
         self._at("planning")
         (values,) = self._next("options")
         options = Options.from_values(values)
@@ -93,10 +93,10 @@ class Rank:
         (free_bytes,) = self._next("memory")
         return replace(found, free_bytes=free_bytes)
 
-    def _load(self, start: Start, platform: Platform) -> Backend:
+    def _load(self, start: ValidatedStartup, platform: Platform) -> Backend:
         ring, reader, boxes, meeting = self._next("share")
         self._reader = self._open(ring, reader)
-        self._mailboxes = None if boxes is None else Mailboxes(*boxes)
+        self._mailboxes = None if boxes is None else ShmAllGather(*boxes)
         self._at("loading")
         told = loaded = 0.0
 
@@ -107,7 +107,7 @@ class Rank:
                 told = time.monotonic()
                 self._link.send("loaded", int(loaded))
 
-        ranks = Ranks(self._rank, self._count, self._mailboxes, meeting)
+        ranks = TPGroup(self._rank, self._count, self._mailboxes, meeting)
         backend = start.of_rank(ranks).load(platform, tell)
         self._link.send("loaded", int(loaded))
         self._at(LOADED)

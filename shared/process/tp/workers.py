@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.options.flags import ConfigError
-from shared.process.tp.launchers import REAP_S, Launcher, RankProcess
+from shared.process.tp.launchers import REAP_S, Launcher, WorkerProcess
 from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError
 
 CHECK_S = 0.5  # between two looks at which process is stopped
@@ -38,7 +38,7 @@ class RankError(RuntimeError):
 
 
 @dataclass
-class Follower:
+class Worker:
     """State of one worker rank; all but the first three attributes follow from its messages.
 
     Attributes:
@@ -55,7 +55,7 @@ class Follower:
 
     rank: int
     link: Link
-    process: RankProcess
+    process: WorkerProcess
     phase: str = STARTING
     device: tuple[str, str, str, int] | None = None
     digest: str | None = None
@@ -100,7 +100,7 @@ class Follower:
         return known if self.phase == SERVING else self.phase
 
 
-class Followers:
+class Workers:
     """All worker ranks.
 
     Attributes:
@@ -128,11 +128,11 @@ class Followers:
         self._refusal: str | None = None
         self._launcher, self._changed = launcher, threading.Condition()
         self._is_closing = False
-        self.ranks: list[Follower] = []
+        self.ranks: list[Worker] = []
         try:
             for rank in range(1, count):
                 connection, process = launcher.start(rank, count, module)
-                self.ranks.append(Follower(rank, Link(connection), process))
+                self.ranks.append(Worker(rank, Link(connection), process))
         except BaseException:
             self.kill()
             raise
@@ -145,7 +145,7 @@ class Followers:
 
     def wait_until(
         self,
-        is_so: Callable[[Follower], bool],
+        is_so: Callable[[Worker], bool],
         what: str,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -238,7 +238,7 @@ class Followers:
                 self._look(open_ranks)
                 looked = time.monotonic()
 
-    def _hear(self, follower: Follower) -> None:
+    def _hear(self, follower: Worker) -> None:
         for kind, *fields in follower.link.receive(0):
             if kind == "failed":
                 self.fail(f"{follower.name} failed while {follower.at()}: {fields[0]}")
@@ -251,12 +251,12 @@ class Followers:
                     follower.take(kind, *fields)
                     self._changed.notify_all()
 
-    def _lose(self, follower: Follower) -> None:
+    def _lose(self, follower: Worker) -> None:
         if not (self._is_closing or self._refusal):
             ending = follower.process.ending(REAP_S) or "closed its connection"
             self.fail(f"{follower.name} {ending} while {follower.at()}")
 
-    def _look(self, open_ranks: Sequence[Follower]) -> None:
+    def _look(self, open_ranks: Sequence[Worker]) -> None:
         """Detects ranks that are stopped or silent."""
         now = time.monotonic()
         for each in open_ranks:

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from shared.engine.checks import check_ids
-from shared.engine.request import Refusal
+from shared.engine.request import InvalidRequestError
 from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.transport import read_json
@@ -168,7 +168,7 @@ def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None, v
         ids = _tokens(document, tokenizer)
         try:
             check_ids("documents", ids, vocab)
-        except Refusal as refusal:
+        except InvalidRequestError as refusal:
             raise ApiError(400, str(refusal), refusal.field) from refusal
         words.extend(ids)
         words.append(SEPARATOR)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shared import VERSION
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.server.api import playground
 from shared.server.api.access_middleware import (
     OPEN_PATH,
@@ -136,7 +136,7 @@ def make_apps(
 
 def _app(
     served: Sequence[Route],
-    facts: ModelFacts,
+    facts: ServerInfo,
     names: Collection[str] | None,
     origins: Collection[str],
 ) -> ASGIApp:
@@ -277,7 +277,7 @@ def _page_routes() -> Iterator[Route]:
 
 
 def _gated(
-    app: ASGIApp, facts: ModelFacts, names: Collection[str] | None, origins: Collection[str]
+    app: ASGIApp, facts: ServerInfo, names: Collection[str] | None, origins: Collection[str]
 ) -> ASGIApp:
     """The application behind all that is checked before a route is found."""
     if facts.api_key is not None:

@@ -10,8 +10,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from shared.engine.checks import check_ids
-from shared.engine.request import Refusal
-from shared.process.ipc_messages import ModelFacts
+from shared.engine.request import InvalidRequestError
+from shared.process.ipc_messages import ServerInfo
 from shared.server.api.request_parsing import parse_plain, parse_with
 from shared.server.api.transport import read_json
 from shared.server.completions.logprobs import TokenNames
@@ -52,7 +52,7 @@ class TokenRoutes:
 
     def __init__(
         self,
-        facts: ModelFacts,
+        facts: ServerInfo,
         reader: PromptReader,
         tokenizer: Tokenizer | None,
         work: BodyParsingThread,
@@ -101,7 +101,7 @@ class TokenRoutes:
             raise ApiError(400, message, "tokens")
         try:
             check_ids("tokens", tokens, limits.vocab_size)
-        except Refusal as refusal:
+        except InvalidRequestError as refusal:
             raise ApiError(400, str(refusal), refusal.field) from refusal
 
 

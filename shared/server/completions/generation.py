@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.engine.checks import check
-from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
+from shared.engine.request import Event, FinishReason, InvalidRequestError, SamplingParams
 from shared.options.unsupported_fields import CHAT, COMPLETIONS
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.grammars import Grammars
@@ -275,7 +275,7 @@ class Generator:
         sampling = replace(sampling, grammar=grammar)
         try:
             check(prompt.tokens, sampling, limits, request.names, prompt.pictures)
-        except Refusal as refusal:
+        except InvalidRequestError as refusal:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling
 

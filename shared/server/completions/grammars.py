@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from shared.engine.checks import NO_GRAMMARS
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.server.engine_link.workers import WorkerPool
 from shared.server.parsing.reasoning import thinking_after
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
-from shared.text.grammar_worker import DEADLINE_S, Calls, Wanted
-from shared.text.worker import WorkRefused, pack
+from shared.text.grammar_worker import DEADLINE_S, GrammarRequest, ToolCallSpec
+from shared.text.worker import WorkerError, pack
 
 MAX_KEPT_BYTES = 1 << 23
 """Maximum bytes of cached requests and their grammars."""
@@ -24,7 +24,7 @@ class Grammars(WorkerPool):
       facts: Of the model, its tokenizer and its parsers.
     """
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ServerInfo) -> None:
         super().__init__(
             "shared.text.grammar_worker",
             pack([facts.model_folder, facts.limits.vocab_size, facts.marks]),
@@ -58,7 +58,7 @@ class Grammars(WorkerPool):
             return self._kept[message]
         try:
             grammar = await self.ask(message)
-        except WorkRefused as error:
+        except WorkerError as error:
             raise ApiError(400, str(error), field) from error
         self._keep(message, grammar)
         return grammar
@@ -72,7 +72,9 @@ class Grammars(WorkerPool):
             oldest, text = self._kept.popitem(last=False)
             self._num_bytes -= len(oldest) + len(text)
 
-    def _wanted(self, request: CompletionRequest | ChatRequest, prompt: str) -> Wanted | None:
+    def _wanted(
+        self, request: CompletionRequest | ChatRequest, prompt: str
+    ) -> GrammarRequest | None:
         form, lead = request.form, None
         calls = None
         if isinstance(request, ChatRequest):
@@ -82,10 +84,10 @@ class Grammars(WorkerPool):
         if form is None and calls is None:
             return None
         is_forced = calls is not None and calls.free is None
-        return Wanted(form=None if is_forced else form, calls=calls, lead=lead)
+        return GrammarRequest(form=None if is_forced else form, calls=calls, lead=lead)
 
 
-def held_calls(request: ChatRequest, style: str | None) -> Calls | None:
+def held_calls(request: ChatRequest, style: str | None) -> ToolCallSpec | None:
     """Returns the constraint on tool calls; None without one.
 
     Args:
@@ -95,7 +97,7 @@ def held_calls(request: ChatRequest, style: str | None) -> Calls | None:
     if not tools or style is None or not request.holds_calls:
         return None
     free = None if request.must_call else "text" if request.form is None else "answer"
-    return Calls(
+    return ToolCallSpec(
         style=style,
         tools=[
             (tool.function.name, tool.function.arguments_schema(request.must_call))

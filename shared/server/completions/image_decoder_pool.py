@@ -15,11 +15,11 @@ from shared.images.worker_protocol import (
     pack_config,
     unpack_picture,
 )
-from shared.models.image_processor import PictureConfig
+from shared.models.image_processor import ImageProcessorConfig
 from shared.server.engine_link.workers import NUM_WORKERS, WorkerPool
 from shared.server.protocol.content import MAX_PICTURES, ImagePart
 from shared.server.protocol.errors import ApiError
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 MAX_BYTES = 1 << 28
 """Maximum bytes of the resized pixels of one request."""
@@ -35,7 +35,7 @@ class ImageDecoderPool(WorkerPool):
       config: How the model wants them.
     """
 
-    def __init__(self, config: PictureConfig) -> None:
+    def __init__(self, config: ImageProcessorConfig) -> None:
         super().__init__(
             "shared.images.worker",
             pack_config(config),
@@ -90,7 +90,7 @@ class ImageDecoderPool(WorkerPool):
         for each in sent:
             try:
                 answer = await self.ask_bytes(*pack_address(each.url, each.is_low))
-            except WorkRefused as error:
+            except WorkerError as error:
                 raise ApiError(400, str(error), each.place) from error
             opened.append(unpack_picture(answer))
             if sum(len(picture.rgb) for picture in opened) > MAX_BYTES:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.spec.logprobs import Scores
+from shared.spec.logprobs import PromptLogprobs
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -43,7 +43,7 @@ class PromptText:
     tokens: Sequence[int]
     offsets: Sequence[int]
 
-    def entries(self, scores: Scores | None) -> list[TokenLogprob]:
+    def entries(self, scores: PromptLogprobs | None) -> list[TokenLogprob]:
         """An entry per token; there are no scores of a prompt of one token."""
         first = TokenLogprob(self.tokens[0], None, [], self.offsets[0])
         if scores is None:

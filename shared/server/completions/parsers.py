@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 from shared.server.parsing.delta import OutputParser, PassthroughParser
 from shared.server.parsing.output_parser import Said
 from shared.server.parsing.reasoning import is_open_after
@@ -14,7 +14,7 @@ from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 class Parsers:
     """Makes the parsers that the start named; what /v1/completions gives is always plain text."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ServerInfo) -> None:
         self._reasoning, self._tool_calls = facts.reasoning_parser, facts.tool_call_parser
 
     def check(self, request: CompletionRequest | ChatRequest) -> None:

@@ -24,7 +24,7 @@ from shared.server.protocol.openai_types import ChatPrompt, ChatRequest, Complet
 from shared.text.chat_template import Conversation
 from shared.text.template_worker import pack_conversation
 from shared.text.tokenizer import Tokenizer
-from shared.text.worker import WorkRefused
+from shared.text.worker import WorkerError
 
 _ADVICE = {field.name: field for field in UNSUPPORTED_FIELDS if field.is_of_template}
 _FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
@@ -104,7 +104,7 @@ class PromptReader:
             return []
         try:
             unread = self._renderer.templates.unread(request.advice, bool(request.usable_tools))
-        except WorkRefused as error:
+        except WorkerError as error:
             raise ApiError(400, str(error), error.part) from error
         return [name for name in unread if _asks(name, request.advice.get(name))]
 
@@ -131,7 +131,7 @@ class PromptReader:
         sent, asked = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
         try:
             text = await self._renderer.render(asked)
-        except WorkRefused as error:
+        except WorkerError as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
         tokens = await asyncio.to_thread(self._tokenizer.encode_more, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from shared.engine.request import SamplingParams
-from shared.process.ipc_messages import ModelFacts
+from shared.process.ipc_messages import ServerInfo
 
 # Below it a temperature is greedy: logits over it would leave float32's range.
 MIN_TEMPERATURE = 1e-5
@@ -58,7 +58,7 @@ class Asked(Protocol):
         ...
 
 
-def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> SamplingParams:
+def make_sampling(request: Asked, prompt_tokens: int, facts: ServerInfo) -> SamplingParams:
     """Sampling parameters, but for the seeds, which each choice has of its own.
 
     Whether they can be served is for `shared.engine.checks.check` to say.

@@ -17,7 +17,7 @@ from shared.engine.image_inputs import Picture
 from shared.engine.request import Event, SamplingParams
 from shared.process.ipc_messages import (
     FrameReader,
-    ModelFacts,
+    ServerInfo,
     event_from_row,
     in_parts,
     picture_to_field,
@@ -184,7 +184,7 @@ class EngineClient:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        facts: ModelFacts,
+        facts: ServerInfo,
         frames: FrameReader,
         last_word: socket.socket | None,
     ) -> None:
@@ -232,7 +232,7 @@ class EngineClient:
         while received := await reader.read(RECEIVE_BYTES):
             # What follows the facts stays in `frames`.
             for _, fields in frames.feed(received):
-                return cls(reader, writer, ModelFacts.from_fields(fields), frames, last_word)
+                return cls(reader, writer, ServerInfo.from_fields(fields), frames, last_word)
         raise EngineLost("the engine process exited before it was ready")
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from shared import children
 from shared.process.logs import log
 from shared.server.engine_link.chunked_write import write_in_pieces
-from shared.text.worker import DONE, LENGTH, WorkRefused
+from shared.text.worker import DONE, LENGTH, WorkerError
 
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
 
@@ -59,14 +59,14 @@ class WorkerPool:
             answer = await _ask(worker, message)
             kept = worker
         except asyncio.IncompleteReadError:
-            raise WorkRefused(await self._end(worker), self._part) from None
+            raise WorkerError(await self._end(worker), self._part) from None
         finally:
             if worker is not kept:
                 self._drop(worker)
             self._free.put_nowait(kept)
         if answer[:1] == DONE:
             return memoryview(answer)[1:]
-        raise WorkRefused(*json.loads(answer[1:]))
+        raise WorkerError(*json.loads(answer[1:]))
 
     def end(self) -> None:
         """Ends all workers, and with them what they are asked."""

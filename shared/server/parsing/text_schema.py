@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
-from shared.text.grammar import GrammarRefused
+from shared.text.grammar import InvalidGrammarError
 from shared.text.json_schema_refs import target
 
 MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
@@ -113,7 +113,7 @@ class ParameterSchemas:
         self._spend(len(reference) // 8)  # some for each of its names
         try:
             return target(self._document, reference)
-        except GrammarRefused:
+        except InvalidGrammarError:
             return True
 
 

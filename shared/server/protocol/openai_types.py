@@ -36,7 +36,7 @@ from shared.server.protocol.structured import (
     form_of,
 )
 from shared.text.chat_template import text_of
-from shared.text.grammar_worker import Form
+from shared.text.grammar_worker import OutputFormat
 
 TEMPLATE_ADVICE = tuple(field.name for field in UNSUPPORTED_FIELDS if field.is_of_template)
 MAX_PRIORITY = 1000
@@ -136,7 +136,7 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, OutputFormat]:
         """Output formats by the field that requests them; at most one is supported."""
         by_field = {
             "response_format": form_of(self.response_format) if self.response_format else None,
@@ -144,13 +144,15 @@ class GenerationRequest(Strict):
         }
         for kind, name in (("schema", "json"), ("regex", "regex"), ("choice", "choice")):
             value = getattr(self, f"guided_{name}")
-            by_field[f"guided_{name}"] = None if value is None else Form(kind=kind, value=value)
+            by_field[f"guided_{name}"] = (
+                None if value is None else OutputFormat(kind=kind, value=value)
+            )
         lark = self.guided_grammar
-        by_field["guided_grammar"] = None if lark is None else Form(kind="lark", value=lark)
+        by_field["guided_grammar"] = None if lark is None else OutputFormat(kind="lark", value=lark)
         return {name: form for name, form in by_field.items() if form is not None}
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> OutputFormat | None:
         """Requested output format; None without one."""
         return next(iter(self.forms.values()), None)
 

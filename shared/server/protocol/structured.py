@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shared.server.protocol.chat_messages import MAX_TOOLS, FunctionName
 from shared.server.protocol.fields import Nested, Strict, Text
-from shared.text.grammar_worker import Form
+from shared.text.grammar_worker import OutputFormat
 
 MAX_GRAMMAR_LENGTH = 1 << 17
 MAX_OPTIONS = 1 << 10
@@ -64,7 +64,7 @@ class StructuredOutputs(Strict):
     grammar: Pattern | None = None
 
     @property
-    def form(self) -> Form:
+    def form(self) -> OutputFormat:
         """Requested output format.
 
         Raises:
@@ -72,7 +72,7 @@ class StructuredOutputs(Strict):
         """
         schema = {"type": "object"} if self.json_object else None
         asked = [
-            Form(kind=kind, value=value)
+            OutputFormat(kind=kind, value=value)
             for kind, value in (
                 ("schema", self.json_),
                 ("schema", schema),
@@ -87,11 +87,15 @@ class StructuredOutputs(Strict):
         return asked[0]
 
 
-def form_of(asked: PlainFormat | SchemaFormat) -> Form | None:
+def form_of(asked: PlainFormat | SchemaFormat) -> OutputFormat | None:
     """Returns the output format of a `response_format`; None for any text."""
     if isinstance(asked, SchemaFormat):
-        return Form(kind="schema", value=asked.json_schema.schema_)
-    return Form(kind="schema", value={"type": "object"}) if asked.type == "json_object" else None
+        return OutputFormat(kind="schema", value=asked.json_schema.schema_)
+    return (
+        OutputFormat(kind="schema", value={"type": "object"})
+        if asked.type == "json_object"
+        else None
+    )
 
 
 class NamedFunction(Strict):

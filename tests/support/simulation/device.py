@@ -16,15 +16,15 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from shared.boundary.backend import (
-    Capacity,
+    BackendLimits,
     Decode,
     HostDraft,
-    Launch,
+    LaunchMode,
     Prefill,
     StepPlan,
     StepResult,
 )
-from shared.boundary.program import Extra, Program, Work
+from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import uniforms
@@ -52,31 +52,33 @@ def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
 
 def simulated_capacity(
     tiers: Sequence[Tier], batches: Sequence[int], *, overlap: int, context_length: int = 8192
-) -> Capacity:
+) -> BackendLimits:
     """A capacity with a decode program for each batch and tier, and room for every request."""
     slots, page_size = max(batches), 64
 
-    def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
+    def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
             work=work, batch=batch, pages=pages, tokens=tokens, shape=shape,
-            extras=Extra.NONE,
+            extras=ProgramFeature.NONE,
         )  # fmt: skip
 
     pages = context_length // page_size + 4
     decodes = [
-        program(Work.DECODE, batch, 0, tier.shape(batch)) for batch in batches for tier in tiers
+        program(StepKind.DECODE, batch, 0, tier.shape(batch)) for batch in batches for tier in tiers
     ]
-    prefills = [program(Work.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
-    return Capacity(
+    prefills = [program(StepKind.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
+    return BackendLimits(
         page_size=page_size, num_pages=1 + slots * pages, num_slots=1 + slots, num_snapshots=1,
         programs=(*decodes, *prefills), overlap=overlap, context_length=context_length, vocab=16,
         max_stop_ids=1, max_bias=1, max_logprobs=1,
     )  # fmt: skip
 
 
-def with_host_drafts(capacity: Capacity, vocab: int) -> Capacity:
+def with_host_drafts(capacity: BackendLimits, vocab: int) -> BackendLimits:
     """The same sizes, where trees come from the host and texts have so many different tokens."""
-    programs = (p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in capacity.programs)
+    programs = (
+        p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in capacity.programs
+    )
     return replace(capacity, programs=tuple(programs), vocab=vocab)
 
 
@@ -100,7 +102,7 @@ class _Clock:
       clock: Seconds until the end of the last step whose result was asked for: the host's time.
     """
 
-    def __init__(self, capacity: Capacity, seconds: Seconds, noise: float, seed: int) -> None:
+    def __init__(self, capacity: BackendLimits, seconds: Seconds, noise: float, seed: int) -> None:
         self.capacity, self.clock, self._ends = capacity, 0.0, 0.0
         self._seconds, self._noise, self._prompt_s = seconds, noise, PROMPT_SECONDS
         self._rng = np.random.default_rng(seed)
@@ -122,8 +124,8 @@ class _Clock:
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
         pass
 
-    def launch(self, program: Program) -> Launch:
-        return Launch.EAGER
+    def launch(self, program: Program) -> LaunchMode:
+        return LaunchMode.EAGER
 
     def close(self) -> None:
         pass
@@ -135,7 +137,7 @@ class _Clock:
         )
         B, shape = plan.program.batch, plan.program.shape
         seconds = self._prompt_s
-        if plan.program.work is Work.DECODE:
+        if plan.program.work is StepKind.DECODE:
             seconds = self._decode_seconds(plan, nodes)
             seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
         self._ends = max(self._ends, self.clock) + seconds
@@ -186,7 +188,13 @@ class SimulatedBackend(_Clock):
     """
 
     def __init__(
-        self, capacity: Capacity, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
+        self,
+        capacity: BackendLimits,
+        seconds: Seconds,
+        law: Law,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
     ) -> None:
         super().__init__(capacity, seconds, noise, seed)
         self.law = law
@@ -223,7 +231,7 @@ class TextBackend(_Clock):
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         seconds: Seconds,
         texts: Mapping[int, Sequence[int]],
         *,
@@ -286,7 +294,7 @@ class RealTimeBackend(TextBackend):
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: BackendLimits,
         seconds: Seconds,
         texts: Mapping[int, Sequence[int]],
         *,

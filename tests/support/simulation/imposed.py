@@ -19,9 +19,9 @@ from itertools import product
 
 import numpy as np
 
-from shared.boundary.backend import Capacity
+from shared.boundary.backend import BackendLimits
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import BestValue, Policy, Situation, Static
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, PolicyInput, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
@@ -127,7 +127,7 @@ class KnowsRates(AdaptiveController):
 
     law: Imposed
 
-    def situation(self, ready: Sequence[Request]) -> tuple[Situation, np.ndarray]:
+    def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, np.ndarray]:
         """What is known before a step, with the true rates in place of those that were learnt."""
         known, _ = super().situation(ready)
         seeds = np.array([r.sampling.seed32 for r in ready], np.uint32)
@@ -163,7 +163,11 @@ def rated_runs(
 
     KnowsRates.law = law
     found = {str(tier): run(static(number)) for number, tier in enumerate(tiers)}
-    policies: dict[str, Policy] = {"greedy": Greedy(), "probe": Probe(), "adaptive": BestValue()}
+    policies: dict[str, Policy] = {
+        "greedy": Greedy(),
+        "probe": Probe(),
+        "adaptive": ExpectedValuePolicy(),
+    }
     for name, policy in policies.items():
         found[name] = run(AdaptiveController(capacity, policy, table, has_experts=False))
     return found | {"oracle": run(KnowsRates(capacity, Greedy(), table, has_experts=False))}
@@ -249,7 +253,7 @@ def real_time_runs(
 
 
 def _ngram(
-    capacity: Capacity,
+    capacity: BackendLimits,
     tiers: Sequence[Tier],
     tier: Tier | None,
     table: Table,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.adaptive.policy import Situation
+from shared.engine.adaptive.policy import PolicyInput
 
 EVERY_STEPS, PROBE_STEPS = 100, 3
 
@@ -10,7 +10,7 @@ EVERY_STEPS, PROBE_STEPS = 100, 3
 class Greedy:
     """The tier that is believed to give the most tokens a second; it tries nothing."""
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         """The tier with the most."""
         tokens = situation.expected.tokens
         seconds = situation.seconds or [1.0] * len(tokens)
@@ -24,7 +24,7 @@ class Probe:
     def __init__(self) -> None:
         self._greedy, self._steps = Greedy(), 0
 
-    def choose(self, situation: Situation) -> int:
+    def choose(self, situation: PolicyInput) -> int:
         """The greedy tier, or the one whose turn it is."""
         best = self._greedy.choose(situation)
         turn, step = divmod(self._steps, EVERY_STEPS)

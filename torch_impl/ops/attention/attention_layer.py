@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import MOST_LANES
-from shared.boundary.tp_group import Ranks
+from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES
@@ -195,7 +195,7 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 
 
 def normed_rows(
-    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
+    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: TPGroup
 ) -> Float[Tensor, "R outputs"]:
     """Applies RMS norms over all query heads and all key heads of a row.
 

@@ -10,12 +10,12 @@ import torch.distributed as distributed
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from shared.boundary.shm_allgather import RankMissingError
-from shared.boundary.tp_group import Ranks
+from shared.boundary.shm_allgather import AllGatherTimeout
+from shared.boundary.tp_group import TPGroup
 from shared.spec.reduction_order import SQUARES
 
 
-def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
+def gathered(ranks: TPGroup, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
     """Gathers whole rows; each rank has the same number of columns, in the order of ranks.
 
     All ranks must call it in the same order.
@@ -31,7 +31,7 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
 
 
 def gathered_rows(
-    ranks: Ranks, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
+    ranks: TPGroup, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
 ) -> Float[Tensor, "R size"]:
     """Same as `gathered`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
@@ -39,12 +39,12 @@ def gathered_rows(
     return gathered(ranks, values)
 
 
-def own(ranks: Ranks, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
+def own(ranks: TPGroup, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
     return rows if ranks.is_alone else rows.chunk(ranks.count, dim=-1)[ranks.rank]
 
 
 def own_keys(
-    ranks: Ranks, rows: Shaped[Tensor, "... size"], num_copies: int
+    ranks: TPGroup, rows: Shaped[Tensor, "... size"], num_copies: int
 ) -> Shaped[Tensor, "... share"]:
     if ranks.is_alone:
         return rows
@@ -52,7 +52,7 @@ def own_keys(
 
 
 def gathered_keys(
-    ranks: Ranks, values: Shaped[Tensor, "... share"], num_copies: int
+    ranks: TPGroup, values: Shaped[Tensor, "... share"], num_copies: int
 ) -> Shaped[Tensor, "... size"]:
     if ranks.is_alone:
         return values
@@ -62,7 +62,7 @@ def gathered_keys(
     return _joined(_shares(ranks, values)[::num_copies])
 
 
-def gathers_beside(ranks: Ranks, columns: Float[Tensor, "R share"]) -> bool:
+def gathers_beside(ranks: TPGroup, columns: Float[Tensor, "R share"]) -> bool:
     """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
     This requires that each chunk of the sums of squares is on one rank.
@@ -73,7 +73,7 @@ def gathers_beside(ranks: Ranks, columns: Float[Tensor, "R share"]) -> bool:
 
 
 def kept(
-    ranks: Ranks, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None
+    ranks: TPGroup, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = own(ranks, rows)
@@ -81,7 +81,7 @@ def kept(
 
 
 def norm_beside(
-    ranks: Ranks, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
+    ranks: TPGroup, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, " share"] | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_alone:
@@ -93,7 +93,9 @@ def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... si
     return shares.movedim(0, -2).flatten(-2)
 
 
-def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "count ... share"]:
+def _shares(
+    ranks: TPGroup, values: Shaped[Tensor, "... share"]
+) -> Shaped[Tensor, "count ... share"]:
     """Returns the shards of all ranks, in order."""
     flat = values.contiguous().view(-1).view(torch.uint8)
     if ranks.meeting is not None:
@@ -101,7 +103,7 @@ def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor,
         try:
             distributed.all_gather_into_tensor(given, flat)
         except RuntimeError as error:  # raised if another rank failed
-            raise RankMissingError(f"rank {ranks.rank} could not exchange: {error}") from error
+            raise AllGatherTimeout(f"rank {ranks.rank} could not exchange: {error}") from error
     else:
         assert ranks.mailboxes is not None  # set for processes of one host
         given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat.numpy()))

@@ -14,9 +14,9 @@ from shared.models.layers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, any_row, is_bfloat16, kernel_or_plain
 from torch_impl.ops.gdn.gdn_state import (
-    DeltaState,
-    DeltaWeights,
-    Kept,
+    GDNState,
+    GDNWeights,
+    ReplayInputs,
     mix_chunks,
     mix_step,
     mix_tree,
@@ -26,7 +26,7 @@ from torch_impl.ops.gdn.gdn_state import (
 
 
 @dataclass(frozen=True)
-class Nodes:
+class TreeNodes:
     """Nodes of a step's draft trees and their flat rows.
 
     Attributes:
@@ -53,11 +53,11 @@ class VerifyScratch:
       arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
-    kept: Kept | Float[Tensor, "L B one C"]
+    kept: ReplayInputs | Float[Tensor, "L B one C"]
     arrivals: Int[Tensor, "B H"]
 
 
-def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
@@ -68,31 +68,31 @@ def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool
     k, v, log_decay, beta = (
         states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
     )
-    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
+    return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
 
 
-def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
+def take(states: GDNState, index: Int[Tensor, " B"]) -> GDNState:
     """Reads the states of some slots or snapshots."""
-    return DeltaState(states.recurrent[:, index], states.window[:, index])
+    return GDNState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
+def put(states: GDNState, index: Int[Tensor, " B"], rows: GDNState) -> None:
     """Replaces the states of some slots or snapshots."""
     states.recurrent[:, index] = rows.recurrent
     states.window[:, index] = rows.window
 
 
-def followed(states: DeltaState, inputs: Float[Tensor, "L B one C"]) -> DeltaState:
+def followed(states: GDNState, inputs: Float[Tensor, "L B one C"]) -> GDNState:
     """Adds the new convolution windows to advanced states."""
-    return DeltaState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
+    return GDNState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
 
 
 def plain_feed(
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
-    snapshots: DeltaState,
+    states: GDNState,
+    snapshots: GDNState,
     layer: int,
     slots: Int[Tensor, " B"],
     row_starts: Int[Tensor, " B1"],
@@ -117,10 +117,10 @@ def plain_feed(
 def kernel_feed(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
-    snapshots: DeltaState,
+    states: GDNState,
+    snapshots: GDNState,
     layer: int,
     slots: Int[Tensor, " B"],
     row_starts: Int[Tensor, " B1"],
@@ -154,12 +154,12 @@ feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
 
 def plain_verify(
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[Tensor, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """Runs `mix_tree` on a layer's states in their slots, which are not changed.
@@ -180,12 +180,12 @@ def plain_verify(
 def kernel_verify(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[Tensor, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
@@ -215,12 +215,12 @@ verify = kernel_or_plain(kernel_verify, plain_verify)
 
 def plain_advance(
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
-    states: DeltaState,
+    states: GDNState,
     layer: int,
     slots: Int[Tensor, " B"],
-    nodes: Nodes,
+    nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
@@ -240,15 +240,15 @@ advance = kernel_or_plain(kernel_advance, plain_advance)
 
 
 def plain_commit(
-    states: DeltaState,
-    snapshots: DeltaState,
-    kept: Kept | Float[Tensor, "L B one C"],
+    states: GDNState,
+    snapshots: GDNState,
+    kept: ReplayInputs | Float[Tensor, "L B one C"],
     slots: Int[Tensor, " B"],
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
-) -> tuple[DeltaState, DeltaState]:
+) -> tuple[GDNState, GDNState]:
     """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
@@ -256,7 +256,7 @@ def plain_commit(
       save: Snapshot to which a request's state is written; 0 for none.
     """
     is_saved = (save_after >= 1) & (save_after <= counts) & (save != 0)
-    if isinstance(kept, Kept):
+    if isinstance(kept, ReplayInputs):
         new, saved, _ = replay(take(states, slots), kept, path, counts, save_after)
         put(states, slots, new)
         saved_window = saved.window
@@ -267,21 +267,21 @@ def plain_commit(
     if any_row(is_saved):
         recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
         places = torch.where(is_saved, save, 0)  # 0 for all others
-        put(snapshots, places, DeltaState(recurrent, saved_window))
+        put(snapshots, places, GDNState(recurrent, saved_window))
     return states, snapshots
 
 
 def kernel_commit(
     kernels: Kernels,
-    states: DeltaState,
-    snapshots: DeltaState,
-    kept: Kept | Float[Tensor, "L B one C"],
+    states: GDNState,
+    snapshots: GDNState,
+    kept: ReplayInputs | Float[Tensor, "L B one C"],
     slots: Int[Tensor, " B"],
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
-) -> tuple[DeltaState, DeltaState]:
+) -> tuple[GDNState, GDNState]:
     kernels.gdn_commit.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
         *(_arrays_of(kept), slots, path, counts, save_after, save),
@@ -293,7 +293,7 @@ def kernel_commit(
 commit = kernel_or_plain(kernel_commit, plain_commit)
 
 
-def _arrays_of(kept: Kept | Tensor) -> tuple[Tensor, ...]:
+def _arrays_of(kept: ReplayInputs | Tensor) -> tuple[Tensor, ...]:
     if isinstance(kept, Tensor):
         return (kept,)
     return kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs

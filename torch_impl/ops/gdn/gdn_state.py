@@ -15,7 +15,7 @@ from torch_impl.ops.gemm import layers
 
 
 @dataclass(frozen=True)
-class DeltaState:
+class GDNState:
     """States of rows (or slots) in all GDN layers."""
 
     recurrent: Float[Tensor, "L B H K V"]
@@ -23,7 +23,7 @@ class DeltaState:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReplayInputs:
     """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
 
     k: Float[Tensor, "L B N H K"]
@@ -34,7 +34,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
+class GDNWeights:
     """Weights of a GDN layer other than its two matrices; same fields as in the specification."""
 
     conv: Float[Tensor, "C 4"]
@@ -124,12 +124,12 @@ def path_window(
 
 
 def replay(
-    state: DeltaState,
-    kept: Kept,
+    state: GDNState,
+    kept: ReplayInputs,
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
-) -> tuple[DeltaState, DeltaState, Bool[Tensor, " B"]]:
+) -> tuple[GDNState, GDNState, Bool[Tensor, " B"]]:
     path = path[:, : at_most(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
     k, v, log_decay, beta, inputs = (
@@ -147,7 +147,7 @@ def replay(
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
-    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+    return GDNState(recurrent, new_window), GDNState(saved, save_window), passed
 
 
 def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
@@ -158,7 +158,7 @@ def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> 
 
 def mix_chunks(
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[Tensor, "B H K V"],
     window: Float[Tensor, "B 3 C"],
@@ -195,7 +195,7 @@ def mix_chunks(
 
 def mix_tree(
     inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[Tensor, "B H K V"],
     window: Float[Tensor, "B 3 C"],
@@ -203,7 +203,7 @@ def mix_tree(
     row_of: Int[Tensor, "B N"],
     request: Int[Tensor, " R"],
     node: Int[Tensor, " R"],
-) -> tuple[Float[Tensor, "R values"], Kept]:
+) -> tuple[Float[Tensor, "R values"], ReplayInputs]:
     """Same as the specification; `parents` is None for chains."""
     channels, z, b, a = split_inputs(inputs, sizes)
     before = channels[row_of]  # [B, N, C]
@@ -213,13 +213,13 @@ def mix_tree(
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     log_decay, beta = (gate[row_of] for gate in gates)
     out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
-    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    kept = ReplayInputs(*(x[None] for x in (k, v, log_decay, beta, before)))
     return _normed(out[request, node], z, weights), kept
 
 
 def mix_step(
     inputs: Float[Tensor, "B outputs"],
-    weights: DeltaWeights,
+    weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[Tensor, "B H K V"],
     window: Float[Tensor, "B 3 C"],
@@ -249,6 +249,6 @@ def _heads_of(
 
 
 def _normed(
-    out: Float[Tensor, "R H V"], z: Float[Tensor, "R H V"], weights: DeltaWeights
+    out: Float[Tensor, "R H V"], z: Float[Tensor, "R H V"], weights: GDNWeights
 ) -> Float[Tensor, "R values"]:
     return gated_delta.gated_norm(out, z, weights.norm, weights.eps).flatten(1)

@@ -79,7 +79,7 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ImageEmbeds:
     """Image embeddings that replace token embeddings."""
 
     pool: Float[Tensor, "rows hidden"]
@@ -89,7 +89,7 @@ class Shown:
 def embedded(
     table: Float[Tensor, "vocab hidden"],
     tokens: Int[Tensor, " R"],
-    shown: Shown | None,
+    shown: ImageEmbeds | None,
     factor: float = 1.0,
 ) -> Float[Tensor, "R hidden"]:
     own = table[tokens] if factor == 1 else table[tokens] * factor

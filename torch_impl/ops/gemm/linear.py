@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
 
-from shared.boundary.tp_group import ALONE, Ranks
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
@@ -66,7 +66,7 @@ def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class NormedStream:
     """Residual stream between two operations of a layer; see the specification.
 
     Attributes:
@@ -80,7 +80,7 @@ class Stream:
     squares: Float[Tensor, "R chunks"] | None = None
     count: Int[Tensor, " 1"] | None = None
     arrivals: Int[Tensor, " counters"] | None = None
-    group: Ranks = ALONE
+    group: TPGroup = SINGLE_RANK
 
     @property
     def is_share(self) -> bool:
@@ -98,7 +98,7 @@ class Stream:
         norm: Float[Tensor, " hidden"] | None = None,
         scaled: Float[Tensor, "R hidden"] | None = None,
         squares: Float[Tensor, "R chunks"] | None = None,
-    ) -> "Stream":
+    ) -> "NormedStream":
         return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
 
     @property
@@ -116,9 +116,9 @@ def plain_stream(
     rows: Float[Tensor, "R hidden"],
     norm: Float[Tensor, " hidden"] | None = None,
     count: Int[Tensor, " 1"] | None = None,
-    group: Ranks = ALONE,
-) -> Stream:
-    return Stream(rows, norm, count=count, group=group)
+    group: TPGroup = SINGLE_RANK,
+) -> NormedStream:
+    return NormedStream(rows, norm, count=count, group=group)
 
 
 def kernel_stream(
@@ -126,10 +126,12 @@ def kernel_stream(
     rows: Float[Tensor, "R hidden"],
     norm: Float[Tensor, " hidden"] | None = None,
     count: Int[Tensor, " 1"] | None = None,
-    group: Ranks = ALONE,
-) -> Stream:
+    group: TPGroup = SINGLE_RANK,
+) -> NormedStream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    return Stream(all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group)
+    return NormedStream(
+        all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group
+    )
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -178,14 +180,14 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
     rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
     return product(rows, weight)
 
 
 def kernel_normed_product(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
@@ -196,10 +198,10 @@ normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is
 def plain_added_product(
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     own = stream.own + _times(product(x, weight), factor)
     return stream.followed(all_gather.gathered(stream.group, own), norm)
 
@@ -208,10 +210,10 @@ def kernel_added_product(
     kernels: Kernels,
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
-    stream: Stream,
+    stream: NormedStream,
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     group, own = stream.group, stream.own.contiguous()
     gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
     scale = all_gather.norm_beside(group, own, norm)
@@ -220,8 +222,8 @@ def kernel_added_product(
 
 
 def ended(
-    kernels: Kernels, stream: Stream, added: Any, norm: Float[Tensor, " hidden"] | None
-) -> Stream:
+    kernels: Kernels, stream: NormedStream, added: Any, norm: Float[Tensor, " hidden"] | None
+) -> NormedStream:
     """Returns the stream after a kernel has added to it.
 
     Args:
@@ -242,20 +244,20 @@ added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bf
 
 
 def added_norm(
-    x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: Stream
-) -> Stream:
+    x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: NormedStream
+) -> NormedStream:
     return stream.followed(stream.whole + layers.rms_norm(x, norm, eps))
 
 
 def plain_gated_product(
-    stream: Stream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = normed_product(stream, eps, weight).chunk(2, dim=-1)
     return all_gather.gathered(stream.group, layers.silu(gate) * up)
 
 
 def kernel_gated_product(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
@@ -275,7 +277,7 @@ def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R 
     return sums if weight.bias is None else sums + weight.bias.float()
 
 
-def completed(kernels: Kernels, stream: Stream) -> Stream:
+def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
     """Adds the kernel fields to a stream that has none yet."""
     if stream.squares is not None:
         return stream
@@ -289,7 +291,7 @@ def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R out
 
 def _normed(
     kernels: Kernels,
-    stream: Stream,
+    stream: NormedStream,
     eps: float | None,
     weight: Matrix,
     is_gated: bool,
@@ -310,9 +312,9 @@ def _multiplied(
     *,
     norm: Float[Tensor, " outputs"] | None = None,
     **how: Any,
-) -> Stream:
+) -> NormedStream:
     out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
-    return Stream(out, norm, scaled, sums)
+    return NormedStream(out, norm, scaled, sums)
 
 
 def kernel_products(

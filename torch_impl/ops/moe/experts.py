@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
-from shared.boundary.tp_group import ALONE, Ranks
-from shared.models.layers import ExpertsConfig
+from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.layers import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers, linear
-from torch_impl.ops.gemm.linear import Matrix, Stream
+from torch_impl.ops.gemm.linear import Matrix, NormedStream
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Chosen:
 
 def choose(
     logits: Float32[Tensor, "R experts"],
-    config: ExpertsConfig,
+    config: MoEConfig,
     bias: Float32[Tensor, " experts"] | None,
 ) -> Chosen:
     scores = torch.sigmoid(logits) if config.scores == "sigmoid" else logits
@@ -64,7 +64,7 @@ def choose(
 
 
 def _in_best_groups(
-    ranked: Float32[Tensor, "R experts"], config: ExpertsConfig
+    ranked: Float32[Tensor, "R experts"], config: MoEConfig
 ) -> Bool[Tensor, "R experts"]:
     grouped = ranked.unflatten(1, (config.num_groups, config.group_size))
     sums = grouped.sort(dim=-1).values[..., -2:].sum(dim=-1)
@@ -83,7 +83,7 @@ def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
 
 
 def experts(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+    x: Float[Tensor, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup = SINGLE_RANK
 ) -> Float32[Tensor, "R share"]:
     """Computes the MoE output in float32.
 
@@ -110,7 +110,7 @@ def experts(
     return out
 
 
-def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
+def _in_use(chosen: Chosen, config: MoEConfig) -> Iterable[int]:
     """Returns the experts that any row selected, or all if reading them would synchronise."""
     if chosen.ids.is_cuda:
         return range(config.num_experts)
@@ -118,13 +118,13 @@ def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
 
 
 def _of_expert(
-    x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: Ranks
+    x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
     return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
 
 
 def _shared(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+    x: Float[Tensor, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return _of_expert(x, weights, config.num_experts, group)
@@ -132,18 +132,18 @@ def _shared(
 
 
 def _mlp(
-    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
     gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
     inner = all_gather.gathered(group, (layers.silu(gate) * up).to(x.dtype))
     return linear.product_float32(inner, down)
 
 
-def plain_counted(stream: Stream) -> Stream:
+def plain_counted(stream: NormedStream) -> NormedStream:
     return stream
 
 
-def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+def kernel_counted(kernels: Kernels, stream: NormedStream) -> NormedStream:
     own = stream.own
     size = arrivals_of_experts(*own.shape)
     arrivals = torch.zeros(size, dtype=torch.int32, device=own.device)
@@ -154,12 +154,12 @@ counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16)
 
 
 def plain_added_experts(
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     rows = stream.whole
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
     own = (all_gather.own(stream.group, rows) + added).to(rows.dtype)
@@ -168,12 +168,12 @@ def plain_added_experts(
 
 def kernel_added_experts(
     kernels: Kernels,
-    stream: Stream,
+    stream: NormedStream,
     eps: float,
-    config: ExpertsConfig,
+    config: MoEConfig,
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
+) -> NormedStream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own.contiguous()
     if stream.arrivals is None:  # a partial pass
@@ -205,7 +205,7 @@ def kernel_added_experts(
     )
     if all_gather.gathers_beside(group, own):
         scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
-        added = Stream(added.rows, norm, scaled, squares)
+        added = NormedStream(added.rows, norm, scaled, squares)
     return linear.ended(kernels, stream, added, norm)
 
 

@@ -11,7 +11,7 @@ from torch_impl.ops import Kernels, any_row, kernel_or_plain
 from torch_impl.ops.sampling.gumbel_noise import uniforms
 from torch_impl.ops.sampling.sampling import (
     Sampling,
-    Seen,
+    TokenCounts,
     best,
     is_finite,
     perturbed_alike,
@@ -108,7 +108,7 @@ def failed(is_bad: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor
 
 
 @dataclass(frozen=True)
-class Followed:
+class AcceptedPath:
     """Accepted path of each tree; same fields as in the specification."""
 
     path: Int[Tensor, "B W"]
@@ -128,12 +128,12 @@ def plain_follow(
     is_row: Bool[Tensor, " B"],
     depth: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = torch.where(is_row & ~has_failed, counts, 0)
     rows = row_of.gather(1, path.long())
-    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
+    return AcceptedPath(path, counts, emitted(choices, path, counts), has_failed, rows)
 
 
 def kernel_follow(
@@ -147,10 +147,10 @@ def kernel_follow(
     is_row: Bool[Tensor, " B"],
     depth: int,
     is_chain: bool = False,
-) -> Followed:
+) -> AcceptedPath:
     """Same as `plain_follow`; a chain is handled like any tree."""
     given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
-    return Followed(*kernels.acceptance.follow(*given, depth))
+    return AcceptedPath(*kernels.acceptance.follow(*given, depth))
 
 
 follow = kernel_or_plain(kernel_follow, plain_follow)
@@ -224,7 +224,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 def plain_judge(
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
@@ -257,7 +257,7 @@ def plain_judge(
 def kernel_judge(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],

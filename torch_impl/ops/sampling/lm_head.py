@@ -16,7 +16,7 @@ from torch_impl import ops
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 from torch_impl.ops.gemm.linear import Matrix, kernel_products, product_float32
 from torch_impl.ops.sampling import sampling
-from torch_impl.ops.sampling.sampling import Chosen, Ranked, Sampling, Seen
+from torch_impl.ops.sampling.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
 from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary, num_tokens_of
 
 
@@ -36,12 +36,12 @@ def scores(projection: Projection) -> Float[Tensor, "R share"]:
 
 def plain_choose(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     params: Sampling,
     request: Int[Tensor, " R"],
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Same as the specification, without a grammar mask; the head may be sharded."""
     return sampling.choose(scores(projection), seen, positions, params, request, None, vocabulary)
 
@@ -49,12 +49,12 @@ def plain_choose(
 def kernel_joined(
     kernels: Kernels,
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     params: Sampling,
     request: Int[Tensor, " R"],
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Same as `plain_choose`."""
     rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
     tokens = weight.num_outputs if is_alone else num_tokens_of(vocabulary)
@@ -71,7 +71,7 @@ def kernel_joined(
         tiles=kernels.tiles.sampling.of(rows=len(rows)),
         leaves=left,
     )
-    return Chosen(*chosen)
+    return SampledTokens(*chosen)
 
 
 joined = kernel_or_plain(kernel_joined, plain_choose, is_bfloat16)
@@ -88,13 +88,13 @@ _choose_from = kernel_or_plain(kernel_joined, plain_choose, _pays)
 
 def choose(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     params: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Same as the specification; with a grammar mask the logits are computed first."""
     given = (seen, positions, params, request)
     if allowed is None:
@@ -104,14 +104,14 @@ def choose(
 
 def plain_ranked(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     params: Sampling,
     keys: Int[Tensor, " B"],
     stream: int,
     width: int,
     columns: Int[Tensor, " size"] | None,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as the specification, for an LM head that is not sharded."""
     return rank_apart(projection, seen, positions, params, keys, stream, width, False, columns)
 
@@ -119,14 +119,14 @@ def plain_ranked(
 def kernel_ranked(
     kernels: Kernels,
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     params: Sampling,
     keys: Int[Tensor, " B"],
     stream: int,
     width: int,
     columns: Int[Tensor, " size"] | None,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as `plain_ranked`."""
     rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
     how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
@@ -140,7 +140,7 @@ def kernel_ranked(
         tiles=kernels.tiles.sampling.of(rows=len(rows)),
         leaves=left,
     )
-    return Ranked(*ranked)
+    return RankedCandidates(*ranked)
 
 
 ranked = kernel_or_plain(kernel_ranked, plain_ranked, is_bfloat16)
@@ -157,7 +157,7 @@ _rank_from = kernel_or_plain(kernel_ranked, plain_ranked, _ranking_pays)
 
 def rank(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     params: Sampling,
     keys: Int[Tensor, " B"],
@@ -166,7 +166,7 @@ def rank(
     is_sampled: bool,
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as the specification; not fused for a sharded LM head or for sampled drafts."""
     given = (projection, seen, positions, params, keys, stream, width)
     is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
@@ -177,7 +177,7 @@ def rank(
 
 def rank_apart(
     projection: Projection,
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     params: Sampling,
     keys: Int[Tensor, " B"],
@@ -186,7 +186,7 @@ def rank_apart(
     is_sampled: bool,
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as `rank`, from the logits."""
     logits = scores(projection)
     by_node = logits.reshape(len(positions), -1, logits.shape[1])

@@ -75,7 +75,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TokenCounts:
     """Token counts before each row's choice; same fields as in the specification."""
 
     counts: Int[Tensor, "slots vocab"]
@@ -84,9 +84,9 @@ class Seen:
     on_path: Bool[Tensor, "R path"]
 
 
-def seen_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> Seen:
+def seen_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> TokenCounts:
     nothing = slots.new_zeros(len(slots), 0)
-    return Seen(counts, slots, nothing, nothing.bool())
+    return TokenCounts(counts, slots, nothing, nothing.bool())
 
 
 def seen_in_trees(
@@ -97,16 +97,16 @@ def seen_in_trees(
     request: Int[Tensor, " R"],
     node: Int[Tensor, " R"],
     is_chain: bool = False,
-) -> Seen:
+) -> TokenCounts:
     """Returns the token counts of draft-tree nodes; in a chain all earlier nodes are ancestors."""
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
     place = torch.arange(tokens.shape[1], device=tokens.device)
     on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
-    return Seen(counts, slots[request], tokens[request], on_path & (place > 0))
+    return TokenCounts(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
-def seen_rows(seen: Seen) -> Int[Tensor, "R vocab"]:
+def seen_rows(seen: TokenCounts) -> Int[Tensor, "R vocab"]:
     return seen.counts[seen.slots].scatter_add_(1, seen.path.long(), 2 * seen.on_path.int())
 
 
@@ -123,7 +123,7 @@ def penalized(
 
 def processed(
     logits: Float[Tensor, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
@@ -137,7 +137,7 @@ def processed(
 
 def _edited(
     logits: Float[Tensor, "R vocab"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
@@ -221,7 +221,7 @@ def perturbed_alike(
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledTokens:
     """Tokens chosen by the target; same fields as in the specification."""
 
     ids: Int[Tensor, " R"]
@@ -230,30 +230,30 @@ class Chosen:
 
 def plain_choose(
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Chooses the target's token of each row, from whole logits or this rank's shard."""
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
     noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
-    return Chosen(best(noisy, vocabulary), is_finite(logits, vocabulary))
+    return SampledTokens(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
 def kernel_choose(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Chosen:
+) -> SampledTokens:
     """Same as `plain_choose`."""
     given = (seen, positions, sampling, request, allowed)
     if is_parted(vocabulary, len(logits)):
@@ -263,13 +263,13 @@ def kernel_choose(
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    return Chosen(*chosen)
+    return SampledTokens(*chosen)
 
 
 def of_parts(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " named"],
     sampling: Sampling,
     request: Int[Tensor, " named"],
@@ -307,19 +307,19 @@ def of_parts(
 def choose_parts(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary,
     leaves: Any = None,
-) -> Chosen:
+) -> SampledTokens:
     """Same as `plain_choose`, with TP; `leaves` are the partial results of the LM-head epilogue."""
     given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
     how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
     ids, _, is_finite = of_parts(kernels, *given, **how)
-    return Chosen(ids[:, 0], is_finite)
+    return SampledTokens(ids[:, 0], is_finite)
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
@@ -335,7 +335,7 @@ def best(perturbed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL) -> I
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedCandidates:
     """Candidates for the children of nodes; same fields as in the specification."""
 
     ids: Int[Tensor, "B k width"]
@@ -345,7 +345,7 @@ class Ranked:
 
 def plain_rank(
     logits: Float[Tensor, "B k share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     sampling: Sampling,
     keys: Int[Tensor, " B"],
@@ -354,7 +354,7 @@ def plain_rank(
     is_sampled: bool,
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
     With TP, the returned draft logits are this rank's shard of the target vocabulary.
@@ -374,13 +374,13 @@ def plain_rank(
     ids = ids if columns is None else columns[ids]
     target = Vocabulary(vocab, vocabulary.group)
     kept = moved(scores, columns, vocabulary, target) if is_sampled else None
-    return Ranked(ids.view(B, k, width), weights.view(B, k, width), kept)
+    return RankedCandidates(ids.view(B, k, width), weights.view(B, k, width), kept)
 
 
 def kernel_rank(
     kernels: Kernels,
     logits: Float[Tensor, "B k share"],
-    seen: Seen,
+    seen: TokenCounts,
     positions: Int[Tensor, " B"],
     sampling: Sampling,
     keys: Int[Tensor, " B"],
@@ -389,7 +389,7 @@ def kernel_rank(
     is_sampled: bool,
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
-) -> Ranked:
+) -> RankedCandidates:
     """Same as `plain_rank`, but the returned draft logits are not sharded.
 
     Logits are gathered for sampled drafts, or if the draft vocabulary has another size.
@@ -401,7 +401,7 @@ def kernel_rank(
         given = (own, seen, positions, sampling, positions, None, keys, columns, vocabulary)
         how = {"stream": stream, "width": width, "tau": DRAFT_TAU, "nodes": k}
         ids, weights, _ = of_parts(kernels, *given, **how)
-        return Ranked(ids.view(B, k, width), weights.view(B, k, width), None)
+        return RankedCandidates(ids.view(B, k, width), weights.view(B, k, width), None)
     tokens = whole(logits, vocabulary)
     if columns is None:
         tokens = over_tokens(tokens, None, target)
@@ -410,7 +410,7 @@ def kernel_rank(
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=B * k),
     )
-    return Ranked(*ranked)
+    return RankedCandidates(*ranked)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)

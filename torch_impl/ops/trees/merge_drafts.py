@@ -10,7 +10,7 @@ from torch_impl.ops.trees import draft_tree, verify_budget
 
 
 @dataclass(frozen=True)
-class Copies:
+class NgramTrees:
     """N-gram draft trees from the host; same fields as in the specification."""
 
     tokens: Int[Tensor, "B M"]
@@ -21,7 +21,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Grown:
+class DraftedTrees:
     """Draft trees of a drafter; same fields as in the specification."""
 
     tokens: Int[Tensor, "B D"]
@@ -31,7 +31,7 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Joined:
+class MergedTrees:
     """Merged draft trees; same fields as in the specification."""
 
     tokens: Int[Tensor, "B N"]
@@ -59,7 +59,7 @@ class _Below:
 
 
 def aligned(
-    copies: Copies, newest: Int[Tensor, " B"], lengths: Int[Tensor, " B"]
+    copies: NgramTrees, newest: Int[Tensor, " B"], lengths: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
     M = copies.tokens.shape[1]
     node = torch.arange(M, dtype=torch.int32, device=newest.device)
@@ -70,14 +70,14 @@ def aligned(
 
 
 def join(
-    grown: Grown,
-    copies: Copies,
+    grown: DraftedTrees,
+    copies: NgramTrees,
     lengths: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     nodes: int,
     depth: int,
     rows: int,
-) -> Joined:
+) -> MergedTrees:
     (B, D), M, device = grown.tokens.shape, copies.tokens.shape[1], lengths.device
     node = torch.arange(D, dtype=torch.int32, device=device)
     below = _below(grown, copies, lengths, depth)
@@ -120,7 +120,7 @@ def join(
     tokens = torch.cat([grown.tokens, copies.tokens], dim=1).gather(1, places)
     copied = torch.cat([of_drafts, number.expand(B, M)], dim=1).gather(1, places)
     is_root = torch.arange(nodes, device=device) == 0
-    return Joined(
+    return MergedTrees(
         tokens=torch.where(is_node | is_root, tokens, 0),
         parents=joined_parents,
         num_nodes=num_nodes,
@@ -129,7 +129,9 @@ def join(
     )
 
 
-def _below(grown: Grown, copies: Copies, lengths: Int[Tensor, " B"], depth: int) -> _Below:
+def _below(
+    grown: DraftedTrees, copies: NgramTrees, lengths: Int[Tensor, " B"], depth: int
+) -> _Below:
     M, root = copies.tokens.shape[1], aligned(copies, grown.tokens[:, 0], lengths)
     node = torch.arange(M, dtype=torch.int32, device=lengths.device)
     place, is_root = root.clamp(max=M - 1).long()[:, None], node == root[:, None]
@@ -142,7 +144,7 @@ def _below(grown: Grown, copies: Copies, lengths: Int[Tensor, " B"], depth: int)
 
 
 def _same(
-    grown: Grown, copies: Copies, is_draft: Bool[Tensor, "B D"], below: _Below
+    grown: DraftedTrees, copies: NgramTrees, is_draft: Bool[Tensor, "B D"], below: _Below
 ) -> Bool[Tensor, "B D M"]:
     """Returns True for pairs of drafter and n-gram nodes whose paths have the same tokens."""
     (B, D), M, device = grown.tokens.shape, copies.tokens.shape[1], grown.tokens.device

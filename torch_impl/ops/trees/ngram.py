@@ -14,7 +14,7 @@ _NONE = 2**30
 
 
 @dataclass(frozen=True)
-class Table:
+class NgramTable:
     """Table entries by n-gram length, group and index; same fields as in the specification."""
 
     tokens: Int[Tensor, "lengths groups ways"]
@@ -24,11 +24,11 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Memory:
+class NgramState:
     """N-gram state between steps; same fields as in the specification."""
 
     tails: Int[Tensor, "slots window"]
-    table: Table
+    table: NgramTable
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def keys(
 
 
 def plain_learn(
-    table: Table,
+    table: NgramTable,
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
     scopes: Int[Tensor, "n 2"],
@@ -97,7 +97,7 @@ def plain_learn(
 
 def kernel_learn(
     kernels: Kernels,
-    table: Table,
+    table: NgramTable,
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
     scopes: Int[Tensor, "n 2"],
@@ -111,7 +111,7 @@ learn = kernel_or_plain(kernel_learn, plain_learn)
 
 
 def _children(
-    table: Table, contexts: Int[Tensor, "B window"], scopes: Int[Tensor, "B 2"], width: int
+    table: NgramTable, contexts: Int[Tensor, "B window"], scopes: Int[Tensor, "B 2"], width: int
 ) -> tuple[Int[Tensor, "B k"], Int[Tensor, "B k"]]:
     """Returns the most likely tokens after contexts and their costs; `_NONE` for missing ones."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
@@ -137,7 +137,7 @@ def _children(
 
 
 def plain_draft(
-    table: Table,
+    table: NgramTable,
     contexts: Int[Tensor, "B window"],
     scopes: Int[Tensor, "B 2"],
     max_drafts: Int[Tensor, " B"],
@@ -176,7 +176,7 @@ def plain_draft(
 
 def kernel_draft(
     kernels: Kernels,
-    table: Table,
+    table: NgramTable,
     contexts: Int[Tensor, "B window"],
     scopes: Int[Tensor, "B 2"],
     max_drafts: Int[Tensor, " B"],
@@ -224,7 +224,7 @@ def prompt_windows(
 
 
 def learn_prompts(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[Tensor, " B"],
     windows: Int[Tensor, "T window"],
     following: Int[Tensor, " T"],
@@ -239,7 +239,7 @@ def learn_prompts(
 
 
 def learn_outputs(
-    memory: Memory,
+    memory: NgramState,
     slots: Int[Tensor, " B"],
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],

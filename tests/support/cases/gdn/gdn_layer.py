@@ -10,7 +10,7 @@ import numpy as np
 from shared.models.layers import GatedDeltaConfig
 from shared.spec import draft_tree
 from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import WINDOW, DeltaState, DeltaWeights, Kept
+from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights, ReplayInputs
 from tests.support.op_case import Arguments, OpCase, as_list
 
 EPS = 1e-6
@@ -27,25 +27,25 @@ class Nodes:
     node: np.ndarray
 
     @property
-    def specified(self) -> spec.Nodes:
+    def specified(self) -> spec.TreeNodes:
         """As the specification has them."""
         parents = self.parents
         if parents is None:
             parents = parents_of(*self.row_of.shape)
-        return spec.Nodes(parents, self.row_starts, self.row_of, self.request, self.node)
+        return spec.TreeNodes(parents, self.row_starts, self.row_of, self.request, self.node)
 
 
 @dataclass(frozen=True)
 class VerifyScratch:
     """As the backends' own."""
 
-    kept: Kept | np.ndarray
+    kept: ReplayInputs | np.ndarray
     arrivals: np.ndarray
 
 
-def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> DeltaWeights:
+def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> GDNWeights:
     heads = sizes.num_value_heads
-    return DeltaWeights(
+    return GDNWeights(
         conv=rng.standard_normal((sizes.channels, 4), np.float32) / 2,
         a_log=rng.uniform(-2, 2, heads).astype(np.float32),
         dt_bias=rng.uniform(-3, 1, heads).astype(np.float32),
@@ -56,11 +56,11 @@ def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> DeltaWeight
 
 def states_of(
     rng: np.random.Generator, sizes: GatedDeltaConfig, layers: int, count: int
-) -> DeltaState:
+) -> GDNState:
     """States of some slots, of the size that decoding leaves them in."""
     heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
     recurrent = rng.standard_normal((layers, count, *heads), np.float32) / 8
-    return DeltaState(
+    return GDNState(
         recurrent, rng.standard_normal((layers, count, WINDOW, sizes.channels), np.float32)
     )
 
@@ -80,11 +80,11 @@ def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray |
     return Nodes(parents, row_starts, row_of, request, node)
 
 
-def verify_scratch(states: DeltaState, B: int, N: int) -> Kept:
+def verify_scratch(states: GDNState, B: int, N: int) -> ReplayInputs:
     """What nothing has been kept in."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     shapes = ((H, K), (H, V), (H,), (H,), (C,))
-    return Kept(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))
+    return ReplayInputs(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))
 
 
 def arguments(
@@ -121,7 +121,7 @@ def commit_arguments(
     return {
         "states": states,
         "snapshots": states_of(rng, sizes, layers, B + 1),
-        "kept": Kept(
+        "kept": ReplayInputs(
             k=k / np.linalg.norm(k, axis=-1, keepdims=True),
             v=rng.standard_normal((L, B, N, H, V), np.float32),
             log_decay=-rng.uniform(0, 1, (L, B, N, H)).astype(np.float32),

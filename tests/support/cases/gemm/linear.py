@@ -9,7 +9,7 @@ from jaxtyping import Float32
 
 from shared.models import fp8, fp8_packing
 from shared.models.fp8 import Granularity
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Matrix, NormedStream
 from tests.support.op_case import Arguments, OpCase
 
 EPS = 1e-6
@@ -48,7 +48,7 @@ def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
 def added_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     """Rows, a weight, what is added, and the scale of the norm that reads the sum."""
     rng = np.random.default_rng(seed)
-    stream = Stream(rng.standard_normal((R, N), np.float32))
+    stream = NormedStream(rng.standard_normal((R, N), np.float32))
     norm = 1 + rng.standard_normal(N, np.float32) / 4
     return {
         "x": rng.standard_normal((R, K), np.float32),
@@ -63,7 +63,7 @@ def normed_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     """Rows of a stream that are read through a norm, and a weight."""
     rng = np.random.default_rng(seed)
     rows, norm = 3 * rng.standard_normal((R, K), np.float32), rng.standard_normal(K, np.float32)
-    stream = Stream(rows, 1 + norm / 4)
+    stream = NormedStream(rows, 1 + norm / 4)
     return {"stream": stream, "eps": EPS, "weight": _weight(rng, N, K)}
 
 

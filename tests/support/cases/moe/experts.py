@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 
 from shared.models.fp8 import Granularity
-from shared.models.layers import ExpertsConfig
+from shared.models.layers import MoEConfig
 from shared.spec.experts import Experts
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Matrix, NormedStream
 from tests.support.cases.gemm.linear import FP8, in_fp8
 from tests.support.op_case import Arguments, OpCase
 
@@ -27,7 +27,7 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
         "is_renormalised": True,
         "routed_factor": 1.0,
     }
-    return ExpertsConfig(
+    return MoEConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate=intermediate,
@@ -48,7 +48,7 @@ def added_arguments(
     *,
     R: int,
     hidden: int,
-    config: ExpertsConfig,
+    config: MoEConfig,
     granularity: Granularity | None = None,
 ) -> Arguments:
     """Rows of a stream, the experts of a layer, and the scale of the norm that reads the sum.
@@ -77,7 +77,7 @@ def added_arguments(
         shared_down=None,
     )
     return {
-        "stream": Stream(3 * rng.standard_normal((R, hidden), np.float32), norms[0]),
+        "stream": NormedStream(3 * rng.standard_normal((R, hidden), np.float32), norms[0]),
         "eps": EPS,
         "config": config,
         "weights": weights,

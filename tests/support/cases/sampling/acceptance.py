@@ -10,7 +10,7 @@ import numpy as np
 
 from shared.spec.acceptance import follow
 from shared.spec.draft_tree import flat_rows
-from shared.spec.sampling import Seen, perturbed
+from shared.spec.sampling import TokenCounts, perturbed
 from tests.support.cases.sampling.sampling import asked
 from tests.support.op_case import Arguments, OpCase
 
@@ -82,7 +82,9 @@ def judge_arguments(
     nothing = np.zeros((B * N, 0), np.int32)
     return {
         "logits": logits,
-        "seen": Seen(np.zeros((2, vocab), np.int32), np.ones_like(request), nothing, nothing > 0),
+        "seen": TokenCounts(
+            np.zeros((2, vocab), np.int32), np.ones_like(request), nothing, nothing > 0
+        ),
         "positions": (lengths[request] + np.clip(node, 0, S) + 1).astype(np.int32),
         "sampling": how,
         "request": request,

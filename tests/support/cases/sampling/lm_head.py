@@ -9,7 +9,7 @@ import numpy as np
 from shared.spec import lm_head as spec
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.lm_head import Projection
-from shared.spec.sampling import Seen
+from shared.spec.sampling import TokenCounts
 from tests.support.cases.gemm.linear import product_arguments
 from tests.support.cases.sampling.sampling import asked, mixed_sampling, mixed_seen
 from tests.support.op_case import Arguments, OpCase
@@ -41,7 +41,7 @@ def mixed_arguments(seed: int, *, K: int, N: int) -> Arguments:
 def greedy_arguments(seed: int, *, R: int, K: int, N: int, temperature: float) -> Arguments:
     """Rows that ask for nothing but their best token, or at a temperature."""
     made, nothing = product_arguments(seed, R=R, K=K, N=N), np.zeros((R, 0), np.int32)
-    seen = Seen(np.zeros((2, N), np.int32), np.ones(R, np.int32), nothing, nothing > 0)
+    seen = TokenCounts(np.zeros((2, N), np.int32), np.ones(R, np.int32), nothing, nothing > 0)
     return {
         "projection": Projection(made["x"], made["weight"]),
         "seen": seen,
@@ -64,7 +64,7 @@ def ranked_arguments(seed: int, *, B: int, k: int, K: int, N: int, width: int) -
     positions = np.arange(5, 5 + B, dtype=np.int32)
     return {
         "projection": Projection(made["x"], made["weight"]),
-        "seen": Seen(counts, slots, path, path == 0),
+        "seen": TokenCounts(counts, slots, path, path == 0),
         "positions": positions,
         "params": replace(asking, **params),
         "keys": positions,

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
-from shared.spec.sampling import Sampling, Seen
+from shared.spec.sampling import Sampling, TokenCounts
 from tests.support.op_case import Arguments, OpCase
 
 NODES, WIDTH = 2, 3
@@ -55,12 +55,12 @@ def mixed_sampling(vocab: int) -> Sampling:
     )
 
 
-def mixed_seen(rng: np.random.Generator, rows: int, vocab: int) -> Seen:
+def mixed_seen(rng: np.random.Generator, rows: int, vocab: int) -> TokenCounts:
     """Counts of eight slots, and paths of five tokens, some of them repeated."""
     path = rng.integers(0, 40, (rows, 5)).astype(np.int32)
     counts = rng.integers(0, 6, (8, vocab)).astype(np.int32)
     slots = np.repeat(rng.permutation(8), rows // 8).astype(np.int32)
-    return Seen(counts, slots, path, rng.random(path.shape) < 0.6)
+    return TokenCounts(counts, slots, path, rng.random(path.shape) < 0.6)
 
 
 def mixed_arguments(seed: int, *, vocab: int, is_masked: bool) -> Arguments:
@@ -137,7 +137,9 @@ def large_arguments(seed: int, *, R: int, vocab: int, temperature: float, peak: 
     nothing = np.zeros((R, 0), np.int32)
     return {
         "logits": logits,
-        "seen": Seen(np.zeros((2, vocab), np.int32), np.ones(R, np.int32), nothing, nothing > 0),
+        "seen": TokenCounts(
+            np.zeros((2, vocab), np.int32), np.ones(R, np.int32), nothing, nothing > 0
+        ),
         "positions": np.arange(100, 100 + R, dtype=np.int32),
         "sampling": how,
         "request": np.arange(R, dtype=np.int32),

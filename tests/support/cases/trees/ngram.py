@@ -22,9 +22,9 @@ def texts(rng: np.random.Generator, count: int, vocab: int) -> Arguments:
     }
 
 
-def learnt(rng: np.random.Generator, count: int, groups: int, vocab: int) -> ngram.Table:
+def learnt(rng: np.random.Generator, count: int, groups: int, vocab: int) -> ngram.NgramTable:
     """A table that has gone round its clock."""
-    table = ngram.Table.empty(groups)
+    table = ngram.NgramTable.empty(groups)
     table.clocks[:] = ngram.LATEST - count // 2
     return ngram.learn(table, **texts(rng, count, vocab))
 
