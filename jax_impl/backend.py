@@ -29,21 +29,21 @@ from jax_impl.model import Model
 from jax_impl.model_weights import BlockWeights
 from jax_impl.step import step
 from jax_impl.step_context import StepContext
-from jax_impl.symmetric_memory import AllGather, on_devices
+from jax_impl.symmetric_memory import AllGather, connect
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import BLOCK_BYTES, MAX_POLLS, BufferLayout
 from shared.boundary.backend import BackendLimits, BackendSpec, LaunchMode, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.kernel_coverage import plain_operations
+from shared.boundary.kernel_coverage import fallback_ops
 from shared.boundary.program import Program
 from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
@@ -113,7 +113,7 @@ class JaxBackend:
         towers, model = _of_ranks(tower, read, self._together), models[0]
         assert model is not None  # there are arrays
         check_capacity(capacity, drafts, model.has_mtp, tower is not None)
-        config, drafts = local(config, group.count), drafts.local(group.count)
+        config, drafts = shard_config(config, group.count), drafts.local(group.count)
         in_stacks = weights.are_read_in_stacks(model, where)
         self.capacity, self.compiles = capacity, 0
         on_gpu = where.platform == "gpu"
@@ -122,7 +122,7 @@ class JaxBackend:
         )
         kernels = ops.kernels_on(where)
         if kernels is not None:
-            plain_operations(self._blueprint, KERNEL_LIMITS)
+            fallback_ops(self._blueprint, KERNEL_LIMITS)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
         self._tree = jax.tree.structure((model, own[0], towers[0]))
         devices = self._together.devices
@@ -137,10 +137,10 @@ class JaxBackend:
             each, states = jax.tree.map(partial(_shape_on, where), (each, states))
         self._leaves, self._state = self._together.joined(each), self._together.joined(states)
         self._exchange = self._meet = None
-        if kernels is not None and not group.is_alone:
+        if kernels is not None and not group.is_single:
             boxes, join = BufferLayout(group.count, BLOCK_BYTES), self._together.joined
-            memory = kernels.symmetric_memory.Mailboxes(boxes, devices) if is_here else None
-            self._meet = partial(on_devices, kernels, devices, join, memory, boxes)
+            memory = kernels.symmetric_memory.SymmetricBuffer(boxes, devices) if is_here else None
+            self._meet = partial(connect, kernels, devices, join, memory, boxes)
             self._exchange = self._meet(MAX_POLLS)
         self._options = _step_options(where, quick_compile)
         self._programs: dict[Program, CompiledStep] = {}

@@ -118,15 +118,15 @@ class OrbaxCheckpoint:
         progress(self._num_bytes(parameter))
         return parameter.share(read).astype(np.float32 if parameter.float32 else dtype)
 
-    def in_words(self, wanted: Sequence[Parameter]) -> InWords:
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> InWords:
         """None: what is FP8 was widened when the folder was made."""
         return {}
 
-    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """None, for the same reason."""
         return frozenset()
 
-    has_scales = in_codes
+    has_scales = as_w8a8
 
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         name = parameter.tied_to or parameter.name

@@ -17,7 +17,7 @@ from jax_impl.drafters import DraftTrees, ExtendRows
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.ops.attention import attention
-from jax_impl.ops.attention.attention import Rows
+from jax_impl.ops.attention.attention import AttentionRows
 from jax_impl.ops.gdn.gdn_layer import TreeNodes
 from jax_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
 from jax_impl.ops.sampling.acceptance import AcceptedPath
@@ -73,10 +73,10 @@ def decode(
 ) -> tuple[DeviceState, Fields]:
     """Builds draft trees or reads the plan's, verifies them, and commits accepted tokens."""
     lengths = state.lengths[plan.slots]
-    trees, state = grow(machine, state, plan, program, lengths)
+    trees, state = build_trees(machine, state, plan, program, lengths)
     verified = verify(machine, state, plan, program, trees, lengths)
     state, saved = commit(machine, state, plan, program, verified, lengths)
-    state = extend(machine, state, plan, program, trees, verified, lengths)
+    state = draft_extend(machine, state, plan, program, trees, verified, lengths)
     return state, result_fields(machine, plan, program, trees, verified, saved)
 
 
@@ -84,11 +84,11 @@ def draft(
     machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Drafts only; writes nothing but draft KV past the lengths."""
-    trees, state = grow(machine, state, plan, program, state.lengths[plan.slots])
+    trees, state = build_trees(machine, state, plan, program, state.lengths[plan.slots])
     return state, trees.fields()
 
 
-def grow(
+def build_trees(
     machine: StepContext,
     state: DeviceState,
     plan: Plan,
@@ -142,8 +142,12 @@ def _share(
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
     assert drafted.weights is not None  # set by a program with a verify budget
-    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+    ranked = verify_budget.log_acceptance(
+        drafted.parents, drafted.weights, plan.sampling.calibration
+    )
+    return verify_budget.prune_to_budget(
+        drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows
+    )
 
 
 def _no_drafts(newest: Int[jax.Array, " B"]) -> DraftTrees:
@@ -165,10 +169,12 @@ def _joined(
 ) -> Trees:
     """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
     assert drafted.weights is not None  # set by a shape with merged drafts
-    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    ranked = verify_budget.log_acceptance(
+        drafted.parents, drafted.weights, plan.sampling.calibration
+    )
     grown = DraftedTrees(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
-    joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    joined = merge_drafts.merge(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
@@ -192,7 +198,7 @@ def verify(
     passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
-    projected = model.projected(machine.model, passed.hidden)
+    projected = model.lm_head_input(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
         machine, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
@@ -218,7 +224,7 @@ def _mixer(
     plan: Plan,
     program: Program,
     trees: Trees,
-    rows: Rows,
+    rows: AttentionRows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
 ) -> VerifyMixer | None:
@@ -239,7 +245,7 @@ def _choose(
     trees: Trees,
     projected: Projection,
     logits: Float[jax.Array, "R share"] | None,
-    rows: Rows,
+    rows: AttentionRows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
     lengths: Int[jax.Array, " B"],
@@ -257,7 +263,7 @@ def _choose(
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
     assert logits is not None  # read by rejection sampling
-    return acceptance.judge(
+    return acceptance.rejection_sample(
         logits=logits,
         seen=seen,
         positions=positions,
@@ -304,7 +310,7 @@ def _accepting(
             tokens, trees.parents, walked, choices, rates, seeds, lengths
         )
     if trees.forced is not None:
-        choices, forced = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
+        choices, forced = acceptance.force_chain(tokens, trees.num_nodes, choices, trees.forced)
         walked = jnp.where(trees.forced, forced, walked)
     return choices, walked
 
@@ -320,7 +326,9 @@ def commit(
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     kv, counts = verified.passed.kv, verified.accepted.counts
     if not program.is_chain:
-        kv = attention.commit_window(kv, plan.page_table, lengths, verified.accepted.path, counts)
+        kv = attention.compact_accepted_kv(
+            kv, plan.page_table, lengths, verified.accepted.path, counts
+        )
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
     draft = None if machine.feeds(program) else state.draft  # leaves a gap in its KV
     new_lengths, newest, seen, draft_from = slot_state.commit(
@@ -360,7 +368,7 @@ def _commit_state(
     return state._replace(delta=delta, snapshots=snapshots), passed
 
 
-def extend(
+def draft_extend(
     machine: StepContext,
     state: DeviceState,
     plan: Plan,
@@ -401,6 +409,6 @@ def result_fields(
     """Returns the fields of a decode step's result."""
     accepted = verified.accepted
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
-    values |= {"saved": saved} | trees.fields()
+    values |= {"snapshot_saved": saved} | trees.fields()
     chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
     return values | logprobs_of(machine, plan, program, *chosen_from)

@@ -32,7 +32,7 @@ Fields = dict[str, jax.Array]
 Words = Int[jax.Array, " words"]
 
 
-class Relay(NamedTuple):
+class DraftInput(NamedTuple):
     """Draft input: values a slot carries from one step's draft extend to the next step's draft.
 
     Attributes:
@@ -56,7 +56,7 @@ class DraftState(NamedTuple):
     """
 
     draft_from: Int[jax.Array, " slots"]
-    relay: Relay | None
+    relay: DraftInput | None
     kv: KV
     delta: GDNState | None
     snapshots: GDNState | None
@@ -168,16 +168,18 @@ def _new_draft(
         snapshots = new_states(sizes, capacity.num_snapshots, dtype)
     return DraftState(
         draft_from=jnp.zeros(slots, np.int32),
-        relay=_new_relay(drafter, capacity, dtype) if drafter.has_relay else None,
+        relay=_new_relay(drafter, capacity, dtype) if drafter.has_draft_input else None,
         kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype),
         delta=delta,
         snapshots=snapshots,
     )
 
 
-def _new_relay(drafter: DraftStateSizes, capacity: BackendLimits, dtype: np.dtype | type) -> Relay:
+def _new_relay(
+    drafter: DraftStateSizes, capacity: BackendLimits, dtype: np.dtype | type
+) -> DraftInput:
     slots, width = capacity.num_slots, capacity.max_width
-    return Relay(
+    return DraftInput(
         tokens=jnp.zeros((slots, width), np.int32),
         weights=jnp.zeros((slots, width), np.float32),
         hidden=jnp.zeros((slots, drafter.model.hidden), dtype),
@@ -219,7 +221,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageToEncode:
     """Image to encode; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
@@ -297,7 +299,7 @@ class Plan:
     drafts: HostDraft | None
     copies: NgramTrees | None
     mask: Mask | None
-    picture: Picture | None
+    picture: ImageToEncode | None
     texts: NgramScopes | None
 
 
@@ -354,16 +356,16 @@ def _read_pictures(at: Fields) -> Pictures | None:
         return None
     return Pictures(
         sources=at["picture_sources"],
-        turns=at["picture_turns"],
-        next_sources=at["picture_next_sources"],
-        deltas=at["picture_deltas"],
+        turns=at["picture_mrope_positions"],
+        next_sources=at["picture_next_embed_sources"],
+        deltas=at["picture_mrope_position_deltas"],
     )
 
 
-def _read_picture(at: Fields) -> Picture:
+def _read_picture(at: Fields) -> ImageToEncode:
     begins = "picture_bytes" in at
     pixels = Pixels(*(at[f"picture_{name}"] for name in Pixels._fields)) if begins else None
-    return Picture(pixels, at["place"])
+    return ImageToEncode(pixels, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:
@@ -395,7 +397,7 @@ def pack(values: Fields, program: Program, capacity: BackendLimits) -> Words:
     return jnp.concatenate(parts)
 
 
-def start(state: DeviceState, plan: Plan) -> DeviceState:
+def reset_slots(state: DeviceState, plan: Plan) -> DeviceState:
     """Resets the slots of starting rows and restores their snapshots.
 
     Old values are replaced, not multiplied by 0, because they may be NaN.

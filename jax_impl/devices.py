@@ -5,7 +5,7 @@ import os
 import jax
 
 from shared.options.flags import ConfigError
-from shared.process.device import Device, check_no_gpu_is_named
+from shared.process.device import Device, check_gpu_environment
 
 PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 """Of the environment; the second is an older name that JAX reads as well."""
@@ -28,7 +28,7 @@ def find_device() -> Device:
         ) from error
     if device.platform == "cpu":
         if "cpu" not in asked.split(","):
-            check_no_gpu_is_named(os.environ)
+            check_gpu_environment(os.environ)
         return Device.cpu()
     stats = device.memory_stats()
     return Device("gpu", device.device_kind, stats["bytes_limit"] - stats["bytes_in_use"])

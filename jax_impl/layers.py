@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from jax_impl.model_weights import Attention, GatedDelta, Layer
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention import attention_layer
-from jax_impl.ops.attention.attention import KV, Rows, windowed
+from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gdn import gdn_layer
@@ -23,7 +23,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
-from shared.spec.mrope import turn_of_pairs
+from shared.spec.mrope import mrope_section_map
 
 Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[GDNState, Any]
@@ -60,11 +60,11 @@ def angles(config: AttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angle
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
-def turning(config: AttentionConfig, rows: Rows) -> Int[jax.Array, "R ..."]:
+def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[jax.Array, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.turns is None or not config.rotary.sections:
         return rows.positions
-    return rows.turns[:, turn_of_pairs(config.rotary)]
+    return rows.turns[:, mrope_section_map(config.rotary)]
 
 
 class AttentionContext(NamedTuple):
@@ -80,23 +80,25 @@ class AttentionContext(NamedTuple):
 
     turn: Angles
     growth: Float[jax.Array, " R"] | None
-    rows: Rows
+    rows: AttentionRows
     kv: PagedKV
     group: TPGroup
 
     @classmethod
-    def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: TPGroup) -> "AttentionContext":
+    def of(
+        cls, config: AttentionConfig, rows: AttentionRows, kv: KV, group: TPGroup
+    ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
-        seen = windowed(rows, config.window)
-        turn = angles(config, turning(config, rows))
+        seen = with_sliding_window(rows, config.window)
+        turn = angles(config, rope_positions(config, rows))
         return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _growth(config: AttentionConfig, rows: Rows) -> Float[jax.Array, " R"] | None:
-    if not config.query_growth:
+def _growth(config: AttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:
+    if not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
-    return layers.query_growth(rows.positions, config.query_growth, context)
+    return layers.query_scaling(rows.positions, config.query_scaling_beta, context)
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
@@ -122,14 +124,17 @@ def attention(
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
-        qkv = attention_layer.grown_rows(qkv, heads, sight.growth)
+        qkv = attention_layer.scale_queries(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = attention_layer.normed_rows(qkv, heads, norms.alone(place), sight.group), None
+        qkv, norms = (
+            attention_layer.full_width_qk_norm(qkv, heads, norms.alone(place), sight.group),
+            None,
+        )
     kv = kv._replace(bounds=sight.kv.bounds)
-    return attention_layer.mix(qkv, heads, norms, sight.turn, sight.rows, kv, place)
+    return attention_layer.attention_layer(qkv, heads, norms, sight.turn, sight.rows, kv, place)
 
 
-def finished(
+def output_and_mlp(
     config: ModelConfig,
     layer: Layer,
     feed: Feed,
@@ -143,13 +148,13 @@ def finished(
       norm: Norm fused into the returned stream; that of the next layer's input.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
-    mixed = all_gather.gathered(stream.group, mixed)
+    mixed = all_gather.all_gather(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None) -> NormedStream:
     """Adds the gated MLP of a layer to the residual stream."""
-    x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
+    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
@@ -176,8 +181,8 @@ def _added(
 ) -> NormedStream:
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
-        return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    x = all_gather.gathered(stream.group, linear.product(x, weight))
+        return linear.linear_add(x, weight, stream, config.residual_factor, norm)
+    x = all_gather.all_gather(stream.group, linear.product(x, weight))
     return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
@@ -186,7 +191,7 @@ def write_keys(
     layer: Layer,
     x: Float[jax.Array, "R inputs"],
     turn: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
     place: Place,
 ) -> KV:
@@ -199,7 +204,7 @@ def write_keys(
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
-    return attention_layer.mix_keys(
+    return attention_layer.write_kv(
         projected, Heads.of(config.attention), norms, turn, rows, kv, place
     )
 
@@ -234,7 +239,7 @@ class PrefillMixer:
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> None:
-        """Initialises the mixer; see `gdn_layer.feed`. `carry` holds states and snapshots."""
+        """Initialises the mixer; see `gdn_layer.prefill`. `carry` holds states and snapshots."""
         self._config, self.carry = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -248,7 +253,7 @@ class PrefillMixer:
         states, snapshots = carry
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, snapshots, place)
-        out, states, snapshots = gdn_layer.feed(*given, *self._where)
+        out, states, snapshots = gdn_layer.prefill(*given, *self._where)
         return out, (states, snapshots)
 
 
@@ -284,7 +289,7 @@ class VerifyMixer:
         if isinstance(scratch.kept, ReplayInputs):
             out, states, scratch = gdn_layer.verify(*given, scratch)
         else:
-            out, states, scratch = gdn_layer.advance(*given, scratch)
+            out, states, scratch = gdn_layer.decode(*given, scratch)
         return out, (states, scratch)
 
     @property

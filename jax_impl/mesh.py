@@ -36,7 +36,7 @@ class RankMesh:
         Raises:
           ValueError: There are fewer devices than ranks.
         """
-        if group.is_alone:
+        if group.is_single:
             return cls((first,))
         found = first.client.devices()
         devices = tuple(found[found.index(first) :][: group.count])
@@ -107,7 +107,7 @@ class RankMesh:
         return jax.make_array_from_single_device_arrays(shape, where, list(arrays))
 
 
-def take_devices(count: int) -> None:
+def reserve_host_devices(count: int) -> None:
     """Has JAX make a device of the processor for each of so many ranks, where they run on it.
 
     Who imports the ops has asked for the devices already. That is undone, unless another part of

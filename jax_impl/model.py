@@ -10,10 +10,18 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl.layers import FEEDS, AttentionContext, DeltaMixer, Feed, Hidden, attention, finished
+from jax_impl.layers import (
+    FEEDS,
+    AttentionContext,
+    DeltaMixer,
+    Feed,
+    Hidden,
+    attention,
+    output_and_mlp,
+)
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
-from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.attention.attention import KV, AttentionRows
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.gemm.linear import NormedStream
@@ -70,7 +78,7 @@ class Model(NamedTuple):
         """Builds the model from its config and weights."""
         kinds = config.layer_kinds
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], kinds[:i].count(kinds[i]), layer)
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         return cls(config, weights, blocks, group)
@@ -85,7 +93,7 @@ def forward(
     model: Model,
     tokens: Int[jax.Array, " R"],
     shown: ImageEmbeds | None,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
     mixer: DeltaMixer | None,
     kept_streams: tuple[int, ...],
@@ -121,11 +129,11 @@ def forward(
         place: Place,
         norm: Norm | None,
     ) -> tuple[NormedStream, Any]:
-        inputs = linear.normed_product(stream, config.input_eps, layer.mixer.inputs)
+        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
         mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
-        return finished(config, layer, feed, mixed, stream, norm), carry
+        return output_and_mlp(config, layer, feed, mixed, stream, norm), carry
 
-    embedded = layers.embedded(model.weights.embed, tokens, shown, config.embedding_factor)
+    embedded = layers.embed_tokens(model.weights.embed, tokens, shown, config.embedding_factor)
     norms = [block.layer.input_norm for block in model.blocks]
     # No GEMM reads the normed output of the last layer; any norm gives all layers one trace.
     norms.append(norms[-1])
@@ -147,7 +155,7 @@ def forward(
     return Forward(hidden, tuple(streams), carries["attention"].pools)
 
 
-def projected(model: Model, hidden: Hidden) -> Projection:
+def lm_head_input(model: Model, hidden: Hidden) -> Projection:
     """Returns the LM-head projection of this rank's vocabulary shard.
 
     Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
@@ -157,4 +165,4 @@ def projected(model: Model, hidden: Hidden) -> Projection:
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
     """Returns the logits of this rank's vocabulary shard, float32."""
-    return lm_head.scores(projected(model, hidden))
+    return lm_head.scores(lm_head_input(model, hidden))

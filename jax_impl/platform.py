@@ -11,7 +11,7 @@ from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.kernel_limits import KERNEL_LIMITS
-from jax_impl.mesh import RankMesh, free_on_each, take_devices
+from jax_impl.mesh import RankMesh, free_on_each, reserve_host_devices
 from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import device_mailbox_bytes
@@ -36,7 +36,7 @@ def load_backend(
 ) -> JaxBackend:
     """Loads the weights to the device of each rank and creates the backend."""
     device, group = jax.devices()[0], blueprint.ranks
-    if not group.is_alone and isinstance(checkpoint, convert.OrbaxCheckpoint):
+    if not group.is_single and isinstance(checkpoint, convert.OrbaxCheckpoint):
         raise ValueError(
             f"--tp-size {group.count} needs files that ranks can read in parts, and those of Orbax "
             "are read whole; give the Hugging Face folder"
@@ -83,7 +83,7 @@ def read_weights(
     """Loads a rank's shard of the model and of the drafter, if the drafter has weights."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
-    stay = (blueprint.in_words, blueprint.in_codes)
+    stay = (blueprint.as_w8a16, blueprint.as_w8a8)
     token_map = blueprint.drafts.token_map
     weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
     draft_weights = draft_files.read(
@@ -101,6 +101,6 @@ PLATFORM = Platform(
     ),
     kernels=KERNEL_LIMITS,
     load=load_backend,
-    take_devices=take_devices,
+    take_devices=reserve_host_devices,
     free_on_each=free_on_each,
 )

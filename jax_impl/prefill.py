@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from jax_impl import model, ops
-from jax_impl.device_state import DeviceState, Fields, Plan, start
+from jax_impl.device_state import DeviceState, Fields, Plan, reset_slots
 from jax_impl.drafters import ExtendRows, PrefillChunks
 from jax_impl.layers import PrefillMixer
 from jax_impl.model import Forward
@@ -27,7 +27,7 @@ def count_tokens(
     machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Adds tokens to the token counts in `seen`; resets the slots of starting rows first."""
-    state, prompt = start(state, plan), plan.prompt
+    state, prompt = reset_slots(state, plan), plan.prompt
     assert prompt is not None  # a count has one
     num_tokens = prompt.row_starts[1:] - prompt.row_starts[:-1]
     _, request, place, is_real = draft_tree.flatten(num_tokens, program.tokens)
@@ -41,7 +41,7 @@ def prefill(
     machine: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Prefills prompt chunks and chooses the first output token of prompts that end."""
-    state, prompt = start(state, plan), plan.prompt
+    state, prompt = reset_slots(state, plan), plan.prompt
     assert prompt is not None  # a prefill has one
     prompts = PrefillChunks.of(plan, program)
     if prompt.pictures is not None and state.pictures is not None:
@@ -68,7 +68,7 @@ def prefill(
     failed = ~chosen.is_finite
     counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
-    values = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
+    values = {"tokens": tokens, "counts": counts, "failed": failed, "snapshot_saved": saved}
     values |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
     row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
     values |= logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
@@ -131,7 +131,7 @@ def _scores(
         # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
         (hidden, ids), before = lax.optimization_barrier((block, before))
         logits, vocabulary = model.logits(machine.model, hidden), machine.model.vocabulary
-        return logprobs.scored(logits, ids, k, vocabulary), before
+        return logprobs.prompt_logprobs(logits, ids, k, vocabulary), before
 
     whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
     nothing = (whole, whole.astype(jnp.int32), best.astype(jnp.int32), best)

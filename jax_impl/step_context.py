@@ -9,7 +9,7 @@ from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
 from jax_impl.model_weights import TowerWeights
-from jax_impl.ops.attention.attention import Rows, turned
+from jax_impl.ops.attention.attention import AttentionRows, with_mrope
 from jax_impl.ops.sampling import logprobs
 from shared.boundary.backend import BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
@@ -74,12 +74,14 @@ def logprobs_of(
         return {}
     assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
-    reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
+    reported = logprobs.output_logprobs(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(machine: StepContext, state: DeviceState, plan: Plan, rows: Rows) -> Rows:
+def behind_pictures(
+    machine: StepContext, state: DeviceState, plan: Plan, rows: AttentionRows
+) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     if state.pictures is None:
         return rows
-    return turned(rows, state.pictures.deltas[plan.slots])
+    return with_mrope(rows, state.pictures.deltas[plan.slots])

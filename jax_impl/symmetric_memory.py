@@ -60,7 +60,7 @@ class AllGather:
         """The next gather of the step, for a kernel that takes part in it; see
         `all_gather.Gather`.
         """
-        return self.kernels.Gather(self.place, self.boxes)
+        return self.kernels.AllGatherArgs(self.place, self.boxes)
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
         """Returns True if rows and their squares fit in one all-gather."""
@@ -72,7 +72,7 @@ class AllGather:
         rows = values.reshape(-1, share)
         most = self.boxes.most_rows(share * rows.dtype.itemsize)
         parts = [
-            self.kernels.gathered(rows[first : first + most], None, self.next())[0]
+            self.kernels.all_gather(rows[first : first + most], None, self.next())[0]
             for first in range(0, len(rows), most)
         ]
         whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -90,7 +90,7 @@ class AllGather:
         self, scaled: Shaped[jax.Array, "R share"], squares: Shaped[jax.Array, "R chunks"]
     ) -> tuple[Shaped[jax.Array, "R size"], Shaped[jax.Array, "R chunks_of_all"]]:
         """Same as `gathered`, for both arrays at once; `fits` must be True."""
-        return self.kernels.gathered(scaled, squares, self.next())
+        return self.kernels.all_gather(scaled, squares, self.next())
 
 
 jax.tree_util.register_dataclass(
@@ -98,7 +98,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def on_devices(
+def connect(
     kernels: Kernels,
     devices: Sequence[jax.Device],
     join: Callable[[Sequence[Any]], Any],

@@ -22,7 +22,7 @@ import jax
 from jax_impl.devices import find_device
 from jax_impl.training import export, target_outputs, tasks
 from jax_impl.training.checkpoints import note_run
-from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
+from jax_impl.training.examples import Batches, RaggedRows, open_tokenizer, read_prompts, read_rows
 from jax_impl.training.formats import (
     AUTHORS,
     FORMATS,
@@ -76,7 +76,7 @@ OUTPUTS = "outputs.jsonl"
 
 
 @dataclass(frozen=True)
-class Defaults:
+class TrainingDefaults:
     """What is taken on a kind of device where a flag is not given."""
 
     dtype: str
@@ -84,7 +84,10 @@ class Defaults:
     output_slots: int
 
 
-DEFAULTS = {"cpu": Defaults("float32", 4096, 8), "gpu": Defaults("bfloat16", 65536, 128)}
+DEFAULTS = {
+    "cpu": TrainingDefaults("float32", 4096, 8),
+    "gpu": TrainingDefaults("bfloat16", 65536, 128),
+}
 RATES = {"model": 2e-3, "head": 1e-3}
 
 BALANCE_WEIGHT = 0.001
@@ -284,7 +287,7 @@ def _train_head(given: argparse.Namespace) -> None:
 
 def _target_and_outputs(
     given: argparse.Namespace, config: ModelConfig, mark: str, prompts: list[list[int]]
-) -> tuple[Target, Rows]:
+) -> tuple[Target, RaggedRows]:
     target = Target(config, tasks.load_model(given.target, config, False, given.dtype))
     return target, _own_outputs(given, target, mark, prompts)
 
@@ -302,7 +305,7 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
 
 
 def _head_task(
-    given: argparse.Namespace, config: DraftConfig, target: Target, rows: Rows
+    given: argparse.Namespace, config: DraftConfig, target: Target, rows: RaggedRows
 ) -> Trainable[DraftModel]:
     if config.block is not None:
         return tasks.block_task(
@@ -343,7 +346,7 @@ def _prompts(given: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
 
 def _own_outputs(
     given: argparse.Namespace, target: Target, mark: str, prompts: list[list[int]]
-) -> Rows:
+) -> RaggedRows:
     """Rows of the target's own answers, which are made where the file does not hold them yet."""
     path = given.outputs or given.out / TRAINING / OUTPUTS
     config = target.config
@@ -364,7 +367,7 @@ FEW_PROMPTS = 64
 """Fewer do not repay the time in which a CPU's program is compiled well."""
 
 
-def _run(given: argparse.Namespace, made: Trainable[Module], rows: Rows) -> Module:
+def _run(given: argparse.Namespace, made: Trainable[Module], rows: RaggedRows) -> Module:
     shares = jax.device_count()
     batches = Batches(rows, given.batch_tokens, given.seed, given.prompt_weight, shares)
     print(

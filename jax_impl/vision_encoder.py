@@ -78,19 +78,19 @@ def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings, in the order of the image tokens in the prompt."""
-    return finished(
-        config, weights, advanced(weights, begun(weights, picture), range(config.depth))
+    return project(
+        config, weights, run_blocks(weights, embed_patches(weights, picture), range(config.depth))
     )
 
 
-def begun(weights: TowerWeights, picture: Patches) -> Begun:
+def embed_patches(weights: TowerWeights, picture: Patches) -> Begun:
     """Computes the activations before the first block."""
     x = linear.product(picture.pixels.astype(weights.places.dtype), weights.patches)
-    x = x + layers.blended(weights.places, picture.corners, picture.shares)
+    x = x + layers.bilinear_pos_embed(weights.places, picture.corners, picture.shares)
     return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
-def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+def run_blocks(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
     """Runs the given blocks, which must be the next ones."""
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
@@ -100,7 +100,7 @@ def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
     return picture._replace(rows=rows)
 
 
-def finished(
+def project(
     config: VisionConfig, weights: TowerWeights, picture: Begun
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings from the activations after the last block."""
@@ -129,7 +129,7 @@ def _block(
     block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Begun
 ) -> Float[jax.Array, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
-    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
+    mixed = attention.bidirectional_attention(qkv, picture.cos, picture.sin, picture.count)
     x = x + linear.product(mixed, block.out)
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return x + linear.product(wide, block.down)

@@ -92,8 +92,8 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-    in_words: InWords,
-    in_codes: Collection[str] = (),
+    as_w8a16: InWords,
+    as_w8a8: Collection[str] = (),
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
@@ -102,7 +102,7 @@ def load(
     Args:
       dtype: Of the weights, float32 or bfloat16.
       progress: Called with the number of stored bytes after each tensor.
-      in_words, in_codes: Parameters that stay FP8; all are stacks. Those in codes quantise their
+      as_w8a16, as_w8a8: Parameters that stay FP8; all are stacks. Those in codes quantise their
         rows.
       group: The ranks that have the model between them.
       token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
@@ -113,16 +113,16 @@ def load(
     wanted = divided_parameters(config, with_mtp, group.count, token_map)
     wanted = of_rank(wanted, group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    stay = {*in_words, *in_codes}
+    stay = {*as_w8a16, *as_w8a8}
     loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
     if stay:
         assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have no FP8
         for parameter in (p for p in wanted if p.name in stay):
             name, stacks = parameter.name, loaded.stacks
-            if name in in_codes:
+            if name in as_w8a8:
                 both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
             else:
-                both = fp8_weights.read(checkpoint, parameter, in_words[name], device, progress)
+                both = fp8_weights.read(checkpoint, parameter, as_w8a16[name], device, progress)
             stacks[name], stacks[f"{name}{SCALES}"] = both
     return _with_ids(loaded, token_map, device)
 
@@ -330,7 +330,7 @@ def _layers(
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     feeds = {"mlp": _mlp, "experts": _experts}
-    kinds, fed = [each.mixer.kind for each in like], [each.feed.kind for each in like]
+    kinds, fed = [each.mixer.kind for each in like], [each.mlp.kind for each in like]
     for i, kind in enumerate(kinds):
 
         def norm(name: str, i: int = i) -> Norm | None:

@@ -6,7 +6,7 @@ from shared.models.layers import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
+class RoutingSettings:
     """Compile-time routing settings of an MoE block.
 
     A row has a slot for each expert that it chooses, by ascending number, and a last one for the
@@ -66,11 +66,11 @@ class Routing:
         return self.experts + self.is_shared
 
 
-def routing_of(config: MoEConfig) -> Routing:
+def routing_of(config: MoEConfig) -> RoutingSettings:
     """How rows choose in such a layer, whose shared expert stands in the stacks of the others."""
-    return Routing(
+    return RoutingSettings(
         experts=config.num_experts,
-        top=config.num_chosen,
+        top=config.top_k,
         groups=config.num_groups,
         top_groups=config.num_chosen_groups,
         is_sigmoid=config.scores == "sigmoid",

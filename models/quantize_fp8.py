@@ -38,7 +38,7 @@ def quantised(
     """Returns the float8_e4m3fn values of a weight and the bfloat16 scale of each block."""
     wide = weight.astype(np.float32)
     scales = _rounded_up(_largest_of_blocks(wide) / np.float32(LARGEST))
-    inverse = fp8.scaled(np.ones_like(wide), scales)
+    inverse = fp8.apply_scales(np.ones_like(wide), scales)
     codes = np.divide(wide, inverse, out=np.zeros_like(wide), where=inverse > 0)
     return codes.astype(ml_dtypes.float8_e4m3fn), scales.astype(ml_dtypes.bfloat16)
 

@@ -108,7 +108,7 @@ def uncollected() -> Iterator[None]:
     walk it takes two seconds, and tests make some hundred engines one after the other.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("settle", "unsettle", "sweep"):
+        for name in ("freeze_gc", "unfreeze_gc", "sweep"):
             patch.setattr(gc_freeze, name, lambda: None)
         yield
 

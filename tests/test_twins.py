@@ -10,7 +10,7 @@ from tests.support import backend_parity
 ROOT = Path(__file__).resolve().parents[1]
 
 _OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
-_MET = ("on_device", "on_devices", "AllGather") + tuple(
+_MET = ("connect", "AllGather") + tuple(
     f"AllGather.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
 )
 ONE_SIDED_NAMES = {
@@ -35,13 +35,13 @@ ONE_SIDED_NAMES = {
     "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
     "ops/gemm/linear.py::Matrix.alone": "as above",
     "ops/gemm/linear.py::kernel_products": "the same",
-    **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
+    **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
     "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/gdn/gdn_state.py::GDNWeights.alone": "the same",
     "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
     "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
-    "platform.py::take_threads": "torch's threads",
+    "platform.py::set_cpu_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
     "device_state.py::new_kv": "a program of JAX says once where what it makes lies",
@@ -57,12 +57,12 @@ ONE_SIDED_NAMES = {
     "model.py::Model": "the same",
     **{f"drafters/dflash.py::{name}": "the same" for name in _OF_BLOCKS},
     "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",
-    "ops/__init__.py::any_row": "work that few rows need is skipped by the host of torch",
-    "ops/__init__.py::when_any": "and by JAX's program",
-    "ops/__init__.py::at_most": "how far a CPU of torch works through an array",
+    "ops/__init__.py::any_row_set": "work that few rows need is skipped by the host of torch",
+    "ops/__init__.py::cond_any": "and by JAX's program",
+    "ops/__init__.py::clamp_rows": "how far a CPU of torch works through an array",
     "ops/__init__.py::Kernels.of": "JAX compiles for a GPU that is not here",
     "ops/__init__.py::compiled_for": "the same",
-    "ops/__init__.py::kernel_or_plain": "what JAX runs on other platforms keeps one structure",
+    "ops/__init__.py::kernel_or_reference": "what JAX runs on other platforms keeps one structure",
     "ops/__init__.py::operand": "a layer's number, which kernels of JAX take as an array",
     "ops/__init__.py::scan": "a loop of torch is Python's",
     "ops/attention/attention.py::attend": "JAX reads one long pool, by offsets",

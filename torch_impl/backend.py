@@ -24,13 +24,13 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import plan_layout, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.kernel_coverage import plain_operations
+from shared.boundary.kernel_coverage import fallback_ops
 from shared.boundary.program import CAPTURED, Program, StepKind
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 from torch_impl import drafters
 from torch_impl import weights as weights_module
 from torch_impl.cuda_graphs import CapturedGraph, CapturedGraphs
@@ -45,7 +45,7 @@ from torch_impl.model_weights import BlockWeights, HeadWeights, TowerWeights, We
 from torch_impl.ops import kernels_on
 from torch_impl.step import step
 from torch_impl.step_context import StepContext
-from torch_impl.symmetric_memory import AllGather, on_device
+from torch_impl.symmetric_memory import AllGather, connect
 from torch_impl.workspace import workspace
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -103,7 +103,7 @@ class TorchBackend:
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
             draft_weights = _placed(drafts, draft_weights, dtype, device, group)
-        config, drafts = local(config, group.count), drafts.local(group.count)
+        config, drafts = shard_config(config, group.count), drafts.local(group.count)
         kept = drafts.sizes
         self.capacity = capacity
         self._blueprint = BackendSpec(
@@ -114,10 +114,10 @@ class TorchBackend:
             on_gpu=device.type == "cuda",
         )
         if kernels_on(device) is not None:
-            plain_operations(self._blueprint, KERNEL_LIMITS)
+            fallback_ops(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # temporary memory of loading
-        group = on_device(group, kernels_on(device), device)
+        group = connect(group, kernels_on(device), device)
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
         drafter = _drafter(model, drafts, draft_weights)

@@ -20,7 +20,7 @@ from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.gdn.gdn_layer import TreeNodes
 from torch_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
 from torch_impl.ops.sampling.acceptance import AcceptedPath
@@ -67,19 +67,21 @@ class VerifyOutput:
 
 def decode(machine: StepContext, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    trees = grow(machine, plan, program, lengths)
+    trees = build_trees(machine, plan, program, lengths)
     verified = verify(machine, plan, program, trees, lengths)
     saved = commit(machine, plan, program, verified, lengths)
-    extend(machine, plan, program, trees, verified, lengths)
+    draft_extend(machine, plan, program, trees, verified, lengths)
     return result_fields(machine, plan, program, trees, verified, saved)
 
 
 def draft(machine: StepContext, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    return grow(machine, plan, program, lengths).fields()
+    return build_trees(machine, plan, program, lengths).fields()
 
 
-def grow(machine: StepContext, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
+def build_trees(
+    machine: StepContext, plan: Plan, program: Program, lengths: Int[Tensor, " B"]
+) -> Trees:
     """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
     state, shape = machine.state, program.shape
     newest = state.newest[plan.slots]
@@ -122,8 +124,12 @@ def _share(
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
     assert drafted.weights is not None  # set by a program with a verify budget
-    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+    ranked = verify_budget.log_acceptance(
+        drafted.parents, drafted.weights, plan.sampling.calibration
+    )
+    return verify_budget.prune_to_budget(
+        drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows
+    )
 
 
 def _no_drafts(newest: Int[Tensor, " B"]) -> DraftTrees:
@@ -141,10 +147,12 @@ def _joined(
 ) -> Trees:
     """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
     assert drafted.weights is not None  # set by a shape with merged drafts
-    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    ranked = verify_budget.log_acceptance(
+        drafted.parents, drafted.weights, plan.sampling.calibration
+    )
     grown = DraftedTrees(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
-    joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    joined = merge_drafts.merge(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
@@ -194,7 +202,7 @@ def verify(
     passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
-    projected = model.projected(machine.model, passed.hidden)
+    projected = model.lm_head_input(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
         machine, plan, program, trees, projected, logits, rows, node, row_of, lengths
@@ -220,7 +228,7 @@ def _mixer(
     program: Program,
     trees: Trees,
     row_of: Int[Tensor, "B N"],
-    rows: Rows,
+    rows: AttentionRows,
     node: Int[Tensor, " R"],
 ) -> VerifyMixer | None:
     if machine.state.delta is None:
@@ -238,7 +246,7 @@ def _choose(
     trees: Trees,
     projected: Projection,
     logits: Float[Tensor, "R share"] | None,
-    rows: Rows,
+    rows: AttentionRows,
     node: Int[Tensor, " R"],
     row_of: Int[Tensor, "B N"],
     lengths: Int[Tensor, " B"],
@@ -256,7 +264,7 @@ def _choose(
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
     assert logits is not None  # read by rejection sampling
-    return acceptance.judge(
+    return acceptance.rejection_sample(
         logits=logits,
         seen=seen,
         positions=positions,
@@ -303,7 +311,7 @@ def _accepting(
             tokens, trees.parents, walked, choices, rates, seeds, lengths
         )
     if trees.forced is not None:
-        choices, forced = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
+        choices, forced = acceptance.force_chain(tokens, trees.num_nodes, choices, trees.forced)
         walked = torch.where(trees.forced, forced, walked)
     return choices, walked
 
@@ -318,7 +326,7 @@ def commit(
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     state, draft = machine.state, machine.state.draft
     if not program.is_chain:
-        attention.commit_window(
+        attention.compact_accepted_kv(
             state.kv, plan.page_table, lengths, verified.accepted.path, verified.accepted.counts
         )
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
@@ -352,7 +360,7 @@ def _commit_state(
     return (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
 
 
-def extend(
+def draft_extend(
     machine: StepContext,
     plan: Plan,
     program: Program,
@@ -397,6 +405,6 @@ def result_fields(
     """Returns the fields of a decode step's result."""
     accepted = verified.accepted
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
-    values |= {"saved": saved} | trees.fields()
+    values |= {"snapshot_saved": saved} | trees.fields()
     chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
     return values | logprobs_of(machine, plan, program, *chosen_from)

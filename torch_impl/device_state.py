@@ -25,7 +25,7 @@ Fields = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Relay:
+class DraftInput:
     """Draft input: values a slot carries from one step's draft extend to the next step's draft.
 
     Attributes:
@@ -50,7 +50,7 @@ class DraftState:
     """
 
     draft_from: Int[Tensor, " slots"]
-    relay: Relay | None
+    relay: DraftInput | None
     kv: Float[Tensor, "L 2 pages page H D"]
     delta: GDNState | None
     snapshots: GDNState | None
@@ -172,7 +172,7 @@ def _new_draft(
         snapshots = new_states(sizes, capacity.num_snapshots, dtype, device)
     return DraftState(
         draft_from=torch.zeros(slots, dtype=torch.int32, device=device),
-        relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_relay else None,
+        relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_draft_input else None,
         kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
         delta=delta,
         snapshots=snapshots,
@@ -181,9 +181,9 @@ def _new_draft(
 
 def _new_relay(
     drafter: DraftStateSizes, capacity: BackendLimits, dtype: torch.dtype, device: torch.device
-) -> Relay:
+) -> DraftInput:
     slots, width = capacity.num_slots, capacity.max_width
-    return Relay(
+    return DraftInput(
         tokens=torch.zeros(slots, width, dtype=torch.int32, device=device),
         weights=torch.zeros(slots, width, dtype=torch.float32, device=device),
         hidden=torch.zeros(slots, drafter.model.hidden, dtype=dtype, device=device),
@@ -229,7 +229,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageToEncode:
     """Image to encode; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
@@ -307,7 +307,7 @@ class Plan:
     drafts: HostDraft | None
     copies: NgramTrees | None
     mask: Mask | None
-    picture: Picture | None
+    picture: ImageToEncode | None
     texts: NgramScopes | None
 
 
@@ -364,16 +364,16 @@ def _read_pictures(at: Fields) -> Pictures | None:
         return None
     return Pictures(
         sources=at["picture_sources"],
-        turns=at["picture_turns"],
-        next_sources=at["picture_next_sources"],
-        deltas=at["picture_deltas"],
+        turns=at["picture_mrope_positions"],
+        next_sources=at["picture_next_embed_sources"],
+        deltas=at["picture_mrope_position_deltas"],
     )
 
 
-def _read_picture(at: Fields) -> Picture:
+def _read_picture(at: Fields) -> ImageToEncode:
     begins = "picture_bytes" in at
     pixels = Pixels(**{f.name: at[f"picture_{f.name}"] for f in fields(Pixels)}) if begins else None
-    return Picture(pixels, at["place"])
+    return ImageToEncode(pixels, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:
@@ -408,7 +408,7 @@ def pack(values: Fields, program: Program, capacity: BackendLimits) -> Int[Tenso
     return torch.cat(parts)
 
 
-def start(state: DeviceState, plan: Plan) -> None:
+def reset_slots(state: DeviceState, plan: Plan) -> None:
     """Resets the slots of starting rows and restores their snapshots.
 
     Old values are replaced, not multiplied by 0, because they may be NaN.

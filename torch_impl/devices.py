@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from shared.process.device import Device, check_no_gpu_is_named
+from shared.process.device import Device, check_gpu_environment
 
 
 def find_device() -> Device:
@@ -14,6 +14,6 @@ def find_device() -> Device:
       ConfigError: The environment names a GPU that is not there.
     """
     if not torch.cuda.is_available():
-        check_no_gpu_is_named(os.environ)
+        check_gpu_environment(os.environ)
         return Device.cpu()
     return Device("gpu", torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0])

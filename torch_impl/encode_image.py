@@ -21,14 +21,16 @@ def encode(machine: StepContext, plan: Plan, program: Program) -> Fields:
     assert machine.tower is not None
     vision = pictures.vision
     if picture.pixels is not None:
-        begun = vision_encoder.begun(machine.tower, vision_encoder.patches(vision, picture.pixels))
+        begun = vision_encoder.embed_patches(
+            machine.tower, vision_encoder.patches(vision, picture.pixels)
+        )
     else:
         begun = _kept(held, program.tokens)
-    begun = vision_encoder.advanced(machine.tower, begun, program.blocks)
+    begun = vision_encoder.run_blocks(machine.tower, begun, program.blocks)
     if program.blocks.stop < vision.depth:
         _keep(held, begun)
     else:
-        rows = vision_encoder.finished(vision, machine.tower, begun)
+        rows = vision_encoder.project(vision, machine.tower, begun)
         number = torch.arange(len(rows), device=rows.device)
         is_real = number * vision.merged < begun.count
         place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)

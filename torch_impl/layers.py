@@ -13,10 +13,10 @@ from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
-from shared.spec.mrope import turn_of_pairs
+from shared.spec.mrope import mrope_section_map
 from torch_impl.model_weights import Attention, GatedDelta, Layer
 from torch_impl.ops.attention import attention_layer
-from torch_impl.ops.attention.attention import Rows, windowed
+from torch_impl.ops.attention.attention import AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gdn import gdn_layer
@@ -42,7 +42,7 @@ def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[T
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
-def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
+def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.turns is None or not config.rotary.sections:
         return rows.positions
@@ -52,12 +52,14 @@ def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
 @cache
 def _turn_of_pairs(rotary: RotaryConfig, device: torch.device) -> Int[Tensor, " half"]:
     """Uploads the M-RoPE section map once: graph capture allows no copy from the host."""
-    return torch.from_numpy(turn_of_pairs(rotary)).to(device)
+    return torch.from_numpy(mrope_section_map(rotary)).to(device)
 
 
-def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
+def angles(
+    config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: AttentionRows
+) -> Angles:
     """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
-    positions = turning(config, rows)
+    positions = rope_positions(config, rows)
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
@@ -75,7 +77,7 @@ class AttentionContext:
 
     turn: Angles
     growth: Float[Tensor, " R"] | None
-    rows: Rows
+    rows: AttentionRows
     kv: PagedKV
     group: TPGroup
 
@@ -84,21 +86,21 @@ class AttentionContext:
         cls,
         config: AttentionConfig,
         frequencies: Float[Tensor, " half"],
-        rows: Rows,
+        rows: AttentionRows,
         kv: Pools,
         group: TPGroup,
     ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
-        seen = windowed(rows, config.window)
+        seen = with_sliding_window(rows, config.window)
         turn = angles(config, frequencies, rows)
         return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _growth(config: AttentionConfig, rows: Rows) -> Float[Tensor, " R"] | None:
-    if not config.query_growth:
+def _growth(config: AttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:
+    if not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
-    return layers.query_growth(rows.positions, config.query_growth, context)
+    return layers.query_scaling(rows.positions, config.query_scaling_beta, context)
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
@@ -119,13 +121,15 @@ def attention(
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
-        qkv = attention_layer.grown_rows(qkv, heads, sight.growth)
+        qkv = attention_layer.scale_queries(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = attention_layer.normed_rows(qkv, heads, norms, sight.group), None
-    return attention_layer.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
+        qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, sight.group), None
+    return attention_layer.attention_layer(
+        qkv, heads, norms, sight.turn, sight.rows, sight.kv, place
+    )
 
 
-def finished(
+def output_and_mlp(
     config: ModelConfig,
     layer: Layer,
     feed: Feed,
@@ -139,7 +143,7 @@ def finished(
       norm: Norm fused into the returned stream; that of the next layer's input.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
-    mixed = all_gather.gathered(stream.group, mixed)
+    mixed = all_gather.all_gather(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
@@ -147,7 +151,7 @@ def mlp(
     config: ModelConfig, layer: Layer, stream: NormedStream, norm: Float[Tensor, " hidden"] | None
 ) -> NormedStream:
     """Adds the gated MLP of a layer to the residual stream."""
-    x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
+    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
@@ -174,8 +178,8 @@ def _added(
 ) -> NormedStream:
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
-        return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    x = all_gather.gathered(stream.group, linear.product(x, weight))
+        return linear.linear_add(x, weight, stream, config.residual_factor, norm)
+    x = all_gather.all_gather(stream.group, linear.product(x, weight))
     return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
@@ -184,7 +188,7 @@ def write_keys(
     layer: Layer,
     x: Float[Tensor, "R inputs"],
     turn: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Pools,
     place: int,
 ) -> None:
@@ -197,7 +201,7 @@ def write_keys(
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
-    attention_layer.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
+    attention_layer.write_kv(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
@@ -230,7 +234,7 @@ class PrefillMixer:
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """Initialises the mixer; see `gdn_layer.feed`."""
+        """Initialises the mixer; see `gdn_layer.prefill`."""
         self._config, self._pools = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -238,7 +242,7 @@ class PrefillMixer:
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
-        return gdn_layer.feed(inputs, delta, sizes, *self._pools, place, *self._where)
+        return gdn_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
 class VerifyMixer:
@@ -267,7 +271,7 @@ class VerifyMixer:
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, ReplayInputs):
             return gdn_layer.verify(*given, self._scratch)
-        return gdn_layer.advance(*given, self._scratch)
+        return gdn_layer.decode(*given, self._scratch)
 
     @property
     def advanced(self) -> GDNState:

@@ -21,11 +21,11 @@ from torch_impl.layers import (
     Hidden,
     Pools,
     attention,
-    finished,
+    output_and_mlp,
     rotary_frequencies,
 )
 from torch_impl.model_weights import Layer, Weights
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.moe.experts import counted
@@ -81,7 +81,7 @@ class Model:
         """Builds the model from its config and weights."""
         kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], kinds[:i].count(kinds[i]), layer)
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
@@ -97,7 +97,7 @@ def forward(
     model: Model,
     tokens: Int[Tensor, " R"],
     shown: ImageEmbeds | None,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Pools,
     mixer: DeltaMixer | None,
     kept_streams: tuple[int, ...],
@@ -121,23 +121,23 @@ def forward(
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
-    embedded = layers.embedded(weights.embed, tokens, shown, config.embedding_factor)
+    embedded = layers.embed_tokens(weights.embed, tokens, shown, config.embedding_factor)
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.whole)
-        inputs = linear.normed_product(stream, config.input_eps, block.layer.mixer.inputs)
+        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
         mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
-        stream = finished(config, block.layer, block.feed, mixed, stream, norms[i + 1])
+        stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     hidden = layers.rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return Forward(hidden, tuple(streams))
 
 
-def projected(model: Model, hidden: Hidden) -> Projection:
+def lm_head_input(model: Model, hidden: Hidden) -> Projection:
     """Returns the LM-head projection of this rank's vocabulary shard.
 
     Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
@@ -147,4 +147,4 @@ def projected(model: Model, hidden: Hidden) -> Projection:
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
     """Returns the logits of this rank's vocabulary shard, float32."""
-    return lm_head.scores(projected(model, hidden))
+    return lm_head.scores(lm_head_input(model, hidden))

@@ -47,7 +47,7 @@ def load_backend(
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
-    stay, group = (blueprint.in_words, blueprint.in_codes), blueprint.ranks
+    stay, group = (blueprint.as_w8a16, blueprint.as_w8a8), blueprint.ranks
     token_map = blueprint.drafts.token_map
     weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
     draft_weights = draft_files.read(
@@ -58,7 +58,7 @@ def load_backend(
     if pictures is not None:
         tower = load_tower(checkpoint, pictures.vision, *placement)
     if device.type == "cpu":
-        take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
+        set_cpu_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     return TorchBackend(
         model,
         weights,
@@ -100,7 +100,7 @@ PLATFORM = Platform(
 )
 
 
-def take_threads(num_parameters: int) -> None:
+def set_cpu_threads(num_parameters: int) -> None:
     """Sets one thread or all threads per CPU operation; OMP_NUM_THREADS has priority."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if num_parameters < SMALL_MODEL else ALL_THREADS)

@@ -10,7 +10,7 @@ from shared.boundary.buffers import SCORES
 from shared.boundary.program import Program, ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
 from torch_impl import model
-from torch_impl.device_state import Fields, Plan, start
+from torch_impl.device_state import Fields, Plan, reset_slots
 from torch_impl.drafters import ExtendRows, PrefillChunks
 from torch_impl.layers import PrefillMixer
 from torch_impl.model import Forward
@@ -22,7 +22,7 @@ from torch_impl.step_context import StepContext, logprobs_of, ranking
 
 
 def count_tokens(machine: StepContext, plan: Plan, program: Program) -> Fields:
-    start(machine.state, plan)
+    reset_slots(machine.state, plan)
     prompt = plan.prompt
     assert prompt is not None  # a count has one
     request, is_real = draft_tree.request_of(prompt.row_starts, program.tokens)
@@ -37,7 +37,7 @@ def count_tokens(machine: StepContext, plan: Plan, program: Program) -> Fields:
 def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
     state, is_row, prompt = machine.state, plan.slots != 0, plan.prompt
     assert prompt is not None  # a prefill has one
-    start(state, plan)
+    reset_slots(state, plan)
     prompts = PrefillChunks.of(plan, program)
     if prompt.pictures is not None and state.pictures is not None:
         state.pictures.deltas[plan.slots] = prompt.pictures.deltas
@@ -66,7 +66,7 @@ def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
     failed = ~chosen.is_finite & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
-    values = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
+    values = {"tokens": emitted, "counts": counts, "failed": failed, "snapshot_saved": saved}
     values |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
     row_of = torch.arange(len(counts), device=counts.device)[:, None]
     values |= logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
@@ -127,7 +127,7 @@ def _scores(
     ):
         logits = model.logits(machine.model, hidden)
         k, vocabulary = machine.capacity.max_scores, machine.model.vocabulary
-        blocks.append(logprobs.scored(logits, ids, k, vocabulary))
+        blocks.append(logprobs.prompt_logprobs(logits, ids, k, vocabulary))
     parts = map(torch.cat, zip(*blocks, strict=True))
     return {name: _real(program, prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 

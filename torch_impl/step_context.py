@@ -11,7 +11,7 @@ from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
 from torch_impl.model_weights import TowerWeights
-from torch_impl.ops.attention.attention import Rows, turned
+from torch_impl.ops.attention.attention import AttentionRows, with_mrope
 from torch_impl.ops.sampling import logprobs
 
 
@@ -80,11 +80,11 @@ def logprobs_of(
     assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
-    reported = logprobs.reported(*given)
+    reported = logprobs.output_logprobs(*given)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(machine: StepContext, plan: Plan, rows: Rows) -> Rows:
+def behind_pictures(machine: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     pictures = machine.state.pictures
-    return rows if pictures is None else turned(rows, pictures.deltas[plan.slots])
+    return rows if pictures is None else with_mrope(rows, pictures.deltas[plan.slots])

@@ -29,9 +29,9 @@ class AllGather:
         assert group.mailboxes is not None  # ranks that are processes have some
         self._kernels, self._group, self._calls = kernels, group, 0
         boxes = BufferLayout(group.count, BLOCK_BYTES)
-        self._mailbox = kernels.symmetric_memory.Mailbox(boxes, group.rank, device)
+        self._mailbox = kernels.symmetric_memory.SymmetricBuffer(boxes, group.rank, device)
         handle = np.frombuffer(self._mailbox.handle, np.uint8)
-        handles = group.mailboxes.exchange(group.rank, handle)
+        handles = group.mailboxes.all_gather(group.rank, handle)
         self._mailbox.connect([each.tobytes() for each in handles])
         self._mailbox.wait(MAX_POLLS)
         torch.cuda.synchronize(device)
@@ -61,7 +61,7 @@ class AllGather:
           RankMissingError: A rank did not join.
         """
         assert self._group.mailboxes is not None
-        self._group.mailboxes.exchange(self._group.rank, np.zeros(1, np.uint8))
+        self._group.mailboxes.all_gather(self._group.rank, np.zeros(1, np.uint8))
 
     def begin(self) -> None:
         """Begins a step; the previous step may have failed after its begin."""
@@ -69,14 +69,14 @@ class AllGather:
 
     def end(self) -> None:
         """Ends a step, after all its all-gathers."""
-        self._kernels.all_gather.tick(self._mailbox.mail, self._calls)
+        self._kernels.all_gather.advance_sequence(self._mailbox.mail, self._calls)
 
     def next(self) -> Any:
         """The next gather of the step, for a kernel that takes part in it; see
         `all_gather.Gather`.
         """
         self._calls += 1
-        return self._kernels.all_gather.Gather(
+        return self._kernels.all_gather.AllGatherArgs(
             self._mailbox.mail, self._calls - 1, self._mailbox.boxes
         )
 
@@ -106,7 +106,7 @@ class AllGather:
     ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
         """Same as `gathered`, for both arrays at once; `fits` must be True."""
         gather = self.next()
-        return self._kernels.all_gather.gathered(
+        return self._kernels.all_gather.all_gather(
             scaled, squares, gather.mail, gather.call, boxes=gather.boxes
         )
 
@@ -117,13 +117,13 @@ class AllGather:
 
     def _gathered(self, rows: Shaped[Tensor, "R share"]) -> Shaped[Tensor, "R size"]:
         gather = self.next()
-        found, _ = self._kernels.all_gather.gathered(
+        found, _ = self._kernels.all_gather.all_gather(
             rows, None, gather.mail, gather.call, boxes=gather.boxes
         )
         return found
 
 
-def on_device(group: TPGroup, kernels: Kernels | None, device: torch.device) -> TPGroup:
+def connect(group: TPGroup, kernels: Kernels | None, device: torch.device) -> TPGroup:
     """Ranks that exchange through their GPUs, where those of a host have some; each calls it."""
     if group.mailboxes is None or kernels is None:
         return group

@@ -286,7 +286,7 @@ def _decoded(value: Any) -> Any:
     return {k: _decoded(x) for k, x in value.items()} if isinstance(value, dict) else value
 
 
-def told(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """What went wrong first: Triton tells of every function that it was in."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -300,7 +300,7 @@ def main() -> None:
             compile_line(line.rstrip("\n"))
             error = None
         except Exception as failure:  # whatever a compiler raises is the answer
-            error = told(failure)
+            error = root_cause(failure)
         print(json.dumps(error), flush=True)
 
 

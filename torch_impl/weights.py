@@ -18,7 +18,7 @@ from shared.models.fp8_packing import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_tower
 from torch_impl import dummy_weights, fp8_weights
@@ -52,8 +52,8 @@ def load(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-    in_words: InWords,
-    in_codes: Collection[str] = (),
+    as_w8a16: InWords,
+    as_w8a8: Collection[str] = (),
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
@@ -63,7 +63,7 @@ def load(
       with_mtp: Whether the MTP layer is wanted.
       dtype: A name of `DTYPES`.
       progress: Called with the number of stored bytes read since the last call.
-      in_words, in_codes: Parameters that stay FP8; those in codes quantise their rows.
+      as_w8a16, as_w8a8: Parameters that stay FP8; those in codes quantise their rows.
       group: The ranks that have the model between them.
       token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
 
@@ -74,10 +74,10 @@ def load(
     wanted = divided_parameters(config, with_mtp, group.count, token_map)
     for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.name
-        if name in in_codes:
+        if name in as_w8a8:
             both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
-        elif name in in_words:
-            both = fp8_weights.read(checkpoint, parameter, in_words[name], device, progress)
+        elif name in as_w8a16:
+            both = fp8_weights.read(checkpoint, parameter, as_w8a16[name], device, progress)
         else:
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
             continue
@@ -147,7 +147,7 @@ def head_from_arrays(
 
 
 def _local_head(config: DraftConfig, group: TPGroup) -> DraftConfig:
-    return replace(config, layer=local(config.layer, group.count))
+    return replace(config, layer=shard_config(config.layer, group.count))
 
 
 def _from_arrays(
@@ -226,7 +226,7 @@ def _layers(
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     feeds = {"mlp": _mlp, "experts": _experts}
-    kinds, fed = [each.mixer.kind for each in like], [each.feed.kind for each in like]
+    kinds, fed = [each.mixer.kind for each in like], [each.mlp.kind for each in like]
     for i, kind in enumerate(kinds):
 
         def norm(name: str, i: int = i) -> Tensor | None:

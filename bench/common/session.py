@@ -246,7 +246,7 @@ def _count(requests: Sequence[Request]) -> int:
 
 def reset_peak(backend: str) -> None:
     """Lets go of what earlier sessions held; torch counts its peak from here, JAX never anew."""
-    gc_freeze.unsettle()
+    gc_freeze.unfreeze_gc()
     if backend == "torch" and (cuda := import_module("torch").cuda).is_available():
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()

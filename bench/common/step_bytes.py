@@ -15,7 +15,7 @@ from shared.boundary.backend import BackendSpec
 from shared.drafts.checkpoint import MARKOV, SELECTOR, draft_parameters
 from shared.drafts.drafter_spec import MODEL, MTP
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
-from shared.models.cache_spec import kept_bytes
+from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.fp8_packing import InWords, bytes_of_words
@@ -36,8 +36,8 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
     """
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    share, in_words = _read_share(config, batch * shape.nodes), _in_fp8(blueprint)
-    moved = _weight_bytes(wanted, item, config.tied, share, in_words)
+    share, as_w8a16 = _read_share(config, batch * shape.nodes), _in_fp8(blueprint)
+    moved = _weight_bytes(wanted, item, config.tied, share, as_w8a16)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
@@ -112,19 +112,19 @@ def _target_head(own: list[Parameter], is_tied: bool, blueprint: BackendSpec) ->
 
 
 def _in_fp8(blueprint: BackendSpec) -> InWords:
-    return {**blueprint.in_words, **dict.fromkeys(blueprint.in_codes, Granularity.BLOCK)}
+    return {**blueprint.as_w8a16, **dict.fromkeys(blueprint.as_w8a8, Granularity.BLOCK)}
 
 
 def _weight_bytes(
-    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, in_words: InWords
+    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, as_w8a16: InWords
 ) -> int:
     moved = 0
     for parameter in wanted:
         if parameter.name == EMBEDDING and not is_tied:
             continue
         size = prod(parameter.shape) * (FLOAT32_BYTES if parameter.float32 else item)
-        if parameter.name in in_words:
-            size = bytes_of_words(parameter.shape, in_words[parameter.name])
+        if parameter.name in as_w8a16:
+            size = bytes_of_words(parameter.shape, as_w8a16[parameter.name])
         moved += int(size * (read_share if parameter.name.endswith(EXPERTS) else 1))
     return moved
 
@@ -134,10 +134,10 @@ def _read_share(config: ModelConfig, rows: int) -> float:
     sizes = config.experts
     if sizes is None:
         return 1.0
-    chosen = sizes.num_experts * (1 - (1 - sizes.num_chosen / sizes.num_experts) ** rows)
+    chosen = sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** rows)
     return (chosen + sizes.shares_stacks) / sizes.num_stacked
 
 
 def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:
     """Keys and values of one token in all layers."""
-    return num_layers * kept_bytes(config.attention.kept, item)
+    return num_layers * cache_bytes(config.attention.kept, item)

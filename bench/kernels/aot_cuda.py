@@ -155,7 +155,7 @@ class _Mail:
     def __init__(self, ranks: int) -> None:
         self.count = ranks
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
         return [value] * self.count
 
 

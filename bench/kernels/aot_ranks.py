@@ -45,7 +45,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
 
     def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:
         gather = all_gather.AllGatherArgs(place, boxes)
-        every, _ = all_gather.gathered(attended, None, gather)
+        every, _ = all_gather.all_gather(attended, None, gather)
         stream, read, sums, _ = multiply(every, weights[0], gather, added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather, is_gated=True, squares=sums)
         stream, read, sums, _ = multiply(inner, weights[2], gather, added=stream, norm=norm)

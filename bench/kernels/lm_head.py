@@ -89,7 +89,7 @@ def measure(side: Side, rows: int, temperature: float, width: int) -> tuple[np.n
         return arguments_of(rows, temperature, width > 0)
 
     how = {"dtype": "bfloat16", "wide": ("seen", "params")}
-    function = "ranked" if width else "joined"
+    function = "fused_rank" if width else "fused_choose"
     case = OpCase(op="lm_head", function=function, name=f"{rows} rows", make=make, **how)
     placed, joined = side.placed(case, case.arguments(0)), side.operation(case).call
     ways = [apart(side), joined]

@@ -78,10 +78,10 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
                 ) -> None:
                     how = {"boxes": mailbox.boxes, "largest_words_bytes": largest}
                     got[:] = [
-                        ranks.gathered(own, sums, mailbox.mail, call, **how)[0]
+                        ranks.all_gather(own, sums, mailbox.mail, call, **how)[0]
                         for call in range(count)
                     ]
-                    ranks.tick(mailbox.mail, count)
+                    ranks.advance_sequence(mailbox.mail, count)
 
                 us = timed.us(step, count)
                 is_right = all(torch.equal(x, torch.cat(shares, 1)) for x in got)
@@ -102,7 +102,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
+    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").SymmetricBuffer(
         BufferLayout(ranks, block_bytes(ranks, max(rows))), devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
@@ -125,7 +125,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                     sums = jnp.ones((R, chunks // ranks), jnp.float32) if chunks else None
                     got, how = None, {"largest_words_bytes": largest}
                     for _ in range(count):
-                        got, _ = gathers.gathered(own, sums, gather, **how, after=got)
+                        got, _ = gathers.all_gather(own, sums, gather, **how, after=got)
                     return got
 
                 columns = spec(None, "ranks")

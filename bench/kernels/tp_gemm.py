@@ -77,7 +77,7 @@ def mailbox_of(rank: Rank, size: int) -> Any:
     mailboxes = import_module("kernels.triton_gpu.collectives.symmetric_memory")
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    made = mailboxes.Mailbox(BufferLayout(rank.count, size), rank.rank, device)
+    made = mailboxes.SymmetricBuffer(BufferLayout(rank.count, size), rank.rank, device)
     made.connect(rank.meet(made.handle))
     return made
 
@@ -143,7 +143,7 @@ class Layers:
     def _gather(self, values: Any, sums: Any, call: int) -> tuple[Any, Any]:
         if self._count == 1:
             return values, sums
-        return self._ranks.gathered(
+        return self._ranks.all_gather(
             values, sums, self._mailbox.mail, call, boxes=self._mailbox.boxes
         )
 
@@ -200,7 +200,7 @@ class Layers:
             _, inner, _ = multiply("gate_up", x=scaled, sums=sums, call=call + 2)
             _, scaled, sums = multiply("down", x=inner, sums=None, call=call + 3)
         if self._count > 1:
-            self._ranks.tick(self._mailbox.mail, LAYERS if only else 4 * LAYERS)
+            self._ranks.advance_sequence(self._mailbox.mail, LAYERS if only else 4 * LAYERS)
         return scaled
 
 

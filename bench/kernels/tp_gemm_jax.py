@@ -34,7 +34,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    boxes = mailboxes.Mailboxes(BufferLayout(ranks, block_bytes(ranks, max(rows))), devices)
+    boxes = mailboxes.SymmetricBuffer(BufferLayout(ranks, block_bytes(ranks, max(rows))), devices)
     idle, waiting = (joined(mesh, boxes.places(looks), 0) for looks in (0, LOOKS))
     table = Tiles.load("pallas_gpu", devices[0].device_kind).linear
     columns, whole = spec(None, "ranks"), spec()
@@ -81,7 +81,9 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
 
                     def gathered(values: Any, sums: Any) -> Any:
                         return (
-                            (values, sums) if count == 1 else gathers.gathered(values, sums, gather)
+                            (values, sums)
+                            if count == 1
+                            else gathers.all_gather(values, sums, gather)
                         )
 
                     def multiply(number: int, layer: int, given: Any, sums: Any) -> Any:

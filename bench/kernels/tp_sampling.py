@@ -128,7 +128,7 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
     boxes = BufferLayout(ranks, BLOCK_BYTES)
-    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
+    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").SymmetricBuffer(
         boxes, devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))

@@ -190,7 +190,7 @@ def _close(served: Served | None) -> None:
     """Ends an engine and lets go of its memory before the next one takes its own."""
     if served is not None:
         served.engine.close()
-        gc_freeze.unsettle()
+        gc_freeze.unfreeze_gc()
 
 
 def _machine(backend: str, device: str | None) -> str:

@@ -82,7 +82,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
 
     def in_jax(logits: Any, *rest: Any) -> Any:
         jax, vocabulary, rank = import_module("jax"), vocabulary_of(*rest), 0
-        if not vocabulary.group.is_alone:
+        if not vocabulary.group.is_single:
             rank = import_module("jax_impl.ops.collectives.all_gather").number(vocabulary.group)
         sums = jax_sum(logits[:1], rank * logits.shape[1], vocabulary.size)
         jax.debug.callback(lambda rank, sums: found[int(rank)].append(sums[0]), rank, sums)
@@ -101,7 +101,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
         patches.enter_context(patch.object(sampling, "choose", noting))
         patches.enter_context(patch.object(projection, "choose", apart))
         if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
-            kept = import_module("jax_impl.compilation_cache").KeptPrograms
+            kept = import_module("jax_impl.compilation_cache").CompilationCache
             for name in ("find", "keep"):
                 patches.enter_context(patch.object(kept, name, lambda *_: None))
         yield read

@@ -157,7 +157,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             first = await loop.run_in_executor(process, sender.send)  # starts server's processes
-            gc_freeze.settle()  # a collection of all that was imported would be a gap as well
+            gc_freeze.freeze_gc()  # a collection of all that was imported would be a gap as well
             alone, begun_alone = await waits_beside(client, ask, asyncio.sleep(0))
             sent = loop.run_in_executor(process, sender.send)
             beside, begun_beside = await waits_beside(client, ask, sent)

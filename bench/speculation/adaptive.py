@@ -110,7 +110,7 @@ def _of_texts(
         return StaticController(capacity, nodes=1, depth=0, width=0)
     tier = begun.shapes.tiers[policy.tier if isinstance(policy, Static) else -1]
     index = NgramIndex(
-        served.memory.settled.told.ngram,
+        served.memory.settled.options.ngram,
         nodes=tier.nodes,
         depth=tier.depth,
         vocab=capacity.vocab,
@@ -129,7 +129,7 @@ def engine_of(served: in_process_engine.Served, controller: Controller) -> Engin
         served.last,
         controller,
         overlap=settled.overlap,
-        chunked_prefill_size=settled.chunk,
+        chunked_prefill_size=settled.prefill_chunk_size,
         cache=NO_CACHE,
     )
 

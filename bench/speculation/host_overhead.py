@@ -36,7 +36,7 @@ DEVICE_MS = {False: {1: 4.4, 32: 6.0, 256: 17.7}, True: {1: 6.5, 32: 10.2, 256: 
 """Steps of Qwen3.5-9B (`docs/performance.md`): plain ones, and NEXTN's chains of three drafts."""
 
 HYBRID_HEAD = CachePolicy(
-    is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=64
+    is_on=True, key_lookahead=1, may_skip_draft_kv=True, draft_reads_kv=False, track_interval=64
 )
 HEADER = f"{'controller':14}{'cache':8}{'rows':>6}{'host us':>10}{'device ms':>11}{'share':>8}"
 

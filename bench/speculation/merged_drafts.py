@@ -266,7 +266,7 @@ def _begun_anew(served: in_process_engine.Served, draft_share: float) -> Engine:
     settled = served.memory.settled
     return Engine(
         served.last, controller, overlap=settled.overlap,
-        chunked_prefill_size=settled.chunk, cache=NO_CACHE,
+        chunked_prefill_size=settled.prefill_chunk_size, cache=NO_CACHE,
     )  # fmt: skip
 
 

@@ -68,13 +68,13 @@ def measure(
         words = np.array([*language.text(CORPUS_TOKENS), SEPARATOR], np.int32)
         index.add_corpus(str(name), Corpus.build(words))
     earlier = Request(request_id=-1, prompt=(), sampling=SamplingParams())
-    index.see(earlier, language.text(EARLIER_TOKENS))
+    index.add_tokens(earlier, language.text(EARLIER_TOKENS))
     index.end(earlier, is_learnt=True)
     requests = [
         Request(request_id=number, prompt=(), sampling=SamplingParams()) for number in range(batch)
     ]
     for request in requests:
-        index.see(request, language.text(PROMPT))
+        index.add_tokens(request, language.text(PROMPT))
     index.draft(requests)
     times = np.array([_step(index, requests, language) for _ in range(WARM_UP + STEPS)])[WARM_UP:]
     medians, worst = np.median(times, axis=0), np.percentile(times, 99, axis=0)
@@ -96,7 +96,7 @@ def _step(index: NgramIndex, requests: list[Request], language: Language) -> tup
     tokens = [language.text(PER_STEP) for _ in requests]
     began = time.perf_counter()
     for request, new in zip(requests, tokens, strict=True):
-        index.see(request, new)
+        index.add_tokens(request, new)
     index.draft(requests)
     matched = time.perf_counter()
     index.learn()

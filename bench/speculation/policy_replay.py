@@ -213,7 +213,7 @@ class _Student:
         rows = self._acceptance.rows_of(step.requests)
         after_off = np.array([request in self._after_off for request in step.requests])
         seconds, most = self._table[step.batch], np.full(len(rows), 1 << 20)
-        expected, _ = self._acceptance.expect(rows, most, after_off, step.batch, seconds)
+        expected, _ = self._acceptance.predict(rows, most, after_off, step.batch, seconds)
         tier = self._policy.choose(
             PolicyInput(seconds, expected, len(rows), float(after_off.mean()), STEPS_AHEAD)
         )

@@ -69,7 +69,7 @@ def measure(session: Session, load: Load, rates: Rates, options: argparse.Namesp
         "ranks": ranks,
         "overlap": memory.capacity.overlap,
         "dtype": memory.settled.dtype,
-        "load_format": memory.settled.told.model.load_format,
+        "load_format": memory.settled.options.model.load_format,
         "simulated_accept_length": memory.capacity.simulated_accept_length,
         "ms": round(median, 4),
         "ms_low": round(min(blocks), 4),
@@ -306,7 +306,7 @@ def operations(ops: str, backend: str) -> Iterator[None]:
     if ops == "bound":
         yield
         return
-    with import_module(f"{backend}_impl.ops").plain():
+    with import_module(f"{backend}_impl.ops").reference_ops():
         yield
 
 

@@ -104,7 +104,7 @@ def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
         if len(own) == 2 and p.name not in OUTSIDE:
             counts[prompt, own[0], own[1]] += prod(p.shape[: p.stacked])
         elif len(own) == 3 and experts is not None and p.name in EXPERTS:
-            slots = experts.num_chosen + experts.shares_stacks
+            slots = experts.top_k + experts.shares_stacks
             counts[slots * prompt, own[1], own[2]] += p.shape[0]
     times = gcd(*counts.values())
     places = [

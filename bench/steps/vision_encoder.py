@@ -34,7 +34,7 @@ from tests.support.op_sides import SIDES
 from tests.support.vision_shapes import QWEN3_5
 
 PICTURES = ImageProcessorConfig(
-    factor=32, least=1 << 16, most=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
+    multiple=32, min_pixels=1 << 16, max_pixels=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
 )
 SEED = 1
 

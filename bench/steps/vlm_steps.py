@@ -28,7 +28,7 @@ from bench.common import gpu_clock
 from bench.common.environment import write_results
 from bench.common.session import peak_bytes, reset_peak
 from bench.steps.vision_encoder import PICTURES, QWEN3_5
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Request, SamplingParams
 from shared.models.image_processor import FILE, PROCESSORS
 from shared.process import image_startup
@@ -78,7 +78,10 @@ def write_seeing(model: Path, folder: Path, tokens: int) -> None:
         "merge_size": QWEN3_5.merge_size,
         "patch_size": size,
         "temporal_patch_size": QWEN3_5.frames,
-        "size": {"shortest_edge": tokens * PICTURES.factor**2, "longest_edge": PICTURES.most},
+        "size": {
+            "shortest_edge": tokens * PICTURES.multiple**2,
+            "longest_edge": PICTURES.max_pixels,
+        },
     }
     (folder / FILE).write_text(json.dumps(processor), encoding="utf-8")
 
@@ -92,8 +95,8 @@ def request_of(served: Served, tokens: int, seed: int, output: int, *, sees: boo
     words = rng.integers(1, image, 2 * AROUND + side**2).tolist()
     pictures = ()
     if sees:
-        pixels = rng.integers(0, 256, (side * PICTURES.factor,) * 2 + (3,), dtype=np.uint8)
-        pictures = (Picture.of(AROUND, pixels, PICTURES.factor),)
+        pixels = rng.integers(0, 256, (side * PICTURES.multiple,) * 2 + (3,), dtype=np.uint8)
+        pictures = (PromptImage.of(AROUND, pixels, PICTURES.multiple),)
         words[AROUND : pictures[0].end] = [image] * pictures[0].count
     sampling = SamplingParams(temperature=0.0, max_tokens=output)
     return Request(request_id=seed, prompt=tuple(words), pictures=pictures, sampling=sampling)

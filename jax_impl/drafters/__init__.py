@@ -10,7 +10,7 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
 from jax_impl.ops import scan
 from jax_impl.ops.attention import attention
-from jax_impl.ops.attention.attention import Rows
+from jax_impl.ops.attention.attention import AttentionRows
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling import lm_head, sampling, vocab_parallel
 from jax_impl.ops.sampling.lm_head import Projection
@@ -56,7 +56,7 @@ class PrefillChunks(NamedTuple):
     first: Int[jax.Array, " B"]
     lengths: Int[jax.Array, " B"]
     last: Int[jax.Array, " B"]
-    rows: Rows
+    rows: AttentionRows
     sources: Int[jax.Array, " T"] | None
 
     @classmethod
@@ -214,7 +214,7 @@ class ExtendRows(NamedTuple):
       last: Flat row of each request's last token.
     """
 
-    rows: Rows
+    rows: AttentionRows
     tokens: Int[jax.Array, " R"]
     following: Int[jax.Array, " R"]
     shown: ImageEmbeds | None

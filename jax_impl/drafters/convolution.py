@@ -41,11 +41,11 @@ def layer(
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
     mixed, kv = attention(sizes, sight, place, weights.mixer, qkv, sight.kv)
-    mixed = all_gather.gathered(group, mixed)
-    x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
+    mixed = all_gather.all_gather(group, mixed)
+    x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    fed = linear.gated_product(NormedStream(read, group=group), None, weights.feed.gate_up)
-    return *added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1]), kv
+    fed = linear.silu_and_mul_linear(NormedStream(read, group=group), None, weights.feed.gate_up)
+    return *added(all_gather.all_gather(group, product(fed, weights.feed.down)), x, norms[1]), kv
 
 
 def _around(

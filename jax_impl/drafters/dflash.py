@@ -17,16 +17,16 @@ from jax_impl.drafters import (
     dspark,
 )
 from jax_impl.drafters.heads import embedding
-from jax_impl.layers import AttentionContext, angles, attention, finished, mlp, write_keys
-from jax_impl.model import Forward, Model, projected
+from jax_impl.layers import AttentionContext, angles, attention, mlp, output_and_mlp, write_keys
+from jax_impl.model import Forward, Model, lm_head_input
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import alone
-from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.attention.attention import KV, AttentionRows
 from jax_impl.ops.attention.attention_layer import PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import linear
-from jax_impl.ops.gemm.layers import embedded, rms_norm
-from jax_impl.ops.gemm.linear import normed_product, product
+from jax_impl.ops.gemm.layers import embed_tokens, rms_norm
+from jax_impl.ops.gemm.linear import product, rmsnorm_linear
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
@@ -125,7 +125,7 @@ class BlockDrafter(NamedTuple):
 def head(target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]) -> Projection:
     """Returns the LM-head projection of this rank's shard, by the head's or target's `lm_head`."""
     if weights.lm_head is None:
-        return projected(target, hidden)
+        return lm_head_input(target, hidden)
     return Projection(hidden, weights.lm_head)
 
 
@@ -142,7 +142,9 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
-def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, group: TPGroup) -> KV:
+def write_context(
+    weights: BlockWeights, rows: AttentionRows, passed: Forward, kv: KV, group: TPGroup
+) -> KV:
     """Writes the KV of context rows (committed tokens) to the pools of all layers.
 
     Args:
@@ -151,7 +153,7 @@ def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, gr
     """
     config = weights.config.layer
     joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
-    joined = all_gather.gathered(group, joined)
+    joined = all_gather.all_gather(group, joined)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, rows.positions)
     for place, layer in enumerate(weights.layers):
@@ -164,7 +166,7 @@ def block_rows(
     lengths: Int[jax.Array, " B"],
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
-) -> list[Rows]:
+) -> list[AttentionRows]:
     """Returns the B * size rows of the blocks for each layer."""
     B, size = len(lengths), block.size
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), size)
@@ -183,7 +185,7 @@ def block_rows(
         elif window is not None:
             first = jnp.maximum(first, positions - window + 1)
             until = jnp.minimum(until, positions + window)
-        rows = Rows(
+        rows = AttentionRows(
             request=request,
             positions=positions,
             places=positions,
@@ -203,7 +205,7 @@ def fill(
     weights: BlockWeights,
     embed: Float[jax.Array, "vocab hidden"],
     newest: Int[jax.Array, " B"],
-    rows: list[Rows],
+    rows: list[AttentionRows],
     kv: KV,
     group: TPGroup,
 ) -> tuple[Float[jax.Array, "B size hidden"], KV]:
@@ -218,7 +220,7 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    x = embedded(embed, tokens.reshape(-1), None)
+    x = embed_tokens(embed, tokens.reshape(-1), None)
     if weights.around is not None:
         norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
@@ -234,9 +236,9 @@ def fill(
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
-        qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
-        stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
+        stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
         kv = paged.pools
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

@@ -29,7 +29,7 @@ def mix(
     state: Float[jax.Array, "B rank"],
 ) -> Mixed:
     """Mixes the Markov part into one position of each block."""
-    before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
+    before, kind = layers.embed_tokens(markov.embed, previous, None), markov.config.kind
     if kind == VANILLA:
         return Mixed(before, before, state)
     assert markov.mix is not None  # set for all other kinds

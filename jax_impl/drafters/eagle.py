@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.device_state import DraftState, Plan, Relay
+from jax_impl.device_state import DraftInput, DraftState, Plan
 from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.heads import Head, Tokens
 from jax_impl.ops import scan
-from jax_impl.ops.attention.attention import KV, Rows, turned
+from jax_impl.ops.attention.attention import KV, AttentionRows, with_mrope
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.sampling import RankedCandidates
 from jax_impl.ops.trees import draft_tree, verify_budget
@@ -38,7 +38,7 @@ class Expand(NamedTuple):
       carried: Carry of each request's root.
     """
 
-    run: Callable[[Rows, Tokens, Carried, KV], tuple[Projection, Carried, KV]]
+    run: Callable[[AttentionRows, Tokens, Carried, KV], tuple[Projection, Carried, KV]]
     pick: Callable[[Carried, Int[jax.Array, " R"]], Carried]
     carried: Carried
 
@@ -105,13 +105,13 @@ class EagleDrafter(NamedTuple):
         return drafted, memory._replace(kv=kv)
 
 
-def relay_of(head: Head, kv: KV, fed: ExtendRows, rank: Ranking) -> tuple[Relay, KV]:
+def relay_of(head: Head, kv: KV, fed: ExtendRows, rank: Ranking) -> tuple[DraftInput, KV]:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
     ends = out[fed.last]
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.projected(ends))
-    return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
+    return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
 class FirstLevel(NamedTuple):
@@ -131,7 +131,7 @@ class FirstLevel(NamedTuple):
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> FirstLevel:
+def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> FirstLevel:
     """Returns the relay's candidates; for rejection sampling the draft is sampled again.
 
     A slot does not store the draft distribution.
@@ -144,7 +144,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
 def draft(
     head: Head,
     kv: KV,
-    relay: Relay,
+    relay: DraftInput,
     newest: Int[jax.Array, " B"],
     lengths: Int[jax.Array, " B"],
     deltas: Int[jax.Array, " B"] | None,
@@ -156,8 +156,10 @@ def draft(
 ) -> tuple[DraftTrees, KV]:
     """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
 
-    def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Projection, Carried, KV]:
-        rows = rows if deltas is None else turned(rows, deltas)
+    def run(
+        rows: AttentionRows, tokens: Tokens, hidden: Carried, kv: KV
+    ) -> tuple[Projection, Carried, KV]:
+        rows = rows if deltas is None else with_mrope(rows, deltas)
         out, kv = head.forward(rows, tokens, None, hidden, kv)
         return head.projected(out), out, kv
 
@@ -186,7 +188,7 @@ def extend_rows(
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     depth: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns the B * (depth + 1) rows of a draft extend over accepted paths.
 
     Row j of a request has position `lengths + j` and is padding from `counts` on.
@@ -196,7 +198,7 @@ def extend_rows(
     number = jnp.tile(jnp.arange(W, dtype=jnp.int32), B)
     is_real = number < counts[request]
     positions = jnp.where(is_real, lengths[request] + number, 0)
-    return Rows(
+    return AttentionRows(
         request=request,
         positions=positions,
         places=positions,
@@ -384,14 +386,14 @@ def _expansion_rows(
     can_draft: Bool[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     root_rows: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns the rows of expansion `s`: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), k)
     is_real = can_draft[request]
     until = jnp.where(is_real, lengths[request], 0)
     number = jnp.tile(jnp.arange(k, dtype=jnp.int32), B)
-    return Rows(
+    return AttentionRows(
         request=request,
         positions=until + root_rows + s - 1,
         places=until + root_rows + (s - 1) * k + number,

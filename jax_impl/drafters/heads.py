@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.layers import FEEDS, AttentionContext, Hidden, attention, finished
-from jax_impl.model import Forward, Model, projected
+from jax_impl.layers import FEEDS, AttentionContext, Hidden, attention, output_and_mlp
+from jax_impl.model import Forward, Model, lm_head_input
 from jax_impl.model_weights import BlockWeights, HeadWeights, Layer
 from jax_impl.ops import alone
-from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.attention.attention import KV, AttentionRows
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import linear
-from jax_impl.ops.gemm.layers import ImageEmbeds, embedded, rms_norm
-from jax_impl.ops.gemm.linear import NormedStream, normed_product, product
+from jax_impl.ops.gemm.layers import ImageEmbeds, embed_tokens, rms_norm
+from jax_impl.ops.gemm.linear import NormedStream, product, rmsnorm_linear
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
@@ -52,7 +52,7 @@ class Head(NamedTuple):
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, KV]]
+    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, KV]]
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
@@ -70,14 +70,16 @@ def mtp(model: Model) -> Head:
     like = (config.draft_layer,)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
+        fed = rms_norm(
+            embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
+        )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
-        joined = all_gather.gathered(group, joined)
+        joined = all_gather.all_gather(group, joined)
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
-        qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
+        qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
         x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
@@ -92,9 +94,11 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens, shown), hidden], axis=1))
+        x = _fc(
+            group, weights, jnp.concatenate([embed_tokens(embed, tokens, shown), hidden], axis=1)
+        )
         qkv = product(x, weights.layers[0].mixer.inputs)
         stream = NormedStream(x, group=group)
         return _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
@@ -114,9 +118,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(embed, tokens, shown), alone(input_norm), eps)
+        fed = rms_norm(embed_tokens(embed, tokens, shown), alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), first.mixer.inputs)
         stream = NormedStream(normed if norm_residual else hidden, group=group)
@@ -145,7 +149,7 @@ def _head(
 ) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[jax.Array, " draft_vocab"] | None]:
     """Returns the target's LM head, or its rows of the draft vocabulary."""
     if (rows := model.weights.draft_rows) is None:
-        return partial(projected, model), model.vocabulary, None
+        return partial(lm_head_input, model), model.vocabulary, None
     head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
     return head, Vocabulary(len(rows.ids), model.group), rows.ids
 
@@ -167,7 +171,7 @@ def _project(group: TPGroup, weights: HeadWeights, passed: Forward) -> Hidden:
 
 
 def _fc(group: TPGroup, weights: HeadWeights, x: Inputs) -> Hidden:
-    x = all_gather.gathered(group, product(x, weights.fc))
+    x = all_gather.all_gather(group, product(x, weights.fc))
     return x if weights.fc_bias is None else x + weights.fc_bias
 
 
@@ -184,7 +188,7 @@ def _through(
     layers: Sequence[Layer],
     qkv: Float[jax.Array, "R outputs"],
     stream: NormedStream,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """Runs the head's layers after the QKV projection of the first; RoPE is the head's own.
@@ -201,7 +205,7 @@ def _through(
     norms = [*(layer.input_norm for layer in layers[1:]), None]
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
-            qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+            qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixed, paged = attention(config, sights[each.mixer], place, layer.mixer, qkv, paged)
-        stream = finished(config, layer, FEEDS[each.feed.kind], mixed, stream, norm)
+        stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole, paged.pools

@@ -13,7 +13,7 @@ from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, gr
 from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
-from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.attention.attention import KV, AttentionRows
 from jax_impl.ops.gdn import gdn_layer, gdn_state
 from jax_impl.ops.gdn.gdn_layer import TreeNodes
 from jax_impl.ops.gdn.gdn_state import GDNState
@@ -88,7 +88,7 @@ class StandaloneDrafter(NamedTuple):
             states = _context(memory, plan, lengths)
 
         def run(
-            rows: Rows, tokens: Tokens, states: Carried, kv: KV
+            rows: AttentionRows, tokens: Tokens, states: Carried, kv: KV
         ) -> tuple[Projection, Carried, KV]:
             mixer = None
             if states is not None:
@@ -97,7 +97,7 @@ class StandaloneDrafter(NamedTuple):
                 nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
-            scored = model.projected(self.small, passed.hidden)
+            scored = model.lm_head_input(self.small, passed.hidden)
             return scored, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
@@ -125,7 +125,9 @@ class StandaloneDrafter(NamedTuple):
         """Extends a draft model without GDN states."""
         return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
 
-    def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
+    def _forward(
+        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
+    ) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         rows = rows._replace(turns=None)  # the draft model is text-only, also with a VLM as target
         return model.forward(self.small, known, None, rows, kv, mixer, ())

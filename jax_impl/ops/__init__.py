@@ -93,7 +93,7 @@ def kernel_names() -> list[str]:
     return [name for name in names if name != "tiles"] if is_any else []
 
 
-def kernel_or_plain(
+def kernel_or_reference(
     kernel: Callable[Concatenate[Kernels, P], R],
     plain: Callable[P, R],
     takes: Callable[[jax.Array], bool] = lambda x: True,
@@ -104,11 +104,11 @@ def kernel_or_plain(
     The platform of the program decides, if kernels are available.
 
     Args:
-      kernel: Called with the kernels and the arguments of `plain`.
+      kernel: Called with the kernels and the arguments of `reference_ops`.
       plain: Reference implementation in jnp.
       takes: Returns True if the kernel supports the first argument (its first field for a record).
       elsewhere: Implementation for programs of other devices on a machine with kernels, if not
-        `plain` because both results must have one structure.
+        `reference_ops` because both results must have one structure.
     """
 
     @wraps(plain)
@@ -149,7 +149,7 @@ def alone(norm: Norm | None) -> Float[jax.Array, " size"] | None:
     return norm.values[norm.layer] if isinstance(norm, Scale) else norm
 
 
-def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
+def stacked(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
     """Returns a scale in the form of kernels: a stack (possibly of one) and the index in it."""
     if isinstance(norm, Scale):
         return norm.values, jnp.asarray(norm.layer, jnp.int32)
@@ -179,7 +179,7 @@ def compiled_for(gpu: str) -> Iterator[None]:
 
 
 @contextmanager
-def plain() -> Iterator[None]:
+def reference_ops() -> Iterator[None]:
     """Context in which programs that run for the first time use reference operations only.
 
     It applies to the whole process. Tests and benchmarks use it for comparisons.
@@ -192,7 +192,7 @@ def plain() -> Iterator[None]:
         _is_plain = before
 
 
-def when_any(
+def cond_any(
     flags: Bool[jax.Array, "*rows"],
     work: Callable[..., R],
     skipped: Callable[..., R],

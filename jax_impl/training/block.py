@@ -33,7 +33,7 @@ from jax_impl.training.losses import (
     by_blocks,
     mean,
 )
-from jax_impl.training.nnx_modules import DraftModel, Weights
+from jax_impl.training.nnx_modules import DraftModel, ModelModule
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
@@ -41,7 +41,7 @@ from shared.models.config import ModelConfig
 Anchors = Int[jax.Array, "B A"]
 
 
-class Block(NamedTuple):
+class BlockHeadConfig(NamedTuple):
     """What training needs to know of a head with blocks; all of its layers are bidirectional.
 
     Attributes:
@@ -55,7 +55,7 @@ class Block(NamedTuple):
     config: BlockConfig
 
     @classmethod
-    def of(cls, head: DraftConfig) -> "Block":
+    def of(cls, head: DraftConfig) -> "BlockHeadConfig":
         """Of a head with blocks."""
         assert head.block is not None
         return cls(head.layer, head.aux_streams, head.block)
@@ -72,10 +72,10 @@ class Block(NamedTuple):
 
 
 def block_loss(
-    block: Block,
+    block: BlockHeadConfig,
     head: DraftModel,
     target_config: ModelConfig,
-    target: Weights,
+    target: ModelModule,
     tokens: Tokens,
     loss_mask: Mask,
     key: jax.Array,
@@ -117,7 +117,7 @@ def block_loss(
 
 
 def slot_weights(
-    block: Block, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
+    block: BlockHeadConfig, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
 ) -> Float[jax.Array, "B A slots"]:
     """Each slot's weight: its token's, less the further it is, for it is used if all before fit."""
     decay = jnp.exp(-jnp.arange(block.drafts) / (block.size / 2))
@@ -135,9 +135,9 @@ def draw_anchors(
 
 
 def fill(
-    block: Block,
+    block: BlockHeadConfig,
     head: DraftModel,
-    target: Weights,
+    target: ModelModule,
     passed: Passed,
     tokens: Tokens,
     anchors: Anchors,
@@ -176,7 +176,7 @@ def fill(
 
 
 def _around(
-    block: Block, head: DraftModel, part: str, y: Rows
+    block: BlockHeadConfig, head: DraftModel, part: str, y: Rows
 ) -> tuple[Rows, Callable[[Rows], Rows]]:
     """What a part of a layer reads, and what is made of what it gives; see `convolved`."""
     if (conv := block.config.conv) is None:
@@ -222,9 +222,9 @@ def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, most: int)
 
 
 def _scored(
-    block: Block,
+    block: BlockHeadConfig,
     head: DraftModel,
-    target: Weights,
+    target: ModelModule,
     hidden: Float[jax.Array, "B A slots hidden"],
     before: Int[jax.Array, "B A slots"],
     labels: Int[jax.Array, "B A slots"],

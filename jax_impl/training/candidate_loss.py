@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.training import layers
 from jax_impl.training.forward import logits
 from jax_impl.training.losses import cross_entropy
-from jax_impl.training.nnx_modules import DraftModel, Weights
+from jax_impl.training.nnx_modules import DraftModel, ModelModule
 from shared.drafts.dflash_config import BlockConfig
 
 Losses = Float[jax.Array, " R"]
@@ -31,7 +31,7 @@ Scores = Float[jax.Array, "R vocab"]
 def loss(
     block: BlockConfig,
     head: DraftModel,
-    target: Weights,
+    target: ModelModule,
     hidden: Rows,
     before: Tokens,
     labels: Tokens,

@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class RaggedRows:
     """Token rows of different lengths, one after the other.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rows:
         return np.diff(self.starts)
 
     @classmethod
-    def of(cls, rows: Iterable["Row"], max_tokens: int) -> "Rows":
+    def of(cls, rows: Iterable["Row"], max_tokens: int) -> "RaggedRows":
         """Joins rows, without those that are longer than `max_tokens`."""
         kept, num_dropped = [], 0
         for row in rows:
@@ -77,7 +77,7 @@ class Rows:
         return cls(tokens, answers, starts, num_dropped)
 
     @classmethod
-    def join(cls, parts: Sequence["Rows"]) -> "Rows":
+    def join(cls, parts: Sequence["RaggedRows"]) -> "RaggedRows":
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([part.tokens for part in parts]),
@@ -94,20 +94,20 @@ class Row(NamedTuple):
     is_answer: list[bool]
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Rows padded on the right to one width; `weights` are those of each token as a prediction."""
 
     tokens: Int32[np.ndarray, "B T"]
     weights: Float32[np.ndarray, "B T"]
 
 
-def read_rows(paths: Sequence[Path], tokenizer_folder: Path, max_tokens: int) -> Rows:
+def read_rows(paths: Sequence[Path], tokenizer_folder: Path, max_tokens: int) -> RaggedRows:
     """Token rows of data files, from the cache beside each file where it is there and fits.
 
     Raises:
       ValueError: A line is no example, or no row is left; one sentence with file and line.
     """
-    rows = Rows.join([_read_file(path, tokenizer_folder, max_tokens) for path in paths])
+    rows = RaggedRows.join([_read_file(path, tokenizer_folder, max_tokens) for path in paths])
     if not rows.lengths.size:
         raise ValueError(f"{paths[0]} holds no example of at most {max_tokens} tokens")
     return rows
@@ -260,7 +260,7 @@ def _parsed(name: str, line: bytes) -> dict[str, Any]:
     return example
 
 
-def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
+def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> RaggedRows:
     if not path.is_file():
         raise ValueError(f"the data file {path} does not exist")
     cache = path.with_name(path.name + ".tokens.npz")
@@ -281,18 +281,18 @@ def _fingerprint(path: Path, tokenizer_folder: Path, max_tokens: int) -> str:
     return f"{FORM} {facts.st_size} {facts.st_mtime_ns} {max_tokens} {digest.hexdigest()}"
 
 
-def _load(cache: Path, wanted: str) -> Rows | None:
+def _load(cache: Path, wanted: str) -> RaggedRows | None:
     try:
         with np.load(cache) as stored:
             if str(stored["fingerprint"]) != wanted:
                 return None
             dropped = int(stored["num_dropped"])
-            return Rows(stored["tokens"], stored["is_answer"], stored["starts"], dropped)
+            return RaggedRows(stored["tokens"], stored["is_answer"], stored["starts"], dropped)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None  # a write that was broken off
 
 
-def _save(cache: Path, rows: Rows, fingerprint: str) -> None:
+def _save(cache: Path, rows: RaggedRows, fingerprint: str) -> None:
     np.savez(
         cache,
         tokens=rows.tokens,
@@ -303,7 +303,7 @@ def _save(cache: Path, rows: Rows, fingerprint: str) -> None:
     )
 
 
-def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
+def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> RaggedRows:
     """Rows of a file, made by one process a core where it is large."""
     size = path.stat().st_size
     num_workers = min(os.cpu_count() or 1, -(-size // BYTES_PER_WORKER))
@@ -318,7 +318,7 @@ def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
         for worker, fault in zip(workers, faults, strict=True):
             if worker.returncode:
                 raise ValueError(fault.strip().splitlines()[-1])
-        return Rows.join([rows for out in outs if (rows := _load(out, "part"))])
+        return RaggedRows.join([rows for out in outs if (rows := _load(out, "part"))])
 
 
 def _start(
@@ -332,10 +332,10 @@ def _start(
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int) -> Rows:
+def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int) -> RaggedRows:
     tokenizer = open_tokenizer(tokenizer_folder)
     examples = _examples(path, start, end)
-    return Rows.of((row_of(name, line, tokenizer) for name, line in examples), max_tokens)
+    return RaggedRows.of((row_of(name, line, tokenizer) for name, line in examples), max_tokens)
 
 
 class Batches:
@@ -349,7 +349,7 @@ class Batches:
     """
 
     def __init__(
-        self, rows: Rows, batch_tokens: int, seed: int, prompt_weight: float, shares: int
+        self, rows: RaggedRows, batch_tokens: int, seed: int, prompt_weight: float, shares: int
     ) -> None:
         """Plans the batches.
 
@@ -378,7 +378,7 @@ class Batches:
         """Rows and width of every batch that can come."""
         return list(zip(self._sizes, self.widths, strict=True))
 
-    def at(self, step: int) -> Batch:
+    def at(self, step: int) -> TrainingBatch:
         """The batch of a step, counted from 0."""
         epoch, place = divmod(step, len(self))
         if epoch != self._epoch:
@@ -395,13 +395,13 @@ class Batches:
             for members, size in zip(self._members, self._sizes, strict=True)
         ]
 
-    def _batch(self, chosen: Int64[np.ndarray, " B"], width: int) -> Batch:
+    def _batch(self, chosen: Int64[np.ndarray, " B"], width: int) -> TrainingBatch:
         rows, columns = self._rows, np.arange(width)
         is_token = columns < rows.lengths[chosen][:, None]
         at = np.where(is_token, rows.starts[chosen][:, None] + columns, 0)
         tokens = np.where(is_token, rows.tokens[at], 0).astype(np.int32)
         weights = np.where(rows.is_answer[at], 1.0, self._prompt_weight) * is_token
-        return Batch(tokens, weights.astype(np.float32))
+        return TrainingBatch(tokens, weights.astype(np.float32))
 
 
 def best_widths(lengths: Int64[np.ndarray, " rows"], most: int) -> tuple[int, ...]:

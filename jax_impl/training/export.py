@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from jax_impl.training.nnx_modules import DraftModel, Mtp, Weights, named
+from jax_impl.training.nnx_modules import DraftModel, ModelModule, Mtp, named
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models import fp8
@@ -49,7 +49,7 @@ STORED = {
 
 
 def save_model(
-    folder: Path, config_json: Json, model: Weights, tokenizer: Path, num_shards: int
+    folder: Path, config_json: Json, model: ModelModule, tokenizer: Path, num_shards: int
 ) -> None:
     """Writes a model with its tokenizer as a folder that serving and transformers load.
 
@@ -110,7 +110,7 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
         _extend_shards(folder, target, tensors)
 
 
-def arrays_of(module: Weights | DraftModel | Mtp) -> Tensors:
+def arrays_of(module: ModelModule | DraftModel | Mtp) -> Tensors:
     """The parameters of `named`, in main memory."""
     return {name: np.asarray(array) for name, array in named(module).items()}
 

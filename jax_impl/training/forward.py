@@ -17,7 +17,7 @@ from jax_impl.ops.gemm import layers as ops
 from jax_impl.training import experts, gated_delta, layers
 from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
-from jax_impl.training.nnx_modules import AttentionStack, Layers, Weights
+from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
 from shared.models.config import ModelConfig
 from shared.models.layers import MoEConfig
 
@@ -39,7 +39,7 @@ class Passed(NamedTuple):
     routed: tuple[Routed, ...] = ()
 
 
-class Place(NamedTuple):
+class LayerIndex(NamedTuple):
     """Which of the layers one is: of all, of those with its mixer, and of those with its feed."""
 
     layer: int
@@ -56,12 +56,12 @@ def check_trained(config: ModelConfig) -> None:
     attention, dense, sizes = config.attention, config.dense, config.experts
     factors = (config.embedding_factor, config.residual_factor)
     missing = {
-        "norms behind mixers and MLPs": config.norms_behind,
+        "norms behind mixers and MLPs": config.post_norm,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
         "experts that a sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
-        "queries that grow with their position": attention.query_growth > 0,
+        "queries that grow with their position": attention.query_scaling_beta > 0,
         "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
         "factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
     }
@@ -87,7 +87,7 @@ def check_drafted_for(config: ModelConfig) -> None:
 
 
 def forward(
-    config: ModelConfig, weights: Weights, tokens: Tokens, compute_dtype: DTypeLike, remat: bool
+    config: ModelConfig, weights: ModelModule, tokens: Tokens, compute_dtype: DTypeLike, remat: bool
 ) -> Passed:
     """Runs all layers over a batch of sequences.
 
@@ -103,7 +103,7 @@ def forward(
     streams, routed = [x], []
     for place in _places(config):
 
-        def run(x: Rows, place: Place = place) -> tuple[Rows, Routed | None]:
+        def run(x: Rows, place: LayerIndex = place) -> tuple[Rows, Routed | None]:
             return _layer(config, weights.layers, place, x, turn, compute_dtype, B)
 
         x, of_layer = jax.checkpoint(run)(x) if remat else run(x)
@@ -116,7 +116,7 @@ def forward(
 
 
 def logits(
-    weights: Weights, hidden: Float[jax.Array, "*rows hidden"], compute_dtype: DTypeLike
+    weights: ModelModule, hidden: Float[jax.Array, "*rows hidden"], compute_dtype: DTypeLike
 ) -> Float[jax.Array, "*rows vocab"]:
     """Scores of the next token, float32."""
     return layers.linear_float32(hidden.astype(compute_dtype), weights.head[...])
@@ -124,13 +124,13 @@ def logits(
 
 def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]) -> Rows:
     """The tokens' rows of an embedding, in the float32 of the residual stream."""
-    return ops.embedded(table, tokens, None).astype("float32")
+    return ops.embed_tokens(table, tokens, None).astype("float32")
 
 
-def _places(config: ModelConfig) -> list[Place]:
+def _places(config: ModelConfig) -> list[LayerIndex]:
     mixers, feeds = config.layer_kinds, config.feed_kinds
     return [
-        Place(i, mixers[:i].count(mixers[i]), feeds[:i].count(feeds[i]))
+        LayerIndex(i, mixers[:i].count(mixers[i]), feeds[:i].count(feeds[i]))
         for i in range(config.num_layers)
     ]
 
@@ -138,7 +138,7 @@ def _places(config: ModelConfig) -> list[Place]:
 def _layer(
     config: ModelConfig,
     stack: Layers,
-    place: Place,
+    place: LayerIndex,
     x: Rows,
     turn: Angles,
     compute_dtype: DTypeLike,
@@ -151,7 +151,7 @@ def _layer(
         mixed = gated_delta.layer(config, stack.gated_delta, place.mixer, y, B)
     x = x + mixed
     y = normed(x, stack.post_attention_norm[place.layer], config.rms_eps, compute_dtype)
-    sizes = config.layers[place.layer].feed
+    sizes = config.layers[place.layer].mlp
     if isinstance(sizes, MoEConfig):
         added, routed = experts.mixed(sizes, stack.experts, place.feed, y)
         return x + added, routed

@@ -24,7 +24,7 @@ from jax_impl.ops.gemm.layers import plain_rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
 from jax_impl.training.layers import Keys, Queries, Rows, normed
-from jax_impl.training.nnx_modules import DraftModel, Layers, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, Layers, ModelModule, Mtp
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 
@@ -54,7 +54,7 @@ class Head(NamedTuple):
     draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
-def mtp(config: ModelConfig, weights: Mtp, target: Weights, compute_dtype: DTypeLike) -> Head:
+def mtp(config: ModelConfig, weights: Mtp, target: ModelModule, compute_dtype: DTypeLike) -> Head:
     """The MTP layer; it shares embedding and head with the target."""
     eps = config.rms_eps
 
@@ -75,7 +75,7 @@ def mtp(config: ModelConfig, weights: Mtp, target: Weights, compute_dtype: DType
 
 
 def eagle(
-    config: DraftConfig, weights: DraftModel, target: Weights, compute_dtype: DTypeLike
+    config: DraftConfig, weights: DraftModel, target: ModelModule, compute_dtype: DTypeLike
 ) -> Head:
     """An EAGLE-1 or EAGLE-2 head; it shares embedding and head with the target."""
 
@@ -92,7 +92,7 @@ def eagle(
 
 
 def eagle3(
-    config: DraftConfig, weights: DraftModel, target: Weights, compute_dtype: DTypeLike
+    config: DraftConfig, weights: DraftModel, target: ModelModule, compute_dtype: DTypeLike
 ) -> Head:
     """An EAGLE-3 head, with or without a vocabulary of its own."""
     eps, stack = config.layer.rms_eps, weights.layers

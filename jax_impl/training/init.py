@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jax_impl.training.block import Block
-from jax_impl.training.nnx_modules import DraftModel, Layers, Mtp, Weights
+from jax_impl.training.block import BlockHeadConfig
+from jax_impl.training.nnx_modules import DraftModel, Layers, ModelModule, Mtp
 from shared.drafts.checkpoint import choice_parameters, head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
@@ -33,13 +33,13 @@ SELECTOR_SCALE = 0.02
 """Of the numbers of pairs, whose product is nearly nothing at first."""
 
 
-def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> Weights:
+def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> ModelModule:
     """A model to train from nothing."""
     rng = np.random.default_rng(seed)
-    return Weights(_on_device(_drawn(parameters(config, with_mtp), config.num_layers, rng)))
+    return ModelModule(_on_device(_drawn(parameters(config, with_mtp), config.num_layers, rng)))
 
 
-def fresh_mtp(config: ModelConfig, target: Weights, seed: int) -> Mtp:
+def fresh_mtp(config: ModelConfig, target: ModelModule, seed: int) -> Mtp:
     """An MTP layer for a target that has none; its layer is the target's last of its kind."""
     wanted = [p for p in parameters(config, True) if p.name.startswith("mtp.")]
     arrays = _drawn(wanted, 1, np.random.default_rng(seed))
@@ -52,7 +52,7 @@ def fresh_mtp(config: ModelConfig, target: Weights, seed: int) -> Mtp:
 def fresh_head(
     config: DraftConfig,
     target_config: ModelConfig,
-    target: Weights,
+    target: ModelModule,
     seed: int,
     draft_ids: Int[np.ndarray, " draft_vocab"] | None,
 ) -> DraftModel:
@@ -84,7 +84,9 @@ def fresh_head(
     return DraftModel(placed)
 
 
-def fresh_block(block: Block, target_config: ModelConfig, target: Weights, seed: int) -> DraftModel:
+def fresh_block(
+    block: BlockHeadConfig, target_config: ModelConfig, target: ModelModule, seed: int
+) -> DraftModel:
     """A head with blocks for a target; its layers are the target's last ones where they fit.
 
     What a DSpark or a DFlash2 head has beside a DFlash one changes nothing at first.
@@ -158,7 +160,7 @@ def _hand_on(
 
 
 def _take_over(
-    arrays: Arrays, prefix: str, layers: Sequence[int], config: ModelConfig, target: Weights
+    arrays: Arrays, prefix: str, layers: Sequence[int], config: ModelConfig, target: ModelModule
 ) -> None:
     """Copies what fits of the target's layers, and of its attention layers up to each of them."""
     stack: Layers = target.layers

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_impl.backend import compiler_options
 from jax_impl.training.checkpoints import Saved
-from jax_impl.training.examples import Batch, Batches
+from jax_impl.training.examples import Batches, TrainingBatch
 from jax_impl.training.records import Log
 
 BETAS = (0.9, 0.95)
@@ -50,7 +50,7 @@ Metrics = dict[str, Float[Array, ""]]
 Params = Any
 """A tree of float32 arrays; of a module the `nnx.State` of its parameters."""
 
-Loss = Callable[[Any, Any, Batch, Any], tuple[Float[Array, ""], Metrics]]
+Loss = Callable[[Any, Any, TrainingBatch, Any], tuple[Float[Array, ""], Metrics]]
 """Of parameters, frozen arrays, batch and random key."""
 
 
@@ -229,7 +229,7 @@ class _Run:
         step, rate = jax.jit(traced, donate_argnums=0), jax.ShapeDtypeStruct((), np.float32)
         lowered = {}
         for shape in self._batches.shapes:
-            empty = Batch(np.empty(shape, np.int32), np.empty(shape, np.float32))
+            empty = TrainingBatch(np.empty(shape, np.int32), np.empty(shape, np.float32))
             batch = jax.tree.map(self._placed_shape, empty)
             lowered[shape] = step.lower(state, self._task.frozen, batch, rate)
         few = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
@@ -242,7 +242,7 @@ class _Run:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._by_rows)
 
     def _traced(
-        self, state: State, frozen: Any, batch: Batch, rate: Float[Array, ""]
+        self, state: State, frozen: Any, batch: TrainingBatch, rate: Float[Array, ""]
     ) -> tuple[State, Metrics]:
         key = jax.random.fold_in(self._key, state.step * lax.axis_size(ROWS) + lax.axis_index(ROWS))
         gradient = jax.value_and_grad(self._task.loss, has_aux=True)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.training import experts, heads
 from jax_impl.training.forward import Hidden, Passed, Tokens, forward, logits
 from jax_impl.training.heads import Head, later
-from jax_impl.training.nnx_modules import DraftModel, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, ModelModule, Mtp
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 
@@ -37,7 +37,7 @@ STEP_DECAY = 0.8
 
 def language_model_loss(
     config: ModelConfig,
-    weights: Weights,
+    weights: ModelModule,
     tokens: Tokens,
     loss_mask: Mask,
     compute_dtype: DTypeLike,
@@ -74,7 +74,7 @@ def head_loss(
     config: DraftConfig | None,
     head: DraftModel | Mtp,
     target_config: ModelConfig,
-    target: Weights,
+    target: ModelModule,
     tokens: Tokens,
     loss_mask: Mask,
     depth: int,
@@ -102,7 +102,7 @@ def bind(
     config: DraftConfig | None,
     head: DraftModel | Mtp,
     target_config: ModelConfig,
-    target: Weights,
+    target: ModelModule,
     compute_dtype: DTypeLike,
 ) -> Head:
     """A head of the kind "mtp", "eagle" or "eagle3", bound to its weights and its target's.
@@ -120,7 +120,7 @@ def bind(
 
 def chain_loss(
     head: Head,
-    target: Weights,
+    target: ModelModule,
     passed: Passed,
     tokens: Tokens,
     loss_mask: Mask,
@@ -201,7 +201,7 @@ def cross_entropy(
 
 
 def _steps_scored(
-    head: Head, target: Weights, ahead: Hidden, steps: list[Hidden], compute_dtype: DTypeLike
+    head: Head, target: ModelModule, ahead: Hidden, steps: list[Hidden], compute_dtype: DTypeLike
 ) -> list[tuple[Float[jax.Array, "B T"], Bool[jax.Array, "B T"]]]:
     """Each step's cross-entropy against the target, and whether the first choices agree."""
 

@@ -95,7 +95,7 @@ class Mtp(nnx.Module):
         self.layers = Layers(arrays, "mtp.layer.")
 
 
-class Weights(nnx.Module):
+class ModelModule(nnx.Module):
     """A model; `lm_head` is the embedding where the two are tied."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -118,7 +118,7 @@ class Weights(nnx.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.embed
 
 
-class Parts(nnx.Module):
+class ParameterGroup(nnx.Module):
     """Parameters whose names begin alike, each where its words lead."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
@@ -126,7 +126,11 @@ class Parts(nnx.Module):
         for word in sorted(words):
             name = f"{prefix}{word}"
             is_one = name in arrays
-            setattr(self, word, nnx.Param(arrays[name]) if is_one else Parts(arrays, f"{name}."))
+            setattr(
+                self,
+                word,
+                nnx.Param(arrays[name]) if is_one else ParameterGroup(arrays, f"{name}."),
+            )
 
     def __getitem__(self, name: str) -> jax.Array:
         """The parameter of this name, without the prefix."""
@@ -154,9 +158,9 @@ class DraftModel(nnx.Module):
     embed: nnx.Param
     confidence: nnx.Param
     confidence_bias: nnx.Param
-    markov: Parts
-    conv: Parts
-    selector: Parts
+    markov: ParameterGroup
+    conv: ParameterGroup
+    selector: ParameterGroup
 
     def __init__(self, arrays: Arrays) -> None:
         self.fc = nnx.Param(arrays["fc"])
@@ -166,16 +170,16 @@ class DraftModel(nnx.Module):
                 setattr(self, name, nnx.Param(arrays[name]))
         for name in ("markov", "conv", "selector"):
             if any(each.startswith(f"{name}.") for each in arrays):
-                setattr(self, name, Parts(arrays, f"{name}."))
+                setattr(self, name, ParameterGroup(arrays, f"{name}."))
         if "draft_ids" in arrays:
             self.draft_ids = nnx.Variable(arrays["draft_ids"])
         self.layers = Layers(arrays, "layer.")
 
 
-def named(module: Weights | DraftModel | Mtp) -> dict[str, jax.Array]:
+def named(module: ModelModule | DraftModel | Mtp) -> dict[str, jax.Array]:
     """The parameters by the names of `shared.models.parameters`; the MTP layer's without `mtp.`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
-    stack = "" if isinstance(module, Weights) else "layer."
+    stack = "" if isinstance(module, ModelModule) else "layer."
     return {_name([key.key for key in path], stack): array for path, array in flat}
 
 
@@ -189,7 +193,7 @@ def _name(words: list[str], stack: str) -> str:
     return ".".join(words)
 
 
-def loaded_of(model: Weights, config: ModelConfig) -> Loaded:
+def loaded_of(model: ModelModule, config: ModelConfig) -> Loaded:
     """A model as a backend takes it."""
     arrays, loaded = named(model), Loaded({}, {})
     for parameter in parameters(config, model.has_mtp):

@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_impl.backend import JaxBackend
-from jax_impl.training.examples import Row, Rows
-from jax_impl.training.nnx_modules import Weights, loaded_of
+from jax_impl.training.examples import RaggedRows, Row
+from jax_impl.training.nnx_modules import ModelModule, loaded_of
 from jax_impl.workspace import workspace
 from shared.boundary.backend import BackendLimits
 from shared.boundary.program import ProgramFeature, StepKind
@@ -52,7 +52,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def make_engine(
-    config: ModelConfig, model: Weights, slots: int, context: int, dtype: str, quick_compile: bool
+    config: ModelConfig,
+    model: ModelModule,
+    slots: int,
+    context: int,
+    dtype: str,
+    quick_compile: bool,
 ) -> Engine:
     """An engine that decodes `slots` requests at once, with one program each for its two works.
 
@@ -94,7 +99,7 @@ def _memory(device: jax.Device) -> Device:
 def _capacity(capacity: BackendLimits, slots: int) -> BackendLimits:
     """With the widest program of each work alone, as nobody waits for a single answer."""
     widest = {
-        program.work: program.having({ProgramFeature.LOGPROBS: False})
+        program.work: program.with_features({ProgramFeature.LOGPROBS: False})
         for program in capacity.programs
     }
     batch = min(slots, MAX_PREFILL_ROWS)
@@ -173,7 +178,7 @@ def read_outputs(
     prompts: Sequence[list[int]],
     sampling: SamplingParams,
     max_tokens: int,
-) -> Rows:
+) -> RaggedRows:
     """Token rows of prompts with their answers, in the order of the prompts.
 
     Raises:
@@ -185,7 +190,7 @@ def read_outputs(
         output = known[_key(prompt)]
         return Row(prompt + output, [False] * len(prompt) + [True] * len(output))
 
-    rows = Rows.of(map(row, prompts), max_tokens)
+    rows = RaggedRows.of(map(row, prompts), max_tokens)
     if not rows.lengths.size:
         raise ValueError(f"{path} holds no answer of at most {max_tokens} tokens with its prompt")
     return rows
@@ -228,7 +233,7 @@ def _lines(path: Path, target: str) -> Iterator[dict[str, Any]]:
                 )
 
 
-def frequent_tokens(rows: Rows, vocab: int, count: int) -> Int32[np.ndarray, " draft_vocab"]:
+def frequent_tokens(rows: RaggedRows, vocab: int, count: int) -> Int32[np.ndarray, " draft_vocab"]:
     """The `count` most frequent tokens of the answers, ascending.
 
     Raises:

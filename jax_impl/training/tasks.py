@@ -14,16 +14,16 @@ from jaxtyping import Int32
 
 from jax_impl import weights
 from jax_impl.training import init, losses
-from jax_impl.training.block import Block, block_loss
-from jax_impl.training.examples import Batch
+from jax_impl.training.block import BlockHeadConfig, block_loss
+from jax_impl.training.examples import TrainingBatch
 from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
 from jax_impl.training.losses import Mask
-from jax_impl.training.nnx_modules import DraftModel, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, ModelModule, Mtp
 from shared.drafts.checkpoint import check_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dspark_config import VANILLA
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json
@@ -51,7 +51,7 @@ class Target(NamedTuple):
     """The model that a head drafts for."""
 
     config: ModelConfig
-    model: Weights
+    model: ModelModule
 
 
 class Trainable(NamedTuple, Generic[Module]):
@@ -61,7 +61,7 @@ class Trainable(NamedTuple, Generic[Module]):
     merge: Callable[[nnx.State], Module]
 
 
-def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> Weights:
+def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> ModelModule:
     """A checkpoint's model on the first device.
 
     Raises:
@@ -71,7 +71,7 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
     checkpoint.check(config, with_mtp)
     kind = jnp.dtype(dtype)
     where = (kind, jax.devices()[0], lambda count: None)
-    return Weights(weights.load(checkpoint, config, with_mtp, *where, {}).named)
+    return ModelModule(weights.load(checkpoint, config, with_mtp, *where, {}).named)
 
 
 def model_task(
@@ -81,7 +81,7 @@ def model_task(
     mtp_weight: float,
     balance_weight: float,
     precision: Precision,
-) -> Trainable[Weights]:
+) -> Trainable[ModelModule]:
     """A model from scratch, with its MTP layer where the config names one.
 
     Args:
@@ -94,7 +94,9 @@ def model_task(
     else:
         model = load_model(start, config, config.has_mtp, np.float32)
 
-    def loss(model: Weights, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(
+        model: ModelModule, frozen: Any, batch: TrainingBatch, key: Any
+    ) -> tuple[Any, Metrics]:
         return losses.language_model_loss(
             config,
             model,
@@ -127,7 +129,7 @@ def mtp_task(
     else:
         layer = load_model(start, config, True, np.float32).mtp
 
-    def loss(layer: Mtp, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(layer: Mtp, model: ModelModule, batch: TrainingBatch, key: Any) -> tuple[Any, Metrics]:
         return losses.head_loss(
             "mtp",
             None,
@@ -163,7 +165,9 @@ def head_task(
         head = load_head(start, config)
     kind = config.kind.lower()
 
-    def loss(head: DraftModel, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(
+        head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
+    ) -> tuple[Any, Metrics]:
         return losses.head_loss(
             kind,
             config,
@@ -192,13 +196,15 @@ def block_task(
     Args:
       num_anchors: Blocks of each row in a step.
     """
-    block = Block.of(config)
+    block = BlockHeadConfig.of(config)
     if start is None:
         head = init.fresh_block(block, target.config, target.model, seed)
     else:
         head = load_head(start, config)
 
-    def loss(head: DraftModel, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(
+        head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
+    ) -> tuple[Any, Metrics]:
         return block_loss(
             block,
             head,
@@ -232,7 +238,7 @@ def started(config: DraftConfig, kind: str, folder: Path, target: Checkpoint) ->
             f"--draft {config.kind.lower()}, or another folder"
         )
     opened = open_head(folder)
-    config = fitted(config, opened, target)
+    config = infer_from_tensors(config, opened, target)
     check_head(opened, config)
     return config
 
@@ -277,7 +283,7 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     )
 
 
-def _arrays(batch: Batch) -> tuple[Tokens, Mask]:
+def _arrays(batch: TrainingBatch) -> tuple[Tokens, Mask]:
     return jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
 
 
@@ -291,7 +297,9 @@ def _trainable(
     def merge(params: nnx.State) -> Module:
         return nnx.merge(graph, params, rest)
 
-    def of_arrays(params: nnx.State, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def of_arrays(
+        params: nnx.State, frozen: Any, batch: TrainingBatch, key: Any
+    ) -> tuple[Any, Metrics]:
         whole = nnx.merge(frozen_graph, frozen) if frozen_graph else None
         return loss(merge(params), whole, batch, key)
 

@@ -42,7 +42,7 @@ from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.fp8_packing import InWords
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from shared.spec.merge_drafts import NgramTrees
@@ -75,8 +75,7 @@ class BackendLimits:
       vocab: Vocabulary size of the target.
       max_stop_ids, max_bias, max_logprobs: Widths M and K of fields of the plan and of the result.
       max_scores: Width K of a result's prompt logprobs.
-      accept_rule: Name of the rule in `shared.spec.acceptance.RULES` that accepts draft tokens. All
-        rules but "exact" require draft chains.
+      accept_rule: Name of the rule in `shared.spec.acceptance.RULES`; all but "exact" need chains.
       accept_rates: Acceptance rate of each draft level if acceptance is simulated, else None; see
         `shared.spec.acceptance.simulate`.
       pictures: Encoder cache; None for a text-only model, whose plans contain no images.
@@ -196,8 +195,8 @@ class BackendSpec:
       dtype: Dtype of weights, KV and activations, float32 or bfloat16.
       on_gpu: True if steps run on a GPU.
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
-      in_words: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_packing`.
-      in_codes: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
+      as_w8a16: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_packing`.
+      as_w8a8: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
       ranks: The tensor-parallel group, and the rank of this backend in it.
     """
 
@@ -207,15 +206,16 @@ class BackendSpec:
     dtype: str
     on_gpu: bool
     captured: tuple[StepKind, ...] = CAPTURED
-    in_words: InWords = field(default_factory=dict)
-    in_codes: frozenset[str] = frozenset()
+    as_w8a16: InWords = field(default_factory=dict)
+    as_w8a8: frozenset[str] = frozenset()
     ranks: TPGroup = SINGLE_RANK
 
     @property
     def share(self) -> BackendSpec:
         """The same specification with the tensor-parallel shard of the model and of the drafter."""
         count = self.ranks.count
-        return replace(self, config=local(self.config, count), drafts=self.drafts.local(count))
+        config = shard_config(self.config, count)
+        return replace(self, config=config, drafts=self.drafts.local(count))
 
     @property
     def item_bytes(self) -> int:
@@ -265,12 +265,12 @@ class Decode:
     Attributes:
       shape: Shape of the verified trees.
       drafts: Draft trees of the host; None if the device drafts.
-      copies: N-gram drafts that are merged into the device's trees; None if there are none.
+      ngram_drafts: N-gram drafts that are merged into the device's trees; None if there are none.
     """
 
     shape: TreeShape
     drafts: HostDraft | None
-    copies: NgramTrees | None = None
+    ngram_drafts: NgramTrees | None = None
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Snapshots:
 
     A decode step can save the state at any length that it passes. A prefill can save it where the
     chunked delta rule computes one: a multiple of `shared.spec.gated_delta.CHUNK` tokens after the
-    row's first token in this step, or after its last. Elsewhere `StepResult.saved` is 0.
+    row's first token in this step, or after its last. Elsewhere `StepResult.snapshot_saved` is 0.
 
     Attributes:
       restore: Snapshot from which a starting row takes its state.
@@ -366,7 +366,7 @@ class DraftSources(NamedTuple):
     """Sources of the nodes of merged draft trees; a node may have both.
 
     Attributes:
-      drafted: 1 if the device's drafter proposed the node.
+      drafted: 1 if the drafter proposed the node.
       copied: Index of the node in the plan's n-gram drafts; 0 if it is not among them.
     """
 
@@ -382,19 +382,19 @@ class StepResult:
       tokens: Output tokens of each row; 0 past its count.
       counts: Number of tokens added to each row; 0 if its prompt continues or the row failed.
       failed: 1 if a row's logits were not finite.
-      saved: 1 if the row's snapshot was written.
+      snapshot_saved: 1 if the row's snapshot was written.
       drafts, parents, num_nodes: The draft trees.
       origins: Sources of their nodes; None if the plan contained no n-gram drafts.
-      logprobs: Logprobs of the output tokens of rows that request them; None without the feature.
-      scores: Prompt logprobs: entry t is of the token after flat token t of a prefill, which may be
-        the newest one; 0 for padding. None if the program computes none.
+      logprobs: Logprobs of the output tokens of rows that request them; None without this feature.
+      scores: Prompt logprobs: entry t is of the token after flat token t of a prefill; 0 for
+        padding. None if the program computes none.
       device_seconds: Device time of the step; None if it is unknown (after idling).
     """
 
     tokens: Int32[np.ndarray, "B W"]
     counts: Int32[np.ndarray, " B"]
     failed: Int32[np.ndarray, " B"]
-    saved: Int32[np.ndarray, " B"]
+    snapshot_saved: Int32[np.ndarray, " B"]
     drafts: Int32[np.ndarray, "B N"]
     parents: Int32[np.ndarray, "B N"]
     num_nodes: Int32[np.ndarray, " B"]

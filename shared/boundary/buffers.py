@@ -185,9 +185,9 @@ def _picture_fields(program: Program, capacity: BackendLimits) -> list[tuple[str
     B, T = program.batch, program.tokens
     return [
         ("picture_sources", (T,)),
-        ("picture_turns", (T, 3)),
-        ("picture_next_sources", (B,)),
-        ("picture_deltas", (B,)),
+        ("picture_mrope_positions", (T, 3)),
+        ("picture_next_embed_sources", (B,)),
+        ("picture_mrope_position_deltas", (B,)),
     ]
 
 
@@ -230,7 +230,7 @@ def result_layout(program: Program, capacity: BackendLimits) -> Layout:
     all others have one row per row of the plan.
     """
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
-    ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
+    ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("snapshot_saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
     if program.has(ProgramFeature.NGRAM_DRAFTS):
         ints += [(name, (B, N)) for name in DraftSources._fields]

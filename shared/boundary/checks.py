@@ -30,7 +30,7 @@ def check_capacity(
         raise ValueError(
             "a vision encoder requires an encoder cache, and an encoder cache a vision encoder"
         )
-    if drafts.from_text != (capacity.texts is not None):
+    if drafts.uses_ngrams != (capacity.texts is not None):
         raise ValueError(
             "n-gram drafting on the device requires an n-gram table, and a table requires "
             "n-gram drafting"
@@ -70,11 +70,11 @@ def _check_program(program: Program, drafts: DrafterSpec, most_scores: int) -> N
         )
     if program.has(ProgramFeature.HOST_DRAFT) or shape.is_plain:
         return
-    if program.has(ProgramFeature.DEVICE_NGRAM) != drafts.from_text:
+    if program.has(ProgramFeature.DEVICE_NGRAM) != drafts.uses_ngrams:
         raise ValueError(
             f"drafting from the n-gram table does not match the drafter of the backend in {program}"
         )
-    if not (drafts.on_device or drafts.from_text):
+    if not (drafts.on_device or drafts.uses_ngrams):
         raise ValueError(f"{program} requires a drafter")
     if drafts.block is not None:
         own = shape.drafter

@@ -35,16 +35,17 @@ class ImageInputs:
     Attributes:
       sources: Encoder-cache row that replaces each token's embedding; 0 for the token's own
         embedding.
-      turns: M-RoPE positions of each token; see `shared.spec.mrope`.
-      next_sources: Same as `sources`, for the token after each row's chunk, which drafters read.
-      deltas: M-RoPE position delta of each row: rotary minus sequence position of later tokens,
-        stored per slot.
+      mrope_positions: M-RoPE positions of each token; see `shared.spec.mrope`.
+      next_embed_sources: Same as `sources`, for the token after each row's chunk, which drafters
+        read.
+      mrope_position_deltas: M-RoPE position delta of each row: rotary minus sequence position of
+        later tokens, stored per slot.
     """
 
     sources: Int32[np.ndarray, " T"]
-    turns: Int32[np.ndarray, "T 3"]
-    next_sources: Int32[np.ndarray, " B"]
-    deltas: Int32[np.ndarray, " B"]
+    mrope_positions: Int32[np.ndarray, "T 3"]
+    next_embed_sources: Int32[np.ndarray, " B"]
+    mrope_position_deltas: Int32[np.ndarray, " B"]
 
 
 @dataclass(frozen=True)

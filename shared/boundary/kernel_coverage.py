@@ -144,15 +144,15 @@ def _experts_size_fault(
 
 
 OF_TOWERS = (
-    "attention.attend_all",
-    *(f"layers.{name}" for name in ("blended", "gelu", "gelu_tanh", "layer_norm")),
+    "attention.bidirectional_attention",
+    *(f"layers.{name}" for name in ("bilinear_pos_embed", "gelu", "gelu_tanh", "layer_norm")),
 )
 """Operations that only vision encoders run."""
 
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
     Operation("gdn_layer", _delta_fault, is_refused=True),
-    Operation("gdn_layer.feed", _feed_fault, is_refused=False),
+    Operation("gdn_layer.prefill", _feed_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("convolution", _convolution_fault, is_refused=False),
@@ -168,7 +168,7 @@ GDN prefill fall back.
 """
 
 
-def plain_operations(blueprint: BackendSpec, takes: KernelLimits) -> tuple[FallbackOp, ...]:
+def fallback_ops(blueprint: BackendSpec, takes: KernelLimits) -> tuple[FallbackOp, ...]:
     """Returns the fallbacks of a GPU's programs, in the order of `OPERATIONS`.
 
     Raises:
@@ -191,7 +191,7 @@ def _plain(blueprint: BackendSpec, takes: KernelLimits) -> Iterator[FallbackOp]:
             yield FallbackOp(operation.name, reason, count)
 
 
-def plain_gauges(operations: tuple[FallbackOp, ...]) -> dict[str, Callable[[], float]]:
+def fallback_gauges(operations: tuple[FallbackOp, ...]) -> dict[str, Callable[[], float]]:
     """Returns metrics that count the programs with a fallback, one for each operation of
     `OPERATIONS`.
     """

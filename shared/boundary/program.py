@@ -77,7 +77,7 @@ class Program:
         """Returns True if the program has the feature."""
         return extra in self.extras
 
-    def having(self, wanted: Mapping[ProgramFeature, bool]) -> Program:
+    def with_features(self, wanted: Mapping[ProgramFeature, bool]) -> Program:
         """Returns the same program with features added or removed."""
         extras = self.extras
         for extra, is_wanted in wanted.items():

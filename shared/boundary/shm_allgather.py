@@ -98,7 +98,7 @@ class ShmAllGather:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def exchange(
+    def all_gather(
         self, rank: int, values: UInt8[np.ndarray, " bytes"]
     ) -> UInt8[np.ndarray, "N bytes"]:
         """Gathers the values of all ranks, in rank order; every rank receives the same array.

@@ -42,7 +42,7 @@ class TPGroup:
         return replace(self, on_device=device)
 
     @property
-    def is_alone(self) -> bool:
+    def is_single(self) -> bool:
         """True if there is no other rank."""
         return self.count == 1
 

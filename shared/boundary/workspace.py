@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.models import fp8_packing
-from shared.models.cache_spec import kept_bytes
+from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.layers import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
@@ -138,7 +138,7 @@ def rows_of(program: Program) -> int:
 def state_layer_bytes(model: ModelConfig, item: int) -> int:
     """Returns the bytes of one request's state in one GDN layer."""
     delta = model.gated_delta
-    return 0 if delta is None else kept_bytes(delta.kept, item)
+    return 0 if delta is None else cache_bytes(delta.kept, item)
 
 
 def _model_bytes(
@@ -148,7 +148,7 @@ def _model_bytes(
     layers.
     """
     heads, item = model.attention.query_size, blueprint.item_bytes
-    feed = max(_feed_row_bytes(each.feed, model.hidden, item) for each in model.layers)
+    feed = max(_feed_row_bytes(each.mlp, model.hidden, item) for each in model.layers)
     layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed)
     attention = costs.attention(program, model, blueprint.capacity, item)
     return layer + attention + _delta_bytes(program, model, item)
@@ -162,7 +162,7 @@ def _feed_row_bytes(feed: MLPConfig | MoEConfig, hidden: int, item: int) -> int:
     """
     if isinstance(feed, MLPConfig):
         return 3 * feed.intermediate * item
-    chosen = feed.num_chosen * (3 * feed.intermediate * item + 4 * hidden)
+    chosen = feed.top_k * (3 * feed.intermediate * item + 4 * hidden)
     shared = 3 * feed.shared_intermediate * item + 4 * hidden
     return chosen + shared + 4 * feed.num_scored
 
@@ -188,7 +188,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 def _widened_bytes(blueprint: BackendSpec) -> int:
     """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
     dense, hidden = blueprint.config.dense, blueprint.config.hidden
-    if dense is None or not any(name.endswith(fp8_packing.DENSE) for name in blueprint.in_words):
+    if dense is None or not any(name.endswith(fp8_packing.DENSE) for name in blueprint.as_w8a16):
         return 0
     return 2 * dense.intermediate * hidden * blueprint.item_bytes
 

@@ -15,7 +15,7 @@ LOOK_S = 1.0
 """Seconds without data before the state of the process is checked."""
 
 
-def called_back(
+def accept_rank_connection(
     listener: socket.socket, secret: bytes, host: str, ending: Callable[[], str | None]
 ) -> socket.socket:
     """Accepts the connection of the process that sends the secret first.

@@ -22,7 +22,7 @@ from typing import Any
 
 from shared import children
 from shared.cluster.connecting import connection_fault
-from shared.cluster.rank_connection import called_back
+from shared.cluster.rank_connection import accept_rank_connection
 from shared.options.flags import ConfigError
 
 ray: Any = import_module("ray")
@@ -99,7 +99,7 @@ class RayLauncher:
                 words = ["-m", self._follower, module, str(rank), str(count), "--connect", address]
                 ray.get(actor.start.remote(words, str(children.FOLDER), secret), timeout=ROOM_S)
                 process = RayProcess(actor, host)
-                connection = called_back(
+                connection = accept_rank_connection(
                     listener, secret.encode(), host, lambda: process.ending(0.0)
                 )
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

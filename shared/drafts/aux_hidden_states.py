@@ -88,7 +88,7 @@ def block_streams(
     return _checked(stated, field, listed, means, num_layers)
 
 
-def doubts(stated: RawDraftConfig) -> Iterator[str]:
+def ambiguities(stated: RawDraftConfig) -> Iterator[str]:
     """Yields a warning for each setting that has two possible meanings."""
     listed = _listed(stated, NESTED) or _listed(stated, OUTER) or ()
     if stated.is_speculators and listed[:1] == (1,):

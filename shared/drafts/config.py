@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning, block_streams, eagle3_streams
-from shared.drafts.config_formats import PLACE, RawDraftConfig, stated
+from shared.drafts.config_formats import PLACE, RawDraftConfig, read_raw_config
 from shared.drafts.dflash_config import SLIDING, BlockConfig, block_of, default_layers, windows_of
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, count, read_json
@@ -125,7 +125,7 @@ class DraftConfig:
         Raises:
           ValueError: The head does not fit the target; the message names the field.
         """
-        said = stated(config)
+        said = read_raw_config(config)
         if said.kind == "NEXTN":
             raise ValueError(
                 "the draft model is an MTP layer (speculators_model_type); use it with "
@@ -224,19 +224,19 @@ class DraftStateSizes:
       model: Config of its layers and hidden state.
       num_attention_layers: Layers with their own KV, stored in the target's pages.
       num_gated_delta_layers: Layers with their own recurrent state.
-      has_relay: True if draft extend stores a draft input (candidates and a hidden state) for the
-        next step.
+      has_draft_input: True if draft extend stores a draft input (candidates and a hidden state) for
+        the next step.
     """
 
     model: ModelConfig
     num_attention_layers: int
     num_gated_delta_layers: int
-    has_relay: bool
+    has_draft_input: bool
 
     @classmethod
     def of_layer(cls, target: ModelConfig) -> "DraftStateSizes":
         """Returns the sizes of one attention layer with the target's sizes."""
-        return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_relay=True)
+        return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_draft_input=True)
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftStateSizes":

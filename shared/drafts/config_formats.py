@@ -162,7 +162,7 @@ class RawDraftConfig:
         return config_fields.flag(self.settings, field, default, PLACE)
 
 
-def stated(config: Json) -> RawDraftConfig:
+def read_raw_config(config: Json) -> RawDraftConfig:
     """Reads and normalises the contents of a head's config.json.
 
     Raises:

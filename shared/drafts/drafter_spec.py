@@ -6,7 +6,7 @@ from typing import Self
 from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 
 NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
 """Kinds besides those of heads, which are `DraftConfig.kind`."""
@@ -64,13 +64,13 @@ class DrafterSpec:
         """Returns the shard of one of `count` TP ranks.
 
         Raises:
-          ValueError: A size is not divisible; see `shared.models.tp_sharding.local`.
+          ValueError: A size is not divisible; see `shared.models.tp_sharding.shard_config`.
         """
         return replace(
             self,
-            sizes=self.sizes and replace(self.sizes, model=local(self.sizes.model, count)),
-            head=self.head and replace(self.head, layer=local(self.head.layer, count)),
-            model=self.model and local(self.model, count),
+            sizes=self.sizes and replace(self.sizes, model=shard_config(self.sizes.model, count)),
+            head=self.head and replace(self.head, layer=shard_config(self.head.layer, count)),
+            model=self.model and shard_config(self.model, count),
         )
 
     @property
@@ -79,7 +79,7 @@ class DrafterSpec:
         return self.sizes is not None
 
     @property
-    def from_text(self) -> bool:
+    def uses_ngrams(self) -> bool:
         """True if the device drafts from its n-gram table."""
         return self.kind == TEXT
 

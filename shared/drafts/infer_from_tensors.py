@@ -12,7 +12,9 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.parameters import single
 
 
-def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> DraftConfig:
+def infer_from_tensors(
+    config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None
+) -> DraftConfig:
     """Returns a head's config corrected by its files: biases, QK norms, embedding, `lm_head` and
     confidence head.
 
@@ -72,7 +74,7 @@ def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:
     fed = config.layer.dense
     assert fed is not None  # layers of a head are dense
     feed = replace(fed, bias=has("mlp.down_proj.bias"))
-    layers = tuple(replace(each, feed=feed) for each in config.layer.layers)
+    layers = tuple(replace(each, mlp=feed) for each in config.layer.layers)
     return replace(config, layer=replace(config.layer, layers=layers))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.drafts.checkpoint import IGNORED, SPECULATORS_MTP
 from shared.drafts.config import head_json
-from shared.drafts.config_formats import stated
+from shared.drafts.config_formats import read_raw_config
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.config_fields import object_of
@@ -67,7 +67,7 @@ def with_mtp_of(
     Raises:
       ValueError: The layer belongs to another model, by its config.json or its tensors.
     """
-    said = stated(head_json(folder))
+    said = read_raw_config(head_json(folder))
     if said.kind != "NEXTN":
         raise ValueError(
             f"the draft model's config.json describes {said.kind}, but its tensors are those of "
@@ -115,7 +115,7 @@ def _sizes(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         yield "intermediate_size", model.dense.intermediate
     if model.experts is not None:
         yield "num_experts", model.experts.num_experts
-        yield "num_experts_per_tok", model.experts.num_chosen
+        yield "num_experts_per_tok", model.experts.top_k
         yield "moe_intermediate_size", model.experts.intermediate
 
 

@@ -106,11 +106,11 @@ class Allocator:
         self._taken_slots.remove(slot)
         self._free_slots.append(slot)
         count = int(self.num_pages[slot])
-        self.disown(self.page_table[slot, :count])
+        self.release(self.page_table[slot, :count])
         self.page_table[slot, :count] = 0
         self.num_pages[slot] = 0
 
-    def add_owner(self, pages: Int32[np.ndarray, " n"]) -> None:
+    def share(self, pages: Int32[np.ndarray, " n"]) -> None:
         """Adds an owner to each page; no page may occur twice.
 
         Raises:
@@ -120,7 +120,7 @@ class Allocator:
             raise ValueError("a page to share has no owner")
         self.num_owners[pages] += 1
 
-    def disown(self, pages: Int32[np.ndarray, " n"]) -> None:
+    def release(self, pages: Int32[np.ndarray, " n"]) -> None:
         """Removes an owner from each page; no page may occur twice. Pages return to the pool only
         here.
         """

@@ -25,7 +25,7 @@ class PrefixMatch:
       length: Positions that they hold.
       draft_from: First position from which their draft KV is complete.
       snapshot: State snapshot at their end; 0 for none.
-      branch: Position up to which pages are cached but without a snapshot; 0 for none.
+      fork_position: Position up to which pages are cached but without a snapshot; 0 for none.
     """
 
     node: Node | None = None
@@ -33,7 +33,7 @@ class PrefixMatch:
     length: int = 0
     draft_from: int = 0
     snapshot: int = NO_SNAPSHOT
-    branch: int = 0
+    fork_position: int = 0
 
 
 @dataclass
@@ -43,29 +43,29 @@ class CacheLease:
     Attributes:
       request: The request.
       node: Node of its last page in the cache; None for none.
-      pinned: Snapshot that its first step will restore; 0 for none.
-      branch: See `PrefixMatch`.
-      fed: Prefilled positions of its context, as far as results are known.
-      is_broken: True if its draft KV has a gap.
-      holes: Position ranges without draft extend since it received its slot.
+      restore_snapshot: Snapshot that its first step will restore; 0 for none.
+      fork_position: See `PrefixMatch`.
+      num_prefilled: Prefilled positions of its context, as far as results are known.
+      draft_kv_incomplete: True if its draft KV has a gap.
+      draft_kv_gaps: Position ranges without draft extend since it received its slot.
       saving: Snapshots by the position at which chunks in flight may save them.
       pending: Position and snapshot that decode steps in flight may save; they pass at most one.
-      kept: Position and snapshot of each saved state, oldest first.
+      snapshots: Position and snapshot of each saved state, oldest first.
     """
 
     request: Request
     node: Node | None
-    pinned: int
-    branch: int
-    fed: int
-    is_broken: bool
-    holes: list[tuple[int, int]] = field(default_factory=list)
+    restore_snapshot: int
+    fork_position: int
+    num_prefilled: int
+    draft_kv_incomplete: bool
+    draft_kv_gaps: list[tuple[int, int]] = field(default_factory=list)
     saving: dict[int, int] = field(default_factory=dict)
     pending: tuple[int, int] = (0, NO_SNAPSHOT)
-    kept: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
 def snapshots_of(standing: CacheLease) -> Iterator[int]:
     """Yields the snapshots that a request holds."""
-    named = [standing.pending, *standing.kept, *standing.saving.items()]
+    named = [standing.pending, *standing.snapshots, *standing.saving.items()]
     yield from (snapshot for _, snapshot in named if snapshot)

@@ -20,19 +20,19 @@ class CachePolicy:
 
     Attributes:
       is_on: True if the prefix cache is enabled.
-      key_reach: Lookahead of cache keys: tokens after a page that its draft KV depends on; 1 for
-        EAGLE-like heads, else 0.
-      leaves_holes: True if the drafter has KV, in which plain steps leave gaps.
-      reads_past: True if the drafter's KV depends on earlier KV, so that all KV after a gap is
+      key_lookahead: Lookahead of cache keys: tokens after a page that its draft KV depends on; 1
+        for EAGLE-like heads, else 0.
+      may_skip_draft_kv: True if the drafter has KV, in which plain steps leave gaps.
+      draft_reads_kv: True if the drafter's KV depends on earlier KV, so that all KV after a gap is
         incomplete.
       track_interval: Positions between two state snapshots of an output; 0 for a model without
         recurrent states.
     """
 
     is_on: bool
-    key_reach: int
-    leaves_holes: bool
-    reads_past: bool
+    key_lookahead: int
+    may_skip_draft_kv: bool
+    draft_reads_kv: bool
     track_interval: int
 
     def check(self, capacity: BackendLimits, overlap: int) -> None:
@@ -55,5 +55,5 @@ class CachePolicy:
 
 
 NO_CACHE = CachePolicy(
-    is_on=False, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0
+    is_on=False, key_lookahead=0, may_skip_draft_kv=False, draft_reads_kv=False, track_interval=0
 )

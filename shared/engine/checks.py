@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import BackendLimits
 from shared.boundary.program import ProgramFeature
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import InvalidRequestError, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
@@ -81,7 +81,7 @@ def check(
     sampling: SamplingParams,
     limits: RequestLimits,
     names: Mapping[str, str] = OWN_NAMES,
-    pictures: Sequence[Picture] = (),
+    pictures: Sequence[PromptImage] = (),
 ) -> None:
     """Checks that a request is valid and supported.
 
@@ -131,7 +131,7 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
 
 
 def _check_pictures(
-    prompt: Sequence[int], pictures: Sequence[Picture], limits: RequestLimits, name: str
+    prompt: Sequence[int], pictures: Sequence[PromptImage], limits: RequestLimits, name: str
 ) -> None:
     """Checks that the image tokens of a prompt match its images."""
     if limits.image_token is None:
@@ -157,7 +157,7 @@ def _check_pictures(
         )
 
 
-def _are_in_place(prompt: Sequence[int], pictures: Sequence[Picture], image_token: int) -> bool:
+def _are_in_place(prompt: Sequence[int], pictures: Sequence[PromptImage], image_token: int) -> bool:
     """Returns True if the image tokens of a prompt are those of its images, in order."""
     end = 0
     for each in pictures:

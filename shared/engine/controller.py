@@ -35,11 +35,11 @@ class Controller(Protocol):
     gauges: Gauges
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """True if its next rows need tokens of a step in flight."""
         ...
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns the rows of the next decode step, or of a draft step for it; None to wait.
 
         Args:
@@ -49,14 +49,14 @@ class Controller(Protocol):
         """
         ...
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Notifies that a step is submitted and the host has time while the device runs it.
 
         It is the last call before the host waits for a result.
         """
         ...
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Receives the result of a step.
 
         Args:
@@ -66,17 +66,17 @@ class Controller(Protocol):
         """
         ...
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Notifies that tokens were committed to a request's output."""
         ...
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Notifies that a request ended, so its data can be dropped; stale rows of it may
         follow.
         """
         ...
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Notifies that the output of a finished request ends after `num_tokens` tokens."""
         ...
 
@@ -133,7 +133,7 @@ class StaticController:
         self.gauges: Gauges = {}
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """Always False: rows continue from the device's state."""
         return False
 
@@ -143,34 +143,34 @@ class StaticController:
         """
         return smallest_that_holds(self._shapes, num_rows)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages."""
         shape = self.shape_for(len(ready))
         requests = reserve(ready, shape.scratch)
         return ScheduledRows.decode(requests, shape) if requests else None
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Does nothing."""
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Does nothing: the shape is fixed."""
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Does nothing: the device drafts."""
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Does nothing: no data is stored per request."""
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Does nothing: no data is stored per request."""
 
 
 class DeviceNgramController(StaticController):
     """Controller that uses the same tree from the device's n-gram table in every step."""
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages; no draft token comes from a corpus."""
-        rows = super().rows_for(ready, reserve)
+        rows = super().select_rows(ready, reserve)
         return rows and replace(rows, corpus_nodes=of_no_corpus)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program, StepKind
-from shared.engine.image_inputs import Picture, touched
+from shared.engine.image_inputs import PromptImage, overlapping
 from shared.engine.request import Request
 from shared.engine.rows import Chunk, ScheduledRows
 from shared.spec import vision_encoder
@@ -69,10 +69,10 @@ class EncoderCache:
             an encode step, because an image counts as encoded once its last step is planned.
         """
         first = request.prefilled
-        named = list(touched(request.pictures, first, end + 1))
+        named = list(overlapping(request.pictures, first, end + 1))
         while sum(each.count for each in named) >= self._pool.num_rows:
             end = (named.pop().first - 1) // CHUNK * CHUNK
-            named = list(touched(named, first, end + 1))
+            named = list(overlapping(named, first, end + 1))
         assert end > first, "the encoder cache holds the images of the shortest chunk"
         keys = [(request.tenant, each.digest) for each in named]
         for key, each in zip(keys, named, strict=True):
@@ -83,7 +83,7 @@ class EncoderCache:
         places = [self._held[key].start for key in keys]
         return Chunk(request, first, end, tuple(zip(named, places, strict=True)))
 
-    def _encode(self, key: Key, picture: Picture, beside: Collection[Key]) -> ScheduledRows:
+    def _encode(self, key: Key, picture: PromptImage, beside: Collection[Key]) -> ScheduledRows:
         """Returns the next encode step of the image; its last step assigns the rows.
 
         If another image is in progress, it is discarded: its prompt has ended, was preempted, or

@@ -125,7 +125,7 @@ class Engine:
         check(request.prompt, request.sampling, limits, pictures=request.pictures)
         if request.pictures:
             assert limits.image_token is not None  # checked above
-            request.sight = MropePositions.of(request.prompt, limits.image_token, request.pictures)
+            request.mrope = MropePositions.of(request.prompt, limits.image_token, request.pictures)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -141,8 +141,8 @@ class Engine:
         """
         if request := self._requests.get(request_id):
             self._end(request, FinishReason.STOP)
-            request.cut(num_tokens)
-        self.controller.cut(request_id, num_tokens)
+            request.truncate(num_tokens)
+        self.controller.on_truncate(request_id, num_tokens)
 
     def step(self) -> list[Event]:
         """Submits the next step, then processes the result of the oldest step beyond the overlap.
@@ -167,7 +167,7 @@ class Engine:
     def _submit_next(self) -> bool:
         """Submits the next step; returns False if there is none."""
         for request in self.scheduler.admit():
-            self.planner.bind(request)
+            self.planner.write_request_row(request)
         rows = self.scheduler.next_rows()
         if rows is not None:
             self._submit(rows)
@@ -175,26 +175,26 @@ class Engine:
 
     def _submit(self, rows: ScheduledRows) -> None:
         plan = self.planner.plan(rows)
-        self.cache.name_saves(rows, plan)
+        self.cache.assign_snapshots(rows, plan)
         began = time.monotonic()
         self._num_steps += 1
         self.flights.append(InFlightStep(self.backend.submit(plan), rows, self._num_steps, began))
         self.metrics.count_step(rows.work, self.backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
-            request.launch(most)
-        self.planner.lay_out_ahead(plan.program)
-        self.controller.submitted(rows)
+            request.step_submitted(most)
+        self.planner.prepare_next(plan.program)
+        self.controller.on_submit(rows)
 
     def _retire(self, flight: InFlightStep) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []
-        self.controller.learned(rows, result)
+        self.controller.on_result(rows, result)
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
-        saved = result.saved.tolist()
-        leaves_hole = self.cache.leaves_hole(rows)
+        saved = result.snapshot_saved.tolist()
+        leaves_hole = self.cache.skips_draft_kv(rows)
         committed: list[int] = []
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
-            request.land(most)
-            if self.is_late(request):
+            request.step_finished(most)
+            if self.is_stale(request):
                 self.metrics.count("overlap_stale_rows_total", 1)
                 continue
             if failed[row]:
@@ -207,7 +207,7 @@ class Engine:
                 events.append(self._fail(request))
                 continue
             if rows.chunks:
-                self.cache.fed(request, rows.chunks[row], bool(saved[row]))
+                self.cache.on_prefill(request, rows.chunks[row], bool(saved[row]))
             if counts[row]:
                 tokens = texts[row][: counts[row]]
                 took_state = bool(saved[row]) and not rows.chunks
@@ -221,7 +221,7 @@ class Engine:
         return events
 
     @staticmethod
-    def is_late(request: Request) -> bool:
+    def is_stale(request: Request) -> bool:
         """Returns True for a stale row: its request ended after the row was submitted."""
         return request.finish_reason is not None
 
@@ -238,12 +238,12 @@ class Engine:
         request, step = rows.requests[row], None
         if request.sampling.traces:
             step = trace_of(rows, result, row, tokens, flight.number, flight.began)
-        kept = request.commit(tokens)
+        kept = request.append_tokens(tokens)
         if kept == len(request.output):  # its first tokens
             self.metrics.count("prompt_tokens_total", len(request.prompt))
         if leaves_hole or saved:
-            self.cache.decoded(request, kept, leaves_hole, saved)
-        self.controller.saw(request, tokens[:kept])
+            self.cache.on_decode(request, kept, leaves_hole, saved)
+        self.controller.on_tokens(request, tokens[:kept])
         if request.finish_reason is not None:
             self._let_go(request, request.finish_reason)
         return Event(
@@ -267,13 +267,13 @@ class Engine:
         return _last_event(request, fault)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        request.end(reason)
+        request.finish(reason)
         self._let_go(request, reason)
 
     def _let_go(self, request: Request, reason: FinishReason) -> None:
         """Releases everything that an ended request holds; all requests leave the engine here."""
         del self._requests[request.request_id]
-        self.controller.ended(request)
+        self.controller.on_finish(request)
         self.scheduler.release(request)
         self.metrics.count_end(reason)
 

@@ -27,7 +27,7 @@ class Matcher(Protocol):
         ...
 
     @property
-    def is_over(self) -> bool:
+    def is_terminated(self) -> bool:
         """True if the output must end here."""
         ...
 
@@ -48,7 +48,7 @@ class Matcher(Protocol):
         """Advances by a token; returns False if that fails, and the matcher is unusable then."""
         ...
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Rolls back the last token."""
         ...
 
@@ -100,9 +100,9 @@ class GrammarState:
         self.fault: str | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_terminated(self) -> bool:
         """True if nothing may follow the output."""
-        return self._matcher.is_over
+        return self._matcher.is_terminated
 
     def take(self, token: int) -> bool:
         """Advances by a sampled token that is not a stop token; returns False if it does not match.
@@ -168,11 +168,11 @@ class GrammarState:
                 continue
             if not self._matcher.take(token):
                 return False
-            if not self._matcher.is_over and not self._walk(
+            if not self._matcher.is_terminated and not self._walk(
                 child, depth + 1, tokens, children, mask_of
             ):
                 return False
-            self._matcher.take_back()
+            self._matcher.rollback()
         return True
 
     def _mask(self, depth: int) -> Int32[np.ndarray, " words"] | None:

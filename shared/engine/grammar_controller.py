@@ -69,20 +69,23 @@ class GrammarController:
         self.gauges: Gauges = inner.gauges
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """True if tokens or draft trees of the previous step are not available yet."""
-        return not all(request.is_settled for request in self._decoded_last) or self.inner.waits
+        return (
+            not all(request.has_no_step_in_flight for request in self._decoded_last)
+            or self.inner.needs_last_result
+        )
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests with known tokens, once those of the previous step are
         known.
         """
         if all(request.constraint is None for request in ready):
             self._decoded_last, self._drafted = [], {}
-            return self.inner.rows_for(ready, reserve)
-        if not all(request.is_settled for request in self._decoded_last):
+            return self.inner.select_rows(ready, reserve)
+        if not all(request.has_no_step_in_flight for request in self._decoded_last):
             return None
-        known = [request for request in ready if request.is_settled]
+        known = [request for request in ready if request.has_no_step_in_flight]
         drafted = [request for request in known if request.request_id in self._drafted]
         rows = self._verified(drafted, reserve) if drafted else self._begun(known, reserve)
         self._decoded_last = rows.requests if rows else []
@@ -161,34 +164,34 @@ class GrammarController:
             masks.append(mask_of or {})
         return kept, masks
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Notifies the inner controller, which has time while the device works."""
-        self.inner.submitted(rows)
+        self.inner.on_submit(rows)
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Stores the trees of a draft step."""
         if rows.work is not StepKind.DRAFT:
-            self.inner.learned(rows, result)
+            self.inner.on_result(rows, result)
             return
         for row, request in enumerate(rows.requests):
             count = max(1, int(result.num_nodes[row]))
             tree = result.drafts[row, :count].tolist(), result.parents[row, :count].tolist()
             self._drafted[request.request_id] = tree
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Notifies the inner controller of tokens committed to a request's output."""
-        self.inner.saw(request, tokens)
+        self.inner.on_tokens(request, tokens)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Discards the stored tree of the request."""
         self._drafted.pop(request.request_id, None)
-        self.inner.ended(request)
+        self.inner.on_finish(request)
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Notifies the inner controller that the output of a finished request ends after
         `num_tokens` tokens.
         """
-        self.inner.cut(request_id, num_tokens)
+        self.inner.on_truncate(request_id, num_tokens)
 
 
 def _widest(capacity: BackendLimits, *, host_draft: bool) -> dict[int, TreeShape]:

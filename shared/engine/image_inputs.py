@@ -10,13 +10,13 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from shared.spec.mrope import turns
+from shared.spec.mrope import mrope_positions
 
 DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Picture:
+class PromptImage:
     """One image of a prompt.
 
     Its pixels are kept while its request is alive, because a preempted prompt may have to be
@@ -69,9 +69,11 @@ class MropePositions:
     delta: int
 
     @classmethod
-    def of(cls, prompt: Sequence[int], image_token: int, pictures: Sequence[Picture]) -> Self:
+    def of(cls, prompt: Sequence[int], image_token: int, pictures: Sequence[PromptImage]) -> Self:
         """Computes the positions of an expanded prompt with the image tokens of its images."""
-        found, delta = turns(np.array(prompt), image_token, [each.grid for each in pictures])
+        found, delta = mrope_positions(
+            np.array(prompt), image_token, [each.grid for each in pictures]
+        )
         return cls(found.astype(np.int32), delta)
 
     def between(self, first: int, end: int) -> Int32[np.ndarray, "n 3"]:
@@ -80,35 +82,35 @@ class MropePositions:
         return np.concatenate([self.turns[first:end], behind[:, None].repeat(3, axis=1)])
 
 
-def touched(pictures: Sequence[Picture], first: int, end: int) -> Iterator[Picture]:
+def overlapping(pictures: Sequence[PromptImage], first: int, end: int) -> Iterator[PromptImage]:
     """Yields the images with a token at positions `first` to `end`."""
     return (each for each in pictures if each.first < end and first < each.end)
 
 
-def without(
-    pictures: Sequence[Picture], tokens: Int32[np.ndarray, " n"], first: int
+def text_tokens(
+    pictures: Sequence[PromptImage], tokens: Int32[np.ndarray, " n"], first: int
 ) -> Int32[np.ndarray, " some"]:
     """Removes image tokens from tokens that start at position `first`."""
     if not pictures:
         return tokens
     is_text = np.ones(len(tokens), bool)
-    for each in touched(pictures, first, first + len(tokens)):
+    for each in overlapping(pictures, first, first + len(tokens)):
         is_text[max(0, each.first - first) : each.end - first] = False
     return tokens[is_text]
 
 
-def key_of(pictures: Sequence[Picture], first: int, end: int) -> bytes:
+def cache_key(pictures: Sequence[PromptImage], first: int, end: int) -> bytes:
     """Returns the cache key of the images that overlap a range of positions; empty for text.
 
     It contains each image's digest and the offset of the range in the image.
     """
     return b"".join(
         each.digest + (first - each.first).to_bytes(4, "little", signed=True)
-        for each in touched(pictures, first, end)
+        for each in overlapping(pictures, first, end)
     )
 
 
-def parting(some: Sequence[Picture], others: Sequence[Picture]) -> int | None:
+def first_difference(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> int | None:
     """Returns the first position at which two prompts with the same tokens have different
     images.
     """

@@ -59,7 +59,7 @@ class Planner:
                 kind = program.work, each, program.blocks
                 self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
-    def bind(self, request: Request) -> None:
+    def write_request_row(self, request: Request) -> None:
         """Stores the parameters of a request that has just received its slot."""
         at, slot, sampling = self._sampling, request.slot, request.sampling
         self._binding += 1
@@ -99,11 +99,13 @@ class Planner:
           ValueError: A row is not in a state in which the step may include it.
         """
         slots = [request.slot for request in rows.requests]
-        plan = self._plan_of_rows(self.pick(rows), slots, has_masks=rows.masks is not None)
+        plan = self._plan_of_rows(
+            self.select_program(rows), slots, has_masks=rows.masks is not None
+        )
         rows.fill(plan)
         return plan
 
-    def lay_out_ahead(self, program: Program) -> None:
+    def prepare_next(self, program: Program) -> None:
         """Prepares a program's next plan while the device runs."""
         held = self._held.get(program)
         if held is not None and held.spare is None:
@@ -128,7 +130,7 @@ class Planner:
             self._held[program] = PreparedPlan(named, self._binding, plan.buffer.copy())
         return plan
 
-    def pick(self, rows: ScheduledRows) -> Program:
+    def select_program(self, rows: ScheduledRows) -> Program:
         """Returns the smallest program for the rows, without prompt logprobs unless requested.
 
         Its batch may be larger than the shape requires: only the largest may have logprobs.

@@ -24,7 +24,7 @@ from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.cache_entry import CacheLease, PrefixMatch, snapshots_of
 from shared.engine.cache_policy import CachePolicy, track_unit
-from shared.engine.image_inputs import parting
+from shared.engine.image_inputs import first_difference
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, ScheduledRows
@@ -61,7 +61,7 @@ class PrefixCache:
         self._page_size, self._unit = capacity.page_size, track_unit(capacity.page_size)
         self._counts = any(program.work is StepKind.COUNT for program in capacity.programs)
         self._interval = policy.track_interval if policy.is_on else 0
-        self.tree = RadixCache(allocator, policy.key_reach)
+        self.tree = RadixCache(allocator, policy.key_lookahead)
         self._standing: dict[int, CacheLease] = {}
         self._asked, self._answer = None, PrefixMatch()  # the last lookup
         self.num_queried = self.num_hit = 0
@@ -112,12 +112,12 @@ class PrefixCache:
         return self._answer
 
     def _key(self, request: Request) -> tuple[Request, int, int, int]:
-        return request, request.length, request.most_found, self.tree.num_changes
+        return request, request.length, request.max_cached_tokens, self.tree.num_changes
 
     def _look_up(self, request: Request) -> PrefixMatch:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return PrefixMatch()
-        most = request.most_found // self._page_size
+        most = request.max_cached_tokens // self._page_size
         path = self.tree.path(request.tenant, request.tokens(), request.pictures)[:most]
         if not self._interval:
             return self._prefix(path, 0)
@@ -129,7 +129,7 @@ class PrefixCache:
         length = len(path) * self._page_size
         branch = branch if branch > length else 0
         if not path:
-            return PrefixMatch(branch=branch)
+            return PrefixMatch(fork_position=branch)
         broken = (node.num_pages for node in reversed(path) if not node.is_whole)
         return PrefixMatch(
             node=path[-1],
@@ -137,7 +137,7 @@ class PrefixCache:
             length=length,
             draft_from=next(broken, 0) * self._page_size,
             snapshot=path[-1].snapshot if self._interval else NO_SNAPSHOT,
-            branch=branch,
+            fork_position=branch,
         )
 
     def num_available_beside(self, prefix: PrefixMatch) -> int:
@@ -146,7 +146,7 @@ class PrefixCache:
             return self.num_available
         return self.num_available - sum(not node.num_locks for node in prefix.node.upwards())
 
-    def hold(self, request: Request, prefix: PrefixMatch) -> None:
+    def acquire(self, request: Request, prefix: PrefixMatch) -> None:
         """Locks a prefix for a request that starts with it."""
         if not self._policy.is_on:
             return
@@ -160,13 +160,13 @@ class PrefixCache:
         self._standing[request.request_id] = CacheLease(
             request=request,
             node=prefix.node,
-            pinned=prefix.snapshot,
-            branch=prefix.branch,
-            fed=prefix.length,
-            is_broken=prefix.draft_from > 0,
+            restore_snapshot=prefix.snapshot,
+            fork_position=prefix.fork_position,
+            num_prefilled=prefix.length,
+            draft_kv_incomplete=prefix.draft_from > 0,
         )
 
-    def is_under_way(self, request: Request, prefix: PrefixMatch) -> bool:
+    def will_be_cached_soon(self, request: Request, prefix: PrefixMatch) -> bool:
         """Returns True if a running request is about to prefill more of the same prefix than is
         cached.
 
@@ -177,12 +177,12 @@ class PrefixCache:
         for other in self._standing.values():
             if other.request.tenant == request.tenant and not self._is_fed(other):
                 common = self._common(request, other)
-                if common < max(prefix.length, other.fed) + WORTH_WAITING:
+                if common < max(prefix.length, other.num_prefilled) + WORTH_WAITING:
                     continue
                 if not self._interval or common in other.saving:
                     return True
                 if common > other.request.prefilled:
-                    other.branch = common
+                    other.fork_position = common
                     return True
         return False
 
@@ -191,22 +191,22 @@ class PrefixCache:
         prefilled.
         """
         tokens, context = request.tokens(), other.request.context
-        most = min(request.most_found, len(context) - self._policy.key_reach)
+        most = min(request.max_cached_tokens, len(context) - self._policy.key_lookahead)
         differs = np.flatnonzero(tokens[:most] != context[:most])
-        parted = int(differs[0]) if len(differs) else most + self._policy.key_reach
-        seen = parting(request.pictures, other.request.pictures)
+        parted = int(differs[0]) if len(differs) else most + self._policy.key_lookahead
+        seen = first_difference(request.pictures, other.request.pictures)
         parted = parted if seen is None else min(parted, seen)
-        equal = min(most, parted - self._policy.key_reach)
+        equal = min(most, parted - self._policy.key_lookahead)
         unit = self._unit if self._interval else self._page_size
         return max(0, equal) // unit * unit
 
     @staticmethod
     def _is_fed(standing: CacheLease) -> bool:
-        return standing.fed == standing.request.prefill_length
+        return standing.num_prefilled == standing.request.prefill_length
 
     # Steps
 
-    def name_saves(self, rows: ScheduledRows, plan: StepPlan) -> None:
+    def assign_snapshots(self, rows: ScheduledRows, plan: StepPlan) -> None:
         """Writes the snapshots to save into a plan, and unpins those that it restores."""
         if not self._interval:
             return
@@ -223,13 +223,13 @@ class PrefixCache:
             plan.snapshots.save_at[:count], plan.snapshots.save[:count] = zip(*saves, strict=True)
 
     def _unpin(self, standing: CacheLease) -> None:
-        if standing.pinned:
-            self.tree.snapshots.unpin(standing.pinned)
-            standing.pinned = NO_SNAPSHOT
+        if standing.restore_snapshot:
+            self.tree.snapshots.unpin(standing.restore_snapshot)
+            standing.restore_snapshot = NO_SNAPSHOT
 
     def _save_of_chunk(self, standing: CacheLease, chunk: Chunk) -> tuple[int, int]:
-        at = _last_tracked(chunk, standing.branch, self._unit)
-        snapshot = self.tree.snapshots.take() if at else NO_SNAPSHOT
+        at = _last_tracked(chunk, standing.fork_position, self._unit)
+        snapshot = self.tree.snapshots.allocate() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot
         return at, snapshot
@@ -241,15 +241,15 @@ class PrefixCache:
         if at <= known or not snapshot:
             # No step that could save the state has passed a position below the known length.
             at = known // self._interval * self._interval + self._interval
-            standing.pending = at, snapshot or self.tree.snapshots.take()
+            standing.pending = at, snapshot or self.tree.snapshots.allocate()
         return standing.pending
 
-    def fed(self, request: Request, chunk: Chunk, saved: bool) -> None:
+    def on_prefill(self, request: Request, chunk: Chunk, saved: bool) -> None:
         """Records that a chunk of a prompt was prefilled without failure."""
         standing = self._standing.get(request.request_id)
         if standing is None:
             return
-        standing.fed = chunk.end
+        standing.num_prefilled = chunk.end
         before = standing.node
         self._insert(request, standing, request.context, chunk.end, is_running=True)
         if standing.node is not None:
@@ -259,7 +259,7 @@ class PrefixCache:
             if saved:
                 self._keep_state(request, standing, at, snapshot)
             else:
-                self.tree.snapshots.give(snapshot)
+                self.tree.snapshots.free(snapshot)
 
     def _keep_state(self, request: Request, standing: CacheLease, at: int, snapshot: int) -> None:
         """Attaches a prompt's snapshot to its node in the tree, or keeps it until the node
@@ -267,27 +267,27 @@ class PrefixCache:
         """
         path = self.tree.path(request.tenant, request.context[: at + 1], request.pictures)
         if len(path) * self._page_size == at:
-            self.tree.snapshots.hang(snapshot, path[-1])
+            self.tree.snapshots.attach(snapshot, path[-1])
         else:
             self._hold_state(standing, at, snapshot)
 
     def _hold_state(self, standing: CacheLease, at: int, snapshot: int) -> None:
-        standing.kept.append((at, snapshot))
-        if len(standing.kept) > KEPT_STATES:
-            self.tree.snapshots.give(standing.kept.pop(0)[1])
+        standing.snapshots.append((at, snapshot))
+        if len(standing.snapshots) > KEPT_STATES:
+            self.tree.snapshots.free(standing.snapshots.pop(0)[1])
 
-    def leaves_hole(self, rows: ScheduledRows) -> bool:
+    def skips_draft_kv(self, rows: ScheduledRows) -> bool:
         """Returns True if a step adds tokens without draft extend."""
-        return self._policy.leaves_holes and rows.shape is not None and rows.shape.is_plain
+        return self._policy.may_skip_draft_kv and rows.shape is not None and rows.shape.is_plain
 
-    def decoded(self, request: Request, num_tokens: int, leaves_hole: bool, saved: bool) -> None:
+    def on_decode(self, request: Request, num_tokens: int, leaves_hole: bool, saved: bool) -> None:
         """Records a decode step with a gap in the draft KV or a snapshot, after its tokens were
         committed.
 
         Args:
           request: The request.
           num_tokens: Number of tokens, up to the end of the output.
-          leaves_hole: See `leaves_hole`.
+          leaves_hole: See `skips_draft_kv`.
           saved: True if a snapshot was saved.
         """
         standing = self._standing.get(request.request_id)
@@ -301,27 +301,27 @@ class PrefixCache:
             standing.pending = (0, NO_SNAPSHOT)
 
     def _note_hole(self, standing: CacheLease, start: int, end: int) -> None:
-        standing.is_broken = True
-        if standing.holes and standing.holes[-1][1] >= start:
-            standing.holes[-1] = standing.holes[-1][0], end
+        standing.draft_kv_incomplete = True
+        if standing.draft_kv_gaps and standing.draft_kv_gaps[-1][1] >= start:
+            standing.draft_kv_gaps[-1] = standing.draft_kv_gaps[-1][0], end
         else:
-            standing.holes.append((start, end))
+            standing.draft_kv_gaps.append((start, end))
 
     # A request gives its slot back
 
-    def let_go(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Inserts the full pages and snapshots of a request that is about to lose its slot."""
         standing = self._standing.pop(request.request_id, None)
         if standing is None:
             return
         locked = standing.node
         if request.finish_reason is not FinishReason.ERROR:
-            filled = self._filled(request, standing, prefilled=standing.fed)
+            filled = self._filled(request, standing, prefilled=standing.num_prefilled)
             self._insert(request, standing, request.tokens(), filled, is_running=False)
-            while standing.kept:
-                self._hang(standing.node, *standing.kept.pop())
+            while standing.snapshots:
+                self._hang(standing.node, *standing.snapshots.pop())
         for snapshot in snapshots_of(standing):
-            self.tree.snapshots.give(snapshot)
+            self.tree.snapshots.free(snapshot)
         self._unpin(standing)
         if locked is not None:
             self.tree.unlock(locked)
@@ -353,13 +353,13 @@ class PrefixCache:
 
     def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:
         """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""
-        if not standing.is_broken:
+        if not standing.draft_kv_incomplete:
             return [True] * count
-        if self._policy.reads_past:
-            first = standing.holes[0][0] if standing.holes else 0
+        if self._policy.draft_reads_kv:
+            first = standing.draft_kv_gaps[0][0] if standing.draft_kv_gaps else 0
             return [(page + 1) * self._page_size <= first for page in range(count)]
         is_whole = [True] * count
-        for start, end in standing.holes:
+        for start, end in standing.draft_kv_gaps:
             last = min(count, -(-end // self._page_size))
             for page in range(start // self._page_size, last):
                 is_whole[page] = False
@@ -369,9 +369,9 @@ class PrefixCache:
         """Attaches a snapshot to the node that ends at its position, `node` or an ancestor."""
         up = 0 if node is None else node.num_pages - at // self._page_size
         if node is None or up < 0:
-            self.tree.snapshots.give(snapshot)
+            self.tree.snapshots.free(snapshot)
             return
-        self.tree.snapshots.hang(snapshot, next(islice(node.upwards(), up, None)))
+        self.tree.snapshots.attach(snapshot, next(islice(node.upwards(), up, None)))
 
     def check(self, running: Sequence[Request]) -> None:
         """Asserts that all pages and snapshots have the right owners.

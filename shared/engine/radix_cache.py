@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.allocator import Allocator
-from shared.engine.image_inputs import Picture, key_of
+from shared.engine.image_inputs import PromptImage, cache_key
 
 NO_SNAPSHOT = 0
 MOST_STALE = 4
@@ -107,7 +107,7 @@ class RadixCache:
     # Reading
 
     def path(
-        self, salt: str, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture] = ()
+        self, salt: str, tokens: Int32[np.ndarray, " T"], pictures: Sequence[PromptImage] = ()
     ) -> list[Node]:
         """Returns the nodes of the longest cached prefix of a sequence, first to last.
 
@@ -127,7 +127,7 @@ class RadixCache:
         return nodes
 
     def _keys(
-        self, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture], first: int
+        self, tokens: Int32[np.ndarray, " T"], pictures: Sequence[PromptImage], first: int
     ) -> Iterator[bytes]:
         """Yields the keys of a sequence's full pages from page `first` on."""
         raw, size = tokens.astype(np.int32, copy=False).tobytes(), 4 * self._page_size
@@ -135,7 +135,7 @@ class RadixCache:
         for start in range(first * size, len(raw) - size - reach + 1, size):
             key = raw[start : start + size + reach]
             if pictures:
-                key += key_of(pictures, start // 4, (start + size + reach) // 4)
+                key += cache_key(pictures, start // 4, (start + size + reach) // 4)
             yield key
 
     # Running requests
@@ -166,7 +166,7 @@ class RadixCache:
         tokens: Int32[np.ndarray, " T"],
         pages: Int32[np.ndarray, " n"],
         is_whole: Sequence[bool],
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[PromptImage] = (),
         *,
         is_running: bool,
     ) -> Node | None:
@@ -204,7 +204,7 @@ class RadixCache:
             node = child
         self._num_nodes += len(added)
         self._num_changes += len(added)
-        self._allocator.add_owner(np.array(added, np.int32))
+        self._allocator.share(np.array(added, np.int32))
         if node.parent is None:
             self._drop_if_empty(node)
             return None
@@ -230,13 +230,13 @@ class RadixCache:
                 pages.append(node.page)
                 self._remove(node)
         if pages:
-            self._allocator.disown(np.array(pages, np.int32))
+            self._allocator.release(np.array(pages, np.int32))
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None  # a root has no page
         if node.snapshot:
-            self.snapshots.give(node.snapshot)
+            self.snapshots.free(node.snapshot)
         del parent.children[node.key]
         node.page = 0
         self._num_nodes -= 1
@@ -305,7 +305,7 @@ class SnapshotPool:
         """Snapshots in the tree."""
         return len(self._cached)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocates a snapshot for a request; evicts the LRU snapshot if needed. Returns 0 if there
         is none.
         """
@@ -319,17 +319,17 @@ class SnapshotPool:
                 return snapshot
         return NO_SNAPSHOT
 
-    def give(self, snapshot: int) -> None:
+    def free(self, snapshot: int) -> None:
         """Releases a snapshot of the tree or of a request."""
         self._cached.pop(snapshot, None)
         self._free.append(snapshot)
 
-    def hang(self, snapshot: int, node: Node) -> None:
+    def attach(self, snapshot: int, node: Node) -> None:
         """Attaches a request's snapshot to a node; if the node has one already, releases the new
         one.
         """
         if node.snapshot:
-            self.give(snapshot)
+            self.free(snapshot)
         else:
             node.snapshot = snapshot
             self._cached[snapshot] = node

@@ -100,10 +100,10 @@ class ReferenceRunner:
             sampling=sampling,
             tenant=request.tenant,
             pictures=request.pictures,
-            sight=request.sight,
+            mrope=request.mrope,
         )
-        replay.place(self._allocator.take_slot())
-        self._planner.bind(replay)
+        replay.assign_slot(self._allocator.take_slot())
+        self._planner.write_request_row(replay)
         self._request = replay
 
     def stop(self) -> None:
@@ -124,7 +124,7 @@ class ReferenceRunner:
         token = int(result.tokens[0, 0])
         if token != served[position]:
             return _divergence(request, position, served, token, _margin(result))
-        request.commit([token])
+        request.append_tokens([token])
         if self.ended and len(request.output) < len(served):
             return _divergence(request, position + 1, served, None, None)
         return None

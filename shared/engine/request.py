@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.grammar import GrammarState
-from shared.engine.image_inputs import MropePositions, Picture
+from shared.engine.image_inputs import MropePositions, PromptImage
 from shared.spec.logprobs import PromptLogprobs
 from shared.text.grammar_errors import OF_THE_REQUEST
 
@@ -151,7 +151,7 @@ class Request:
       priority: Lower values receive a slot first and are preempted last.
       constraint: Grammar state; None without a grammar.
       pictures: Images of the prompt, in order; each has an image token per row of its embeddings.
-      sight: M-RoPE positions of its prompt; None without images.
+      mrope: M-RoPE positions of its prompt; None without images.
       arrival: Number in the order of arrival.
       began: Time of creation, by the monotonic clock.
       output: Tokens committed so far.
@@ -167,7 +167,7 @@ class Request:
       num_scored: Prompt tokens, from the second on, whose logprobs it has received.
       prefilled: Tokens of the context that are on the device or submitted.
       in_flight: Submitted steps with a row of it whose results are not processed.
-      most_growth, least_growth: Maximum and minimum tokens that these steps add.
+      max_in_flight_tokens, min_in_flight_tokens: Maximum and minimum tokens that these steps add.
       finish_reason: Set when it ended; its rows in flight are stale then.
     """
 
@@ -177,8 +177,8 @@ class Request:
     tenant: str = ""
     priority: int = 0
     constraint: GrammarState | None = None
-    pictures: tuple[Picture, ...] = ()
-    sight: MropePositions | None = None
+    pictures: tuple[PromptImage, ...] = ()
+    mrope: MropePositions | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -193,8 +193,8 @@ class Request:
     num_scored: int = 0
     prefilled: int = 0
     in_flight: int = 0
-    most_growth: int = 0
-    least_growth: int = 0
+    max_in_flight_tokens: int = 0
+    min_in_flight_tokens: int = 0
     finish_reason: FinishReason | None = None
     _scores: list[PromptLogprobs] = field(default_factory=list)
 
@@ -209,9 +209,9 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
-    def ceiling(self) -> int:
+    def max_reserved_length(self) -> int:
         """Maximum length once all steps in flight have ended."""
-        return self.length + self.most_growth
+        return self.length + self.max_in_flight_tokens
 
     @property
     def ends_in_newest(self) -> bool:
@@ -228,7 +228,7 @@ class Request:
         return self.sampling.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
 
     @property
-    def most_found(self) -> int:
+    def max_cached_tokens(self) -> int:
         """Maximum tokens of a cached prefix.
 
         At least one token is prefilled, because the next one is sampled from its row. A prompt
@@ -246,10 +246,10 @@ class Request:
     @property
     def wants_step(self) -> bool:
         """True if it may need more tokens than the steps in flight are certain to add."""
-        return len(self.output) + self.least_growth < self.sampling.max_tokens
+        return len(self.output) + self.min_in_flight_tokens < self.sampling.max_tokens
 
     @property
-    def is_settled(self) -> bool:
+    def has_no_step_in_flight(self) -> bool:
         """True if no step is in flight, so that its tokens are known."""
         return not self.in_flight
 
@@ -272,7 +272,7 @@ class Request:
             return self.context
         return np.concatenate([self.context, np.array(later, np.int32)])
 
-    def place(
+    def assign_slot(
         self, slot: int, first_position: int = 0, draft_from: int = 0, restores: int = 0
     ) -> None:
         """Assigns a slot, in which the prefill starts.
@@ -298,7 +298,7 @@ class Request:
             self.cached_tokens = first_position
 
     def prefill(self, end: int) -> None:
-        """Records that the context up to position `end` is submitted."""
+        """Records that the context up to position `finish` is submitted."""
         self.prefilled = end
 
     def score(self, first: int, scores: PromptLogprobs) -> bool:
@@ -324,53 +324,53 @@ class Request:
         parts, self._scores = self._scores, []
         return PromptLogprobs(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
 
-    def displace(self) -> None:
+    def preempt(self) -> None:
         """Removes its slot (preemption); the output stays."""
         self.slot = 0
 
-    def launch(self, most_tokens: int) -> None:
+    def step_submitted(self, most_tokens: int) -> None:
         """Records a submitted step that adds 1..`most_tokens` tokens, or none if that is 0."""
         self.in_flight += 1
-        self.most_growth += most_tokens
-        self.least_growth += min(most_tokens, 1)
+        self.max_in_flight_tokens += most_tokens
+        self.min_in_flight_tokens += min(most_tokens, 1)
 
-    def land(self, most_tokens: int) -> None:
-        """Reverts `launch` for the oldest step in flight."""
+    def step_finished(self, most_tokens: int) -> None:
+        """Reverts `step_submitted` for the oldest step in flight."""
         self.in_flight -= 1
-        self.most_growth -= most_tokens
-        self.least_growth -= min(most_tokens, 1)
+        self.max_in_flight_tokens -= most_tokens
+        self.min_in_flight_tokens -= min(most_tokens, 1)
 
-    def commit(self, tokens: list[int]) -> int:
+    def append_tokens(self, tokens: list[int]) -> int:
         """Appends tokens up to the end of the output, and sets the finish reason there.
 
         Returns:
           The number of tokens that belong to the output.
         """
         if not self.sampling.max_tokens:
-            self.end(FinishReason.LENGTH)
+            self.finish(FinishReason.LENGTH)
             return 0
         for count, token in enumerate(tokens, start=1):
             is_stop = token in self.sampling.stop_token_ids
             if not (is_stop or self.constraint is None or self.constraint.take(token)):
                 is_refused = self.constraint.fault in OF_THE_REQUEST
-                self.end(FinishReason.REFUSED if is_refused else FinishReason.ERROR)
+                self.finish(FinishReason.REFUSED if is_refused else FinishReason.ERROR)
                 return count - 1
             self.output.append(token)
-            if is_stop or (self.constraint is not None and self.constraint.is_over):
-                self.end(FinishReason.STOP)
+            if is_stop or (self.constraint is not None and self.constraint.is_terminated):
+                self.finish(FinishReason.STOP)
             elif len(self.output) == self.sampling.max_tokens:
-                self.end(FinishReason.LENGTH)
+                self.finish(FinishReason.LENGTH)
             if self.finish_reason is not None:
                 return count
         return len(tokens)
 
-    def cut(self, num_tokens: int) -> list[int]:
+    def truncate(self, num_tokens: int) -> list[int]:
         """Truncates its output to `num_tokens` tokens, and returns the rest."""
         late = self.output[num_tokens:]
         del self.output[num_tokens:]
         return late
 
-    def end(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason) -> None:
         """Sets the finish reason, exactly once."""
         assert self.finish_reason is None, f"request {self.request_id} ended as {reason} too"
         self.finish_reason = reason

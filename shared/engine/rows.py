@@ -13,7 +13,7 @@ from shared.boundary.backend import CountPromptTokens, Decode, HostDraft, Prefil
 from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.program import StepKind
 from shared.engine.grammar import BitmaskRows
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
@@ -39,7 +39,7 @@ class Chunk:
     request: Request
     first: int
     end: int
-    pictures: tuple[tuple[Picture, int], ...] = ()
+    pictures: tuple[tuple[PromptImage, int], ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -82,8 +82,8 @@ class ScheduledRows:
       copies: N-gram drafts of each row to merge into the device's trees; None otherwise.
       calibration: Acceptance probability of each row's path by depth, see
         `shared.spec.sampling.Sampling`; None if unknown.
-      corpus_nodes: For n-gram trees in `drafts` or `copies`: returns the nodes of a row that come
-        from an external corpus. None for all other trees.
+      corpus_nodes: For n-gram trees in `drafts` or `ngram_drafts`: returns the nodes of a row that
+        come from an external corpus. None for all other trees.
       masks: Grammar masks of the nodes; None if no row has a grammar.
     """
 
@@ -224,19 +224,19 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
 
 def _lay_pictures(pictures: ImageInputs, row: int, start: int, chunk: Chunk) -> None:
     """Writes the M-RoPE positions of a chunk, and the encoder-cache rows of its image tokens."""
-    first, end, sight = chunk.first, chunk.end, chunk.request.sight
-    turns = pictures.turns[start : start + end - first]
+    first, end, sight = chunk.first, chunk.end, chunk.request.mrope
+    turns = pictures.mrope_positions[start : start + end - first]
     if sight is None:
         turns[:] = np.arange(first, end)[:, None]
         return
     turns[:] = sight.between(first, end)
-    pictures.deltas[row] = sight.delta
+    pictures.mrope_position_deltas[row] = sight.delta
     for picture, place in chunk.pictures:
         from_, to = max(first, picture.first), min(end, picture.end)
         at = place - picture.first
         pictures.sources[start + from_ - first : start + to - first] = np.arange(from_, to) + at
         if picture.first <= end < picture.end:
-            pictures.next_sources[row] = end + at
+            pictures.next_embed_sources[row] = end + at
 
 
 def _lay_picture(work: EncodeImage, pixels: Pixels | None, place: int) -> None:
@@ -272,7 +272,10 @@ def _copy_known(plan: StepPlan, rows: ScheduledRows) -> None:
         plan.mask.index[: len(rows.masks.index)] = rows.masks.index
     if not isinstance(plan.work, Decode):
         return
-    brought = ((rows.drafts, plan.work.drafts, _TREE), (rows.copies, plan.work.copies, _COPIES))
+    brought = (
+        (rows.drafts, plan.work.drafts, _TREE),
+        (rows.copies, plan.work.ngram_drafts, _COPIES),
+    )
     for given, laid, names in brought:
         if given is None or laid is None:
             continue

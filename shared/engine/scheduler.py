@@ -86,7 +86,7 @@ class Scheduler:
             prefix = self._cache.find(request)
             if not self._has_room_for(request, prefix):
                 break
-            if self._cache.is_under_way(request, prefix):
+            if self._cache.will_be_cached_soon(request, prefix):
                 break
             self.waiting.pop()
             self._place(request, prefix)
@@ -95,13 +95,13 @@ class Scheduler:
 
     def _place(self, request: Request, prefix: PrefixMatch) -> None:
         slot = self.allocator.take_slot(prefix.pages)
-        self._cache.hold(request, prefix)
-        request.place(slot, prefix.length, prefix.draft_from, prefix.snapshot)
+        self._cache.acquire(request, prefix)
+        request.assign_slot(slot, prefix.length, prefix.draft_from, prefix.snapshot)
         bisect.insort(self.running, request, key=_turn)
 
     def next_rows(self) -> ScheduledRows | None:
         """Returns the rows of the next step; prefill and decode alternate if both are waiting."""
-        if self._prefilled_last and self._controller.waits:
+        if self._prefilled_last and self._controller.needs_last_result:
             return None  # another prefill would delay decoding by more than one chunk
         turns = [self._prompt_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
@@ -181,7 +181,7 @@ class Scheduler:
 
     def _decode_rows(self) -> ScheduledRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
-        return self._controller.rows_for(ready, self._reserve) if ready else None
+        return self._controller.select_rows(ready, self._reserve) if ready else None
 
     def _reserve(self, requests: Sequence[Request], scratch: int) -> list[Request]:
         """Returns the requests that have pages for a step that writes `scratch` positions."""
@@ -195,7 +195,7 @@ class Scheduler:
             if request.slot
             and request is not self._leaving
             and (
-                (needed := request.ceiling + scratch) <= pages * page
+                (needed := request.max_reserved_length + scratch) <= pages * page
                 or self._make_room(request, needed)
             )
         ]
@@ -210,7 +210,7 @@ class Scheduler:
             youngest = self.running[-1]
             if youngest is request:
                 return False
-            if not youngest.is_settled:
+            if not youngest.has_no_step_in_flight:
                 self._leaving = youngest
                 return False
             self.preempt(youngest)
@@ -224,9 +224,9 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
-        self._cache.let_go(request)
+        self._cache.release(request)
         self.allocator.free(request.slot)
-        request.displace()
+        request.preempt()
         self._leaving = None
 
 

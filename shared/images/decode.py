@@ -39,18 +39,20 @@ def opened(data: bytes, config: ImageProcessorConfig) -> OpenedPicture:
 
     Raises:
       PictureRefused: The image is invalid or unsupported; see above, and
-        `ImageProcessorConfig.fitted`.
+        `ImageProcessorConfig.smart_resize`.
     """
     header = read_header(data)
     _check(header)
-    config.fitted(header.height, header.width)  # rejects extreme aspect ratios before decoding
+    config.smart_resize(
+        header.height, header.width
+    )  # rejects extreme aspect ratios before decoding
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about broken EXIF, which is ignored
             image = _decoded(data, header.kind)
     except (OSError, SyntaxError, ValueError) as error:
         raise InvalidImageError(f"the image is an invalid {header.kind}: {error}") from error
-    height, width = config.fitted(image.height, image.width)
+    height, width = config.smart_resize(image.height, image.width)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC)
     return OpenedPicture(height, width, fitted.tobytes())
 

@@ -25,6 +25,6 @@ def active_numbers(wanted: Sequence[Parameter], config: ModelConfig, is_tied: bo
             continue
         size = prod(p.shape)
         if experts is not None and p.name.endswith(EXPERTS):
-            size = size * (experts.num_chosen + experts.shares_stacks) // experts.num_stacked
+            size = size * (experts.top_k + experts.shares_stacks) // experts.num_stacked
         found += size
     return found

@@ -41,6 +41,6 @@ class CacheArraySpec:
         return prod(self.shape) * (4 if self.float32 else item)
 
 
-def kept_bytes(planes: tuple[CacheArraySpec, ...], item: int) -> int:
+def cache_bytes(planes: tuple[CacheArraySpec, ...], item: int) -> int:
     """Returns the bytes of an entry of all arrays in one layer."""
     return sum(plane.piece_bytes(item) for plane in planes)

@@ -16,8 +16,8 @@ from shared.models.file_kind import INDEX_FILE as INDEX_FILE
 from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
 from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
-from shared.models.parameter import within
-from shared.models.parameters import Parameter, Source, parameters
+from shared.models.parameter import slice_runs
+from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import (
     DTYPES,
@@ -102,7 +102,7 @@ class Checkpoint:
         """Returns the dtypes of the tensors that a parameter is read from; float32 for FP8."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
-    def in_words(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
         """Returns the parameters that can be stored as packed FP8 (W8A16); see
         `shared.models.fp8_packing`.
 
@@ -111,13 +111,13 @@ class Checkpoint:
         """
         found = {}
         for parameter in wanted:
-            if fp8_packing.stays_fp8(parameter.name):
+            if fp8_packing.is_kept_fp8(parameter.name):
                 kinds = {self._kept_granularity(source) for source in self._sources(parameter)}
                 if len(kinds) == 1 and (kind := kinds.pop()) is not None:
                     found[parameter.name] = kind
         return found
 
-    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """Returns the names of the parameters that are entirely FP8 with block scales (usable as
         W8A8).
         """
@@ -148,7 +148,7 @@ class Checkpoint:
                 f"tensor {LM_HEAD} differs from {EMBEDDING}, but config.json ties them; set "
                 "tie_word_embeddings to false"
             )
-        spare = [f"layers.{config.num_layers + i}." for i in range(config.spare_layers)]
+        spare = [f"layers.{config.num_layers + i}." for i in range(config.num_nextn_predict_layers)]
         unused = tuple(spare if with_mtp else ["mtp.", *spare])
         for name in sorted(self._owners.keys() - self.known(wanted)):
             left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
@@ -235,7 +235,7 @@ class Checkpoint:
         *,
         by_output: bool = False,
     ) -> Iterator[fp8_packing.FP8Shard]:
-        """Reads a parameter of `in_words` or `in_codes` tensor by tensor without dequantising it;
+        """Reads a parameter of `as_w8a16` or `as_w8a8` tensor by tensor without dequantising it;
         see `pieces`.
 
         Args:
@@ -246,7 +246,7 @@ class Checkpoint:
         """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
-            scales = fp8.spread(self._scales(source), source.shape, granularity)
+            scales = fp8.expand_scales(self._scales(source), source.shape, granularity)
             scales = scales.astype(np.float32)
             if by_output:
                 place, scales = at, source.taken(fp8.scales_of_outputs(scales, source.shape[-2]))
@@ -260,10 +260,10 @@ class Checkpoint:
             yield fp8_packing.FP8Shard(at, codes, place_of_scales=place, scales=scales)
             progress(self._num_bytes(source))
 
-    def _sources(self, parameter: Parameter) -> list[Source]:
+    def _sources(self, parameter: Parameter) -> list[CheckpointTensor]:
         return [source for piece in parameter.pieces for source in self._resolved(piece)]
 
-    def _resolved(self, sources: Sequence[Source]) -> list[Source]:
+    def _resolved(self, sources: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
         """Replaces each tensor that is not stored by its parts, if any of them is stored."""
         found = []
         for source in sources:
@@ -271,55 +271,55 @@ class Checkpoint:
             found += source.parts if is_apart else [source]
         return found
 
-    def _in_parts(self, source: Source) -> Iterator[Source]:
+    def _in_parts(self, source: CheckpointTensor) -> Iterator[CheckpointTensor]:
         """Yields a tensor, or the runs of rows of a large one that is not FP8."""
         shape = source.taken_shape
-        are_rows = source.runs is None or source.axis == 0
+        are_rows = source.ranges is None or source.axis == 0
         is_fp8 = self._scale_of(source.name) is not None
         if math.prod(shape) <= LARGE or not are_rows or is_fp8:
             yield source
             return
-        runs, rows = source.runs or ((0, shape[0]),), max(1, LARGE // math.prod(shape[1:]))
+        runs, rows = source.ranges or ((0, shape[0]),), max(1, LARGE // math.prod(shape[1:]))
         for begin in range(0, shape[0], rows):
-            yield replace(source, axis=0, runs=within(runs, ((begin, begin + rows),)))
+            yield replace(source, axis=0, ranges=slice_runs(runs, ((begin, begin + rows),)))
 
-    def _values(self, source: Source) -> Array:
+    def _values(self, source: CheckpointTensor) -> Array:
         """Reads the selected slice of a tensor."""
         if self._scale_of(source.name) is not None:
-            whole = replace(source, runs=None)
-            return source.taken(fp8.widened(self._numbers(whole), self._scales(source)))
-        if source.runs is None:
+            whole = replace(source, ranges=None)
+            return source.taken(fp8.dequantize(self._numbers(whole), self._scales(source)))
+        if source.ranges is None:
             return self.tensor(source.name)
         stored = self._header(source.name)
-        taken = [stored[source.index(run)] for run in source.runs]
+        taken = [stored[source.index(run)] for run in source.ranges]
         return taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
 
-    def _scales(self, source: Source) -> Array:
+    def _scales(self, source: CheckpointTensor) -> Array:
         """Reads the scales of an FP8 tensor as stored."""
         scale = self._scale_of(source.name)
         assert scale is not None  # the tensor is FP8
         return self.tensor(scale)
 
-    def _numbers(self, source: Source) -> UInt8[np.ndarray, "..."]:
+    def _numbers(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
         """Reads the quantised values of an FP8 tensor, which must not contain NaN."""
         codes = self._codes(source)
         if fp8.has_nan(codes):
             raise CheckpointError(f"tensor {source.name} contains NaN")
         return codes
 
-    def _codes(self, source: Source) -> UInt8[np.ndarray, "..."]:
+    def _codes(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
         """Reads an FP8 tensor as bytes, because numpy has no FP8 dtype."""
         _, path, stored = self._owners[source.name]
         if path not in self._contents:
             self._contents[path] = contents(path)
         tensors, start = self._contents[path]
         offset = start + tensors[stored]["data_offsets"][0]
-        if source.runs is not None:
+        if source.ranges is not None:
             return source.taken(np.memmap(path, np.uint8, "r", offset, source.shape))
         count = math.prod(source.shape)
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
-    def _granularity(self, source: Source) -> Granularity | None:
+    def _granularity(self, source: CheckpointTensor) -> Granularity | None:
         """Returns the granularity of an FP8 tensor whose scales have been checked; None if it is
         not FP8.
         """
@@ -328,7 +328,7 @@ class Checkpoint:
             return None
         return fp8.stored_shapes(source.shape)[tuple(self._header(scale).get_shape())]
 
-    def _kept_granularity(self, source: Source) -> Granularity | None:
+    def _kept_granularity(self, source: CheckpointTensor) -> Granularity | None:
         """Returns the granularity of a tensor that can be stored as packed FP8; None if it
         cannot.
         """
@@ -365,7 +365,7 @@ class Checkpoint:
             self._slices[name] = owner.handle.get_slice(owner.stored)
         return self._slices[name]
 
-    def _num_bytes(self, source: Source) -> int:
+    def _num_bytes(self, source: CheckpointTensor) -> int:
         scale = self._scale_of(source.name)
         if scale is None:
             header = self._header(source.name)
@@ -374,7 +374,7 @@ class Checkpoint:
         item = DTYPES[header.get_dtype()].itemsize
         return math.prod(source.taken_shape) + item * math.prod(header.get_shape())
 
-    def _check_source(self, source: Source) -> None:
+    def _check_source(self, source: CheckpointTensor) -> None:
         scale = self._scale_of(source.name)
         if scale is None:
             header = self._header(source.name)
@@ -418,9 +418,9 @@ def load_all(
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)
     wanted = parameters(config, with_mtp)
-    in_codes = checkpoint.in_codes(wanted) if quantises else frozenset()
-    loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted if p.name not in in_codes}
-    for parameter in (p for p in wanted if p.name in in_codes):
+    as_w8a8 = checkpoint.as_w8a8(wanted) if quantises else frozenset()
+    loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted if p.name not in as_w8a8}
+    for parameter in (p for p in wanted if p.name in as_w8a8):
         name, shape = parameter.name, parameter.shape
         codes = np.empty(shape, np.uint8)
         blocks = Granularity.BLOCK

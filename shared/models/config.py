@@ -29,12 +29,12 @@ class ModelConfig:
       embedding_factor, residual_factor, logits_factor: Multipliers of embeddings, of mixer and MLP
         outputs, and of logits.
       zero_centered_norms: True if norms scale by 1 + weight (all but the GDN output norm).
-      norms_behind: True for post-norm: norms follow mixers and MLPs, and none precede them.
-      stores_joined: True if the checkpoint fuses q, k and v into one tensor, and gate and up into
-        another.
+      post_norm: True for post-norm: norms follow mixers and MLPs, and none precede them.
+      fused_projections: True if the checkpoint fuses q, k and v into one tensor, and gate and up
+        into another.
       has_mtp: True if the config names an MTP layer; the checkpoint may lack its tensors.
-      spare_layers: Number of extra (next-token prediction) layers after the last one in a
-        checkpoint; they are not loaded.
+      num_nextn_predict_layers: Number of extra (next-token prediction) layers after the last one in
+        a checkpoint; they are not loaded.
       drafts_trees: True if its EAGLE heads draft trees by default.
       context_length: Maximum number of tokens.
       eos_ids: Token ids that end the output, in ascending order.
@@ -53,10 +53,10 @@ class ModelConfig:
     residual_factor: float
     logits_factor: float
     zero_centered_norms: bool
-    norms_behind: bool
-    stores_joined: bool
+    post_norm: bool
+    fused_projections: bool
     has_mtp: bool
-    spare_layers: int
+    num_nextn_predict_layers: int
     drafts_trees: bool
     context_length: int
     eos_ids: tuple[int, ...]
@@ -66,9 +66,9 @@ class ModelConfig:
             raise ValueError("layer_types must contain at least one full_attention layer")
         if len({_stacked(each.mixer) for each in self.layers}) > len(set(self.layer_kinds)):
             raise ValueError("layers of one kind but different sizes are not supported")
-        if len({each.feed for each in self.layers}) > len(set(self.feed_kinds)):
+        if len({each.mlp for each in self.layers}) > len(set(self.feed_kinds)):
             raise ValueError("MLPs of different sizes are not supported")
-        if self.experts and (self.norms_behind or self.residual_factor != 1):
+        if self.experts and (self.post_norm or self.residual_factor != 1):
             raise ValueError(
                 "MoE layers with post-norms or with a residual multiplier are not supported"
             )
@@ -79,9 +79,9 @@ class ModelConfig:
         return 1.0 if self.zero_centered_norms else 0.0
 
     @property
-    def input_eps(self) -> float | None:
+    def input_norm_eps(self) -> float | None:
         """Epsilon of the norms before mixers and MLPs; None for a post-norm model."""
-        return None if self.norms_behind else self.rms_eps
+        return None if self.post_norm else self.rms_eps
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -108,22 +108,22 @@ class ModelConfig:
     @property
     def feed_kinds(self) -> tuple[str, ...]:
         """Kind of each layer's MLP, which names its parameters."""
-        return tuple(each.feed.kind for each in self.layers)
+        return tuple(each.mlp.kind for each in self.layers)
 
     @property
     def dense(self) -> MLPConfig | None:
         """Config of dense MLPs; None if there are none."""
-        return next((x.feed for x in self.layers if isinstance(x.feed, MLPConfig)), None)
+        return next((x.mlp for x in self.layers if isinstance(x.mlp, MLPConfig)), None)
 
     @property
     def experts(self) -> MoEConfig | None:
         """Config of MoE blocks; None if there are none."""
-        return next((x.feed for x in self.layers if isinstance(x.feed, MoEConfig)), None)
+        return next((x.mlp for x in self.layers if isinstance(x.mlp, MoEConfig)), None)
 
     @property
     def draft_layer(self) -> LayerConfig:
         """Config of an MTP layer: attention, and an MoE block if the model has them."""
-        return LayerConfig(mixer=self.attention, feed=self.experts or self.layers[0].feed)
+        return LayerConfig(mixer=self.attention, mlp=self.experts or self.layers[0].mlp)
 
     @property
     def num_layers(self) -> int:

@@ -28,7 +28,7 @@ from shared.models.vision_config import TENSORS, VisionConfig
 from shared.models.vision_parameters import tower_parameters
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-"""Shift and factor of each round of `mixed`."""
+"""Shift and factor of each round of `hash_u32`."""
 
 LAST_SHIFT = 16
 
@@ -65,7 +65,7 @@ class InitSpec:
         return cls(9, reach / 2**9, centre)
 
 
-def law_of(parameter: Parameter) -> InitSpec:
+def init_of(parameter: Parameter) -> InitSpec:
     """Returns the initialisation of a parameter.
 
     Matrices preserve the scale of their inputs. Norms scale by about 1. The decays of GDN layers
@@ -99,14 +99,14 @@ CODES = (0x4E4A4438, 0x57555351)
 
 
 def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.ndarray, "..."]:
-    """Returns the scales of an FP8 parameter according to `law_of`, exact in bfloat16.
+    """Returns the scales of an FP8 parameter according to `init_of`, exact in bfloat16.
 
     With block scales, a TP shard must consist of whole blocks.
     """
     whole = parameter.whole or parameter
     shape = fp8.scale_shape(whole.shape, granularity)
     own = replace(whole, name=f"{whole.name}{fp8_packing.SCALES}", shape=shape)
-    step = np.float32(law_of(whole).step * SCALE_STEP)
+    step = np.float32(init_of(whole).step * SCALE_STEP)
     scales = fp8_packing.rounded(parameter_array(own, SIZES_LAW) * step)
     if parameter.whole is None or granularity is Granularity.CHANNEL:
         return parameter.share(scales)
@@ -133,7 +133,7 @@ def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
     return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
 
 
-def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]:
+def hash_u32(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]:
     """Permutes the 32-bit integers so that each output bit depends on all input bits.
 
     Source: the finaliser of MurmurHash3, Appleby 2011.
@@ -143,17 +143,17 @@ def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]
     return words ^ (words >> np.uint32(LAST_SHIFT))
 
 
-def elements(
+def random_elements(
     law: InitSpec, key: np.uint32, places: UInt32[np.ndarray, " places"]
 ) -> Float32[np.ndarray, " places"]:
     """Returns the elements at some indices of a layer.
 
     Args:
-      law: See `law_of`.
+      law: See `init_of`.
       key: Key of the layer, from `keys_of`.
       places: Flat indices into the layer's array, in row-major order.
     """
-    tops = mixed(mixed(places) ^ key) >> np.uint32(32 - law.bits)
+    tops = hash_u32(hash_u32(places) ^ key) >> np.uint32(32 - law.bits)
     whole = 2 * tops.astype(np.int32) + (1 - 2**law.bits)
     return whole.astype(np.float32) * np.float32(law.step) + np.float32(law.centre)
 
@@ -162,7 +162,7 @@ def parameter_array(parameter: Parameter, law: InitSpec) -> Float32[np.ndarray, 
     """Returns all elements of a whole parameter in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
-    return np.stack([elements(law, key, places) for key in keys]).reshape(parameter.shape)
+    return np.stack([random_elements(law, key, places) for key in keys]).reshape(parameter.shape)
 
 
 class DummyCheckpoint:
@@ -247,27 +247,27 @@ class DummyCheckpoint:
     def law(self, parameter: Parameter) -> InitSpec:
         """Returns the initialisation of a parameter; for FP8, of its quantised values."""
         is_fp8 = self.granularity_of(parameter) is not None
-        return CODES_LAW if is_fp8 else law_of(parameter.whole or parameter)
+        return CODES_LAW if is_fp8 else init_of(parameter.whole or parameter)
 
     def granularity_of(self, parameter: Parameter) -> Granularity | None:
         """Returns the scale granularity of an FP8 parameter; None if it is not FP8."""
         is_fp8 = all(fp8.is_quantised(source.name) for source in parameter.sources)
         return self.granularity if is_fp8 else None
 
-    def in_words(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
-        """Returns the parameters that can be stored as packed FP8; see `Checkpoint.in_words`."""
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
+        """Returns the parameters that can be stored as packed FP8; see `Checkpoint.as_w8a16`."""
         return {
             parameter.name: granularity
             for parameter in wanted
-            if fp8_packing.stays_fp8(parameter.name)
+            if fp8_packing.is_kept_fp8(parameter.name)
             and (granularity := self.granularity_of(parameter)) is not None
             and all(
                 fp8_packing.has_whole_blocks(source, granularity) for source in parameter.sources
             )
         }
 
-    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns the names of the parameters with block-scaled FP8; see `Checkpoint.in_codes`."""
+    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Returns the names of the parameters with block-scaled FP8; see `Checkpoint.as_w8a8`."""
         return frozenset(p.name for p in wanted if self.granularity_of(p) is Granularity.BLOCK)
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
@@ -289,7 +289,7 @@ class DummyCheckpoint:
         whole = parameter.whole or parameter
         made = parameter_array(whole, self.law(whole))
         if (granularity := self.granularity_of(whole)) is not None:
-            made = fp8.scaled(made, code_scales(whole, granularity))
+            made = fp8.apply_scales(made, code_scales(whole, granularity))
         progress(self._size_of(parameter))
         return parameter.share(made).astype(np.float32 if parameter.float32 else dtype)
 

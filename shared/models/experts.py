@@ -58,7 +58,7 @@ def read_experts(text: Json, routing: Routing) -> MoEConfig:
         shared = width * count(text, "n_shared_experts")
     return MoEConfig(
         num_experts=positive(text, routing.count_field, most=MOST_NAMED),
-        num_chosen=positive(text, "num_experts_per_tok"),
+        top_k=positive(text, "num_experts_per_tok"),
         intermediate=width,
         shared_intermediate=shared,
         shared_is_gated=routing.has_shared,

@@ -50,26 +50,34 @@ GLM4_MOE = Family(
 )
 GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
-MISTRAL = Family("mistral", config_classes.MISTRAL, slides=SlidingWindowRule.BY_SIZE)
-MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, grows_queries=True)
+MISTRAL = Family("mistral", config_classes.MISTRAL, sliding_window=SlidingWindowRule.BY_SIZE)
+MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, scales_queries=True)
 OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], norms_behind=True)
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
     of=config_classes.OLMO3,
-    slides=SlidingWindowRule.BY_TYPES,
+    sliding_window=SlidingWindowRule.BY_TYPES,
     scales_full_layers=True,
 )
-PHI3 = Family("phi3", config_classes.PHI3, stores_joined=True, slides=SlidingWindowRule.BY_SIZE)
-QWEN2 = Family("qwen2", config_classes.QWEN2, input_bias=True, slides=SlidingWindowRule.BY_FLAG)
+PHI3 = Family(
+    "phi3", config_classes.PHI3, stores_joined=True, sliding_window=SlidingWindowRule.BY_SIZE
+)
+QWEN2 = Family(
+    "qwen2", config_classes.QWEN2, input_bias=True, sliding_window=SlidingWindowRule.BY_FLAG
+)
 QWEN3 = Family(
-    "qwen3", config_classes.QWEN3, qk_norm=True, biases=BIASES[:1], slides=SlidingWindowRule.BY_FLAG
+    "qwen3",
+    config_classes.QWEN3,
+    qk_norm=True,
+    biases=BIASES[:1],
+    sliding_window=SlidingWindowRule.BY_FLAG,
 )
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
     of=config_classes.QWEN3_MOE,
-    slides=SlidingWindowRule.WHOLE_BY_FLAG,
+    sliding_window=SlidingWindowRule.WHOLE_BY_FLAG,
     routing=Routing(steps=True),
 )
 QWEN3_5 = Family("qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, sees=True)
@@ -77,7 +85,7 @@ _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_share
 QWEN3_5_MOE = replace(
     QWEN3_5, name="qwen3_5_moe", of=config_classes.QWEN3_5_MOE, routing=_WITH_SHARED
 )
-SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, skips_rotation=True)
+SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, nope_layers=True)
 
 FAMILIES = {
     "Glm4MoeForCausalLM": GLM4_MOE,
@@ -182,10 +190,12 @@ def config_from_dict(
         residual_factor=read_factor(text, family, "residual_multiplier"),
         logits_factor=1 / read_factor(text, family, "logits_scaling"),
         zero_centered_norms=family.is_hybrid,
-        norms_behind=family.norms_behind,
-        stores_joined=family.stores_joined,
+        post_norm=family.norms_behind,
+        fused_projections=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
-        spare_layers=count(text, "num_nextn_predict_layers", MOST_NAMED) if family.routing else 0,
+        num_nextn_predict_layers=count(text, "num_nextn_predict_layers", MOST_NAMED)
+        if family.routing
+        else 0,
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
@@ -274,7 +284,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             refuse_other_quantisation(quantisation)
     refuse_other_experts(text, family.routing, family.name)
     slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
-    if slides and family.slides in (SlidingWindowRule.NEVER, SlidingWindowRule.BY_SIZE):
+    if slides and family.sliding_window in (SlidingWindowRule.NEVER, SlidingWindowRule.BY_SIZE):
         raise ValueError(
             "sliding-window attention (use_sliding_window, layer_types) is not supported in a "
             f"{family.name} model; use a checkpoint without it"

@@ -29,10 +29,10 @@ class Family:
       drafts_trees, stores_joined: See `ModelConfig`.
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
-      slides: Fields that enable sliding windows.
+      sliding_window: Fields that enable sliding windows.
       has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
-      skips_rotation: True if some layers have no rotary embedding (NoPE).
-      grows_queries: True if queries may be scaled by position (long-context query scaling).
+      nope_layers: True if some layers have no rotary embedding (NoPE).
+      scales_queries: True if queries may be scaled by position (long-context query scaling).
       norms_behind: See `ModelConfig`; QK norms then span all heads.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
@@ -49,10 +49,10 @@ class Family:
     stores_joined: bool = False
     input_bias: bool = False
     biases: tuple[str, ...] = ()
-    slides: SlidingWindowRule = SlidingWindowRule.NEVER
+    sliding_window: SlidingWindowRule = SlidingWindowRule.NEVER
     has_factors: bool = False
-    skips_rotation: bool = False
-    grows_queries: bool = False
+    nope_layers: bool = False
+    scales_queries: bool = False
     norms_behind: bool = False
     scales_full_layers: bool = False
     routing: Routing | None = None

@@ -123,7 +123,7 @@ def place_of_scales(
     return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
 
 
-def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+def quantize(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     """Quantises to the nearest FP8 value, ties to even; larger values saturate."""
     positive = VALUES[:_NAN]
     between = (positive[:-1] + positive[1:]) / 2
@@ -134,7 +134,7 @@ def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     return (codes + 0x80 * np.signbit(x)).astype(np.uint8)
 
 
-def spread(
+def expand_scales(
     scales: Shaped[np.ndarray, "..."], shape: tuple[int, ...], granularity: Granularity
 ) -> Shaped[np.ndarray, "*stack scales scales_in"]:
     """Expands stored scales to a granularity that is the same or finer, for a weight of a shape."""
@@ -147,15 +147,15 @@ def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
     return bool(((codes & _NAN) == _NAN).any())
 
 
-def widened(
+def dequantize(
     codes: UInt8[np.ndarray, "*stack rows columns"],
     scales: Shaped[np.ndarray, "..."],
 ) -> Float32[np.ndarray, "*stack rows columns"]:
-    """Dequantises FP8 values; see `scaled`."""
-    return scaled(VALUES[codes], scales)
+    """Dequantises FP8 values; see `apply_scales`."""
+    return apply_scales(VALUES[codes], scales)
 
 
-def scaled(
+def apply_scales(
     wide: Float32[np.ndarray, "*stack rows columns"], scales: Shaped[np.ndarray, "..."]
 ) -> Float32[np.ndarray, "*stack rows columns"]:
     """Multiplies values by their scales, in place.

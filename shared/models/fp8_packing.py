@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from shared.models import fp8
 from shared.models.fp8 import Granularity
-from shared.models.parameter import Source
+from shared.models.parameter import CheckpointTensor
 
 InWords = Mapping[str, Granularity]
 """Parameters stored as packed FP8, by name, with the granularity of their scales (block or
@@ -75,7 +75,7 @@ def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> ScaleLayout:
     return ScaleLayout(words[-2] // scales[-2], scales[-1])
 
 
-def stays_fp8(name: str) -> bool:
+def is_kept_fp8(name: str) -> bool:
     """Returns True if kernels read a parameter of this name as packed FP8."""
     return name.endswith(KEPT)
 
@@ -90,7 +90,7 @@ def bytes_of_words(shape: tuple[int, ...], granularity: Granularity) -> int:
     return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape, granularity))
 
 
-def has_whole_blocks(source: Source, granularity: Granularity) -> bool:
+def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
     """Returns whether the shard that a rank takes of a tensor consists of whole blocks."""
     is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
     return fp8.are_whole_blocks(source.shape) and not is_cut
@@ -108,7 +108,7 @@ def bytes_of_codes(shape: tuple[int, ...], *, by_output: bool) -> int:
     return math.prod(shape) + 4 * math.prod(fp8.code_scale_shape(shape, by_output=by_output))
 
 
-def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
+def pack(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
     """Packs four FP8 values of a row into each int32, the first in the lowest byte.
 
     Byte i of element j in a block of 128 inputs is input 32 i + j. The bytes i of all elements of a
@@ -127,8 +127,8 @@ def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack 
     return words.astype(np.int32, copy=False).reshape(*stack, outputs, inputs // _PARTS)
 
 
-def unpacked(words: Int32[np.ndarray, "*stack N words"]) -> UInt8[np.ndarray, "*stack N K"]:
-    """Returns the FP8 values in the order of the inputs; the inverse of `packed`."""
+def unpack(words: Int32[np.ndarray, "*stack N words"]) -> UInt8[np.ndarray, "*stack N K"]:
+    """Returns the FP8 values in the order of the inputs; the inverse of `pack`."""
     *stack, outputs, count = words.shape
     blocks = words.astype("<i4").view(np.uint8)
     blocks = blocks.reshape(*stack, outputs, -1, FP8_BLOCK // _PARTS, _PARTS)
@@ -141,7 +141,7 @@ def widened(
 ) -> Float32[np.ndarray, "*stack N K"]:
     """Dequantises packed values; each result is exact in bfloat16."""
     own = scales.astype(np.float32) / np.float32(SCALE_FACTOR)
-    return rounded(fp8.widened(unpacked(words), own))
+    return rounded(fp8.dequantize(unpack(words), own))
 
 
 def first_scale(first: int, outputs: int, scales: int) -> int:

@@ -37,20 +37,21 @@ class ImageProcessorConfig:
     """Settings of a checkpoint's image processor.
 
     Attributes:
-      factor: Sides are resized to multiples of this number of pixels, the side of one image token.
-      least, most: Bounds of an image's pixels; smaller images are enlarged, larger ones are shrunk.
-        If no multiple lies between them, `most` applies.
+      multiple: Sides are resized to multiples of this number of pixels, the side of one image
+        token.
+      min_pixels, max_pixels: Bounds of an image's pixels; smaller images are enlarged, larger ones
+        are shrunk. If no multiple lies between them, `max_pixels` applies.
       mean, deviation: Mean and standard deviation per channel; a value v of 0 to 255 becomes (v /
         255 - mean) / deviation.
     """
 
-    factor: int
-    least: int
-    most: int
+    multiple: int
+    min_pixels: int
+    max_pixels: int
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
-    def fitted(self, height: int, width: int) -> tuple[int, int]:
+    def smart_resize(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image is resized to ("smart resize").
 
         Raises:
@@ -58,19 +59,19 @@ class ImageProcessorConfig:
 
         Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; rounding as in its processor.
         """
-        sides, factor = (height, width), self.factor
+        sides, factor = (height, width), self.multiple
         if max(sides) > MOST_STRETCHED * min(sides):
             raise InvalidImageError(
                 f"the image has {width} x {height} pixels; one side must be at most "
                 f"{MOST_STRETCHED} times the other"
             )
         rows, columns = (round(side / factor) for side in sides)  # rounds half to even
-        most = max(1, self.most // factor**2)
-        if rows * columns * factor**2 < self.least:
-            grown = math.sqrt(self.least / (height * width))
+        most = max(1, self.max_pixels // factor**2)
+        if rows * columns * factor**2 < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / (height * width))
             rows, columns = (math.ceil(side * grown / factor) for side in sides)
-        if rows * columns * factor**2 > self.most:
-            shrunk = math.sqrt(height * width / self.most)
+        if rows * columns * factor**2 > self.max_pixels:
+            shrunk = math.sqrt(height * width / self.max_pixels)
             rows, columns = (max(1, math.floor(side / shrunk / factor)) for side in sides)
         # If the product still exceeds the maximum, one of them is 1: that side was shorter than a
         # token's.
@@ -78,11 +79,11 @@ class ImageProcessorConfig:
 
     def low_detail(self) -> ImageProcessorConfig:
         """Returns the settings for images of low detail, which take fewer tokens."""
-        return replace(self, most=min(self.most, LOW_DETAIL_PIXELS))
+        return replace(self, max_pixels=min(self.max_pixels, LOW_DETAIL_PIXELS))
 
     def num_tokens(self, height: int, width: int) -> int:
         """Returns the number of image tokens for a resized image."""
-        return height * width // self.factor**2
+        return height * width // self.multiple**2
 
 
 def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessorConfig:
@@ -152,9 +153,9 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Imag
             f"the minimum pixels ({least}) in {place} must not exceed the maximum ({most})"
         )
     return ImageProcessorConfig(
-        factor=vision.patch_size * vision.merge_size,
-        least=least,
-        most=most,
+        multiple=vision.patch_size * vision.merge_size,
+        min_pixels=least,
+        max_pixels=most,
         mean=_channels(config, "image_mean", place),
         deviation=_channels(config, "image_std", place),
     )

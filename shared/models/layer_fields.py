@@ -18,9 +18,9 @@ from shared.models.rotary import (
     LAYER_TYPES,
     are_nested,
     completed_settings,
-    read_growth,
+    read_query_scaling,
     read_rotary,
-    turned_layers,
+    rope_layers,
 )
 
 FULL, SLIDING, LINEAR = LAYER_TYPES
@@ -79,7 +79,7 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         input_bias=family.input_bias or flag(text, "attention_bias"),
         out_bias=flag(text, "attention_bias") and not family.plain_out,
         rotary=rotary,
-        query_growth=read_growth(rope, rotary) if family.grows_queries else 0.0,
+        query_scaling_beta=read_query_scaling(rope, rotary) if family.scales_queries else 0.0,
         window=None,
         scale=read_factor(text, family, "attention_multiplier") if family.has_factors else None,
     )
@@ -112,9 +112,9 @@ def read_layers(
     if LINEAR in types:
         mixers[LINEAR] = _gated_delta(text)
     layers = [
-        LayerConfig(mixer=mixers[kind], feed=feed) for kind, feed in zip(types, feeds, strict=True)
+        LayerConfig(mixer=mixers[kind], mlp=feed) for kind, feed in zip(types, feeds, strict=True)
     ]
-    return tuple(_unturned(text, layers) if family.skips_rotation else layers)
+    return tuple(_unturned(text, layers) if family.nope_layers else layers)
 
 
 def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
@@ -134,7 +134,7 @@ def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
 def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
     """Removes the rotary embedding from NoPE layers."""
     found = []
-    for layer, turns in zip(layers, turned_layers(text, len(layers)), strict=True):
+    for layer, turns in zip(layers, rope_layers(text, len(layers)), strict=True):
         if not turns and isinstance(layer.mixer, AttentionConfig):
             still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
             layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
@@ -149,20 +149,20 @@ def _num_layers(text: Json) -> int:
 def _layer_types(text: Json, family: Family) -> list[str]:
     """Returns the mixer type of each layer, from `layer_types` or the fields that replace it."""
     num_layers, types = _num_layers(text), listed(text, "layer_types", str)
-    by_flag = family.slides in (SlidingWindowRule.BY_FLAG, SlidingWindowRule.WHOLE_BY_FLAG)
-    asks = family.slides is SlidingWindowRule.BY_SIZE or (
+    by_flag = family.sliding_window in (SlidingWindowRule.BY_FLAG, SlidingWindowRule.WHOLE_BY_FLAG)
+    asks = family.sliding_window is SlidingWindowRule.BY_SIZE or (
         by_flag and flag(text, "use_sliding_window")
     )
     slides = asks and count(text, "sliding_window") > 0
-    if family.slides is SlidingWindowRule.BY_SIZE or (by_flag and not slides):
+    if family.sliding_window is SlidingWindowRule.BY_SIZE or (by_flag and not slides):
         return [SLIDING if slides else FULL] * num_layers
-    if family.slides is SlidingWindowRule.WHOLE_BY_FLAG:
+    if family.sliding_window is SlidingWindowRule.WHOLE_BY_FLAG:
         _refuse_full_layers(text, types, family)
         return [SLIDING] * num_layers
-    if family.slides is SlidingWindowRule.BY_FLAG and types is None:
+    if family.sliding_window is SlidingWindowRule.BY_FLAG and types is None:
         first = count(text, "max_window_layers")
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
-    if family.slides is SlidingWindowRule.BY_TYPES and types is None:
+    if family.sliding_window is SlidingWindowRule.BY_TYPES and types is None:
         types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers

@@ -27,8 +27,8 @@ class AttentionConfig:
       has_gate: True if the query projection contains an output gate per head (q rows, gate rows).
       input_bias, out_bias: True if the QKV projection, and the output projection, have a bias.
       rotary: Rotary embedding of queries and keys.
-      query_growth: Factor of long-context query scaling, by the logarithm of the position in units
-        of the original context; 0 for none.
+      query_scaling_beta: Factor of long-context query scaling, by the logarithm of the position in
+        units of the original context; 0 for none.
       window: Sliding window in tokens, including the token itself; None for full attention.
       scale: Multiplier of attention scores; None for head_size ** -0.5.
     """
@@ -44,7 +44,7 @@ class AttentionConfig:
     input_bias: bool
     out_bias: bool
     rotary: RotaryConfig
-    query_growth: float
+    query_scaling_beta: float
     window: int | None
     scale: float | None
 
@@ -125,7 +125,7 @@ class MoEConfig:
 
     Attributes:
       num_experts: Routed experts.
-      num_chosen: Top-k: experts per token.
+      top_k: Top-k: experts per token.
       intermediate: Width of an expert.
       shared_intermediate: Width of the shared expert, which every token uses; 0 for none.
       shared_is_gated: True if the shared expert's output is multiplied by a gate per token.
@@ -143,7 +143,7 @@ class MoEConfig:
     kind: ClassVar[str] = "experts"
 
     num_experts: int
-    num_chosen: int
+    top_k: int
     intermediate: int
     shared_intermediate: int
     shared_is_gated: bool
@@ -166,8 +166,8 @@ class MoEConfig:
                 f"topk_group must be 1 to {self.num_groups}, got {self.num_chosen_groups}"
             )
         most = self.group_size * self.num_chosen_groups
-        if not 1 <= self.num_chosen <= most:
-            raise ValueError(f"num_experts_per_tok must be 1 to {most}, got {self.num_chosen}")
+        if not 1 <= self.top_k <= most:
+            raise ValueError(f"num_experts_per_tok must be 1 to {most}, got {self.top_k}")
 
     @property
     def group_size(self) -> int:
@@ -197,7 +197,7 @@ class LayerConfig:
     """A decoder layer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
-    feed: MLPConfig | MoEConfig
+    mlp: MLPConfig | MoEConfig
 
 
 def _check_groups(names: tuple[str, str], heads: int, groups: int) -> None:

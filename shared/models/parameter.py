@@ -16,48 +16,48 @@ Array = Shaped[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointTensor:
     """A tensor of the checkpoint: its name without prefix, and its shape.
 
     Attributes:
       name: Name without prefix.
       shape: Shape of the whole tensor.
       parts: Tensors that replace it, concatenated, in a checkpoint without it.
-      axis, runs: Slice of a TP rank: concatenated ranges (first, end) along the axis; None for the
-        whole tensor.
+      axis, ranges: Slice of a TP rank: concatenated ranges (first, end) along the axis; None for
+        the whole tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple["Source", ...] = ()
+    parts: tuple["CheckpointTensor", ...] = ()
     axis: int = 0
-    runs: tuple[tuple[int, int], ...] | None = None
+    ranges: tuple[tuple[int, int], ...] | None = None
 
     @property
     def taken_shape(self) -> tuple[int, ...]:
         """Shape of the slice."""
-        if self.runs is None:
+        if self.ranges is None:
             return self.shape
-        taken = sum(end - first for first, end in self.runs)
+        taken = sum(end - first for first, end in self.ranges)
         return (*self.shape[: self.axis], taken, *self.shape[self.axis + 1 :])
 
     def taken(self, values: Array) -> Array:
         """Returns the slice of the tensor's values."""
-        if self.runs is None:
+        if self.ranges is None:
             return values
-        return np.concatenate([values[self.index(run)] for run in self.runs], self.axis)
+        return np.concatenate([values[self.index(run)] for run in self.ranges], self.axis)
 
     def takes_whole(self, block: int) -> bool:
         """Returns True if the slice consists of whole blocks along the axis."""
-        return all(number % block == 0 for run in self.runs or () for number in run)
+        return all(number % block == 0 for run in self.ranges or () for number in run)
 
-    def every(self, share: int) -> "Source":
+    def every(self, share: int) -> "CheckpointTensor":
         """Returns the slice of an array with one entry per `share` entries along the axis, such as
         scales.
         """
-        if self.runs is None:
+        if self.ranges is None:
             return self
-        return replace(self, runs=tuple((a // share, b // share) for a, b in self.runs))
+        return replace(self, ranges=tuple((a // share, b // share) for a, b in self.ranges))
 
     def index(self, run: tuple[int, int]) -> tuple[slice, ...]:
         """Returns the index of a range in the tensor."""
@@ -84,7 +84,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Source, ...], ...]
+    pieces: tuple[tuple[CheckpointTensor, ...], ...]
     stacked: bool
     float32: bool = False
     centre: float = 0.0
@@ -95,13 +95,13 @@ class Parameter:
     runs: tuple[tuple[int, int], ...] = ()
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[CheckpointTensor, ...]:
         """All checkpoint tensors that this parameter is loaded from."""
         return tuple(source for piece in self.pieces for source in piece)
 
     def places(
-        self, pieces: Sequence[Sequence[Source]]
-    ) -> Iterator[tuple[Source, tuple[int | slice, ...], tuple[int, ...]]]:
+        self, pieces: Sequence[Sequence[CheckpointTensor]]
+    ) -> Iterator[tuple[CheckpointTensor, tuple[int | slice, ...], tuple[int, ...]]]:
         """Yields the position of each tensor in the parameter.
 
         Args:
@@ -118,7 +118,7 @@ class Parameter:
                     yield source, (*layer, *at), shape
                     first += count
 
-    def of_rank(self, rank: int, count: int) -> "Parameter":
+    def shard(self, rank: int, count: int) -> "Parameter":
         """Returns the shard of one of `count` ranks.
 
         The shard's tensors fill its first outputs. In a sharded vocabulary the last ranks may have
@@ -129,7 +129,7 @@ class Parameter:
         runs = self._runs(rank, count)
         if self.whole is None:
             return self._taking(runs, self._local_shape(count))
-        share = self.whole._taking(within(self.runs, runs), self._local_shape(count))
+        share = self.whole._taking(slice_runs(self.runs, runs), self._local_shape(count))
         return replace(share, name=self.name, tied_to=self.tied_to)
 
     def rows(self, name: str, ids: Sequence[int]) -> "Parameter":
@@ -205,8 +205,8 @@ class Parameter:
         return tuple(runs)
 
     def _cut(
-        self, sources: Sequence[Source], outputs: Sequence[tuple[int, int]]
-    ) -> Iterator[Source]:
+        self, sources: Sequence[CheckpointTensor], outputs: Sequence[tuple[int, int]]
+    ) -> Iterator[CheckpointTensor]:
         """Yields the tensors of a layer, each with its slice of the given outputs."""
         first, num_outputs = 0, self.shape[self.axis]
         inner = math.prod(self.shape[len(self.shape) + self.axis + 1 :])
@@ -219,14 +219,14 @@ class Parameter:
             inside = [(max(0, begin), min(source.shape[axis], end)) for begin, end in runs]
             parts = tuple(self._cut(source.parts, outputs))
             taken = tuple(run for run in inside if run[0] < run[1])
-            yield replace(source, parts=parts, axis=axis, runs=taken)
+            yield replace(source, parts=parts, axis=axis, ranges=taken)
             first += math.prod(source.shape)
 
 
-def within(
+def slice_runs(
     runs: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Slices the concatenation of `runs`; returns at least one range.
+    """Slices the concatenation of `ranges`; returns at least one range.
 
     Args:
       runs: Ranges (first, end), which are concatenated.
@@ -245,7 +245,7 @@ def within(
 
 def of_rank(wanted: Sequence[Parameter], rank: int, count: int) -> list[Parameter]:
     """Returns one rank's shard of each parameter."""
-    return [parameter.of_rank(rank, count) for parameter in wanted]
+    return [parameter.shard(rank, count) for parameter in wanted]
 
 
 def _place(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig, LayerConfig, MoEConfig
-from shared.models.parameter import Parameter, Source
+from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.tp_sharding import ShardedRange, vocab_section
 
 BIAS = "_bias"
@@ -94,9 +94,9 @@ def decoder_parameters(
     named = list(zip(layers, like, strict=True))
     attention = [name for name, each in named if each.mixer.kind == "attention"]
     delta = [name for name, each in named if each.mixer.kind == "gated_delta"]
-    dense = [name for name, each in named if each.feed.kind == "mlp"]
-    sparse = [name for name, each in named if each.feed.kind == "experts"]
-    norms, centre = NORMS_BEHIND if config.norms_behind else NORMS, config.norm_centre
+    dense = [name for name, each in named if each.mlp.kind == "mlp"]
+    sparse = [name for name, each in named if each.mlp.kind == "experts"]
+    norms, centre = NORMS_BEHIND if config.post_norm else NORMS, config.norm_centre
     return [
         *(norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()),
         *(mlp_parameters(f"{prefix}mlp.", config, dense) if dense else []),
@@ -137,7 +137,7 @@ def attention_parameters(
         "self_attn.k_proj.weight": (keys, inputs),
         "self_attn.v_proj.weight": (keys, inputs),
     }
-    if config.stores_joined:
+    if config.fused_projections:
         qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, inputs)}
     out = {"self_attn.o_proj.weight": (config.hidden, queries)}
     by_heads, by_columns = _heads(attention), (ShardedRange(config.hidden),)
@@ -173,7 +173,7 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
     assert config.dense is not None  # the config has dense layers
     wide = (config.dense.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
-    if config.stores_joined:
+    if config.fused_projections:
         gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
     down = {"mlp.down_proj.weight": wide[::-1]}
     both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, (ShardedRange(config.hidden),))
@@ -241,12 +241,14 @@ def _stacked(
     pieces = []
     for layer in layers:
         parts = tuple(
-            Source(f"{layer}.mlp.experts.{expert}.{part}_proj.weight", single_shape)
+            CheckpointTensor(f"{layer}.mlp.experts.{expert}.{part}_proj.weight", single_shape)
             for expert in range(sizes.num_experts)
             for part in matrix.split("_")
         )
-        whole = Source(f"{layer}.mlp.experts.{matrix}_proj", (sizes.num_experts, *each), parts)
-        behind = [Source(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()]
+        whole = CheckpointTensor(
+            f"{layer}.mlp.experts.{matrix}_proj", (sizes.num_experts, *each), parts
+        )
+        behind = [CheckpointTensor(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()]
         pieces.append((whole, *behind))
     shape = (len(layers), sizes.num_stacked, *each)
     cut = _gate_up(sizes.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
@@ -311,7 +313,7 @@ def _bias(
 
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
     """Returns a parameter that is one tensor of the checkpoint."""
-    return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
+    return Parameter(name, shape, ((CheckpointTensor(source, shape),),), stacked=False)
 
 
 def by_columns(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
@@ -349,7 +351,9 @@ def stack(
     if shape is None:
         rows = sum(s[0] for s in tensors.values())
         shape = (rows, *next(iter(tensors.values()))[1:])
-    pieces = tuple(tuple(Source(f"{layer}.{t}", s) for t, s in tensors.items()) for layer in layers)
+    pieces = tuple(
+        tuple(CheckpointTensor(f"{layer}.{t}", s) for t, s in tensors.items()) for layer in layers
+    )
     return Parameter(
         name,
         (len(layers), *shape),

@@ -183,7 +183,7 @@ def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> 
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
 
 
-def read_growth(rope: Json, rotary: RotaryConfig) -> float:
+def read_query_scaling(rope: Json, rotary: RotaryConfig) -> float:
     """Reads the factor of long-context query scaling; 0 if the rotary settings have none.
 
     Args:
@@ -201,7 +201,7 @@ def read_growth(rope: Json, rotary: RotaryConfig) -> float:
     return number(rope, field)
 
 
-def turned_layers(text: Json, num_layers: int) -> list[bool]:
+def rope_layers(text: Json, num_layers: int) -> list[bool]:
     """Returns a flag per layer: True if it has a rotary embedding, False for NoPE.
 
     Raises:

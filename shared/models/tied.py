@@ -13,7 +13,7 @@ from shared.models.parameters import head_of, single
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-class Files(Protocol):
+class LmHeadFiles(Protocol):
     """Protocol of model files that may contain an LM head."""
 
     def unties(self, config: ModelConfig) -> bool:
@@ -39,7 +39,7 @@ class Tensors(Protocol):
         ...
 
 
-def as_stored(config: ModelConfig, files: Files) -> ModelConfig:
+def as_stored(config: ModelConfig, files: LmHeadFiles) -> ModelConfig:
     """Returns a model config with `tied` unset if the files contain a different LM head.
 
     transformers does the same: a fine-tune may have trained both under the flag of its base model.

@@ -59,7 +59,7 @@ def vocab_section(vocab: int) -> ShardedRange:
     return ShardedRange(vocab, VOCAB_GROUP)
 
 
-def local(config: ModelConfig, count: int) -> ModelConfig:
+def shard_config(config: ModelConfig, count: int) -> ModelConfig:
     """Returns the config of one of `count` TP ranks.
 
     Heads and inner columns are those of a rank. The hidden size and the vocabulary stay whole,
@@ -95,7 +95,7 @@ def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _local_layer(layer: LayerConfig, count: int) -> LayerConfig:
-    mixer, feed = layer.mixer, layer.feed
+    mixer, feed = layer.mixer, layer.mlp
     if isinstance(mixer, AttentionConfig):
         mixer = _local_attention(mixer, count)
     else:
@@ -104,7 +104,7 @@ def _local_layer(layer: LayerConfig, count: int) -> LayerConfig:
         feed = replace(feed, intermediate=feed.intermediate // count)
     else:
         feed = _local_experts(feed, count)
-    return LayerConfig(mixer=mixer, feed=feed)
+    return LayerConfig(mixer=mixer, mlp=feed)
 
 
 def _local_attention(mixer: AttentionConfig, count: int) -> AttentionConfig:

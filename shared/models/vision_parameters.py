@@ -9,7 +9,7 @@ from shared.models.parameters import BIAS, Parameter, single, stack
 from shared.models.vision_config import TENSORS, VisionConfig
 
 
-class Files(Protocol):
+class EncoderFiles(Protocol):
     """Protocol of files that may contain a vision encoder, a subset of
     `shared.models.checkpoint.Checkpoint`.
     """
@@ -54,7 +54,7 @@ def tower_parameters(config: VisionConfig) -> list[Parameter]:
     ]
 
 
-def check_tower(checkpoint: Files, config: VisionConfig) -> list[Parameter]:
+def check_tower(checkpoint: EncoderFiles, config: VisionConfig) -> list[Parameter]:
     """Checks presence, dtype and shape of a vision encoder's tensors, and that there are no others.
 
     Returns:

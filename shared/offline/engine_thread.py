@@ -14,7 +14,7 @@ from functools import partial
 
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import gc_freeze
-from shared.process.grammars import Grammars
+from shared.process.grammars import GrammarQueue
 from shared.process.ipc_messages import ServerInfo
 from shared.process.loop import HostEngine
 from shared.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class Started:
     """
 
     engine: HostEngine
-    grammars: Grammars | None
+    grammars: GrammarQueue | None
     facts: ServerInfo
     tokenizer: Tokenizer | None
 

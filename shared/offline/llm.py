@@ -257,22 +257,22 @@ class LLM:
 
 def _start(options: Options, model: type[LLM], rank_module: str | None) -> Started:
     """Starts an engine, on the only thread that uses the device."""
-    gc_freeze.unsettle()
+    gc_freeze.unfreeze_gc()
     logs.set_level(options.observing.log_level)
     console = console_of(options.observing)
     # A download takes minutes, so a terminal shows its progress at every log level.
     options = local_models(options, Console(stderr=True))
     with tp_startup(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
-        for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+        for note in (*ranked.notes, *start_notes(start.memory, start.fallback_ops, start.defaults)):
             console.print(note)
         backend = serving.ready(start, ranked, console)
         engine = engines.make_engine(backend, start.memory)
-        served = engines.with_checks(engine, backend, options.engine.shadow_verify_rate)
-    facts = serving.facts_of(start, Listeners([], []))
+        served = engines.with_shadow_verify(engine, backend, options.engine.shadow_verify_rate)
+    facts = serving.server_info(start, Listeners([], []))
     tokenizer = facts.tokenizer()
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
-    gc_freeze.settle()
+    gc_freeze.freeze_gc()
     return Started(served, start.grammars, facts, tokenizer)
 
 

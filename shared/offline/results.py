@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shared.server.completions.logprobs import TokenLogprob
-from shared.server.parsing.delta import ToolCall
+from shared.server.completions.logprobs import ScoredToken
+from shared.server.parsing.delta import ToolCallDelta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class CompletionOutput:
     index: int
     text: str
     reasoning: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: tuple[ToolCallDelta, ...]
     token_ids: list[int]
     finish_reason: str
-    logprobs: list[TokenLogprob]
+    logprobs: list[ScoredToken]
     accept_length: float
     accept_length_histogram: list[int]
     steps: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class RequestOutput:
 
     prompt: str
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprob]
+    prompt_logprobs: list[ScoredToken]
     cached_tokens: int
     outputs: list[CompletionOutput]
 
@@ -78,8 +78,8 @@ class StreamChunk:
     index: int
     text: str
     reasoning: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: tuple[ToolCallDelta, ...]
     token_ids: list[int]
-    logprobs: list[TokenLogprob]
+    logprobs: list[ScoredToken]
     step: dict[str, Any] | None
     finish_reason: str | None

@@ -110,7 +110,7 @@ def _check_writable(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def in_full(config: Any) -> Any:
+def with_absolute_paths(config: Any) -> Any:
     """Returns the config with absolute paths; other processes have other working folders."""
     found = {}
     for item in fields(config):

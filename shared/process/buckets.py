@@ -16,7 +16,7 @@ from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
 from shared.options.ngram import REQUEST
 from shared.options.options import Options
 from shared.process.device import Device
-from shared.process.image_startup import encodings
+from shared.process.image_startup import encode_programs
 from shared.process.resolved_config import ResolvedConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.ngram import LENGTHS, WAYS
@@ -62,36 +62,38 @@ def capacity_for(
     A step uses the smallest program that holds it, so buckets save work; see `BUCKETS`. Programs
     with grammar masks, and programs with prompt logprobs, are few on a GPU.
     """
-    engine = settled.told.engine
+    engine = settled.options.engine
     table = max(1, min(pages, pages_for(settled, settled.context_length)))
     buckets = BUCKETS[device.kind, costs.are_compiled](settled, table)
     programs = _programs(settled, buckets)
-    if settled.are_few:
+    if settled.reduced_buckets:
         programs = _few(programs)
     if engine.max_prompt_logprobs:
         rows = max(rows for rows, _ in buckets.chunks)
-        programs += _scoring(rows, _chunks(settled.chunk), buckets.tables)
+        programs += _scoring(rows, _chunks(settled.prefill_chunk_size), buckets.tables)
     plain = TreeShape.plain(1)
     if engine.has_grammars:
         masked = _masked(settled, programs)
-        if settled.are_few or device.kind == "gpu":
+        if settled.reduced_buckets or device.kind == "gpu":
             masked = _some(settled, masked)
-        if settled.are_few:  # one program serves batches with and without grammars
-            unmasked = {program.having({ProgramFeature.MASK: False}) for program in masked}
+        if settled.reduced_buckets:  # one program serves batches with and without grammars
+            unmasked = {program.with_features({ProgramFeature.MASK: False}) for program in masked}
             programs = [program for program in programs if program not in unmasked]
         programs += masked
     if not engine.disable_radix_cache:
         programs.append(
-            _program(StepKind.COUNT, 1, table, settled.chunk, plain, ProgramFeature.NONE)
+            _program(
+                StepKind.COUNT, 1, table, settled.prefill_chunk_size, plain, ProgramFeature.NONE
+            )
         )
     if pictures is not None:
-        programs += encodings(pictures, settled.are_few)
+        programs += encode_programs(pictures, settled.reduced_buckets)
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
     return BackendLimits(
         page_size=settled.page_size,
         num_pages=1 + pages,
-        num_slots=1 + settled.most_requests,
+        num_slots=1 + settled.max_running_requests,
         num_snapshots=1,
         programs=tuple(programs),
         overlap=settled.overlap,
@@ -110,7 +112,7 @@ def capacity_for(
 
 def text_table(settled: ResolvedConfig) -> NgramTableSpec | None:
     """Returns the n-gram table on the device; None if no drafter uses one."""
-    draft, told = settled.draft, settled.told.ngram
+    draft, told = settled.draft, settled.options.ngram
     if not draft.drafts_from_table:
         return None
     entries = 1 << (told.speculative_ngram_capacity.bit_length() - 1)
@@ -139,7 +141,7 @@ def _on_gpu(settled: ResolvedConfig, table: int) -> Buckets:
 
     Prefills of several prompts have many tokens; for few tokens a wider program costs little.
     """
-    requests, most = settled.most_requests, settled.chunk
+    requests, most = settled.max_running_requests, settled.prefill_chunk_size
     chunks = [
         (rows, tokens)
         for rows in _prefill_rows(requests)
@@ -153,8 +155,8 @@ def _on_cpu(settled: ResolvedConfig, table: int) -> Buckets:
     """Returns the buckets on a CPU, with several page tables: fallback attention gathers all
     pages.
     """
-    requests = settled.most_requests
-    chunks = list(product(_prefill_rows(requests), _chunks(settled.chunk)))
+    requests = settled.max_running_requests
+    chunks = list(product(_prefill_rows(requests), _chunks(settled.prefill_chunk_size)))
     return Buckets(_powers(1, 4, requests), chunks, _page_tables(table))
 
 
@@ -164,8 +166,8 @@ def _compiled_on_cpu(settled: ResolvedConfig, table: int) -> Buckets:
     A prefill has one prompt. Only the largest programs have logprobs, which a CPU computes only for
     rows that request them; a GPU always computes what its program has.
     """
-    chunks = list(product([1], _chunks(settled.chunk)))
-    return Buckets(sorted({1, settled.most_requests}), chunks, (table,))
+    chunks = list(product([1], _chunks(settled.prefill_chunk_size)))
+    return Buckets(sorted({1, settled.max_running_requests}), chunks, (table,))
 
 
 BUCKETS = {
@@ -177,7 +179,7 @@ BUCKETS = {
 """Buckets by the kind of device, and whether programs are compiled at startup."""
 
 
-def captured_works(options: Options) -> tuple[StepKind, ...]:
+def captured_step_kinds(options: Options) -> tuple[StepKind, ...]:
     """Returns the kinds of steps that torch captures as CUDA graphs."""
     engine = options.engine
     if engine.disable_cuda_graph:
@@ -205,10 +207,14 @@ def _programs(settled: ResolvedConfig, buckets: Buckets) -> list[Program]:
         for extras in (ProgramFeature.NONE, ProgramFeature.LOGPROBS)
     ]
     if on_host:
-        decodes = [p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+        decodes = [
+            p.with_features({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes
+        ]
     elif settled.draft.drafts_from_table:
-        decodes = [p.having({ProgramFeature.DEVICE_NGRAM: not p.shape.is_plain}) for p in decodes]
-    decodes = [p.having({ProgramFeature.NGRAM_DRAFTS: p.shape.copied > 0}) for p in decodes]
+        decodes = [
+            p.with_features({ProgramFeature.DEVICE_NGRAM: not p.shape.is_plain}) for p in decodes
+        ]
+    decodes = [p.with_features({ProgramFeature.NGRAM_DRAFTS: p.shape.copied > 0}) for p in decodes]
     return decodes + prefills
 
 
@@ -232,11 +238,12 @@ def _masked(settled: ResolvedConfig, programs: Sequence[Program]) -> list[Progra
         decodes = [p for p in decodes if not p.shape.is_plain]
     if settled.candidates:
         plain = [p for p in decodes if p.shape.is_plain]
-        trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
+        trees = [replace(p, shape=grammar_shape(settled, p.batch)) for p in plain]
         decodes = [*plain, *trees] if settled.draft.drafts_on_host else trees
-    brought = [p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    brought = [p.with_features({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
     masked = [
-        p.having({ProgramFeature.MASK: True, ProgramFeature.DEVICE_NGRAM: False}) for p in brought
+        p.with_features({ProgramFeature.MASK: True, ProgramFeature.DEVICE_NGRAM: False})
+        for p in brought
     ]
     if not settled.draft.drafts or settled.draft.drafts_on_host:
         return masked
@@ -253,7 +260,7 @@ def _some(settled: ResolvedConfig, masked: Sequence[Program]) -> list[Program]:
     slow compilation, only for the largest.
     """
     batches = sorted({program.batch for program in masked}, reverse=True)
-    wanted = batches[:1] if settled.are_few else batches[::2]
+    wanted = batches[:1] if settled.reduced_buckets else batches[::2]
     return [program for program in _few(masked) if program.batch in wanted]
 
 
@@ -281,7 +288,7 @@ def _few(programs: Sequence[Program]) -> list[Program]:
 
 
 def _with_logprobs(program: Program) -> Program:
-    return program.having({ProgramFeature.LOGPROBS: True})
+    return program.with_features({ProgramFeature.LOGPROBS: True})
 
 
 def _chunks(most: int) -> list[int]:
@@ -298,7 +305,7 @@ def draft_shape(settled: ResolvedConfig, batch: int) -> TreeShape:
     return decode_shapes(settled, batch)[-1]
 
 
-def masked_shape(settled: ResolvedConfig, batch: int) -> TreeShape:
+def grammar_shape(settled: ResolvedConfig, batch: int) -> TreeShape:
     """Returns the draft shape of batches with a grammar in adaptive speculation, with all verify
     rows.
 
@@ -322,20 +329,20 @@ def decode_shapes(settled: ResolvedConfig, batch: int) -> list[TreeShape]:
         return [plain, *(_shape(each, batch) for each in settled.candidates)]
     drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
     if draft.joins_copies:
-        joined = [joined_shape(settled, own, batch) for own in (plain, drafting)]
-        is_measured = settled.told.adaptive.speculative_adaptive
+        joined = [merged_shape(settled, own, batch) for own in (plain, drafting)]
+        is_measured = settled.options.adaptive.speculative_adaptive
         return [*([plain] if is_measured else []), drafting, *joined]
     return [plain, drafting] if draft.drafts_on_host else [drafting]
 
 
-def joined_shape(settled: ResolvedConfig, own: TreeShape, batch: int) -> TreeShape:
+def merged_shape(settled: ResolvedConfig, own: TreeShape, batch: int) -> TreeShape:
     """Returns the shape of the drafter's trees (which may be plain) merged with n-gram drafts.
 
     One n-gram path extends as far ahead as the steps in flight may get, and the same number of
     nodes are branches. Half of the n-gram nodes that fit into a tree have verify rows; for small
     batches all have, because rows cost little there.
     """
-    copies = settled.told.ngram.num_copies
+    copies = settled.options.ngram.num_copies
     nodes, deepest = own.nodes + copies, max(settled.draft.num_steps, copies)
     rows = max(FEW_ROWS, batch * own.nodes + batch * copies // 2)
     ahead = settled.overlap * (deepest + 1)

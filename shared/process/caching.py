@@ -13,16 +13,16 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
       ConfigError: The state snapshot interval is invalid.
     """
     settled, drafts, capacity = memory.settled, memory.blueprint.drafts, memory.capacity
-    if settled.told.engine.disable_radix_cache:
+    if settled.options.engine.disable_radix_cache:
         return NO_CACHE
     sizes = drafts.sizes
     layers = memory.blueprint.config.num_gated_delta_layers
     layers += 0 if sizes is None else sizes.num_gated_delta_layers
     policy = CachePolicy(
         is_on=True,
-        key_reach=int(sizes is not None and sizes.has_relay),
-        leaves_holes=drafts.on_device,
-        reads_past=drafts.kind == MODEL,
+        key_lookahead=int(sizes is not None and sizes.has_draft_input),
+        may_skip_draft_kv=drafts.on_device,
+        draft_reads_kv=drafts.kind == MODEL,
         track_interval=settled.track_interval if layers else 0,
     )
     try:

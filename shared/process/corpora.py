@@ -21,7 +21,7 @@ NO_INDEX = (
 )
 
 
-class Corpora:
+class CorpusHandler:
     """Handles the corpus messages of the admin routes.
 
     A corpus is built on its own thread, whose compiled loops release the GIL, and is added to the

@@ -10,9 +10,9 @@ from shared.options.engine import LLGUIDANCE
 from shared.options.flags import AUTO, NONE, ConfigError, spelling
 from shared.options.options import Options
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
-from shared.process.grammars import Grammars
+from shared.process.grammars import GrammarQueue
 from shared.text.chat_templates import ChatTemplates
-from shared.text.template_probe import Choice, reasoning_parser_of, tool_call_parser_of
+from shared.text.template_probe import ParserChoice, reasoning_parser_of, tool_call_parser_of
 from shared.text.tokenizer import Tokenizer
 
 _PARSERS = (
@@ -44,13 +44,13 @@ def _with_parser(
     options: Options,
     templates: ChatTemplates | None,
     name: str,
-    find: Callable[[ChatTemplates], Choice],
+    find: Callable[[ChatTemplates], ParserChoice],
     known: tuple[str, ...],
 ) -> Options:
     given, reasons = getattr(options.server, name), options.reasons
     parser = None if given == NONE else given
     if given == AUTO:
-        choice = Choice(None) if templates is None else find(templates)
+        choice = ParserChoice(None) if templates is None else find(templates)
         parser = choice.parser
         if parser is not None:
             reasons += (f"{spelling(name)} {parser}: the chat template {choice.reason}",)
@@ -62,19 +62,19 @@ def _with_parser(
     return replace(options, server=server, reasons=reasons)
 
 
-def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | None]:
+def with_grammars(options: Options, vocab: int) -> tuple[Options, GrammarQueue | None]:
     """Selects the grammar backend, and creates the grammar compiler if there is one.
 
     Raises:
       ValueError: The flags require grammars, and the model's tokenizer does not support them.
     """
     if options.engine.grammar_backend != AUTO:
-        return options, Grammars.of_options(options, vocab)
+        return options, GrammarQueue.of_options(options, vocab)
     reason = _reason_against(options)
     if reason is None:
         chosen = _with_backend(options, LLGUIDANCE)
         try:
-            return chosen, Grammars.of_options(chosen, vocab)
+            return chosen, GrammarQueue.of_options(chosen, vocab)
         except ValueError as error:
             reason = str(error)
     told = f"--grammar-backend none: {reason}; requests with structured output are rejected"

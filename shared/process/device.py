@@ -36,11 +36,11 @@ class Device:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         groups = OWN_CGROUPS.read_text(encoding="ascii") if OWN_CGROUPS.is_file() else ""
         return cls(
-            "cpu", "CPU", min([_available_bytes() or pages, *free_in_groups(CGROUPS, groups)])
+            "cpu", "CPU", min([_available_bytes() or pages, *cgroup_free_bytes(CGROUPS, groups)])
         )
 
 
-def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
+def check_gpu_environment(environment: Mapping[str, str]) -> None:
     """Checks that the environment does not name a GPU when the server would run on the CPU.
 
     Raises:
@@ -68,7 +68,7 @@ _FIRST = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inact
 _SECOND = _Version("memory.max", "memory.current", "inactive_file")
 
 
-def free_in_groups(root: Path, groups: str) -> Iterator[int]:
+def cgroup_free_bytes(root: Path, groups: str) -> Iterator[int]:
     """Yields the free memory of each control group with a limit that contains this process.
 
     Args:

@@ -11,7 +11,7 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.tiers import Shapes
-from shared.engine.adaptive.trace import Trace
+from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.controller import Controller, DeviceNgramController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
@@ -50,15 +50,15 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
             settled,
             on_gpu=memory.blueprint.on_gpu,
             has_experts=memory.blueprint.config.experts is not None,
-            draft_share=draft_share(memory.blueprint, settled),
+            draft_share=drafter_cost_fraction(memory.blueprint, settled),
         ),
         overlap=settled.overlap,
-        chunked_prefill_size=settled.chunk,
+        chunked_prefill_size=settled.prefill_chunk_size,
         cache=cache_policy(memory),
     )
 
 
-def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowVerifier:
+def with_shadow_verify(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowVerifier:
     """Wraps the engine to verify a fraction of its outputs."""
     if not rate:
         return engine
@@ -67,16 +67,16 @@ def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | Shado
     )
 
 
-def index_of(controller: Controller) -> NgramIndex | None:
+def ngram_index_of(controller: Controller) -> NgramIndex | None:
     """Returns the n-gram index of a controller; None if it has none."""
     if isinstance(controller, GrammarController):
-        return index_of(controller.inner)
+        return ngram_index_of(controller.inner)
     if isinstance(controller, NgramController | AdaptiveNgramController | MergedDraftController):
         return controller.index
     return None
 
 
-def draft_share(blueprint: BackendSpec, settled: ResolvedConfig) -> float:
+def drafter_cost_fraction(blueprint: BackendSpec, settled: ResolvedConfig) -> float:
     """Returns the time of a drafter's passes as a fraction of a step without drafting.
 
     It is 0 without merged n-gram drafts, where it is not used. Both times are estimated from the
@@ -119,17 +119,17 @@ def make_controller(
         controller = _joined(backend.capacity, settled, draft_share, table)
     else:
         controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
-    if not settled.told.engine.has_grammars:
+    if not settled.options.engine.has_grammars:
         return controller
     # With a drafter on the device, n-gram drafts are not merged into trees with a grammar.
-    index = None if settled.draft.joins_copies else index_of(controller)
+    index = None if settled.draft.joins_copies else ngram_index_of(controller)
     return GrammarController(backend.capacity, controller, index)
 
 
 def _controller_of_drafts(
     backend: Backend, settled: ResolvedConfig, on_gpu: bool, has_experts: bool
 ) -> Controller:
-    shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.told
+    shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.options
     table = _measured(backend, settled, has_experts)
     if options.adaptive.speculative_adaptive and not settled.draft.drafts_on_host:
         trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
@@ -159,14 +159,14 @@ def _measured(
     backend: Backend, settled: ResolvedConfig, has_experts: bool
 ) -> dict[int, list[float]]:
     """Measures the times of the steps of an adaptive server; returns nothing for others."""
-    if not settled.told.adaptive.speculative_adaptive:
+    if not settled.options.adaptive.speculative_adaptive:
         return {}
     return step_seconds(
         backend,
         host_draft=settled.draft.drafts_on_host,
         has_experts=has_experts,
         overlap=settled.overlap,
-        chunked_prefill_size=settled.chunk,
+        chunked_prefill_size=settled.prefill_chunk_size,
     )
 
 
@@ -176,10 +176,10 @@ def _joined(
     draft_share: float,
     table: Mapping[int, Sequence[float]],
 ) -> MergedDraftController:
-    shape, copies = draft_shape(settled, 1), settled.told.ngram.num_copies
+    shape, copies = draft_shape(settled, 1), settled.options.ngram.num_copies
     ahead = max(0, shape.copied - 1 - 2 * copies)
     index = NgramIndex(
-        settled.told.ngram,
+        settled.options.ngram,
         nodes=shape.copied,
         depth=shape.copied - 1,
         vocab=capacity.vocab,
@@ -199,12 +199,12 @@ def is_host_bound(table: Mapping[int, Sequence[float]]) -> bool:
 
 def _trace(
     options: Options, tiers: Sequence[object], table: Mapping[int, Sequence[float]]
-) -> Trace | None:
+) -> TraceWriter | None:
     path = options.adaptive.speculative_adaptive_trace
     if path is None:
         return None
     try:
-        return Trace(Path(path), tiers, table)
+        return TraceWriter(Path(path), tiers, table)
     except OSError as error:
         raise ConfigError(
             f"--speculative-adaptive-trace {path} cannot be written: {error.strerror}"

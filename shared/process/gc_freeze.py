@@ -3,7 +3,7 @@
 import gc
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """Freezes all existing objects.
 
     Modules, programs and weights are millions of objects, and a full collection would scan them
@@ -13,7 +13,7 @@ def settle() -> None:
     gc.freeze()
 
 
-def unsettle() -> None:
+def unfreeze_gc() -> None:
     """Unfreezes the objects of an earlier engine in the same process."""
     gc.unfreeze()
     gc.collect()
@@ -21,5 +21,5 @@ def unsettle() -> None:
 
 def sweep() -> None:
     """Frees the objects of an engine that has ended, and freezes the rest."""
-    unsettle()
+    unfreeze_gc()
     gc.freeze()

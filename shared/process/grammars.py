@@ -25,7 +25,7 @@ ENTRY_BYTES, BYTES_OF_A_CHARACTER = 1 << 17, 1 << 6
 """Measured memory of a compiled grammar: a constant, and an amount per character of its source."""
 
 
-class Grammars:
+class GrammarQueue:
     """Requests that wait for their grammar, and cached grammars.
 
     Args:
@@ -42,7 +42,7 @@ class Grammars:
         self._compiling: dict[str, Future[Grammar]] = {}
 
     @classmethod
-    def of_options(cls, options: Options, vocab: int) -> Grammars | None:
+    def of_options(cls, options: Options, vocab: int) -> GrammarQueue | None:
         """Creates the compiler for a checkpoint's tokenizer; returns None without grammars.
 
         Raises:

@@ -58,7 +58,7 @@ def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
-def find_tower(
+def find_vision_encoder(
     options: Options, folder: str | Path, vision: VisionConfig | None
 ) -> VisionEncoder | None:
     """Returns the vision encoder of a model folder; None for text-only serving.
@@ -96,26 +96,28 @@ def picture_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheS
     Raises:
       ConfigError: The flags leave no room for an image.
     """
-    processor, per_row = tower.processor, tower.processor.factor**2
-    most = max(1, min(settled.most_picture_tokens, processor.most // per_row))
-    wanted = settled.told.engine.mm_encoder_cache_tokens
+    processor, per_row = tower.processor, tower.processor.multiple**2
+    most = max(1, min(settled.most_picture_tokens, processor.max_pixels // per_row))
+    wanted = settled.options.engine.mm_encoder_cache_tokens
     rows, least = wanted or KEPT_PICTURES * most, least_rows(most)
     if wanted is not None and wanted < least:
         raise ConfigError(
             f"--mm-encoder-cache-tokens {wanted} is too small for one step, which needs "
             f"{least}; increase it, or lower --max-image-tokens"
         )
-    processor = replace(processor, most=most * per_row, least=min(processor.least, most * per_row))
+    processor = replace(
+        processor, max_pixels=most * per_row, min_pixels=min(processor.min_pixels, most * per_row)
+    )
     return EncoderCacheSpec(tower.vision, processor, 1 + max(rows, least))
 
 
-def encodings(pool: EncoderCacheSpec, are_few: bool) -> list[Program]:
+def encode_programs(pool: EncoderCacheSpec, are_few: bool) -> list[Program]:
     """Returns the encode programs: for doubling sizes, from the smallest image on.
 
     Large images are encoded in several steps, between which other requests run.
     """
-    per_row = pool.processor.factor**2
-    most, size = pool.processor.most // per_row, -(-pool.processor.least // per_row)
+    per_row = pool.processor.multiple**2
+    most, size = pool.processor.max_pixels // per_row, -(-pool.processor.min_pixels // per_row)
     sizes = {max(size, most // FEW_SIZES), most} if are_few else {most}
     while not are_few and size < most:
         sizes.add(size)

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from shared.engine.checks import RequestLimits
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
 from shared.models.image_processor import ImageProcessorConfig
 from shared.models.sampling import SamplingDefaults
@@ -254,15 +254,15 @@ def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
     return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})
 
 
-def picture_to_field(picture: Picture) -> list[Any]:
+def picture_to_field(picture: PromptImage) -> list[Any]:
     """Converts an image to a field without its pixels."""
     return [picture.first, picture.grid, picture.pixels.shape, picture.digest]
 
 
-def picture_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> Picture:
+def picture_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> PromptImage:
     """Restores an image from its field and pixels."""
     first, grid, shape, digest = field
-    return Picture(first=first, grid=tuple(grid), pixels=pixels.reshape(shape), digest=digest)
+    return PromptImage(first=first, grid=tuple(grid), pixels=pixels.reshape(shape), digest=digest)
 
 
 def requests_of(

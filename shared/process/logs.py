@@ -50,7 +50,7 @@ def report(sentence: str, **facts: Any) -> None:
     log.info(sentence, extra={"facts": facts}, stacklevel=2)
 
 
-def announce(message: str, **fields: Any) -> None:
+def log_always(message: str, **fields: Any) -> None:
     """A line that every level shows: it says where the server is."""
     level = log.level
     try:

@@ -25,8 +25,8 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import logs
 from shared.process.address import Listeners
-from shared.process.corpora import Corpora
-from shared.process.grammars import Grammars
+from shared.process.corpora import CorpusHandler
+from shared.process.grammars import GrammarQueue
 from shared.process.ipc_messages import (
     FrameReader,
     ServerInfo,
@@ -35,7 +35,7 @@ from shared.process.ipc_messages import (
     requests_of,
 )
 from shared.process.logs import log
-from shared.process.signals import StopSignals, held_back
+from shared.process.signals import StopSignals, block_stop_signals
 from shared.process.watchdog import EXIT_FAILED, Watchdog
 
 IDLE_WAIT_S = 1.0  # socket and signals wake an idle engine; bound for a missed wake-up
@@ -51,7 +51,7 @@ PART_WAIT_S = 0.001  # wait for the rest of a message larger than the socket buf
 EXIT_REFUSED = 2
 
 
-class Metrics(Protocol):
+class MetricValues(Protocol):
     """Counters and gauges of an engine."""
 
     def snapshot(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class HostEngine(Protocol):
     """Interface of an engine (`shared.engine.engine.Engine` implements it)."""
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> MetricValues:
         """Counters and gauges that the server process shows at `/metrics`."""
         ...
 
@@ -103,7 +103,7 @@ def run(
     index: NgramIndex | None,
     watchdog: Watchdog,
     drain_timeout_s: float,
-    grammars: Grammars | None = None,
+    grammars: GrammarQueue | None = None,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server process; ends both processes.
 
@@ -131,7 +131,7 @@ def run(
     link.send(facts.to_message())
     watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child, stop))
     try:
-        _Loop(engine, link, Corpora(index), watchdog, grammars).run(stop)
+        _Loop(engine, link, CorpusHandler(index), watchdog, grammars).run(stop)
         reason, failed = stop.reason, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
@@ -236,9 +236,9 @@ class _Loop:
         self,
         engine: HostEngine,
         link: _EngineLink,
-        corpora: Corpora,
+        corpora: CorpusHandler,
         watchdog: Watchdog,
-        grammars: Grammars | None,
+        grammars: GrammarQueue | None,
     ) -> None:
         self._engine, self._link, self._grammars = engine, link, grammars
         self._corpora, self._watchdog = corpora, watchdog
@@ -333,7 +333,7 @@ def _start_server(
         numbers = [listener.fileno() for listener in taken]
         flags, fds = [*flags, flag, *map(str, numbers)], [*fds, *numbers]
     command, folder = children.command("shared.server.api.service", *flags), children.FOLDER
-    with held_back():
+    with block_stop_signals():
         child = subprocess.Popen(
             command,
             cwd=folder,

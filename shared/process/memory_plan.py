@@ -20,18 +20,18 @@ from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.cache_spec import kept_bytes
+from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.fp8_packing import InWords, bytes_of_codes, bytes_of_words
 from shared.models.parameters import Parameter, draft_head, parameters
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 from shared.models.vision_parameters import tower_parameters
 from shared.options.flags import ConfigError
 from shared.options.options import Options
-from shared.process.buckets import ProgramCosts, capacity_for, captured_works, pages_for
+from shared.process.buckets import ProgramCosts, capacity_for, captured_step_kinds, pages_for
 from shared.process.device import Device
 from shared.process.image_startup import VisionEncoder, picture_pool
-from shared.process.resolved_config import ResolvedConfig, settle
+from shared.process.resolved_config import ResolvedConfig, resolve
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 STATES_OF_A_REQUEST = 4
@@ -113,8 +113,8 @@ def plan(
     drafts: DrafterSpec,
     device: Device,
     costs: ProgramCosts,
-    in_words: Callable[[], InWords] = dict,
-    in_codes: frozenset[str] = frozenset(),
+    as_w8a16: Callable[[], InWords] = dict,
+    as_w8a8: frozenset[str] = frozenset(),
     tower: VisionEncoder | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
@@ -125,22 +125,22 @@ def plan(
       drafts: Drafter on the device.
       device: The device.
       costs: Memory costs of the backend's programs.
-      in_words: Returns the parameters that can be stored as packed FP8. Only called if kernels can
-        use them: for bfloat16 on a GPU without `in_codes`; it reads all scales.
-      in_codes: Parameters used as W8A8.
+      as_w8a16: Returns the parameters that can be stored as packed FP8. Only called if kernels can
+        use them: for bfloat16 on a GPU without `as_w8a8`; it reads all scales.
+      as_w8a8: Parameters used as W8A8.
       tower: Vision encoder; None for text-only serving.
 
     Raises:
       ConfigError: The limits contradict each other, or exceed the memory.
     """
-    settled = settle(options, model, drafts, device, costs.are_compiled)
-    if in_codes and settled.dtype != "bfloat16":
+    settled = resolve(options, model, drafts, device, costs.are_compiled)
+    if as_w8a8 and settled.dtype != "bfloat16":
         raise ConfigError("--fp8-activations requires bfloat16; add --dtype bfloat16")
-    keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not in_codes
-    found = in_words() if keeps_words else {}
+    keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not as_w8a8
+    found = as_w8a16() if keeps_words else {}
     pictures = None if tower is None else picture_pool(tower, settled)
-    sizing = PageCountSearch(settled, model, drafts, device, costs, found, in_codes, pictures)
-    return sizing.checked(sizing.with_pages(sizing.most_pages()))
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, as_w8a8, pictures)
+    return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PageCountSearch:
     """Plan with an open number of pages; for the other fields see the arguments of `plan`.
 
     Attributes:
-      in_words: Parameters stored as packed FP8.
+      as_w8a16: Parameters stored as packed FP8.
       pictures: Encoder cache of a vision-language model.
     """
 
@@ -157,14 +157,14 @@ class PageCountSearch:
     drafts: DrafterSpec
     device: Device
     costs: ProgramCosts
-    in_words: InWords
-    in_codes: frozenset[str]
+    as_w8a16: InWords
+    as_w8a8: frozenset[str]
     pictures: EncoderCacheSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """Returns the whole plan with a number of pages."""
         settled, blueprint = self.settled, self._blueprint(pages)
-        lines = (*self._weight_lines, *_lines(settled.told, blueprint, self.costs))
+        lines = (*self._weight_lines, *_lines(settled.options, blueprint, self.costs))
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
 
     @cached_property
@@ -185,34 +185,34 @@ class PageCountSearch:
             ),
             dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
-            captured=captured_works(settled.told),
-            in_words=self.in_words,
-            in_codes=self.in_codes,
-            ranks=TPGroup(0, settled.told.ranks.tp_size, None),
+            captured=captured_step_kinds(settled.options),
+            as_w8a16=self.as_w8a16,
+            as_w8a8=self.as_w8a8,
+            ranks=TPGroup(0, settled.options.ranks.tp_size, None),
         )
 
     def _num_snapshots(self) -> int:
         state_bytes = self._state_bytes()
-        if self.settled.told.engine.disable_radix_cache or not state_bytes:
+        if self.settled.options.engine.disable_radix_cache or not state_bytes:
             return 0
-        wanted = STATES_OF_A_REQUEST * self.settled.most_requests
+        wanted = STATES_OF_A_REQUEST * self.settled.max_running_requests
         return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
 
     def _state_bytes(self) -> int:
         """Returns the bytes of a request's recurrent states of target and drafter on one rank."""
-        count = self.settled.told.ranks.tp_size
+        count = self.settled.options.ranks.tp_size
         item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.local(count).sizes
-        model = local(self.model, count)
+        model = shard_config(self.model, count)
         num_bytes = model.num_gated_delta_layers * state_layer_bytes(model, item)
         if sizes is not None:
             num_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
         return num_bytes
 
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """Returns the given number of pages, or enough for every request's whole context, or as
         many as fit.
         """
-        page_size, total = self.settled.page_size, self.settled.told.engine.max_total_tokens
+        page_size, total = self.settled.page_size, self.settled.options.engine.max_total_tokens
         needed = pages_for(self.settled, 2)
         if total is not None:
             pages = total // page_size
@@ -232,7 +232,7 @@ class PageCountSearch:
         """
         if plan.total_bytes <= self._may_take:
             return plan
-        engine = self.settled.told.engine
+        engine = self.settled.options.engine
         pool = "" if engine.max_total_tokens is None else "--max-total-tokens, "
         largest = max(plan.lines, key=lambda line: line.num_bytes)
         raise ConfigError(
@@ -245,11 +245,11 @@ class PageCountSearch:
 
     @property
     def _may_take(self) -> int:
-        return int(self.settled.told.engine.mem_fraction_static * self.device.free_bytes)
+        return int(self.settled.options.engine.mem_fraction_static * self.device.free_bytes)
 
     def _wanted_pages(self) -> int:
         settled = self.settled
-        wanted = settled.most_requests * pages_for(settled, settled.context_length)
+        wanted = settled.max_running_requests * pages_for(settled, settled.context_length)
         if self.device.kind == "cpu":
             wanted = min(wanted, CPU_TOTAL_TOKENS // settled.page_size)
         return wanted
@@ -277,10 +277,10 @@ def _lines(
     if blueprint.capacity.pictures is not None:
         yield _picture_line(blueprint, blueprint.capacity.pictures)
     yield _buffer_line(blueprint.capacity)
-    if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
+    if costs.has_mailboxes and not (blueprint.ranks.is_single or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
         yield MemoryPlanEntry("mailboxes", "of all ranks, shared", num_bytes)
-    if blueprint.on_gpu and not blueprint.ranks.is_alone:
+    if blueprint.on_gpu and not blueprint.ranks.is_single:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
         yield MemoryPlanEntry("mailboxes", "written by the other ranks", num_bytes)
     if (table := blueprint.capacity.texts) is not None:
@@ -294,14 +294,14 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     drafts = blueprint.drafts
     wanted = _of_rank(parameters(blueprint.config, drafts.with_mtp), blueprint)
     by_output = not blueprint.on_gpu
-    in_words = blueprint.in_words
+    as_w8a16 = blueprint.as_w8a16
     num_bytes = {
-        p.name: bytes_of_words(p.shape, in_words[p.name]) for p in wanted if p.name in in_words
+        p.name: bytes_of_words(p.shape, as_w8a16[p.name]) for p in wanted if p.name in as_w8a16
     }
     num_bytes |= {
         p.name: bytes_of_codes(p.shape, by_output=by_output)
         for p in wanted
-        if p.name in blueprint.in_codes
+        if p.name in blueprint.as_w8a8
     }
     yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
     if (token_map := drafts.token_map) is not None:
@@ -324,7 +324,7 @@ def _tower_line(blueprint: BackendSpec, pictures: EncoderCacheSpec) -> MemoryPla
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parameter]:
     """Returns the shards of rank 0, which are the largest."""
-    return [parameter.of_rank(0, blueprint.ranks.count) for parameter in wanted]
+    return [parameter.shard(0, blueprint.ranks.count) for parameter in wanted]
 
 
 def _weights_line(
@@ -361,7 +361,7 @@ def _page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
 def _kv_bytes(config: ModelConfig, blueprint: BackendSpec) -> int:
     """Returns the bytes of keys and values of one layer."""
     positions = blueprint.capacity.num_pages * blueprint.capacity.page_size
-    return positions * kept_bytes(config.attention.kept, blueprint.item_bytes)
+    return positions * cache_bytes(config.attention.kept, blueprint.item_bytes)
 
 
 def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
@@ -374,7 +374,7 @@ def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         "seen", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4
     )
     relay = slots * 12
-    if drafter is not None and drafter.has_relay:
+    if drafter is not None and drafter.has_draft_input:
         relay += slots * (capacity.max_width * 8 + drafter.model.hidden * item)
     yield MemoryPlanEntry("relay", f"{slots} slots", relay)
 

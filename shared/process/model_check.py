@@ -22,7 +22,7 @@ from shared.drafts.checkpoint import (
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.drafts.mtp import with_mtp_of
 from shared.drafts.token_map import read_token_map
 from shared.drafts.tokenizer import check_same_tokenizer, tokens_of
@@ -37,20 +37,20 @@ from shared.models.parameter import of_rank
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.tied import as_stored
-from shared.models.tp_sharding import local
+from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_tower
 from shared.options.adaptive import read_candidates
 from shared.options.algorithms import BLOCK_ALGORITHMS
-from shared.options.flags import ConfigError, in_full
+from shared.options.flags import ConfigError, with_absolute_paths
 from shared.options.options import PARTS, Options
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
 from shared.options.speculative import SpeculativeConfig
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
-from shared.process.grammars import Grammars
-from shared.process.image_startup import VisionEncoder, find_tower, find_vision
+from shared.process.grammars import GrammarQueue
+from shared.process.image_startup import VisionEncoder, find_vision, find_vision_encoder
 
 
 class WeightSource(Protocol):
@@ -78,11 +78,11 @@ class WeightSource(Protocol):
         """Returns the stored bytes that loading these parameters reads."""
         ...
 
-    def in_words(self, wanted: Sequence[Parameter]) -> InWords:
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> InWords:
         """Returns the parameters that can be stored as packed FP8."""
         ...
 
-    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """Returns the names of the parameters that are entirely FP8 with block scales."""
         ...
 
@@ -101,7 +101,7 @@ class CheckedModel:
       checkpoint: Files of the target.
       draft_files: The drafter and its files.
       tower: The vision encoder; None for text-only serving.
-      in_codes: Names of the parameters used as W8A8.
+      as_w8a8: Names of the parameters used as W8A8.
       defaults: Defaults of omitted sampling fields.
       grammars: Grammar compiler; None without structured output.
     """
@@ -111,9 +111,9 @@ class CheckedModel:
     checkpoint: WeightSource
     draft_files: DraftFiles
     tower: VisionEncoder | None
-    in_codes: frozenset[str]
+    as_w8a8: frozenset[str]
     defaults: SamplingDefaults
-    grammars: Grammars | None
+    grammars: GrammarQueue | None
 
     @property
     def wanted(self) -> list[Parameter]:
@@ -153,7 +153,7 @@ def check_model(options: Options, opens: Callable[[str], WeightSource]) -> Check
         checkpoint=checkpoint,
         draft_files=DraftFiles(drafts, opened.draft),
         tower=tower,
-        in_codes=_in_codes(options, checkpoint, model),
+        as_w8a8=_in_codes(options, checkpoint, model),
         defaults=SamplingDefaults() if is_openai else SamplingDefaults.from_folder(folder),
         grammars=grammars,
     )
@@ -231,7 +231,7 @@ def _check_rules(options: Options, opened: _Opened) -> None:
 def _checked_tower(options: Options, checkpoint: WeightSource) -> VisionEncoder | None:
     folder = options.model.model_path
     vision = find_vision(options, folder) if checkpoint.has_tower else None
-    tower = find_tower(options, folder, vision)
+    tower = find_vision_encoder(options, folder, vision)
     if tower is not None and isinstance(checkpoint, Checkpoint):
         check_tower(checkpoint, tower.vision)
     return tower
@@ -240,7 +240,7 @@ def _checked_tower(options: Options, checkpoint: WeightSource) -> VisionEncoder 
 def _check_shares(model: ModelConfig, drafts: DrafterSpec, count: int) -> None:
     """Checks that the target and the drafter can be sharded over the ranks."""
     try:
-        local(model, count), drafts.local(count)
+        shard_config(model, count), drafts.local(count)
     except ValueError as error:
         raise ConfigError(f"--tp-size {count} does not fit: {error}") from error
 
@@ -260,18 +260,18 @@ def _in_codes(options: Options, checkpoint: WeightSource, model: ModelConfig) ->
     if not options.model.fp8_activations:
         return frozenset()
     wanted = parameters(model, options.speculative.with_mtp)
-    in_codes, some = checkpoint.in_codes(wanted), checkpoint.has_scales(wanted)
+    as_w8a8, some = checkpoint.as_w8a8(wanted), checkpoint.has_scales(wanted)
     if not some:
         raise ConfigError(
             "--fp8-activations requires a checkpoint with FP8 weights, and this one has "
             "none; remove the flag"
         )
-    if mixed := min(some - in_codes, default=None):
+    if mixed := min(some - as_w8a8, default=None):
         raise ConfigError(
             "--fp8-activations requires FP8 with block scales in all tensors of a fused "
             f"weight, and {mixed} has others; remove the flag"
         )
-    return in_codes
+    return as_w8a8
 
 
 def _dummy(model: ModelConfig, folder: str, vision: VisionConfig | None) -> DummyCheckpoint:
@@ -314,7 +314,7 @@ def _drafts(
     config = _head_config(options, path, model)
     if isinstance(stored, Checkpoint):
         own = checkpoint if isinstance(checkpoint, Checkpoint) else None
-        config = fitted(config, stored, own)
+        config = infer_from_tensors(config, stored, own)
     check_head(stored, config)
     return DrafterSpec.of_head(config.with_window(draft.speculative_draft_window_size))
 
@@ -349,7 +349,7 @@ def _small_config(options: Options, path: str) -> ModelConfig:
 
 def with_whole_paths(options: Options) -> Options:
     """Makes all paths absolute, because a server has several processes."""
-    parts = {name: in_full(getattr(options, name)) for name in PARTS}
+    parts = {name: with_absolute_paths(getattr(options, name)) for name in PARTS}
     return replace(options, **parts)
 
 

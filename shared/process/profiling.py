@@ -63,13 +63,13 @@ class FixedShapeController:
         self._shape, self._last, self.seconds = shape, None, list[float]()
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """True if steps wait for each other and the previous one is in flight."""
-        return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
+        return self.steps_wait and not all(r.has_no_step_in_flight for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Decodes all ready requests, with host-built trees if the host drafts."""
-        if self.waits:
+        if self.needs_last_result:
             return None
         requests = self._decoded_last = reserve(ready, self._shape.scratch)
         if not requests:
@@ -104,7 +104,7 @@ class FixedShapeController:
             at=np.array(ends, np.int32),
         )
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Records the time of a decode step that follows another one."""
         now, last = time.perf_counter(), self._last
         self._last = now if rows.work is StepKind.DECODE else None
@@ -112,16 +112,16 @@ class FixedShapeController:
             seconds = None if self._host_draft else result.device_seconds
             self.seconds.append(now - last if seconds is None else seconds)
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Does nothing."""
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Does nothing: outputs are discarded."""
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Does nothing: no data is stored per request."""
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Does nothing: no data is stored per request."""
 
 

@@ -16,32 +16,33 @@ class ResolvedConfig:
     """Resolved config of a server; the memory plan determines the number of KV pages.
 
     Attributes:
-      told: Options of the command line, for options without defaults.
+      options: Options of the command line, for options without defaults.
       dtype: A key of `ITEM_BYTES`.
       context_length: Maximum tokens of a request.
       page_size: KV positions of a page.
-      most_requests: Maximum running requests.
-      chunk: Maximum prompt tokens of a step.
+      max_running_requests: Maximum running requests.
+      prefill_chunk_size: Maximum prompt tokens of a step.
       most_picture_tokens: Maximum tokens of an image; the checkpoint may limit them further.
       track_interval: Tokens between state snapshots of the prefix cache.
       overlap: Maximum steps in flight while the next is planned.
       draft: Drafter with its shape.
       candidates: Draft shapes of adaptive speculation.
-      are_few: True for reduced buckets, because each program takes seconds to compile on a CPU.
+      reduced_buckets: True for reduced buckets, because each program takes seconds to compile on a
+        CPU.
     """
 
-    told: Options
+    options: Options
     dtype: str
     context_length: int
     page_size: int
-    most_requests: int
-    chunk: int
+    max_running_requests: int
+    prefill_chunk_size: int
     most_picture_tokens: int
     track_interval: int
     overlap: int
     draft: SpeculativeConfig
     candidates: tuple[Candidate, ...]
-    are_few: bool
+    reduced_buckets: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ DEFAULTS = {
 }
 
 
-def settle(
+def resolve(
     told: Options, model: ModelConfig, drafts: DrafterSpec, device: Device, are_compiled: bool
 ) -> ResolvedConfig:
     """Resolves the options that the command line left open.
@@ -81,18 +82,18 @@ def settle(
     deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
     in_flight = (engine.steps_in_flight + 1) * (deepest + 1)
     return ResolvedConfig(
-        told=told,
+        options=told,
         dtype=defaults.dtype if told.model.dtype == "auto" else told.model.dtype,
         context_length=told.model.context_length or model.context_length,
         page_size=page_size,
-        most_requests=engine.max_running_requests or defaults.max_running_requests,
-        chunk=engine.chunked_prefill_size or defaults.chunked_prefill_size,
+        max_running_requests=engine.max_running_requests or defaults.max_running_requests,
+        prefill_chunk_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
         most_picture_tokens=engine.max_image_tokens or defaults.max_image_tokens,
         track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
         overlap=engine.steps_in_flight,
         draft=draft,
         candidates=candidates,
-        are_few=are_few,
+        reduced_buckets=are_few,
     )
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.boundary.backend import Backend
-from shared.boundary.kernel_coverage import plain_gauges
+from shared.boundary.kernel_coverage import fallback_gauges
 from shared.engine.checks import RequestLimits
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.address import Listeners, admin_host, host_names
-from shared.process.engines import index_of, make_engine, with_checks
+from shared.process.engines import make_engine, ngram_index_of, with_shadow_verify
 from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
 from shared.process.progress import console_of, loading_progress, preparing_progress
@@ -50,25 +50,28 @@ def start_serving(
         with tp_startup(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             report_plan(console, start.memory)
-            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+            for note in (
+                *ranked.notes,
+                *start_notes(start.memory, start.fallback_ops, start.defaults),
+            ):
                 logs.info(note)
             backend = ready(start, ranked, console)
-            watchdog.standing = ranked.standing
+            watchdog.standing = ranked.progress_report
             named = WatchedBackend(backend, watchdog)
             engine = make_engine(named, start.memory)
             engine.metrics.show(ranked.gauges)
             if start.memory.blueprint.on_gpu:
-                engine.metrics.show(plain_gauges(start.plain))
-            served = with_checks(engine, named, options.engine.shadow_verify_rate)
+                engine.metrics.show(fallback_gauges(start.fallback_ops))
+            served = with_shadow_verify(engine, named, options.engine.shadow_verify_rate)
     except RankError as error:
         watchdog.claim_end()  # the thread that detected it reports it
         print(error, file=sys.stderr, flush=True)
         return lambda: EXIT_FAILED
     for note in step_notes(options, engine.controller):
         logs.info(note)
-    facts, drain_s = facts_of(start, listeners), options.server.graceful_shutdown_timeout
-    index = index_of(engine.controller)
-    gc_freeze.settle()
+    facts, drain_s = server_info(start, listeners), options.server.graceful_shutdown_timeout
+    index = ngram_index_of(engine.controller)
+    gc_freeze.freeze_gc()
     return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
 
 
@@ -82,10 +85,10 @@ def ready(start: ValidatedStartup, ranked: TPStartup, console: Console) -> Backe
     return backend
 
 
-def facts_of(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
+def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
     """Returns the properties of model and engine for the server process."""
     memory = start.memory
-    options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
+    options, capacity, model = memory.settled.options, memory.capacity, memory.blueprint.config
     server, folder = options.server, Path(options.model.model_path).resolve()
     queued = server.max_queued_requests
     return ServerInfo(

@@ -22,13 +22,13 @@ STOP_SIGNALS = (
 """Signals that end a server; SIGTERM drains it first."""
 
 
-def stopped_by(number: int) -> str:
+def stop_reason(number: int) -> str:
     """Returns the reason for the end of a server."""
     return f"the server was stopped by {signal.Signals(number).name}"
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def block_stop_signals() -> Iterator[None]:
     """Blocks stop signals in this thread, and for their whole lifetime in processes that it starts.
 
     Signals are sent to process groups, and the engine process ends both processes.
@@ -89,7 +89,7 @@ class StopSignals:
     def _take(self, number: int) -> None:
         if number not in self._taken or self.ends:
             return
-        self.reason = stopped_by(number)
+        self.reason = stop_reason(number)
         if number == signal.SIGTERM and not self.drains:
             self._deadline = time.monotonic() + self.drain_timeout_s
             self.drains = True

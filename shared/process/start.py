@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shared.boundary.backend import Backend, BackendSpec
-from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, plain_operations
+from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, fallback_ops
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import (
     DraftFiles,
@@ -25,7 +25,7 @@ from shared.options.options import Options
 from shared.process.buckets import ProgramCosts
 from shared.process.caching import cache_policy
 from shared.process.device import Device
-from shared.process.grammars import Grammars
+from shared.process.grammars import GrammarQueue
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.model_check import CheckedModel, WeightSource, check_model
 
@@ -68,7 +68,7 @@ class ValidatedStartup:
       checkpoint: Files of the target, opened and checked.
       draft_files: The drafter and its files.
       memory: Memory plan with the resolved config.
-      plain: Operations that fall back to the reference implementation on a GPU.
+      fallback_ops: Operations that fall back to the reference implementation on a GPU.
       defaults: Defaults of omitted sampling fields.
       grammars: Grammar compiler; None without structured output.
     """
@@ -76,9 +76,9 @@ class ValidatedStartup:
     checkpoint: WeightSource
     draft_files: DraftFiles
     memory: MemoryPlan
-    plain: tuple[FallbackOp, ...]
+    fallback_ops: tuple[FallbackOp, ...]
     defaults: SamplingDefaults
-    grammars: Grammars | None
+    grammars: GrammarQueue | None
 
     @property
     def num_bytes(self) -> int:
@@ -125,37 +125,37 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
         _refuse_graph_flags(options)
     platform.take_devices(options.ranks.tp_size)
     device = platform.find_device()
-    in_codes, wanted = checked.in_codes, checked.wanted
+    as_w8a8, wanted = checked.as_w8a8, checked.wanted
     if device.kind == "gpu":
-        _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
+        _refuse_without_kernels(device, [p for p in wanted if p.name in as_w8a8])
     draft_files = checked.draft_files
     if options.speculative.drafts_from_table:
         draft_files = DraftFiles(DrafterSpec.of_text(), None)
-    in_words = partial(checked.checkpoint.in_words, wanted)
+    as_w8a16 = partial(checked.checkpoint.as_w8a16, wanted)
     drafts = draft_files.drafts
-    memory = plan(options, model, drafts, device, costs, in_words, in_codes, checked.tower)
+    memory = plan(options, model, drafts, device, costs, as_w8a16, as_w8a8, checked.tower)
     _check_map(drafts, memory.blueprint.capacity.max_width)
     cache_policy(memory)  # raises its errors before memory is allocated
     kernels = platform.kernels
-    plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
+    plain = () if kernels is None else fallback_ops(memory.blueprint, kernels)
     return ValidatedStartup(
         checkpoint=checked.checkpoint,
         draft_files=draft_files,
         memory=memory,
-        plain=plain,
+        fallback_ops=plain,
         defaults=checked.defaults,
         grammars=checked.grammars,
     )
 
 
-def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> None:
+def _refuse_without_kernels(device: Device, as_w8a8: Sequence[Parameter]) -> None:
     """Checks that the GPU kernels support the W8A8 parameters."""
-    if in_codes and not HOPPERS & {*device.name.replace("-", " ").split()}:
+    if as_w8a8 and not HOPPERS & {*device.name.replace("-", " ").split()}:
         raise ConfigError(
             f"--fp8-activations requires a Hopper GPU (H100, H200); found {device.name}. "
             "Remove the flag"
         )
-    for parameter in in_codes:
+    for parameter in as_w8a8:
         if parameter.name.endswith(EXPERTS):
             raise ConfigError(
                 "--fp8-activations does not support FP8 experts on a GPU; remove the flag"

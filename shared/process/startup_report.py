@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.boundary.kernel_coverage import FallbackOp
-from shared.drafts.aux_hidden_states import doubts
+from shared.drafts.aux_hidden_states import ambiguities
 from shared.drafts.config import head_json
-from shared.drafts.config_formats import stated
+from shared.drafts.config_formats import read_raw_config
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.grammar_controller import GrammarController
@@ -41,7 +41,7 @@ def start_notes(
         )
     if named := str(defaults):
         yield f"sampling defaults from generation_config.json: {named}"
-    told = memory.settled.told
+    told = memory.settled.options
     others = unapplied(told.model.model_path)
     if others and told.server.sampling_defaults == "model":
         yield f"generation_config.json also sets {', '.join(others)}, which is not applied"
@@ -83,7 +83,7 @@ def head_notes(told: Options) -> Iterator[str]:
         and not draft.drafts_with_a_model
         and not draft.speculative_aux_layer_convention
     ):
-        yield from doubts(stated(head_json(draft.head_path)))
+        yield from ambiguities(read_raw_config(head_json(draft.head_path)))
 
 
 def rank_notes(memory: MemoryPlan) -> Iterator[str]:
@@ -127,7 +127,7 @@ def step_notes(told: Options, controller: Controller) -> Iterator[str]:
 def report_plan(console: Console, memory: MemoryPlan) -> None:
     """Logs what the model runs on and prints the memory plan, which a JSON line has as fields."""
     capacity, count = memory.capacity, memory.blueprint.ranks.count
-    is_json = memory.settled.told.observing.log_format == "json"
+    is_json = memory.settled.options.observing.log_format == "json"
     plan = {line.name: line.num_bytes for line in memory.lines}
     logs.report(
         f"{memory.settled.dtype} on {memory.device.name}: context length "

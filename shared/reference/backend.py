@@ -30,11 +30,11 @@ from shared.models.config import ModelConfig
 from shared.reference import ngram
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
-from shared.reference.images import Seeing, encode
+from shared.reference.images import ImageContext, encode
 from shared.reference.rows import (
     Batch,
     ExtendRows,
-    Ranking,
+    PenaltyRanking,
     Trees,
     allowed_of,
     logprob_fields,
@@ -50,6 +50,9 @@ from shared.spec import acceptance, attention, draft_tree, gdn_state, model, sam
 from shared.spec.draft_tree import TreeShape
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.model import KV, Weights
+
+Fields = dict[str, np.ndarray]
+"""Fields of a result by name."""
 
 
 class ReferenceBackend:
@@ -136,7 +139,7 @@ class ReferenceBackend:
                     at.view(words)[... if name in SCORES else batch.index] = values
         return read_result(plan.program, self.capacity, words, time.perf_counter() - began)
 
-    def _step(self, batch: Batch, plan: StepPlan) -> dict[str, np.ndarray]:
+    def _step(self, batch: Batch, plan: StepPlan) -> Fields:
         """Runs the step; returns the result's fields by name."""
         match plan.work:
             case Prefill():
@@ -170,7 +173,7 @@ class ReferenceBackend:
         is_counted = np.ones(len(tokens), bool)
         self.state.seen = slot_state.count(self.state.seen, owner, tokens, is_output, is_counted)
 
-    def _count_prompt(self, batch: Batch, work: CountPromptTokens) -> dict[str, np.ndarray]:
+    def _count_prompt(self, batch: Batch, work: CountPromptTokens) -> Fields:
         for b, row in enumerate(batch.index):
             tokens = work.tokens[work.row_starts[row] : work.row_starts[row + 1]]
             self._count(batch, b, tokens, int(work.first_positions[row]))
@@ -181,12 +184,12 @@ class ReferenceBackend:
 
     # Prefill
 
-    def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> dict[str, np.ndarray]:
+    def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> Fields:
         spans = [slice(*work.row_starts[i : i + 2]) for i in batch.index]
         chunks = [work.tokens[span] for span in spans]
-        seen = [Seeing.of(work.pictures, self.state.pool, span) for span in spans]
+        seen = [ImageContext.of(work.pictures, self.state.pool, span) for span in spans]
         if work.pictures is not None:
-            self.state.turn_deltas[batch.slots] = work.pictures.deltas[batch.index]
+            self.state.turn_deltas[batch.slots] = work.pictures.mrope_position_deltas[batch.index]
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
         passes = [
             self._prefill_row(batch, b, chunk, first[b], seen[b]) for b, chunk in enumerate(chunks)
@@ -205,7 +208,7 @@ class ReferenceBackend:
             self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
             if work.pictures is not None:
-                following = work.pictures.next_sources[batch.index]
+                following = work.pictures.next_embed_sources[batch.index]
                 seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
         if self.state.texts is not None:
@@ -220,11 +223,11 @@ class ReferenceBackend:
         if scores:
             each = [self._logits(read.hidden) for read, _ in passes]
             reported |= score_fields(work, batch.index, each, newest, self.capacity.max_scores)
-        fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
+        fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "snapshot_saved": saved}
         return fields_of | tree_fields(roots(newest)) | reported
 
     def _prefill_row(
-        self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int, seen: Seeing
+        self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int, seen: ImageContext
     ) -> tuple[model.Forward, bool]:
         """Runs one row's chunk, split where its snapshot is taken.
 
@@ -245,7 +248,7 @@ class ReferenceBackend:
         return model.Forward(hidden, streams, self.state.kv), passed
 
     def _prefill_piece(
-        self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int, seen: Seeing
+        self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int, seen: ImageContext
     ) -> model.Forward:
         slot, table = batch.slots[b : b + 1], batch.page_table[b : b + 1]
         forward, state = model.prefill(
@@ -271,7 +274,7 @@ class ReferenceBackend:
         passes: list[model.Forward],
         first: Int[np.ndarray, " B"],
         newest: Int[np.ndarray, " B"],
-        seen: list[Seeing],
+        seen: list[ImageContext],
     ) -> None:
         """Extends the drafter over the chunks: each row with the token after it."""
         assert self._drafter is not None
@@ -282,11 +285,7 @@ class ReferenceBackend:
         draft_from = self.state.draft_from[batch.slots]
         self._drafter.prefill(batch, fed, draft_from, self._rank(batch, self.capacity.max_width))
 
-    # Decode
-
-    def _decode(
-        self, batch: Batch, work: Decode, mask: GrammarBitmask | None
-    ) -> dict[str, np.ndarray]:
+    def _decode(self, batch: Batch, work: Decode, mask: GrammarBitmask | None) -> Fields:
         trees = self._trees(batch, work)
         lengths = self.state.lengths[batch.slots]
         forward, kept = model.verify(
@@ -325,9 +324,10 @@ class ReferenceBackend:
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
         passed = forward.at(accepted.rows.reshape(-1))
         path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
-        fed = ExtendRows(0, path_tokens, tokens.reshape(-1), passed, Seeing())
+        fed = ExtendRows(0, path_tokens, tokens.reshape(-1), passed, ImageContext())
         self._extend(batch, work.shape, lengths, fed, counts)
-        fields_of = {"tokens": tokens, "counts": counts, "failed": accepted.failed, "saved": saved}
+        failed = accepted.failed
+        fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "snapshot_saved": saved}
         K = self.capacity.max_logprobs
         reported = logprob_fields(batch, flat_logits, accepted.rows, tokens, counts, K)
         return fields_of | tree_fields(trees) | reported
@@ -339,9 +339,10 @@ class ReferenceBackend:
             tokens[:, 0] = self.state.newest[batch.slots]
             forced = drafts.forced[index] != 0
             return Trees(tokens, drafts.parents[index], drafts.num_nodes[index], forced)
-        if work.copies is None:
+        if work.ngram_drafts is None:
             return self._draft(batch, work.shape)
-        given = NgramTrees(**{name: each[batch.index] for name, each in vars(work.copies).items()})
+        drafts = vars(work.ngram_drafts)
+        given = NgramTrees(**{name: each[batch.index] for name, each in drafts.items()})
         own, newest = work.shape.drafter, self.state.newest[batch.slots]
         weights = np.zeros((len(newest), 1), np.float32)
         alone = replace(roots(newest), weights=weights)
@@ -391,7 +392,7 @@ class ReferenceBackend:
         """
         lengths = self.state.lengths[batch.slots]
         move = partial(
-            attention.commit_window,
+            attention.compact_accepted_kv,
             page_table=batch.page_table,
             lengths=lengths,
             path=path,
@@ -439,12 +440,10 @@ class ReferenceBackend:
             draft_from = self.state.draft_from[batch.slots]
             self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
-    # Choosing
-
-    def _rank(self, batch: Batch, width: int) -> Ranking:
+    def _rank(self, batch: Batch, width: int) -> PenaltyRanking:
         """Returns the drafter's ranking of children, with the noise and the penalties of the
         target.
         """
         lengths = self.state.lengths[batch.slots]
         given = (batch.sampling, batch.slots, lengths, self.state.seen, width, self._columns)
-        return Ranking(*given, kept=None)
+        return PenaltyRanking(*given, kept=None)

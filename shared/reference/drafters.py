@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
-from shared.reference.rows import Batch, ExtendRows, Ranking, Trees, put, take
+from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put, take
 from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
-from shared.spec.attention import Rows
+from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
 from shared.spec.gated_delta import CHUNK
@@ -30,7 +30,11 @@ class ReferenceDrafter(Protocol):
         ...
 
     def prefill(
-        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self,
+        batch: Batch,
+        fed: list[ExtendRows],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
     ) -> None:
         """Extends the drafter over each row's prompt chunk.
 
@@ -49,7 +53,7 @@ class ReferenceDrafter(Protocol):
         lengths: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
         shape: TreeShape,
-        rank: Ranking,
+        rank: PenaltyRanking,
     ) -> Trees:
         """Drafts a tree for each row; only the root if `draft_from` equals the row's length."""
         ...
@@ -79,12 +83,12 @@ class ReferenceDrafter(Protocol):
 class HeadDrafter:
     """Drafter for NEXTN, EAGLE and EAGLE-3."""
 
-    def __init__(self, drafter: eagle.Drafter, capacity: BackendLimits) -> None:
+    def __init__(self, drafter: eagle.EagleHeadDrafter, capacity: BackendLimits) -> None:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
         pool = (capacity.num_pages, capacity.page_size)
         self._kv = model.new_kv(drafter.layer, drafter.num_layers, *pool)
-        self._relay_arrays = (  # of `eagle.Relay`, by slot
+        self._relay_arrays = (  # of `eagle.DraftInput`, by slot
             np.zeros((slots, width), np.int32),
             np.zeros((slots, width), np.float32),
             np.zeros((slots, drafter.layer.hidden), np.float32),
@@ -97,7 +101,11 @@ class HeadDrafter:
             array[batch.slots[batch.starts]] = 0
 
     def prefill(
-        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self,
+        batch: Batch,
+        fed: list[ExtendRows],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         out, logits = [], []
@@ -121,17 +129,17 @@ class HeadDrafter:
         lengths: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
         shape: TreeShape,
-        rank: Ranking,
+        rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
-        relay = eagle.Relay(*(array[batch.slots] for array in self._relay_arrays))
+        relay = eagle.DraftInput(*(array[batch.slots] for array in self._relay_arrays))
         if rank.kept is not None:  # the draft input was ranked with the target's noise
             no_path = np.zeros((len(newest), 1, 0), np.int32)
             ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
-            relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
+            relay = eagle.DraftInput(ids[:, 0], weights[:, 0], relay.hidden)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
 
-        def run(rows: Rows, *given: Any) -> tuple[model.Hidden, eagle.Logits, model.KV]:
+        def run(rows: AttentionRows, *given: Any) -> tuple[model.Hidden, eagle.Logits, model.KV]:
             return self._drafter.run(batch.turned(rows), *given)
 
         tree, self._kv = eagle.draft(run, self._kv, relay, newest, *bounds, shape, rank)
@@ -174,7 +182,7 @@ class HeadDrafter:
 class BlockDrafter:
     """Drafter for DFLASH, DSPARK and DFLASH2."""
 
-    def __init__(self, drafter: dflash.Drafter, capacity: BackendLimits) -> None:
+    def __init__(self, drafter: dflash.BlockHeadDrafter, capacity: BackendLimits) -> None:
         pool = (capacity.num_pages, capacity.page_size)
         self._drafter = drafter
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
@@ -183,7 +191,11 @@ class BlockDrafter:
         """Does nothing: KV of an earlier owner is before every row's context."""
 
     def prefill(
-        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self,
+        batch: Batch,
+        fed: list[ExtendRows],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
@@ -199,7 +211,7 @@ class BlockDrafter:
         lengths: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
         shape: TreeShape,
-        rank: Ranking,
+        rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
@@ -249,7 +261,11 @@ class StandaloneDrafter:
         self._state = batch.restored(self._state, self._snapshots)
 
     def prefill(
-        self, batch: Batch, fed: list[ExtendRows], draft_from: Int[np.ndarray, " B"], rank: Rank
+        self,
+        batch: Batch,
+        fed: list[ExtendRows],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
@@ -282,7 +298,7 @@ class StandaloneDrafter:
         lengths: Int[np.ndarray, " B"],
         draft_from: Int[np.ndarray, " B"],
         shape: TreeShape,
-        rank: Ranking,
+        rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         state = take(self._state, batch.slots)
@@ -338,9 +354,9 @@ def drafter_of(
             SmallModel(drafts.model, draft_weights or {}, config.vocab), capacity
         )
     if drafts.head is None:
-        made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
+        made = eagle.EagleHeadDrafter.nextn(config, weights) if drafts.with_mtp else None
         return HeadDrafter(made, capacity) if made else None
     head = DraftHead(drafts.head, draft_weights or {})
     if drafts.block is not None:
-        return BlockDrafter(dflash.Drafter(head, weights), capacity)
-    return HeadDrafter(eagle.Drafter.of_head(head, weights), capacity)
+        return BlockDrafter(dflash.BlockHeadDrafter(head, weights), capacity)
+    return HeadDrafter(eagle.EagleHeadDrafter.of_head(head, weights), capacity)

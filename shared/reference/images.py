@@ -27,20 +27,18 @@ def encode(
     vision, place = pictures.vision, int(work.place[0])
     picture = state.begun
     if work.pixels is not None:
-        picture = vision_encoder.begun(weights, vision_encoder.patches(vision, work.pixels))
+        picture = vision_encoder.embed_patches(weights, vision_encoder.patches(vision, work.pixels))
     assert picture is not None  # set by this step or an earlier one
-    picture = vision_encoder.advanced(weights, picture, blocks)
+    picture = vision_encoder.run_blocks(weights, picture, blocks)
     if blocks.stop < vision.depth:
         state.begun = picture
     elif place:
         count = int(picture.count[0]) // vision.merged
-        state.pool[place : place + count] = vision_encoder.finished(vision, weights, picture)[
-            :count
-        ]
+        state.pool[place : place + count] = vision_encoder.project(vision, weights, picture)[:count]
 
 
 @dataclass(frozen=True)
-class Seeing:
+class ImageContext:
     """Image inputs of some rows of a prompt; empty for a text-only model.
 
     Attributes:
@@ -54,22 +52,22 @@ class Seeing:
     @classmethod
     def of(
         cls, pictures: ImageInputs | None, pool: Float[np.ndarray, "rows hidden"], at: slice
-    ) -> "Seeing":
+    ) -> "ImageContext":
         """Returns the image inputs of a chunk's tokens."""
         if pictures is None:
             return cls()
-        return cls(pictures.turns[at], ImageEmbeds(pool, pictures.sources[at]))
+        return cls(pictures.mrope_positions[at], ImageEmbeds(pool, pictures.sources[at]))
 
-    def part(self, first: int, end: int | None) -> "Seeing":
+    def part(self, first: int, end: int | None) -> "ImageContext":
         """Returns the image inputs of a range of the rows; `end` None is the last row."""
         if self.turns is None or self.shown is None:
             return self
         shown = ImageEmbeds(self.shown.pool, self.shown.sources[first:end])
-        return Seeing(self.turns[first:end], shown)
+        return ImageContext(self.turns[first:end], shown)
 
-    def before(self, next_source: int) -> "Seeing":
+    def before(self, next_source: int) -> "ImageContext":
         """Returns the image inputs with the embeddings of each row's next token, for drafters."""
         if self.shown is None:
             return self
         sources = np.append(self.shown.sources[1:], next_source)
-        return Seeing(self.turns, ImageEmbeds(self.shown.pool, sources))
+        return ImageContext(self.turns, ImageEmbeds(self.shown.pool, sources))

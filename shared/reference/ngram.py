@@ -41,7 +41,7 @@ def learn_prompts(
     is_real = np.ones(len(request), bool)
     if work.pictures is not None:
         own = [work.pictures.sources[span] for span in spans]
-        after = work.pictures.next_sources[batch.index]
+        after = work.pictures.next_embed_sources[batch.index]
         later = [np.append(each[1:], last) for each, last in zip(own, after, strict=True)]
         is_real = (np.concatenate(own) == 0) & (np.concatenate(later) == 0)
     windows = ngram.prompt_windows(np.concatenate(chunks), row_starts, request, batch.texts.before)
@@ -50,7 +50,10 @@ def learn_prompts(
 
 
 def learn_outputs(
-    memory: NgramState, batch: Batch, tokens: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
+    memory: NgramState,
+    batch: Batch,
+    tokens: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
 ) -> NgramState:
     """Inserts the tokens that a step has committed."""
     assert batch.texts is not None

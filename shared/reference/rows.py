@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 from shared.boundary.backend import GrammarBitmask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
 from shared.boundary.ngram_table import NgramScopes
-from shared.reference.images import Seeing
+from shared.reference.images import ImageContext
 from shared.spec import (
     acceptance,
     attention,
@@ -21,7 +21,7 @@ from shared.spec import (
     slot_state,
     verify_budget,
 )
-from shared.spec.attention import Rows
+from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Tree
 from shared.spec.gdn_state import GDNState
@@ -75,9 +75,9 @@ class Batch:
             texts,
         )
 
-    def turned(self, rows: Rows) -> Rows:
+    def turned(self, rows: AttentionRows) -> AttentionRows:
         """Adds M-RoPE positions to text rows of a vision-language model."""
-        return rows if self.deltas is None else attention.turned(rows, self.deltas)
+        return rows if self.deltas is None else attention.with_mrope(rows, self.deltas)
 
     def restored(self, state: GDNState, snapshots: GDNState) -> GDNState:
         """Returns the states of all slots, with those of starting rows reset to their snapshots."""
@@ -104,7 +104,7 @@ class ExtendRows:
     tokens: Int[np.ndarray, " R"]
     following: Int[np.ndarray, " R"]
     passed: Forward
-    seen: Seeing
+    seen: ImageContext
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,10 @@ class Trees:
     def shared(self, calibration: Float[np.ndarray, "B S_max"], rows: int) -> "Trees":
         """Returns the trees pruned to a verify budget."""
         assert self.weights is not None  # set for drafted trees
-        ranked = verify_budget.rank_weights(self.parents, self.weights, calibration)
-        kept = verify_budget.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
+        ranked = verify_budget.log_acceptance(self.parents, self.weights, calibration)
+        kept = verify_budget.prune_to_budget(
+            self.tokens, self.parents, self.num_nodes, ranked, rows
+        )
         return Trees(*kept, self.forced)
 
     def joined(
@@ -152,9 +154,11 @@ class Trees:
     ) -> "Trees":
         """Returns the best nodes of these trees merged with n-gram drafts."""
         assert self.weights is not None  # set for drafted trees
-        ranked = verify_budget.rank_weights(self.parents, self.weights, calibration)
+        ranked = verify_budget.log_acceptance(self.parents, self.weights, calibration)
         grown = DraftedTrees(self.tokens, self.parents, self.num_nodes, ranked)
-        found = merge_drafts.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
+        found = merge_drafts.merge(
+            grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows
+        )
         trees = (found.tokens, found.parents, found.num_nodes)
         return Trees(*trees, self.forced, origins=found)
 
@@ -165,8 +169,8 @@ class Trees:
         seeds: UInt32[np.ndarray, " B"],
         lengths: Int[np.ndarray, " B"],
     ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-        """Returns the choices and node counts for `acceptance.walk`: the target's, simulated, or
-        forced ones.
+        """Returns the choices and node counts for `acceptance.accept_greedy_path`: the target's,
+        simulated, or forced ones.
 
         Args:
           choices: The target's choices.
@@ -177,7 +181,7 @@ class Trees:
         if rates is not None:
             trees = (self.tokens, self.parents, self.num_nodes)
             choices, walked = acceptance.simulate(*trees, choices, rates, seeds, lengths)
-        choices, forced = acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
+        choices, forced = acceptance.force_chain(self.tokens, self.num_nodes, choices, self.forced)
         return choices, np.where(self.forced, forced, walked)
 
 
@@ -193,7 +197,7 @@ def put(state: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> None:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class PenaltyRanking:
     """Ranking of a drafter's children with the penalties of the target; see `eagle.Rank`.
 
     Attributes:
@@ -299,7 +303,7 @@ def logprob_fields(
     k: int,
 ) -> dict[str, np.ndarray]:
     """Returns output logprobs by field name of the result."""
-    reported = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
+    reported = logprobs.output_logprobs(logits, row_of, tokens, counts, batch.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
@@ -316,7 +320,7 @@ def score_fields(
     for row, own_logits, after in zip(index, logits, newest, strict=True):
         span = slice(work.row_starts[row], work.row_starts[row + 1])
         ids = np.append(work.tokens[span][1:], after)
-        chosen, ranks, top_ids, top_values = logprobs.scored(own_logits, ids, k)
+        chosen, ranks, top_ids, top_values = logprobs.prompt_logprobs(own_logits, ids, k)
         floats[span] = np.column_stack([chosen, top_values])
         ints[span] = np.column_stack([ranks, top_ids])
     return dict(zip(SCORES, (floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:]), strict=True))

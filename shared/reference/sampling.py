@@ -30,7 +30,7 @@ def chosen(
     mask = None if allowed is None else allowed.reshape(B * N, vocab)
     if trees.drafted is None:
         return sampling.choose(*rows, mask).ids.reshape(B, N)
-    choices, _ = acceptance.judge(
+    choices, _ = acceptance.rejection_sample(
         *rows,
         row_of=np.arange(B * N).reshape(B, N),
         tokens=trees.tokens,

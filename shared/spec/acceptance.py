@@ -14,8 +14,8 @@ Arguments shared by these functions:
   tokens, num_nodes: Chains; node i > 0 is the draft token of level i - 1. choices: The target's own
   choice after each node. Greedy rows keep it, and so does the last node of each chain, whose choice
   is the bonus token. p: Target probabilities after each node. q: Draft probabilities from which the
-  draft token of each level was sampled (`sampled_law`), or one-hot if it was not sampled
-  (`certain_law`). sampling, lengths: Parameters of the rows, and the position of their newest
+  draft token of each level was sampled (`draft_probs`), or one-hot if it was not sampled
+  (`one_hot_q`). sampling, lengths: Parameters of the rows, and the position of their newest
   tokens. Seed and length select the uniform numbers that decide on each draft token, and the noise
   of the residual, which a row samples at most once per step. Rows at temperature 0 are greedy.
 """
@@ -29,9 +29,9 @@ from shared.spec.gumbel_noise import RESIDUAL_STREAM, TARGET_STREAM, uniforms
 from shared.spec.sampling import (
     Sampling,
     TokenCounts,
+    add_gumbel_noise,
     best,
     is_finite,
-    perturbed,
     probabilities,
     processed,
 )
@@ -40,7 +40,7 @@ RULES = ("exact", "rejection", "block")
 """Exact match, rejection sampling token by token, and block verification of a whole chain."""
 
 
-def force(
+def force_chain(
     tokens: Int[np.ndarray, "B N"],
     num_nodes: Int[np.ndarray, " B"],
     choices: Int[np.ndarray, "B N"],
@@ -53,7 +53,7 @@ def force(
     row therefore walks as a chain of n - 1 nodes. A forced row of one node has nothing to force.
 
     Returns:
-      The choices and the node counts for `walk`.
+      The choices and the node counts for `accept_greedy_path`.
     """
     following = np.concatenate([tokens[:, 1:], choices[:, -1:]], axis=1)
     forces = forced & (num_nodes > 1)
@@ -84,7 +84,7 @@ def simulate(
       lengths: Position of the step's newest token.
 
     Returns:
-      The choices and the node counts for `walk`.
+      The choices and the node counts for `accept_greedy_path`.
     """
     B, N = tokens.shape
     place, chance = np.arange(N), uniforms(seeds, lengths, len(rates))
@@ -99,7 +99,7 @@ def simulate(
     return choices, node + 1
 
 
-def walk(
+def accept_greedy_path(
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
     num_nodes: Int[np.ndarray, " B"],
@@ -154,7 +154,7 @@ class AcceptedPath:
     """Accepted path of a verify step in each tree.
 
     Attributes:
-      path, counts: Results of `walk`; the count is 0 for padding and failed rows.
+      path, counts: Results of `accept_greedy_path`; the count is 0 for padding and failed rows.
       tokens: Result of `emitted`.
       failed: Result of `failed`; padding does not fail.
       rows: Flat row of each node on the path.
@@ -180,24 +180,24 @@ def follow(
     """Walks the choices and returns the accepted path with its output tokens.
 
     Args:
-      tokens, parents, num_nodes, choices, depth: See `walk`.
+      tokens, parents, num_nodes, choices, depth: See `accept_greedy_path`.
       row_of: Flat row of each node.
       is_finite: True for flat rows with finite logits.
       is_row: False for padding.
     """
-    path, counts = walk(tokens, parents, num_nodes, choices, depth)
+    path, counts = accept_greedy_path(tokens, parents, num_nodes, choices, depth)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = np.where(is_row & ~has_failed, counts, 0).astype(np.int32)
     rows = np.take_along_axis(row_of, path, axis=1)
     return AcceptedPath(path, counts, emitted(choices, path, counts), has_failed, rows)
 
 
-def certain_law(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:
+def one_hot_q(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:
     """Returns one-hot q for draft tokens that were not sampled."""
     return (tokens[:, 1:, None] == np.arange(vocab)).astype(np.float32)
 
 
-def sampled_law(
+def draft_probs(
     scores: Float[np.ndarray, "B S vocab"], tokens: Int[np.ndarray, "B N"]
 ) -> Float[np.ndarray, "B S vocab"]:
     """Returns q of draft tokens sampled from the drafter's processed logits.
@@ -209,7 +209,7 @@ def sampled_law(
     with np.errstate(invalid="ignore"):
         q = probabilities(scores.reshape(B * S, vocab)).reshape(B, S, vocab)
     is_law = np.isfinite(q).all(axis=2, keepdims=True)
-    return np.where(is_law, q, certain_law(tokens, vocab))
+    return np.where(is_law, q, one_hot_q(tokens, vocab))
 
 
 def rejection_choices(
@@ -234,7 +234,7 @@ def rejection_choices(
       lengths: Position of the step's newest token, which selects it too.
 
     Returns:
-      The choices for `walk`.
+      The choices for `accept_greedy_path`.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192.
     """
@@ -260,7 +260,7 @@ def block_choices(
     w_i for the whole chain. The next token is sampled from that positive part.
 
     Returns:
-      The choices for `walk`.
+      The choices for `accept_greedy_path`.
 
     Source: Block Verification, Sun et al. 2024, arXiv:2403.10444.
     """
@@ -289,7 +289,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 """Rejection-sampling rules by name."""
 
 
-def judge(
+def rejection_sample(
     logits: Float[np.ndarray, "R vocab"],
     seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
@@ -315,12 +315,12 @@ def judge(
       rule: A key of `JUDGES`.
 
     Returns:
-      The choices for `walk`, and a flag for each row: True if its logits are finite.
+      The choices for `accept_greedy_path`, and a flag for each row: True if its logits are finite.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    chosen = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    chosen = best(add_gumbel_noise(scores, sampling, request, positions, TARGET_STREAM))
     p = probabilities(scores)[row_of]
-    q = sampled_law(drafted, tokens)
+    q = draft_probs(drafted, tokens)
     choices = JUDGES[rule](tokens, num_nodes, chosen[row_of], p, q, sampling, lengths)
     return choices, is_finite(logits)
 
@@ -353,7 +353,9 @@ def _decided(
     with np.errstate(divide="ignore"):
         scores = np.log(left).reshape(B * S, vocab)
     rows = np.repeat(np.arange(B), S)
-    drawn = best(perturbed(scores, sampling, rows, lengths[rows], RESIDUAL_STREAM)).reshape(B, S)
+    drawn = best(add_gumbel_noise(scores, sampling, rows, lengths[rows], RESIDUAL_STREAM)).reshape(
+        B, S
+    )
     decided = np.where(accepted, tokens[:, 1:], drawn)
     is_judged = (np.arange(S) + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]
     judged = np.where(is_judged, decided, choices[:, :S])

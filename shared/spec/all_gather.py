@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Shaped
 
 
-def gathered(shares: Sequence[Shaped[np.ndarray, "... share"]]) -> Shaped[np.ndarray, "... size"]:
+def all_gather(shares: Sequence[Shaped[np.ndarray, "... share"]]) -> Shaped[np.ndarray, "... size"]:
     """Concatenates the shards of all ranks, in rank order."""
     return np.concatenate(shares, axis=-1)
 
 
-def own(
+def local_columns(
     rows: Shaped[np.ndarray, "... size"], rank: int, count: int
 ) -> Shaped[np.ndarray, "... share"]:
     """Returns the columns of one of `count` ranks."""
@@ -27,12 +27,14 @@ def own(
 def own_keys(
     rows: Shaped[np.ndarray, "... size"], rank: int, count: int, num_copies: int
 ) -> Shaped[np.ndarray, "... share"]:
-    """Same as `own`, for KV heads that are replicated on `num_copies` consecutive ranks."""
-    return own(rows, rank // num_copies, count // num_copies)
+    """Same as `local_columns`, for KV heads that are replicated on `num_copies` consecutive
+    ranks.
+    """
+    return local_columns(rows, rank // num_copies, count // num_copies)
 
 
-def gathered_keys(
+def all_gather_kv_heads(
     shares: Sequence[Shaped[np.ndarray, "... share"]], num_copies: int
 ) -> Shaped[np.ndarray, "... size"]:
-    """Same as `gathered`, for KV heads that are replicated on `num_copies` consecutive ranks."""
-    return gathered(shares[::num_copies])
+    """Same as `all_gather`, for KV heads that are replicated on `num_copies` consecutive ranks."""
+    return all_gather(shares[::num_copies])

@@ -17,14 +17,14 @@ from shared.spec import draft_tree, layers
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """Positions and visibility of the rows of a forward pass.
 
     Attributes:
       request: Request of each row.
       positions: Rotary positions.
       places: KV position that each row is written to.
-      first, until, window: Visible positions, see `visible`.
+      first, until, window: Visible positions, see `attention_mask`.
       is_real: False for padding.
       page_table: Pages of each request.
       turns: M-RoPE positions (time, row, column) of a vision-language model; None if all three
@@ -48,7 +48,7 @@ def causal_rows(
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     tokens: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns consecutive rows of each request, with causal attention.
 
     Args:
@@ -65,7 +65,7 @@ def causal_rows(
     until = np.where(is_real, positions + 1, 0)
     window = np.zeros((tokens, 0), bool)
     first = draft_from[request]
-    return Rows(request, positions, positions, first, until, window, is_real, page_table)
+    return AttentionRows(request, positions, positions, first, until, window, is_real, page_table)
 
 
 def tree_rows(
@@ -74,7 +74,7 @@ def tree_rows(
     lengths: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     rows: int,
-) -> tuple[Rows, Int[np.ndarray, " R"]]:
+) -> tuple[AttentionRows, Int[np.ndarray, " R"]]:
     """Returns the flat verify rows of a batch of trees (tree attention), and the node of each row.
 
     A node has position `lengths + depth`, is written at `lengths + node`, and attends to the
@@ -87,10 +87,12 @@ def tree_rows(
     window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
     first = np.zeros(rows, np.int64)
     places = length + node
-    return Rows(request, length + depth, places, first, until, window, is_real, page_table), node
+    return AttentionRows(
+        request, length + depth, places, first, until, window, is_real, page_table
+    ), node
 
 
-def turned(rows: Rows, delta: Int[np.ndarray, " B"]) -> Rows:
+def with_mrope(rows: AttentionRows, delta: Int[np.ndarray, " B"]) -> AttentionRows:
     """Adds M-RoPE positions to text rows.
 
     Args:
@@ -101,7 +103,7 @@ def turned(rows: Rows, delta: Int[np.ndarray, " B"]) -> Rows:
     return replace(rows, turns=np.stack([turn] * 3, axis=1))
 
 
-def last_seen(
+def sliding_bounds(
     first: Int[np.ndarray, " R"],
     until: Int[np.ndarray, " R"],
     window: Bool[np.ndarray, "R N"],
@@ -117,13 +119,13 @@ def last_seen(
     return np.minimum(slid, until), window & (from_here <= size)
 
 
-def windowed(rows: Rows, size: int | None) -> Rows:
+def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
     """Returns the rows with the visibility of a sliding-window layer; unchanged if `size` is
     None.
     """
     if size is None:
         return rows
-    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
     return replace(rows, first=first, window=window)
 
 
@@ -166,7 +168,7 @@ def read(
     return pages[page_table[:, position // page_size], position % page_size]
 
 
-def visible(
+def attention_mask(
     first: Int[np.ndarray, " R"],
     until: Int[np.ndarray, " R"],
     window: Bool[np.ndarray, "R N"],
@@ -206,7 +208,7 @@ def attend(
       k_pages, v_pages: Pools of one layer, which contain the rows' own keys and values already.
       page_table: Pages of each request.
       request: Request of each row.
-      first, until, window: Visible positions, see `visible`.
+      first, until, window: Visible positions, see `attention_mask`.
       scale: Multiplier of the scores; None for D ** -0.5.
     """
     R, Hq, D = q.shape
@@ -214,7 +216,7 @@ def attend(
     num_positions = min(
         int(until.max(initial=0)) + window.shape[1], page_table.shape[1] * k_pages.shape[1]
     )
-    seen = visible(first, until, window, num_positions)[:, :, None, None]
+    seen = attention_mask(first, until, window, num_positions)[:, :, None, None]
     k = np.where(seen, read(k_pages, page_table, num_positions)[request], 0)
     v = np.where(seen, read(v_pages, page_table, num_positions)[request], 0)
     grouped = q.reshape(R, Hk, Hq // Hk, D)
@@ -231,7 +233,7 @@ QUERIES = 256
 """Rows of an image whose attention scores are in memory at once."""
 
 
-def attend_all(
+def bidirectional_attention(
     qkv: Float[np.ndarray, "R columns"],
     cos: Float[np.ndarray, "R half"],
     sin: Float[np.ndarray, "R half"],
@@ -256,7 +258,7 @@ def attend_all(
     return np.einsum("hqk,khd->qhd", weights, values, optimize=True).reshape(len(qkv), -1)
 
 
-def commit_window(
+def compact_accepted_kv(
     pages: Float[np.ndarray, "*pools P page H D"],
     page_table: Int[np.ndarray, "B table"],
     lengths: Int[np.ndarray, " B"],

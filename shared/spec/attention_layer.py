@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from shared.models.layers import AttentionConfig
 from shared.spec import layers
-from shared.spec.attention import Rows, attend, write
+from shared.spec.attention import AttentionRows, attend, write
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HeadNorms:
     """QK norm: RMS norms of each query and key head; scales include a zero-centred norm's 1.
 
     Alternatively norms over all query heads of a row, and over all its key heads, see
-    `normed_rows`.
+    `full_width_qk_norm`.
     """
 
     q: Float[np.ndarray, " queries"]
@@ -58,12 +58,12 @@ class Angles:
     sin: Float[np.ndarray, "R half"]
 
 
-def mix(
+def attention_layer(
     qkv: Float[np.ndarray, "R outputs"],
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     k_pages: Float[np.ndarray, "P page Hk D"],
     v_pages: Float[np.ndarray, "P page Hk D"],
 ) -> tuple[
@@ -101,7 +101,7 @@ def mix(
     return out.reshape(len(qkv), -1), k_pages, v_pages
 
 
-def normed_rows(
+def full_width_qk_norm(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, norms: HeadNorms
 ) -> Float[np.ndarray, "R outputs"]:
     """Applies QK norms over all heads of a row.
@@ -117,7 +117,7 @@ def normed_rows(
     return np.concatenate([*normed, v], axis=1)
 
 
-def grown_rows(
+def scale_queries(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, growth: Float[np.ndarray, " R"]
 ) -> Float[np.ndarray, "R outputs"]:
     """Multiplies queries by the factor of each row (long-context query scaling)."""
@@ -148,7 +148,9 @@ class RowBounds(NamedTuple):
 BOUNDS = len(RowBounds._fields)
 
 
-def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B bounds"]:
+def row_bounds(
+    rows: AttentionRows, row_starts: Int[np.ndarray, " B1"]
+) -> Int[np.ndarray, "B bounds"]:
     """Computes the `RowBounds` of each request, once per step for all layers' kernels."""
     bounds = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
     for request, (start, stop) in enumerate(pairwise(row_starts)):
@@ -167,20 +169,20 @@ def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B 
     return bounds
 
 
-def mix_keys(
+def write_kv(
     kv: Float[np.ndarray, "R outputs"],
     heads: Heads,
     norms: HeadNorms,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     k_pages: Float[np.ndarray, "P page Hk D"],
     v_pages: Float[np.ndarray, "P page Hk D"],
 ) -> tuple[Float[np.ndarray, "P page Hk D"], Float[np.ndarray, "P page Hk D"]]:
-    """Computes the KV-write part of `mix`, for rows without queries.
+    """Computes the KV-write part of `attention_layer`, for rows without queries.
 
     Args:
       kv: Their projection without the queries: key heads, then value heads.
-      heads, norms, angles, rows, k_pages, v_pages: See `mix`.
+      heads, norms, angles, rows, k_pages, v_pages: See `attention_layer`.
     """
     k, v = kv.reshape(len(kv), 2, -1, heads.head_size).swapaxes(0, 1)
     k = layers.rms_norm(k, norms.k, norms.eps)

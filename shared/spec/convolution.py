@@ -12,7 +12,7 @@ from jaxtyping import Float
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import layers, linear, model
-from shared.spec.attention import Rows
+from shared.spec.attention import AttentionRows
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Hidden
@@ -98,7 +98,7 @@ def layer(
     number: int,
     x: Hidden,
     normed: Hidden,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[Hidden, Hidden, KV]:
     """Computes one layer of a DFlash2 head, with a convolution before and after each part.
@@ -124,7 +124,7 @@ def layer(
     x, normed = added(mixed.rows, x, weights["layer.post_attention_norm"][number])
     read, added = _around(sizes, block, weights, "mlp", number, normed)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
-    fed = linear.product(linear.gated_product(NormedStream(read), None, gate_up), down)
+    fed = linear.product(linear.silu_and_mul_linear(NormedStream(read), None, gate_up), down)
     norms = [*weights["layer.input_norm"], weights["final_norm"]]
     return *added(fed, x, norms[number + 1]), kv
 

@@ -19,8 +19,8 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
-from shared.spec.attention import Rows
-from shared.spec.attention_layer import Heads, mix_keys
+from shared.spec.attention import AttentionRows
+from shared.spec.attention_layer import Heads, write_kv
 from shared.spec.eagle import HeadWeights, Tree, embedding
 from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Hidden, Weights
@@ -52,7 +52,9 @@ def context(
     return layers.rms_norm(projected, weights["hidden_norm"], config.layer.rms_eps)
 
 
-def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, kv: KV) -> KV:
+def extend(
+    config: ModelConfig, weights: HeadWeights, rows: AttentionRows, read: Hidden, kv: KV
+) -> KV:
     """Draft extend: writes context KV to the pools of all layers; layers use only their K and V
     projections.
 
@@ -71,7 +73,7 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
         assert norms is not None  # required for DFlash
         written = linear.product(read, weight, weight.num_outputs - 2 * keys)
         pool = (kv.k[layer], kv.v[layer])
-        pools.append(mix_keys(written, heads, norms, angles, rows, *pool))
+        pools.append(write_kv(written, heads, norms, angles, rows, *pool))
     return KV(*(np.stack(pool) for pool in zip(*pools, strict=True)))
 
 
@@ -80,7 +82,7 @@ def block_rows(
     lengths: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
-) -> list[Rows]:
+) -> list[AttentionRows]:
     """Returns the B * size rows of the blocks, with the visibility of each layer.
 
     Slot j has position `lengths + j`. A request whose `draft_from` equals its length has no
@@ -103,7 +105,7 @@ def block_rows(
             until = np.minimum(until, positions + window)
         until = np.where(is_real, until, 0)
         where = (request, positions, positions, first, until, no_window, is_real)
-        rows.append(Rows(*where, page_table))
+        rows.append(AttentionRows(*where, page_table))
     return rows
 
 
@@ -112,7 +114,7 @@ def fill(
     weights: HeadWeights,
     target: Weights,
     newest: Int[np.ndarray, " B"],
-    rows: list[Rows],
+    rows: list[AttentionRows],
     kv: KV,
 ) -> tuple[Float[np.ndarray, "B size hidden"], KV]:
     """Runs the blocks; returns the hidden states after the final norm, and the KV with the blocks'
@@ -131,7 +133,7 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    x = layers.embedded(embedding(weights, target), tokens.reshape(-1), None)
+    x = layers.embed_tokens(embedding(weights, target), tokens.reshape(-1), None)
     if block.conv is not None:
         out = model.norm(sizes, x, weights["layer.input_norm"][0])
         for layer, seen in enumerate(rows):
@@ -142,7 +144,7 @@ def fill(
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)
         stream, kv = model.attention_layer(sizes, *given)
-        fed = sizes.layers[layer].feed
+        fed = sizes.layers[layer].mlp
         stream = model.feed(sizes, fed, weights, "layer.", layer, layer, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
@@ -165,7 +167,7 @@ def scores(
 
 
 @dataclass(frozen=True)
-class Drafter:
+class BlockHeadDrafter:
     """A DFlash head bound to its weights and its target's."""
 
     head: DraftHead
@@ -182,7 +184,7 @@ class Drafter:
         aux = np.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
         return context(config, self.head.weights, aux)
 
-    def extend(self, rows: Rows, read: Hidden, kv: KV) -> KV:
+    def extend(self, rows: AttentionRows, read: Hidden, kv: KV) -> KV:
         """Applies the function `extend` to the bound head."""
         return extend(self.layer, self.head.weights, rows, read, kv)
 

@@ -18,7 +18,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig
 from shared.spec import draft_tree, layers, model
-from shared.spec.attention import Rows
+from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import Level, TreeShape
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import NormedStream
@@ -29,7 +29,7 @@ Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
 HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
-Head = Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, Logits, KV]]
+Head = Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, Logits, KV]]
 """Draft head bound to its weights. Inputs: rows, each row's next token, image embeddings that
 replace some token embeddings, each row's hidden state, and the head's KV. Outputs: the hidden state
 for the next draft step, the logits, and the KV."""
@@ -46,7 +46,7 @@ node (without the root). Outputs: the best tokens, best first, and the log weigh
 def mtp(
     config: ModelConfig,
     weights: Weights,
-    rows: Rows,
+    rows: AttentionRows,
     tokens: Tokens,
     shown: ImageEmbeds | None,
     hidden: Hidden,
@@ -63,7 +63,7 @@ def mtp(
       hidden: Hidden states after the model's final norm; while drafting, after the MTP layer's own.
       kv: KV of the MTP layer.
     """
-    fed = layers.embedded(weights["embed"], tokens, shown)
+    fed = layers.embed_tokens(weights["embed"], tokens, shown)
     fed = model.norm(config, fed, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
     x = layers.linear(np.concatenate([fed, normed], axis=1), weights["mtp.fc"])
@@ -77,7 +77,7 @@ def eagle(
     config: DraftConfig,
     weights: HeadWeights,
     target: Weights,
-    rows: Rows,
+    rows: AttentionRows,
     tokens: Tokens,
     shown: ImageEmbeds | None,
     hidden: Hidden,
@@ -95,7 +95,7 @@ def eagle(
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    fed = layers.embedded(embedding(weights, target), tokens, shown)
+    fed = layers.embed_tokens(embedding(weights, target), tokens, shown)
     x = _fc(weights, np.concatenate([fed, hidden], axis=1))
     x, kv = _layers(config.layer, weights, x, x, rows, kv)
     return x, model.logits(config.layer, target, x), kv
@@ -124,7 +124,7 @@ def eagle3(
     config: DraftConfig,
     weights: HeadWeights,
     target: Weights,
-    rows: Rows,
+    rows: AttentionRows,
     tokens: Tokens,
     shown: ImageEmbeds | None,
     hidden: Hidden,
@@ -149,7 +149,7 @@ def eagle3(
     Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
     """
     layer = config.layer
-    fed = layers.embedded(embedding(weights, target), tokens, shown)
+    fed = layers.embed_tokens(embedding(weights, target), tokens, shown)
     fed = model.norm(layer, fed, weights["layer.input_norm"][0])
     normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
     y, x = np.concatenate([fed, normed], axis=1), normed if config.norm_residual else hidden
@@ -164,7 +164,7 @@ def eagle3(
 
 
 @dataclass(frozen=True)
-class Drafter:
+class EagleHeadDrafter:
     """A draft head bound to its weights and its target's.
 
     Attributes:
@@ -180,12 +180,12 @@ class Drafter:
     reads: Callable[[Forward], Hidden]
 
     @classmethod
-    def nextn(cls, config: ModelConfig, weights: Weights) -> "Drafter":
+    def nextn(cls, config: ModelConfig, weights: Weights) -> "EagleHeadDrafter":
         """Returns the model's own MTP layer as a drafter."""
         return cls(config, 1, partial(mtp, config, weights), lambda passed: passed.hidden)
 
     @classmethod
-    def of_head(cls, head: DraftHead, target: Weights) -> "Drafter":
+    def of_head(cls, head: DraftHead, target: Weights) -> "EagleHeadDrafter":
         """Returns a head with its own weights as a drafter; `target` are the model's weights."""
         config, weights = head.config, head.weights
         if config.kind == "EAGLE":
@@ -215,7 +215,7 @@ def _layers(
     weights: Weights,
     x: Hidden,
     y: Float[np.ndarray, "R inputs"],
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """Computes all layers of a head: the first reads `y` with residual `x`, later ones read the
@@ -231,7 +231,7 @@ def _layers(
         stream, pools = model.attention_layer(
             config, attention, weights, *where, y, stream, rows, pools
         )
-        stream = model.feed(config, each.feed, weights, *where, place, stream)
+        stream = model.feed(config, each.mlp, weights, *where, place, stream)
     k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
     return stream.rows, KV(k, v)
 
@@ -242,18 +242,18 @@ def _decoder_layer(
     prefix: str,
     x: Hidden,
     y: Float[np.ndarray, "R inputs"],
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """Computes one layer with the residual `x`, whose attention reads `y`."""
     given = (config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv)
     stream, kv = model.attention_layer(config, *given)
-    fed = config.draft_layer.feed
+    fed = config.draft_layer.mlp
     return model.feed(config, fed, weights, prefix, 0, 0, stream).rows, kv
 
 
 @dataclass(frozen=True)
-class Relay:
+class DraftInput:
     """Draft input of a slot: result of draft extend that the next step's draft starts from.
 
     Attributes:
@@ -272,7 +272,7 @@ def extend_rows(
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     depth: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns the B * W rows of draft extend over an accepted path, W = depth + 1 per request.
 
     Row j of a request has position `lengths + j` and combines the hidden state of the path's node j
@@ -285,10 +285,10 @@ def extend_rows(
     until = np.where(is_real, positions + 1, 0)
     window = np.zeros((B * W, 0), bool)
     first = draft_from[request]
-    return Rows(request, positions, positions, first, until, window, is_real, page_table)
+    return AttentionRows(request, positions, positions, first, until, window, is_real, page_table)
 
 
-def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: Rank) -> Relay:
+def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: Rank) -> DraftInput:
     """Builds the draft input from each request's last extended row.
 
     Args:
@@ -298,10 +298,10 @@ def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: 
     """
     no_path = np.zeros((len(last), 1, 0), np.int32)
     tokens, weights = rank(logits[last][:, None], no_path)
-    return Relay(tokens[:, 0], weights[:, 0], hidden[last])
+    return DraftInput(tokens[:, 0], weights[:, 0], hidden[last])
 
 
-Expand = Callable[[Rows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
+Expand = Callable[[AttentionRows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
 """Runs a drafter on the nodes of a level. Inputs: their rows and tokens, and the row of each node's
 parent in the previous expansion (first: its request). Outputs: their logits, and the KV."""
 
@@ -317,7 +317,7 @@ Tree = tuple[
 def draft(
     head: Head,
     kv: KV,
-    relay: Relay,
+    relay: DraftInput,
     newest: Int[np.ndarray, " B"],
     lengths: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
@@ -349,7 +349,7 @@ def draft(
     hidden = relay.hidden
 
     def expand(
-        rows: Rows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
+        rows: AttentionRows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
     ) -> tuple[Logits, KV]:
         nonlocal hidden
         hidden, logits, kv = head(rows, tokens, None, hidden[parent], kv)
@@ -435,7 +435,7 @@ def _expansion_rows(
     can_draft: Bool[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     root_rows: int,
-) -> Rows:
+) -> AttentionRows:
     B, k, _ = sees.shape
     request = np.repeat(np.arange(B), k)
     is_real = can_draft[request]
@@ -444,4 +444,4 @@ def _expansion_rows(
     places = length + root_rows + (s - 1) * k + np.tile(np.arange(k), B)
     window = sees.reshape(B * k, -1) & is_real[:, None]
     first = draft_from[request]
-    return Rows(request, positions, places, first, length, window, is_real, page_table)
+    return AttentionRows(request, positions, places, first, length, window, is_real, page_table)

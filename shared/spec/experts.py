@@ -37,7 +37,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedExperts:
     """Selected experts of each row.
 
     Attributes:
@@ -53,7 +53,7 @@ def choose(
     logits: Float32[np.ndarray, "R experts"],
     config: MoEConfig,
     bias: Float32[np.ndarray, " experts"] | None,
-) -> Chosen:
+) -> SelectedExperts:
     """Router: selects the experts with the largest logits or scores of each row; ties go to the
     lower index.
 
@@ -72,17 +72,19 @@ def choose(
     ranked = scores if bias is None else scores + bias
     ranked = np.where(np.isnan(ranked), np.float32(-np.inf), ranked)
     ranked = np.where(_in_best_groups(ranked, config), ranked, np.float32(-np.inf))
-    ids = np.sort(_best(ranked, config.num_chosen), axis=1)
+    ids = np.sort(_best(ranked, config.top_k), axis=1)
     of_chosen = np.take_along_axis(scores, ids, axis=1)
     if config.scores == "softmax":
         among = of_chosen if config.is_renormalised else logits
         largest = among.max(axis=1, keepdims=True)
         total = _summed(np.exp(among - largest))
-        return Chosen(ids, np.exp(of_chosen - largest) / total * np.float32(config.routed_factor))
+        return SelectedExperts(
+            ids, np.exp(of_chosen - largest) / total * np.float32(config.routed_factor)
+        )
     weights = of_chosen
     if config.is_renormalised:
         weights = weights / (_summed(weights) + np.float32(1e-20))
-    return Chosen(ids, weights * np.float32(config.routed_factor))
+    return SelectedExperts(ids, weights * np.float32(config.routed_factor))
 
 
 def _in_best_groups(ranked: Float32[np.ndarray, "R experts"], config: MoEConfig) -> np.ndarray:
@@ -175,4 +177,4 @@ def added_experts(
     """
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    return stream.followed((rows + added).astype(rows.dtype), norm)
+    return stream.with_next_norm((rows + added).astype(rows.dtype), norm)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from shared.models.fp8 import BLOCK, OF_LARGEST, VALUES, encoded
+from shared.models.fp8 import BLOCK, OF_LARGEST, VALUES, quantize
 
 
 class Quantised(NamedTuple):
@@ -38,7 +38,7 @@ def quantised(x: Float[np.ndarray, "R inputs"]) -> Quantised:
     with np.errstate(invalid="ignore"):
         scales = np.abs(blocks).max(axis=2) * np.float32(OF_LARGEST)
         scales = np.where(scales == 0, np.float32(1), scales)
-        codes = encoded(blocks / scales[:, :, None])
+        codes = quantize(blocks / scales[:, :, None])
     return Quantised(codes.reshape(len(x), -1)[:, : x.shape[1]], scales)
 
 

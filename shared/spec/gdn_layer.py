@@ -15,9 +15,9 @@ from shared.spec.gdn_state import (
     GDNState,
     GDNWeights,
     ReplayInputs,
-    mix_chunks,
-    mix_step,
-    mix_tree,
+    gdn_decode,
+    gdn_prefill,
+    gdn_verify_tree,
     path_window,
     replay,
 )
@@ -53,7 +53,7 @@ def put(states: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> GDNSt
     return GDNState(recurrent, window)
 
 
-def feed(
+def prefill(
     inputs: Float[np.ndarray, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -62,7 +62,7 @@ def feed(
     slots: Int[np.ndarray, " B"],
     row_starts: Int[np.ndarray, " B1"],
 ) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN prefill: applies `mamba_state.mix_chunks` to one layer.
+    """GDN prefill: applies `mamba_state.gdn_prefill` to one layer.
 
     Args:
       inputs: Output of the input projection.
@@ -73,7 +73,7 @@ def feed(
       row_starts: First flat row of each request, and the end.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new = mix_chunks(inputs, weights, sizes, *held, row_starts)
+    out, *new = gdn_prefill(inputs, weights, sizes, *held, row_starts)
     recurrent, window = states.recurrent.copy(), states.window.copy()
     recurrent[layer, slots], window[layer, slots] = new
     return out, GDNState(recurrent, window)
@@ -88,13 +88,13 @@ def verify(
     slots: Int[np.ndarray, " B"],
     nodes: TreeNodes,
 ) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
-    """GDN tree verification: applies `mamba_state.mix_tree` to one layer; see `feed`."""
+    """GDN tree verification: applies `mamba_state.gdn_verify_tree` to one layer; see `prefill`."""
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    return mix_tree(inputs, weights, sizes, *held, *where)
+    return gdn_verify_tree(inputs, weights, sizes, *held, *where)
 
 
-def advance(
+def decode(
     inputs: Float[np.ndarray, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -102,11 +102,11 @@ def advance(
     layer: int,
     slots: Int[np.ndarray, " B"],
 ) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN decode: applies `mamba_state.mix_step` to one layer; `commit` updates the convolution
+    """GDN decode: applies `mamba_state.gdn_decode` to one layer; `commit` updates the convolution
     windows.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, new, _ = mix_step(inputs, weights, sizes, *held)
+    out, new, _ = gdn_decode(inputs, weights, sizes, *held)
     recurrent = states.recurrent.copy()
     recurrent[layer, slots] = new
     return out, GDNState(recurrent, states.window)

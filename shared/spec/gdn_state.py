@@ -152,7 +152,7 @@ class GDNWeights:
     eps: float
 
 
-def mix_chunks(
+def gdn_prefill(
     inputs: Float[np.ndarray, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -185,7 +185,7 @@ def mix_chunks(
     return _normed(out, z, weights), recurrent, window
 
 
-def mix_tree(
+def gdn_verify_tree(
     inputs: Float[np.ndarray, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -196,10 +196,11 @@ def mix_tree(
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
 ) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
-    """GDN tree verification: same as `mix_chunks`, for draft trees and without changing the states.
+    """GDN tree verification: same as `gdn_prefill`, for draft trees and without changing the
+    states.
 
     Args:
-      inputs, weights, sizes, recurrent, window: See `mix_chunks`.
+      inputs, weights, sizes, recurrent, window: See `gdn_prefill`.
       parents: The trees.
       row_of: Row of each node.
       request, node: Request and node of each row.
@@ -220,14 +221,14 @@ def mix_tree(
     return _normed(out[request, node], z, weights), kept
 
 
-def mix_step(
+def gdn_decode(
     inputs: Float[np.ndarray, "B outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
 ) -> tuple[Float[np.ndarray, "B values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
-    """GDN decode: same as `mix_chunks`, for one row per request, by the recurrence itself."""
+    """GDN decode: same as `gdn_prefill`, for one row per request, by the recurrence itself."""
     channels, z, b, a = split_inputs(inputs, sizes)
     qkv = _heads_of(conv(window, channels, weights.conv), sizes)
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)

@@ -46,7 +46,7 @@ class ImageEmbeds:
     sources: Int[np.ndarray, " R"]
 
 
-def embedded(
+def embed_tokens(
     table: Float[np.ndarray, "vocab hidden"],
     tokens: Int[np.ndarray, " R"],
     shown: ImageEmbeds | None,
@@ -101,7 +101,7 @@ def gelu_tanh(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
 
-def blended(
+def bilinear_pos_embed(
     table: Float[np.ndarray, "places hidden"],
     corners: Int[np.ndarray, "R 4"],
     shares: Float[np.ndarray, "R 4"],
@@ -187,7 +187,7 @@ def rotary_angles(
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def query_growth(
+def query_scaling(
     positions: Int[np.ndarray, " R"], beta: float, context: int
 ) -> Float[np.ndarray, " R"]:
     """Computes long-context query scaling: 1 before `context`, then growing with log of the

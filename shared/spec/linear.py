@@ -94,7 +94,7 @@ class NormedStream:
     count: Int[np.ndarray, " 1"] | None = None
     arrivals: Int[np.ndarray, " counters"] | None = None
 
-    def followed(
+    def with_next_norm(
         self,
         rows: Float[np.ndarray, "R hidden"],
         norm: Float[np.ndarray, " hidden"] | None = None,
@@ -146,7 +146,7 @@ def product_float32(
     return _times(product(x, weight), factor).astype(np.float32)
 
 
-def normed_product(
+def rmsnorm_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
     """Computes RMS norm and linear product of each row.
@@ -160,7 +160,7 @@ def normed_product(
     return product(rows, weight)
 
 
-def added_product(
+def linear_add(
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
     stream: NormedStream,
@@ -177,7 +177,7 @@ def added_product(
       norm: Scale of the next norm of the stream.
     """
     rows = stream.rows + _times(product(x, weight), factor)
-    return stream.followed(rows, norm)
+    return stream.with_next_norm(rows, norm)
 
 
 def added_norm(
@@ -187,16 +187,16 @@ def added_norm(
     stream: NormedStream,
 ) -> NormedStream:
     """Adds the RMS norm of each row to the stream (post-norm)."""
-    return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
+    return stream.with_next_norm(stream.rows + layers.rms_norm(x, norm, eps))
 
 
-def gated_product(
+def silu_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
     """Computes silu(gate) * up of the normed rows; the weight contains the gate rows, then the up
     rows.
     """
-    gate, up = np.split(normed_product(stream, eps, weight), 2, axis=-1)
+    gate, up = np.split(rmsnorm_linear(stream, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
 
 

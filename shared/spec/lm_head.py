@@ -41,7 +41,7 @@ def scores(projection: Projection) -> Float[np.ndarray, "R vocab"]:
     return linear.product_float32(projection.rows, projection.weight, projection.factor)
 
 
-def asking(
+def needs_logits(
     seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
     params: Sampling,
@@ -59,7 +59,7 @@ def asking(
     return asks[request] | (positions < params.min_length[request])
 
 
-def joined(
+def fused_choose(
     projection: Projection,
     seen: TokenCounts,
     positions: Int[np.ndarray, " R"],
@@ -82,7 +82,7 @@ def choose(
     return sampling.choose(scores(projection), seen, positions, params, request, allowed)
 
 
-def ranked(
+def fused_rank(
     projection: Projection,
     seen: TokenCounts,
     positions: Int[np.ndarray, " B"],

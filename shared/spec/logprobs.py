@@ -55,7 +55,7 @@ def top(
     return ids, np.take_along_axis(log_softmax(logits), ids, axis=1)
 
 
-def reported(
+def output_logprobs(
     logits: Float[np.ndarray, "R vocab"],
     row_of: Int[np.ndarray, "B W"],
     tokens: Int[np.ndarray, "B W"],
@@ -87,7 +87,7 @@ def reported(
     )
 
 
-def scored(
+def prompt_logprobs(
     logits: Float[np.ndarray, "R vocab"], ids: Int[np.ndarray, " R"], k: int
 ) -> tuple[
     Float[np.ndarray, " R"],

@@ -69,7 +69,7 @@ class MergedTrees:
     copied: Int[np.ndarray, "B N"]
 
 
-def aligned(
+def align_to_newest(
     copies: NgramTrees, newest: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
 ) -> Int[np.ndarray, " B"]:
     """Returns the node of each n-gram tree that corresponds to the newest token.
@@ -89,7 +89,7 @@ def aligned(
     return np.where(found.any(axis=1), found.argmax(axis=1), M).astype(np.int32)
 
 
-def join(
+def merge(
     grown: DraftedTrees,
     copies: NgramTrees,
     lengths: Int[np.ndarray, " B"],
@@ -107,11 +107,11 @@ def join(
       max_drafts: Maximum number of nodes per request, without the root.
       nodes: N, maximum nodes of a tree.
       depth: Maximum depth of n-gram nodes below the root.
-      rows: Verify budget of all trees, see `verify_rows.share`.
+      rows: Verify budget of all trees, see `verify_rows.prune_to_budget`.
     """
     B, D = grown.tokens.shape
     M = copies.tokens.shape[1]
-    roots = aligned(copies, grown.tokens[:, 0], lengths)
+    roots = align_to_newest(copies, grown.tokens[:, 0], lengths)
     tokens, parents = np.zeros((2, B, D + M), np.int32)  # by candidate number; 0 is the root
     weights = np.full((B, D + M), -np.inf, np.float32)
     drafted, copied = np.zeros((B, D + M), bool), np.zeros((B, D + M), np.int32)
@@ -133,7 +133,7 @@ def join(
     kept = draft_tree.keep_best(
         np.zeros(B, np.int32), numbers, weights[:, 1:], parents[:, 1:], most, most > 0, nodes
     )
-    chosen, joined_parents, num_nodes = verify_budget.share(*kept, rows)
+    chosen, joined_parents, num_nodes = verify_budget.prune_to_budget(*kept, rows)
     at = np.arange(B)[:, None], chosen
     is_draft = chosen > 0
     return MergedTrees(

@@ -16,14 +16,14 @@ from shared.models.fp8_packing import SCALES
 from shared.models.layers import AttentionConfig, MLPConfig, MoEConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear
-from shared.spec.attention import Rows, windowed
-from shared.spec.attention_layer import Angles, HeadNorms, Heads, grown_rows, normed_rows
-from shared.spec.attention_layer import mix as mix_heads
+from shared.spec.attention import AttentionRows, with_sliding_window
+from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_norm, scale_queries
+from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.experts import Experts, added_experts
 from shared.spec.gdn_state import GDNState, GDNWeights, ReplayInputs
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
-from shared.spec.mrope import turn_of_pairs
+from shared.spec.mrope import mrope_section_map
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
 Hidden = Float[np.ndarray, "R hidden"]
@@ -104,7 +104,7 @@ def prefill(
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
-    mixer = Chunks(config, weights, state, row_starts)
+    mixer = PrefillGDN(config, weights, state, row_starts)
     rows = replace(rows, turns=turns)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
     return passed, GDNState(mixer.recurrent, mixer.window)
@@ -138,10 +138,10 @@ def verify(
     """
     flat, node = attention.tree_rows(parents, num_nodes, lengths, page_table, rows)
     if delta is not None:
-        flat = attention.turned(flat, delta)
+        flat = attention.with_mrope(flat, delta)
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)])
     row_of = draft_tree.flat_rows(row_starts, num_nodes, tokens.shape[1])
-    mixer = Tree(config, weights, state, parents, row_of, flat.request, node)
+    mixer = VerifyGDN(config, weights, state, parents, row_of, flat.request, node)
     passed = forward(config, weights, kv, flat, tokens[flat.request, node], None, mixer)
     return passed, mixer.all_kept()
 
@@ -150,7 +150,7 @@ def forward(
     config: ModelConfig,
     weights: Weights,
     kv: KV,
-    rows: Rows,
+    rows: AttentionRows,
     tokens: Int[np.ndarray, " R"],
     shown: ImageEmbeds | None,
     mixer: DeltaMixer,
@@ -165,13 +165,13 @@ def forward(
     """
     norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
     norms.append(None)  # no product reads the output of the last layer
-    embedded = layers.embedded(weights["embed"], tokens, shown, config.embedding_factor)
+    embedded = layers.embed_tokens(weights["embed"], tokens, shown, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
     streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
     for layer, each in enumerate(config.layers):
-        mixing, kind, fed = each.mixer, each.mixer.kind, each.feed
+        mixing, kind, fed = each.mixer, each.mixer.kind, each.mlp
         place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
-        inputs = linear.normed_product(stream, config.input_eps, projection)
+        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
         if isinstance(mixing, AttentionConfig):
             mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
         else:
@@ -213,11 +213,11 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
     return 1 + weight if config.zero_centered_norms else weight
 
 
-def angles(config: AttentionConfig, rows: Rows) -> Angles:
+def angles(config: AttentionConfig, rows: AttentionRows) -> Angles:
     """Computes the rotary cos and sin of each row, with M-RoPE positions if the rows have them."""
     turning = rows.positions
     if rows.turns is not None and config.rotary.sections:
-        turning = rows.turns[:, turn_of_pairs(config.rotary)]
+        turning = rows.turns[:, mrope_section_map(config.rotary)]
     return Angles(*layers.rotary_angles(turning, config.rotary))
 
 
@@ -236,10 +236,10 @@ def mix(
     prefix: str,
     layer: int,
     qkv: Float[np.ndarray, "R outputs"],
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
-    """Applies `shared.spec.attention_layer.mix` to one layer.
+    """Applies `shared.spec.attention_layer.attention_layer` to one layer.
 
     Args:
       config, attention: Config of the model, and of the layer's attention.
@@ -251,13 +251,13 @@ def mix(
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
     heads, turn = Heads.of(attention), angles(attention, rows)
     if norms is not None and attention.norms_all_heads:
-        qkv, norms = normed_rows(qkv, heads, norms), None
-    if attention.query_growth:
-        grown = layers.query_growth(
-            rows.positions, attention.query_growth, attention.rotary.original_context
+        qkv, norms = full_width_qk_norm(qkv, heads, norms), None
+    if attention.query_scaling_beta:
+        grown = layers.query_scaling(
+            rows.positions, attention.query_scaling_beta, attention.rotary.original_context
         )
-        qkv = grown_rows(qkv, heads, grown)
-    seen = windowed(rows, attention.window)
+        qkv = scale_queries(qkv, heads, grown)
+    seen = with_sliding_window(rows, attention.window)
     out, k, v = mix_heads(qkv, heads, norms, turn, seen, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
@@ -270,7 +270,7 @@ def attention_layer(
     layer: int,
     x: Float[np.ndarray, "R inputs"],
     stream: NormedStream,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
 ) -> tuple[NormedStream, KV]:
     """Computes one attention layer of a draft head, whose projection reads `x` instead of the
@@ -280,7 +280,7 @@ def attention_layer(
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
     out, kv = mix(config, attention, weights, prefix, layer, qkv, rows, kv)
     between = norm_between(config, weights, prefix, layer)
-    added = linear.added_product(out, matrix(weights, f"{name}out", layer), stream, norm=between)
+    added = linear.linear_add(out, matrix(weights, f"{name}out", layer), stream, norm=between)
     return added, kv
 
 
@@ -306,7 +306,7 @@ def feed(
         own = experts_of(weights, f"{prefix}experts.", place)
         return added_experts(stream, config.rms_eps, fed, own, norm)
     gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", place) for x in ("gate_up", "down"))
-    x = linear.gated_product(stream, config.input_eps, gate_up)
+    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
 
 
@@ -337,7 +337,7 @@ def experts_of(weights: Weights, prefix: str, place: int) -> Experts:
 def _norm_before(
     config: ModelConfig, weights: Weights, name: str, layer: int
 ) -> Float[np.ndarray, " hidden"] | None:
-    return None if config.norms_behind else scale(config, weights[name][layer])
+    return None if config.post_norm else scale(config, weights[name][layer])
 
 
 def _added(
@@ -351,8 +351,8 @@ def _added(
     norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
     """Adds a product to the stream, after a post-norm if the model has one."""
-    if not config.norms_behind:
-        return linear.added_product(x, weight, stream, config.residual_factor, norm)
+    if not config.post_norm:
+        return linear.linear_add(x, weight, stream, config.residual_factor, norm)
     scales = scale(config, weights[norm_behind][layer])
     return linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
 
@@ -372,7 +372,7 @@ def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeigh
     return GDNWeights(**arrays, eps=config.rms_eps)
 
 
-class Chunks:
+class PrefillGDN:
     """GDN layers of a prefill: chunked, with advancing states."""
 
     def __init__(
@@ -390,7 +390,7 @@ class Chunks:
     ) -> Float[np.ndarray, "R values"]:
         """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, self.recurrent[layer], self.window[layer] = gdn_state.mix_chunks(
+        out, self.recurrent[layer], self.window[layer] = gdn_state.gdn_prefill(
             inputs,
             delta_weights(self._config, self._weights, layer),
             self._config.gated_delta,
@@ -401,7 +401,7 @@ class Chunks:
         return out
 
 
-class Tree:
+class VerifyGDN:
     """GDN layers of a verify step: nodes continue from their parents; replay inputs are stored."""
 
     def __init__(
@@ -424,7 +424,7 @@ class Tree:
     ) -> Float[np.ndarray, "R values"]:
         """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, kept = gdn_state.mix_tree(
+        out, kept = gdn_state.gdn_verify_tree(
             inputs,
             delta_weights(self._config, self._weights, layer),
             self._config.gated_delta,

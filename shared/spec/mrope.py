@@ -17,7 +17,7 @@ from jaxtyping import Int
 from shared.models.rotary import RotaryConfig
 
 
-def turns(
+def mrope_positions(
     tokens: Int[np.ndarray, " T"], image_token: int, grids: Sequence[tuple[int, int]]
 ) -> tuple[Int[np.ndarray, "T 3"], int]:
     """Returns the M-RoPE positions of each token, and the position delta of all later tokens.
@@ -50,7 +50,7 @@ def turns(
     return found, turn - at
 
 
-def turn_of_pairs(rotary: RotaryConfig) -> Int[np.ndarray, " half"]:
+def mrope_section_map(rotary: RotaryConfig) -> Int[np.ndarray, " half"]:
     """Returns the M-RoPE section map: 0 (time), 1 (row) or 2 (column) for each rotated pair.
 
     Time, row and column alternate while row and column have pairs left; time has the remaining

@@ -104,7 +104,7 @@ def width_of(nodes: int, accept_rule: str) -> int:
     return min(WAYS, nodes - 1) if accept_rule == "exact" else 1
 
 
-def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
+def hash_mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
     """Mixes the bits of hashes.
 
     Source: the finaliser of MurmurHash3, Appleby 2011.
@@ -128,7 +128,7 @@ def keys(
     return found[0], found[1]
 
 
-def learn(
+def insert(
     table: NgramTable,
     contexts: Int[np.ndarray, "n window"],
     following: Int[np.ndarray, " n"],
@@ -146,13 +146,13 @@ def learn(
     """
     groups, n = table.tokens.shape[1], len(contexts)
     tokens, checks, stamps = (x.copy() for x in (table.tokens, table.checks, table.stamps))
-    way = mix(following.astype(np.int32) + 1) & (WAYS - 1)
+    way = hash_mix(following.astype(np.int32) + 1) & (WAYS - 1)
     for place, length in enumerate(LENGTHS):
         first, second = keys(contexts, scopes, length)
         rows = np.flatnonzero(is_real & (contexts[:, WINDOW - length] >= 0))
-        at = place, (mix(first) & (groups - 1))[rows], way[rows]
+        at = place, (hash_mix(first) & (groups - 1))[rows], way[rows]
         tokens[at] = following[rows] + 1  # numpy keeps the last of those with one place
-        checks[at] = mix(second)[rows]
+        checks[at] = hash_mix(second)[rows]
         stamps[at] = (int(table.clocks[place]) + rows) & LATEST
     clocks = (table.clocks.astype(np.int64) + n) & LATEST
     return NgramTable(tokens, checks, stamps, clocks.astype(np.int32))
@@ -167,9 +167,9 @@ def children(
         if context[WINDOW - length] < 0:
             continue
         first, second = keys(context[None], scope[None], length)
-        at = place, int(mix(first)[0]) & (groups - 1)
+        at = place, int(hash_mix(first)[0]) & (groups - 1)
         for way in range(WAYS):
-            if table.tokens[at][way] and table.checks[at][way] == mix(second)[0]:
+            if table.tokens[at][way] and table.checks[at][way] == hash_mix(second)[0]:
                 age = (int(table.clocks[place]) - int(table.stamps[at][way])) & LATEST
                 entries.append((-place, min(age, MOST_AGE), int(table.tokens[at][way]) - 1))
     found: dict[int, int] = {}
@@ -206,7 +206,7 @@ def draft(
 
     Args:
       table: The table.
-      contexts, scopes: See `learn`; the newest token is the root.
+      contexts, scopes: See `insert`; the newest token is the root.
       max_drafts: Maximum number of nodes per request, without the root.
       nodes: N, maximum nodes of a tree.
       depth: S, levels below the root.
@@ -249,7 +249,7 @@ def windows(
     return before[:, : tokens.shape[1]]
 
 
-def tails_after(
+def update_tails(
     tails: Int[np.ndarray, "B window"],
     tokens: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
@@ -300,9 +300,9 @@ def learn_prompts(
       scopes: Scope of each request.
       is_real: True for tokens that are inserted, with a following token of the same sequence.
     """
-    table = learn(memory.table, windows, following, scopes[request], is_real)
+    table = insert(memory.table, windows, following, scopes[request], is_real)
     tails = memory.tails.copy()
-    tails[slots] = tails_after(windows[last], following[last][:, None], np.ones_like(last))
+    tails[slots] = update_tails(windows[last], following[last][:, None], np.ones_like(last))
     return NgramState(tails, table)
 
 
@@ -318,6 +318,6 @@ def learn_outputs(
     held = memory.tails[slots]
     before, is_real = windows(held, tokens), np.arange(W) < counts[:, None]
     flat = before.reshape(B * W, WINDOW), tokens.reshape(-1), np.repeat(scopes, W, axis=0)
-    table, tails = learn(memory.table, *flat, is_real.reshape(-1)), memory.tails.copy()
-    tails[slots] = tails_after(held, tokens, counts)
+    table, tails = insert(memory.table, *flat, is_real.reshape(-1)), memory.tails.copy()
+    tails[slots] = update_tails(held, tokens, counts)
     return NgramState(tails, table)

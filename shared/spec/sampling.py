@@ -194,7 +194,7 @@ def processed(
     return np.where(keep | ~sampled, scaled, np.float32(-np.inf))
 
 
-def perturbed(
+def add_gumbel_noise(
     processed: Float[np.ndarray, "R vocab"],
     sampling: Sampling,
     request: Int[np.ndarray, " R"],
@@ -244,7 +244,7 @@ def choose(
       logits, seen, positions, sampling, request, allowed: See `processed`.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    ids = best(add_gumbel_noise(scores, sampling, request, positions, TARGET_STREAM))
     return SampledTokens(ids, is_finite(logits))
 
 
@@ -294,7 +294,7 @@ def rank(
       seen: Token counts before the choice at each of the B * k nodes.
       positions: Position of the children.
       sampling: Parameters of the requests.
-      keys, stream: See `perturbed`; the target's own for exact-match acceptance.
+      keys, stream: See `add_gumbel_noise`; the target's own for exact-match acceptance.
       width: Children of a node.
       is_sampled: True if draft tokens are sampled for rejection sampling.
       columns: Target token id of each logit; of equal logits the earlier one wins. None if the
@@ -304,7 +304,7 @@ def rank(
     request = np.repeat(np.arange(B), k)
     flat = over_tokens(logits.reshape(B * k, vocab), columns, seen.counts.shape[1])
     scores = processed(flat, seen, positions[request], sampling, request, None)
-    noisy = perturbed(scores, sampling, request, keys[request], stream)
+    noisy = add_gumbel_noise(scores, sampling, request, keys[request], stream)
     ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
     ids = ids if columns is None else columns[ids]
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from shared.models.config import ModelConfig
 from shared.spec import attention, eagle, gdn_state, model
-from shared.spec.attention import Rows
+from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Logits, Rank, Tokens, Tree
 from shared.spec.gdn_state import GDNState
@@ -36,7 +36,9 @@ class SmallModel:
     weights: Mapping[str, Float[np.ndarray, "..."]]
     target_vocab: int
 
-    def forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: model.DeltaMixer) -> model.Forward:
+    def forward(
+        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: model.DeltaMixer
+    ) -> model.Forward:
         """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)
         return model.forward(self.config, self.weights, kv, rows, known, None, mixer)
@@ -84,7 +86,7 @@ def prefill(
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
     state = context_of(state, draft_from, start)
-    mixer = model.Chunks(small.config, small.weights, state, row_starts)
+    mixer = model.PrefillGDN(small.config, small.weights, state, row_starts)
     passed = small.forward(kv, rows, tokens, mixer)
     return passed.kv, GDNState(mixer.recurrent, mixer.window)
 
@@ -123,7 +125,7 @@ def extend(
     parents = np.tile(np.maximum(place - 1, 0), (B, 1))
     row_of = np.arange(B * W).reshape(B, W)
     node = np.tile(place, B)
-    chain = model.Tree(small.config, small.weights, state, parents, row_of, rows.request, node)
+    chain = model.VerifyGDN(small.config, small.weights, state, parents, row_of, rows.request, node)
     flat = tokens.reshape(-1)
     passed = small.forward(kv, rows, flat, chain)
     path = np.tile(place, (B, 1))
@@ -158,7 +160,7 @@ def draft(
     """
 
     def expand(
-        rows: Rows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
+        rows: AttentionRows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
     ) -> tuple[Logits, KV]:
         nonlocal state
         before = GDNState(state.recurrent[:, parent], state.window[:, parent])
@@ -176,13 +178,13 @@ def draft(
 
 
 def _step(
-    small: SmallModel, kv: KV, state: GDNState, rows: Rows, tokens: Tokens
+    small: SmallModel, kv: KV, state: GDNState, rows: AttentionRows, tokens: Tokens
 ) -> tuple[Logits, KV, GDNState]:
     """Runs one token for each row from the row's own state; returns the states after the tokens."""
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)
     parents = np.zeros((R, 1), np.int32)
-    mixer = model.Tree(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
+    mixer = model.VerifyGDN(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
     passed = small.forward(kv, rows, tokens, mixer)
     after, *_ = gdn_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
     return small.logits(passed.hidden), passed.kv, after

@@ -22,7 +22,7 @@ def chain_weights(edges: Float[np.ndarray, "B S"]) -> Float[np.ndarray, "B N"]:
     return np.pad(np.cumsum(edges, axis=1, dtype=np.float32), ((0, 0), (1, 0)))
 
 
-def rank_weights(
+def log_acceptance(
     parents: Int[np.ndarray, "B N"],
     weights: Float[np.ndarray, "B N"],
     calibration: Float[np.ndarray, "B S_max"],
@@ -51,7 +51,7 @@ def rank_weights(
     return least
 
 
-def share(
+def prune_to_budget(
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
     num_nodes: Int[np.ndarray, " B"],
@@ -62,7 +62,8 @@ def share(
 
     Args:
       tokens, parents, num_nodes: The drafted trees.
-      rank_weights: Result of `rank_weights`; ties go to the first request, then to the first node.
+      rank_weights: Result of `log_acceptance`; ties go to the first request, then to the first
+        node.
       rows: Verify rows of all trees, at least one per tree.
 
     Returns:

@@ -184,18 +184,18 @@ def encoded(
       weights: Arrays by the names of `shared.models.vision_parameters.tower_parameters`.
       picture: Patches with any padding, whose output rows are undefined.
     """
-    x = advanced(weights, begun(weights, picture), range(config.depth))
-    return finished(config, weights, x)
+    x = run_blocks(weights, embed_patches(weights, picture), range(config.depth))
+    return project(config, weights, x)
 
 
-def begun(weights: Weights, picture: Patches) -> EncoderState:
+def embed_patches(weights: Weights, picture: Patches) -> EncoderState:
     """Embeds the patches: patch projection plus interpolated position embedding."""
     x = linear.product(picture.pixels, _single(weights, "vision.patches"))
-    x = x + layers.blended(weights["vision.places"], picture.corners, picture.shares)
+    x = x + layers.bilinear_pos_embed(weights["vision.places"], picture.corners, picture.shares)
     return EncoderState(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
-def advanced(weights: Weights, picture: EncoderState, blocks: range) -> EncoderState:
+def run_blocks(weights: Weights, picture: EncoderState, blocks: range) -> EncoderState:
     """Runs the given blocks, which must be the next ones."""
     x = picture.rows
     for block in blocks:
@@ -203,7 +203,7 @@ def advanced(weights: Weights, picture: EncoderState, blocks: range) -> EncoderS
     return replace(picture, rows=x)
 
 
-def finished(
+def project(
     config: VisionConfig, weights: Weights, picture: EncoderState
 ) -> Float[np.ndarray, "tokens out"]:
     """Merges the patches into image embeddings, after the last block."""
@@ -219,7 +219,7 @@ def _block(
 ) -> Float[np.ndarray, "R hidden"]:
     normed = _normed(weights, "vision.attention_norm", x, block)
     qkv = linear.product(normed, matrix(weights, "vision.attention.inputs", block))
-    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
+    mixed = attention.bidirectional_attention(qkv, picture.cos, picture.sin, picture.count)
     x = x + linear.product(mixed, matrix(weights, "vision.attention.out", block))
     normed = _normed(weights, "vision.mlp_norm", x, block)
     wide = layers.gelu_tanh(linear.product(normed, matrix(weights, "vision.mlp.up", block)))

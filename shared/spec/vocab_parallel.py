@@ -80,7 +80,7 @@ def weights(
         return np.where(weight <= 1, weight, np.float32(0))
 
 
-def in_units(masses: F32[np.ndarray, "..."]) -> Int64[np.ndarray, "..."]:
+def to_fixed_point(masses: F32[np.ndarray, "..."]) -> Int64[np.ndarray, "..."]:
     """Converts masses of at most 1 to fixed-point units, rounded to nearest."""
     whole = np.floor(masses * np.float32(2 ** (BITS // 2)))
     rest = masses * np.float32(2 ** (BITS // 2)) - whole
@@ -114,7 +114,7 @@ def norm(parts: Sequence[GroupSummary]) -> Norm:
     masses = np.concatenate([part.masses for part in parts], axis=1)
     highest = peaks.max(axis=1)
     shares = masses * weights(peaks, highest) * np.float32(1 / VOCAB_GROUP)
-    return Norm(highest, of_units(in_units(shares).sum(axis=1)) * np.float32(VOCAB_GROUP))
+    return Norm(highest, of_units(to_fixed_point(shares).sum(axis=1)) * np.float32(VOCAB_GROUP))
 
 
 def log_probabilities(scores: F32[np.ndarray, "R some"], norm: Norm) -> F32[np.ndarray, "R some"]:
@@ -153,13 +153,13 @@ KEY_OF_NOTHING = 0x007FFFFF
 """Key of -inf, the logit of excluded tokens."""
 
 
-def above(
+def count_above(
     scores: Part, highest: F32[np.ndarray, " R"], borders: UInt32[np.ndarray, "R borders"]
 ) -> CountsAbove:
     """Counts the tokens of a shard above some thresholds; excluded tokens are never counted."""
     borders = np.maximum(borders, np.uint32(KEY_OF_NOTHING))
     is_above = keys(scores)[:, None, :] > borders[:, :, None]
-    units = in_units(weights(scores, highest))[:, None, :]
+    units = to_fixed_point(weights(scores, highest))[:, None, :]
     return CountsAbove(is_above.sum(axis=2), (is_above * units).sum(axis=2))
 
 
@@ -183,7 +183,7 @@ def support(
     mass = np.where(top_p >= 1, np.float32(np.inf), mass)[:, None]
 
     def all_above(borders: Int[np.ndarray, "R borders"]) -> CountsAbove:
-        each = [above(part, highest, borders.astype(np.uint32)) for part in parts]
+        each = [count_above(part, highest, borders.astype(np.uint32)) for part in parts]
         counts, masses = np.sum([x.counts for x in each], axis=0), [x.masses for x in each]
         return CountsAbove(counts, np.sum(masses, axis=0))
 

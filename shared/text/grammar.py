@@ -92,7 +92,7 @@ def of_lark(grammar: str) -> str:
     return serialized([{"lark_grammar": lark}])
 
 
-def behind(lead: str, grammar: str) -> str:
+def with_prefix(lead: str, grammar: str) -> str:
     """Returns a grammar with a prefix.
 
     Args:
@@ -244,7 +244,7 @@ class TextMatcher:
         return self._matcher.is_accepting()
 
     @property
-    def is_over(self) -> bool:
+    def is_terminated(self) -> bool:
         """Reports whether the output must end here."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
@@ -269,7 +269,7 @@ class TextMatcher:
         """Advances by a token; returns False if the token is not allowed."""
         return self._matcher.consume_token(token)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Rolls back the last token."""
         self._matcher.rollback(1)
 

@@ -18,12 +18,12 @@ from shared.text.delimiters import THINK, THINK_END
 from shared.text.grammar import (
     Compiler,
     InvalidGrammarError,
-    behind,
     literal,
     of_choices,
     of_lark,
     of_regex,
     of_schema,
+    with_prefix,
 )
 
 DEADLINE_S = 1.0
@@ -104,7 +104,7 @@ class GrammarRequest:
             written = tool_call_grammar.grammar_of(
                 self.calls.style,
                 [
-                    tool_call_grammar.Tool(name=name, schema=schema)
+                    tool_call_grammar.CallableFunction(name=name, schema=schema)
                     for name, schema in self.calls.tools
                 ],
                 many=self.calls.many,
@@ -112,7 +112,7 @@ class GrammarRequest:
                 answer=written,
             )
         assert written is not None  # a request has a form or calls
-        return written if self.lead is None else behind(LEADS[self.lead], written)
+        return written if self.lead is None else with_prefix(LEADS[self.lead], written)
 
 
 def begin(given: Any) -> Callable[[Any], str]:

@@ -38,7 +38,7 @@ class UnquotedValue:
     value: Any
 
 
-def target(document: Any, pointer: str) -> Any:
+def resolve_pointer(document: Any, pointer: str) -> Any:
     """Returns the target of a pointer such as `#/$defs/A` in a document.
 
     Raises:
@@ -83,14 +83,14 @@ def standalone(schema: Any, document: Any) -> dict[str, Any]:
     def place(pointer: str) -> str:
         if pointer not in numbers:
             number = numbers[pointer] = len(numbers)
-            targets[str(number)] = move(target(document, pointer))
+            targets[str(number)] = move(resolve_pointer(document, pointer))
         return f"#/$defs/{numbers[pointer]}"
 
     moved = move(schema)
     return {**moved, "$defs": targets} if targets else moved
 
 
-def merged(schema: Any, document: Any) -> Any:
+def resolve_ref(schema: Any, document: Any) -> Any:
     """Replaces the `$ref` of a schema, or the only part of its `allOf`, by its target.
 
     Raises:
@@ -99,7 +99,7 @@ def merged(schema: Any, document: Any) -> Any:
     """
     for _ in range(MAX_DEPTH):
         if _points_within(schema):
-            key, part = "$ref", target(document, schema["$ref"])
+            key, part = "$ref", resolve_pointer(document, schema["$ref"])
         elif isinstance(schema, dict) and len(schema.get("allOf", ())) == 1:
             key, part = "allOf", schema["allOf"][0]
         else:
@@ -120,11 +120,11 @@ def unquoted(schema: Any, document: Any, depth: int = 0) -> UnquotedValue:
     """Returns the allowed values of a schema whose strings have no quotes.
 
     Raises:
-      GrammarRefused, NotKept: As in `merged`; or a keyword cannot constrain unquoted text.
+      GrammarRefused, NotKept: As in `resolve_ref`; or a keyword cannot constrain unquoted text.
     """
     if depth > MAX_DEPTH:
         raise InvalidGrammarError(_TOO_DEEP)
-    schema = merged(schema, document)
+    schema = resolve_ref(schema, document)
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
     kind = schema.get("type")

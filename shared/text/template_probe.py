@@ -55,7 +55,7 @@ _OF_DEEPSEEK = re.compile(r"<[|｜]Assistant[|｜]>")
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParserChoice:
     """Automatically selected parser.
 
     Attributes:
@@ -67,37 +67,37 @@ class Choice:
     reason: str = ""
 
 
-def tool_call_parser_of(templates: ChatTemplates) -> Choice:
+def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
     """Selects the parser of the calls that a template writes.
 
     A parser is selected if it is the only one that reads the rendered call.
     """
     source = templates.sources.get(TOOL_USE) or templates.sources.get(DEFAULT, "")
     if "tool" not in source:
-        return Choice(None)
+        return ParserChoice(None)
     question = Conversation([_USER], [_TOOL])
     called = Conversation([_USER, _CALLING], [_TOOL], add_generation_prompt=False)
     answered = Conversation([_USER, _CALLING, _RESULT], [_TOOL], add_generation_prompt=False)
     prompt, *texts = _rendered(templates, [question, called, answered])
     if prompt is None:
-        return Choice(None)  # it lists no tools
+        return ParserChoice(None)  # it lists no tools
     for text in texts:
         if text is not None:
             return _parser_of_call(text.rpartition(_QUESTION)[2], _answer_in(text, prompt))
-    return Choice(None, "lists tools, but writes no calls")
+    return ParserChoice(None, "lists tools, but writes no calls")
 
 
-def reasoning_parser_of(templates: ChatTemplates) -> Choice:
+def reasoning_parser_of(templates: ChatTemplates) -> ParserChoice:
     """Selects the reasoning parser by the tags in a template."""
     source = templates.sources.get(DEFAULT) or templates.sources.get(TOOL_USE, "")
     if THINK in source:
-        return Choice("qwen3", f"contains {THINK}")
+        return ParserChoice("qwen3", f"contains {THINK}")
     if THINK_END not in source:
-        return Choice(None)
+        return ParserChoice(None)
     if _OF_DEEPSEEK.search(source):
         reason = f"is DeepSeek's and contains {THINK_END} alone: answers begin within reasoning"
-        return Choice("deepseek-r1", reason)
-    return Choice("qwen3", f"contains {THINK_END}")
+        return ParserChoice("deepseek-r1", reason)
+    return ParserChoice("qwen3", f"contains {THINK_END}")
 
 
 def _rendered(templates: ChatTemplates, conversations: Sequence[Conversation]) -> list[str | None]:
@@ -123,7 +123,7 @@ def _answer_in(text: str, prompt: str) -> str:
     return text[begin:]
 
 
-def _parser_of_call(tail: str, answer: str) -> Choice:
+def _parser_of_call(tail: str, answer: str) -> ParserChoice:
     found = (
         ("hermes", _is_tagged(tail), "writes calls as JSON in <tool_call>"),
         ("qwen3_coder", _is_elements(tail), "writes calls as elements in <tool_call>"),
@@ -131,10 +131,10 @@ def _parser_of_call(tail: str, answer: str) -> Choice:
     )
     fitting = {name: reason for name, is_fitting, reason in found if is_fitting}
     if len(fitting) == 1:
-        return Choice(*fitting.popitem())
+        return ParserChoice(*fitting.popitem())
     if fitting:
-        return Choice(None, f"fits the parsers {' and '.join(fitting)}")
-    return Choice(None, "writes calls in a form that no parser reads")
+        return ParserChoice(None, f"fits the parsers {' and '.join(fitting)}")
+    return ParserChoice(None, "writes calls in a form that no parser reads")
 
 
 def _is_tagged(tail: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.text.delimiters import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
 from shared.text.grammar import InvalidGrammarError, literal, schema_rule, serialized
-from shared.text.json_schema_refs import UnsupportedKeyword, merged, standalone, unquoted
+from shared.text.json_schema_refs import UnsupportedKeyword, resolve_ref, standalone, unquoted
 
 TEXT = r"/(.|\n)*/"
 _ELEMENT_TEXT = [
@@ -22,7 +22,7 @@ _BARE_TEXT = r"BARE_TEXT: /[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tool:
+class CallableFunction:
     """Function that may be called.
 
     Attributes:
@@ -39,7 +39,12 @@ def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def grammar_of(
-    style: str, tools: Sequence[Tool], *, many: bool, free: str | None, answer: str | None
+    style: str,
+    tools: Sequence[CallableFunction],
+    *,
+    many: bool,
+    free: str | None,
+    answer: str | None,
 ) -> str:
     """Builds the grammar of an output with tool calls.
 
@@ -90,28 +95,28 @@ def _call(body: str) -> list[str]:
     ]
 
 
-def _functions(tools: Sequence[Tool], key: str) -> Iterator[str]:
+def _functions(tools: Sequence[CallableFunction], key: str) -> Iterator[str]:
     for number, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
         yield f"f_{number}: {literal(head)} a_{number} {literal('}')}"
         yield schema_rule(f"a_{number}", _object_schema(tool))
 
 
-def _any(prefix: str, tools: Sequence[Tool]) -> str:
+def _any(prefix: str, tools: Sequence[CallableFunction]) -> str:
     return " | ".join(f"{prefix}_{number}" for number in range(len(tools)))
 
 
-def _tagged(tools: Sequence[Tool]) -> list[str]:
+def _tagged(tools: Sequence[CallableFunction]) -> list[str]:
     """Returns rules of `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
     return [*_call(_any("f", tools)), *_functions(tools, "arguments")]
 
 
-def _bare(tools: Sequence[Tool]) -> list[str]:
+def _bare(tools: Sequence[CallableFunction]) -> list[str]:
     """Returns rules of `{"name": ..., "parameters": ...}` after an optional tag."""
     return [f"call: {_any('f', tools)}", *_functions(tools, "parameters")]
 
 
-def _elements(tools: Sequence[Tool]) -> list[str]:
+def _elements(tools: Sequence[CallableFunction]) -> list[str]:
     """Returns rules of `<function=NAME><parameter=KEY>...</parameter></function>` in a call."""
     rules = _call(_any("f", tools))
     for number, tool in enumerate(tools):
@@ -126,7 +131,7 @@ def _elements(tools: Sequence[Tool]) -> list[str]:
 
 def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the parts within a call of a function, and their rules."""
-    whole = merged(schema, schema)
+    whole = resolve_ref(schema, schema)
     if "properties" not in whole:
         raise InvalidGrammarError(
             f"the function {name} has no properties, which this tool call format requires"
@@ -155,7 +160,7 @@ def _parameter(rule: str, key: str, schema: Any, document: dict[str, Any]) -> li
     return [f"{rule}: {begin} ({' | '.join(options)}) {end}", *options_rules]
 
 
-def _object_schema(tool: Tool) -> dict[str, Any]:
+def _object_schema(tool: CallableFunction) -> dict[str, Any]:
     schema = {} if tool.schema is None else tool.schema
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of the function {tool.name} must be an object")

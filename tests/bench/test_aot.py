@@ -247,7 +247,7 @@ def test_every_case_is_found_again_by_its_item() -> None:
     cases = [item for item in items_of([], Path()) if item.kind == "case"]
     assert len(cases) == len(list(cases_of([])))
     assert all(f"{case_of(item).op}: {case_of(item)}" == item.name for item in cases[::7])
-    assert {case_of(item).function for item in cases if item.what == "gdn_layer"} > {"feed"}
+    assert {case_of(item).function for item in cases if item.what == "gdn_layer"} > {"prefill"}
 
 
 def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:

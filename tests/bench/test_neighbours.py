@@ -40,7 +40,7 @@ def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkey
 
 @pytest.mark.parametrize("most", [18, 64])
 def test_good_pictures_are_those_that_a_model_takes_which_takes_one_size_alone(most):
-    config = replace(PICTURES, factor=32, least=most * 32**2, most=most * 32**2)
+    config = replace(PICTURES, multiple=32, min_pixels=most * 32**2, max_pixels=most * 32**2)
     odd = image_interference.odd_pictures({"min_tokens": most, "pixels_per_token": 32**2})
     good = [data_of(urls[0]) for urls, want in odd.values() if want == image_interference.OK]
     assert (len(odd), len(good)) == (12, 5)

@@ -287,7 +287,7 @@ def test_what_stays_fp8_is_read_as_codes_and_scales():
     config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
     wide, plain = blueprint_of(DrafterSpec.none(), config), TreeShape.plain(1)
     names = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
-    found = [step_bytes(replace(wide, in_words=each), plain, 1, 0) for each in ({}, names)]
+    found = [step_bytes(replace(wide, as_w8a16=each), plain, 1, 0) for each in ({}, names)]
     weights = 48 * 8 * 3 * 768 * 2048  # of the experts that a row chooses
     assert found[0] - found[1] == pytest.approx(weights * (1 - 2 / 128**2), rel=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 from bench.steps import vision_encoder, vlm_steps
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program
-from shared.process.image_startup import MOST_PRODUCTS, encodings
+from shared.process.image_startup import MOST_PRODUCTS, encode_programs
 from tests.support.golden_images import MODEL
 
 TINY = replace(
@@ -79,10 +79,10 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
 def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
     """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
     pool = EncoderCacheSpec(
-        vision_encoder.QWEN3_5, replace(vision_encoder.PICTURES, most=4096 * 32**2), 9000
+        vision_encoder.QWEN3_5, replace(vision_encoder.PICTURES, max_pixels=4096 * 32**2), 9000
     )
     of_size: dict[int, list[Program]] = {}
-    for program in encodings(pool, are_few=False):
+    for program in encode_programs(pool, are_few=False):
         of_size.setdefault(program.tokens, []).append(program)
     assert [(size, len(each)) for size, each in of_size.items()][-3:] == [
         (4096, 1),

@@ -117,7 +117,7 @@ def test_reach_full_pages_are_shared_and_never_written(host):
     plan = host.prefill_plan(first)
     plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
     result = host.run(plan)
-    assert result.saved[0]
+    assert result.snapshot_saved[0]
     texts = [emitted(result, 0), []]
     second = host.request(second_prompt)
     host.share(first, second, 64)

@@ -36,7 +36,7 @@ def test_a_prefill_saves_where_the_chunked_rule_has_a_state(host, save_at, is_sa
     request = host.request(prompt(20, 70))
     plan = host.prefill_plan(request)
     plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
-    assert host.run(plan).saved.tolist() == [is_saved, 0, 0, 0]
+    assert host.run(plan).snapshot_saved.tolist() == [is_saved, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("save_at", "is_saved"), [(30, 0), (64, 1), (94, 0), (100, 1)])
@@ -46,7 +46,7 @@ def test_a_later_chunk_saves_where_its_own_tokens_make_whole_chunks(host, save_a
     for first, end in ((0, 64), (64, 100)):
         plan = host.prefill_plan(Chunk(request, first, end))
         plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
-        saved += int(host.run(plan).saved[0])
+        saved += int(host.run(plan).snapshot_saved[0])
     assert saved == is_saved
 
 
@@ -92,7 +92,7 @@ def test_a_decode_step_saves_exactly_where_it_passes(host, shape):
     after = len(tokens) - 1 + np.cumsum([result.counts[0] for result in results])
     before = np.append(0, after[:-1])
     passes = (before < save_at) & (save_at <= after)
-    assert [bool(result.saved[0]) for result in results] == passes.tolist()
+    assert [bool(result.snapshot_saved[0]) for result in results] == passes.tolist()
     text = [token for result in results for token in emitted(result, 0)]
     num_known = save_at + 1 - len(tokens) + 1  # the restored row prefills one token
     asked = {**SAMPLED, "logprobs": 3}

@@ -138,7 +138,7 @@ def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
     )
     if work is StepKind.DECODE:
         found = next(p for p in capacity.programs if p.drafts_on_device)
-    masked = found.having({ProgramFeature.MASK: True})
+    masked = found.with_features({ProgramFeature.MASK: True})
     broken = BackendLimits(**vars_of(capacity) | {"programs": (masked,)})
     with pytest.raises(ValueError, match="grammar masks require draft trees built by the host"):
         check_capacity(broken, DrafterSpec.of_mtp(config), True, False)

@@ -124,7 +124,7 @@ class Prompt:
         self.tokens, image = WANT[f"{name}_ids"], vision().image_token
         self.places = place + np.cumsum([0, *(a * b for a, b in map(grid, numbers))])
         self.numbers, self.text = numbers, WANT[f"{name}_greedy_ids"].tolist()
-        self.turns, self.delta = mrope.turns(self.tokens, image, [*map(grid, numbers)])
+        self.turns, self.delta = mrope.mrope_positions(self.tokens, image, [*map(grid, numbers)])
         is_image = self.tokens == image
         self.sources = np.where(is_image, place - 1 + np.cumsum(is_image), 0)
 
@@ -141,10 +141,10 @@ class Prompt:
         assert isinstance(plan.work, Prefill)
         pictures, begins = plan.work.pictures, plan.work.row_starts[row]
         assert isinstance(pictures, ImageInputs)
-        pictures.turns[begins : begins + end - first] = self.turns[first:end]
+        pictures.mrope_positions[begins : begins + end - first] = self.turns[first:end]
         pictures.sources[begins : begins + end - first] = self.sources[first:end]
-        pictures.next_sources[row] = self.sources[end] if end < len(self.tokens) else 0
-        pictures.deltas[row] = self.delta
+        pictures.next_embed_sources[row] = self.sources[end] if end < len(self.tokens) else 0
+        pictures.mrope_position_deltas[row] = self.delta
 
     def request(self, host: Host):
         return host.request(self.tokens.tolist(), positions=120)

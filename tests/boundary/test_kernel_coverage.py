@@ -12,8 +12,8 @@ from shared.boundary.kernel_coverage import (
     OF_TOWERS,
     OPERATIONS,
     FallbackOp,
-    plain_gauges,
-    plain_operations,
+    fallback_gauges,
+    fallback_ops,
 )
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafter_spec import DrafterSpec
@@ -68,7 +68,7 @@ def asked(
     drafts = DrafterSpec.of_head(head) if head else drafts
     memory = plan(options, model, drafts, device, platform.costs, tower=tower)
     assert platform.kernels is not None
-    return plain_operations(memory.blueprint, platform.kernels)
+    return fallback_ops(memory.blueprint, platform.kernels)
 
 
 NEXTN = {"speculative_algorithm": "NEXTN"}
@@ -122,7 +122,7 @@ def test_each_rule_has_kernels(rule: str, platform):
 @each_platform
 def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     found = asked(platform, CONFIG, dtype="float32")
-    names = ["gdn_layer.feed", "layers.rms_norm", "linear", "lm_head"]
+    names = ["gdn_layer.prefill", "layers.rms_norm", "linear", "lm_head"]
     assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, got float32"}
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
@@ -153,7 +153,7 @@ EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
 def with_experts(**changed):
     """The config, its experts changed; the shared one as wide as the others."""
     experts = replace(EXPERTS.experts, **{"intermediate": 32, "shared_intermediate": 32} | changed)
-    layers = [replace(each, feed=experts) for each in EXPERTS.layers]
+    layers = [replace(each, mlp=experts) for each in EXPERTS.layers]
     return replace(EXPERTS, layers=tuple(layers))
 
 
@@ -219,11 +219,11 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
         for name in (operation.name for operation in OPERATIONS)
     }
     assert counts["attention_layer"] == counts["gdn_layer"] == 0
-    assert 0 < counts["gdn_layer.feed"] < counts["linear"] == counts["layers.rms_norm"]
+    assert 0 < counts["gdn_layer.prefill"] < counts["linear"] == counts["layers.rms_norm"]
 
 
 def test_a_start_without_plain_operations_counts_zeros():
-    assert {name: read() for name, read in plain_gauges(()).items()} == {
+    assert {name: read() for name, read in fallback_gauges(()).items()} == {
         f'engine_fallback_ops{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
     }
 

@@ -29,7 +29,7 @@ def given_by(rank, call, size=150):
 
 
 def exchanges(mailboxes, rank, calls=40):
-    return [mailboxes.exchange(rank, given_by(rank, call)) for call in range(calls)]
+    return [mailboxes.all_gather(rank, given_by(rank, call)) for call in range(calls)]
 
 
 def expected(calls=40):
@@ -58,7 +58,7 @@ def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes
         others = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0, 4)) for rank in (1, 2)]
         while min(numbers[1:]) < 1:
             time.sleep(0.001)
-        mailboxes.exchange(0, given_by(0, 0, 4))
+        mailboxes.all_gather(0, given_by(0, 0, 4))
         assert [len(each.result(10)) for each in others] == [3, 3]
     values = given_by(0, 0, 4).tolist()
     assert seen == [(0, 1, values), (1, 1, values), (1, 1, values)]
@@ -89,7 +89,7 @@ def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
     for call in (1, 2):
         began = time.monotonic()
         with pytest.raises(AllGatherTimeout, match=f"did not reach exchange {call} within 0"):
-            mailboxes.exchange(0, given_by(0, 0, 8))
+            mailboxes.all_gather(0, given_by(0, 0, 8))
         assert (time.monotonic() - began > 0.25) is (call == 1)
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_do_not_exist_are_refused(mailboxes):
         TPGroup(3, 3, mailboxes)
     with pytest.raises(ValueError, match="mailboxes must be created for 2 ranks, got 3"):
         TPGroup(0, 2, mailboxes)
-    assert SINGLE_RANK.is_alone
+    assert SINGLE_RANK.is_single
 
 
 def test_nothing_is_left_in_a_folder_of_the_machine():

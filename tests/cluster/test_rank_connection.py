@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from shared.cluster import rank_connection
-from shared.cluster.rank_connection import called_back
+from shared.cluster.rank_connection import accept_rank_connection
 from shared.options.flags import ConfigError
 
 SECRET = b"0123456789abcdef"
@@ -60,7 +60,9 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
         kept: list[list[bool]] = []
         threading.Thread(target=call).start()
         began = time.monotonic()
-        found = stack.enter_context(called_back(listener, SECRET, "a host", lambda: None))
+        found = stack.enter_context(
+            accept_rank_connection(listener, SECRET, "a host", lambda: None)
+        )
         assert time.monotonic() - began < 10
         assert found.getpeername() == right.getsockname()
         assert found.gettimeout() is None
@@ -73,10 +75,10 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
 def test_a_rank_that_ends_or_does_not_call_is_named_by_its_host(listener, monkeypatch):
     monkeypatch.setattr(rank_connection, "LOOK_S", 0.05)
     with pytest.raises(ConfigError, match="a rank on a host was terminated by SIGKILL"):
-        called_back(listener, SECRET, "a host", lambda: "was terminated by SIGKILL")
+        accept_rank_connection(listener, SECRET, "a host", lambda: "was terminated by SIGKILL")
     monkeypatch.setattr(rank_connection, "CALL_BACK_S", 0.3)
     with (
         socket.create_connection(listener.getsockname()),
         pytest.raises(ConfigError, match="the rank on a host did not connect within 0.3 s"),
     ):
-        called_back(listener, SECRET, "a host", lambda: None)
+        accept_rank_connection(listener, SECRET, "a host", lambda: None)

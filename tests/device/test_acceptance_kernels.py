@@ -86,7 +86,7 @@ def test_the_languages_have_one_signature() -> None:
 def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
-    follow = jax_impl.ops.kernel_or_plain(ops.kernel_follow, ops.plain_follow)
+    follow = jax_impl.ops.kernel_or_reference(ops.kernel_follow, ops.plain_follow)
     given = given_of(follow_arguments(0, **SIZES), jnp.asarray)
     depth = given.pop("depth")
     traced = jax.jit(lambda given: follow(**given, depth=depth)).trace(given)

@@ -22,7 +22,7 @@ import torch_impl.ops.attention.attention
 import torch_impl.ops.attention.attention_layer
 from kernels.tiles import BLOCKS, DecodeAttentionTiles
 from shared.boundary.workspace import MOST_PARTS
-from shared.spec.attention_layer import BOUNDS, reach
+from shared.spec.attention_layer import BOUNDS, row_bounds
 from shared.spec.reduction_order import ATTENTION, SQUARES
 from tests.support.attention_layer_kernels import (
     APART,
@@ -222,19 +222,26 @@ def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str
     if language == "pallas":
         bounds, arrivals = map(np.asarray, pallas_reach(case.most_rows)(*arrays.values()))
     else:
-        device, kernel = "cuda" if ON_GPU else "cpu", KERNELS["triton"]["row_bounds"].reach
+        device, kernel = (
+            "cuda" if ON_GPU else "cpu",
+            KERNELS["triton"]["row_bounds"].compute_row_bounds,
+        )
         placed = (torch.tensor(x, device=device) for x in arrays.values())
         got = kernel(*placed, max_rows=case.most_rows, k_heads=K_HEADS)
         bounds, arrivals = (x.cpu().numpy() for x in got)
     has_rows = np.diff(case.row_starts) > 0
-    np.testing.assert_array_equal(bounds[has_rows], reach(case.rows, case.row_starts)[has_rows])
+    np.testing.assert_array_equal(
+        bounds[has_rows], row_bounds(case.rows, case.row_starts)[has_rows]
+    )
     np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), K_HEADS * BLOCKS)))
 
 
 @cache
 def pallas_reach(max_rows: int) -> Callable[..., tuple]:
     """One program for all cases of the same sizes."""
-    kernel = partial(KERNELS["pallas"]["row_bounds"].reach, max_rows=max_rows, k_heads=K_HEADS)
+    kernel = partial(
+        KERNELS["pallas"]["row_bounds"].compute_row_bounds, max_rows=max_rows, k_heads=K_HEADS
+    )
     return jax.jit(partial(kernel, interpret=INTERPRET), compiler_options=OPTIONS)
 
 
@@ -269,7 +276,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     sums |= ATTENTION.sizes_for(item_bytes)
     pallas = KERNELS["pallas"]
     kernels = (
-        (pallas["attention_layer"].mix, new | sums | {"tiles": tiles}),
+        (pallas["attention_layer"].attention_layer, new | sums | {"tiles": tiles}),
         (pallas["qk_norm_rope_kv_write"].place, new),
     )
     for kernel, settings in kernels:
@@ -294,7 +301,7 @@ def test_the_kernels_have_one_signature() -> None:
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bool) -> Callable:
     """The op as it is bound where there is a GPU."""
     bind_kernels(monkeypatch, ops, modules, **mix)
-    return ops.kernel_or_plain(
+    return ops.kernel_or_reference(
         ops.attention.attention_layer.kernel_mix, ops.attention.attention_layer.plain_mix
     )
 
@@ -345,7 +352,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, launches, monkey
 def test_jax_asks_the_same_of_rows_by_its_kernel_and_without(monkeypatch) -> None:
     mix = jax_impl.ops.attention.attention_layer
     on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    reach = jax_impl.ops.kernel_or_plain(mix.kernel_reach, mix.plain_reach)
+    reach = jax_impl.ops.kernel_or_reference(mix.kernel_reach, mix.plain_reach)
     rows, pools = op_arguments(FEW, jax_impl.ops, jnp.asarray)[4:6]
     bounds, arrivals = jax.eval_shape(lambda: reach(rows, FEW.heads.num_kv_heads))
     assert bounds.shape == pools.bounds.shape
@@ -354,7 +361,7 @@ def test_jax_asks_the_same_of_rows_by_its_kernel_and_without(monkeypatch) -> Non
 
 def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
     op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    with jax_impl.ops.plain():
+    with jax_impl.ops.reference_ops():
         assert "pallas_call" not in str(traced(op, FEW).jaxpr)
         assert jax_impl.ops.kernel_names() == []
     assert "pallas_call" in str(traced(op, FEW).jaxpr)
@@ -382,7 +389,7 @@ def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
         torch_impl.ops.KERNELS, *arguments
     ).cpu()
     np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], atol=FLOAT32)
-    with torch_impl.ops.plain():
+    with torch_impl.ops.reference_ops():
         assert torch_impl.ops.kernels_on(torch.device("cuda")) is None
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.tiles import AttentionTiles
-from shared.spec.attention import windowed
+from shared.spec.attention import with_sliding_window
 from tests.support.attention_layer_kernels import TILES, Found, How
 from tests.support.cases.attention.attention_layer import MixCase, prompt_case, tree_case
 from tests.support.kernels import KERNELS
@@ -29,7 +29,7 @@ from tests.support.sm90_cases import (
 def windowed_case(size: int, **how: object) -> MixCase:
     """A prompt whose rows see no more than the last positions."""
     case = prompt_case([(0, 700), (100, 190)], **how)
-    return replace(case, rows=windowed(case.rows, size))
+    return replace(case, rows=with_sliding_window(case.rows, size))
 
 
 CASES: dict[str, Callable[..., MixCase]] = {

@@ -40,7 +40,7 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
         tokens=0,
         shape=shape,
         extras=ProgramFeature.NONE,
-    ).having({ProgramFeature.HOST_DRAFT: host_draft})
+    ).with_features({ProgramFeature.HOST_DRAFT: host_draft})
 
 
 def capacity_of(program: Program, vocab: int, rule: str) -> BackendLimits:
@@ -171,8 +171,8 @@ def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
         norm = ops.Scale(given["norm"], 1)
         stream = linear.stream(given["rows"], norm, None, group)
         x = jnp.ones((4, 64), jnp.bfloat16)
-        stream = linear.added_product(x, linear.Matrix(given["out"], 1), stream, 1.0, norm)
-        inner = linear.gated_product(stream, 1e-6, linear.Matrix(given["gate_up"], 1))
+        stream = linear.linear_add(x, linear.Matrix(given["out"], 1), stream, 1.0, norm)
+        inner = linear.silu_and_mul_linear(stream, 1e-6, linear.Matrix(given["gate_up"], 1))
         return stream, stream.whole, inner
 
     with ops.compiled_for("NVIDIA H200"):

@@ -41,7 +41,10 @@ def text_capacity(by_request: bool, chunk: int) -> BackendLimits:
     prefill = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     prefill = replace(prefill, tokens=chunk)
     decode = next(p for p in capacity.programs if p.work is StepKind.DECODE)
-    programs = (prefill, replace(decode, shape=SHAPE).having({ProgramFeature.DEVICE_NGRAM: True}))
+    programs = (
+        prefill,
+        replace(decode, shape=SHAPE).with_features({ProgramFeature.DEVICE_NGRAM: True}),
+    )
     table = NgramTableSpec(groups=4096, by_request=by_request)
     return replace(capacity, programs=programs, texts=table)
 

@@ -156,7 +156,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
     rooms = {"attention": jax_impl.ops.attention.attention}
     ops = rooms.get(of, jax_impl.ops.trees.draft_tree)
     bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
-    operation = jax_impl.ops.kernel_or_plain(*bound)
+    operation = jax_impl.ops.kernel_or_reference(*bound)
     made = {name: mapped(x, leaf=to_jax, module=ops) for name, x in made.items()}
     fixed = {name: made.pop(name) for name in FIXED if name in made}
     traced = jax.jit(lambda made: operation(**made, **fixed)).trace(made)

@@ -52,7 +52,7 @@ def called(language: str, arguments: dict[str, np.ndarray], stages: int, groups:
     rows, count = len(arguments["qkv"]), int(arguments["count"][0])
     how: dict[str, Any] = {"tile": ATTENTION.tile, "scale": D**-0.5}
     how["tiles"] = tiles_of(language, rows, stages, groups)
-    call = KERNELS[language]["encoder_attention"].attend_all
+    call = KERNELS[language]["encoder_attention"].bidirectional_attention
     if language == "triton":
         given = {name: torch.from_numpy(x).cuda() for name, x in arguments.items()}
         given["qkv"] = given["qkv"].bfloat16()

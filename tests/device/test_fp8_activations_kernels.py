@@ -53,7 +53,7 @@ def of_codes(**changed: int | bool) -> LinearTiles:
 def weight_of(outputs: int, inputs: int) -> Arrays:
     """Two weights as codes, and the scales of their blocks."""
     rng = np.random.default_rng(outputs)
-    codes = fp8.encoded(normal(1, 2, outputs, inputs) * 64)
+    codes = fp8.quantize(normal(1, 2, outputs, inputs) * 64)
     shape = fp8.scale_shape(codes.shape, fp8.Granularity.BLOCK)
     scales = rng.uniform(2.0**-10, 2.0**-9, shape).astype(np.float32)
     return codes, scales

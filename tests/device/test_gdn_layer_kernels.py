@@ -91,7 +91,7 @@ def test_plain_decoding_advances_the_states_and_a_replay_their_windows(language:
     slots = case.slots[is_run]
     held = (case.recurrent[LAYER, slots], case.window[LAYER, slots])
     rows = case.projected[: is_run.sum()]
-    out, recurrent, window = spec.mix_step(rows, case.weights, case.sizes, *held)
+    out, recurrent, window = spec.gdn_decode(rows, case.weights, case.sizes, *held)
     np.testing.assert_allclose(got.out[: len(rows)], out, **FLOAT32)
     want = case.recurrent.copy()
     want[LAYER, slots] = recurrent
@@ -356,7 +356,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
     operation = partial(kernel, impl.ops.KERNELS)
     if language == "pallas":
-        operation = impl.ops.kernel_or_plain(kernel, plain)
+        operation = impl.ops.kernel_or_reference(kernel, plain)
     return operation, side.placed(case, case.arguments(0))
 
 

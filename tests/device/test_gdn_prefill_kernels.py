@@ -216,7 +216,7 @@ def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.S
 @pytest.mark.parametrize("lengths", [(1,), (2048,), (100, 3, 64)], ids=str)
 def test_pallas_lowers_for_a_gpu(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
-    kernel = partial(KERNELS["pallas"]["gdn_prefill"].feed, **HOW)
+    kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **HOW)
     program = jax.jit(kernel).trace(**shapes(lengths, sizes))
     lowered = program.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 4
@@ -224,7 +224,7 @@ def test_pallas_lowers_for_a_gpu(lengths: tuple[int, ...], sizes: GatedDeltaConf
 
 def test_the_languages_have_one_signature_and_the_specifications_chunks() -> None:
     modules = [each["gdn_prefill"] for each in KERNELS.values()]
-    names = [list(inspect.signature(module.feed).parameters) for module in modules]
+    names = [list(inspect.signature(module.prefill).parameters) for module in modules]
     assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
     assert all(module.CHUNK == gated_delta.CHUNK for module in modules)
 
@@ -235,7 +235,7 @@ def test_states_that_are_not_contiguous_are_refused() -> None:
     given = {k: torch.tensor(x) for k, x in case.arrays().items()}
     given["recurrent"] = given["recurrent"].mT
     with pytest.raises(ValueError, match="must be contiguous"):
-        KERNELS["triton"]["gdn_prefill"].feed(layer=LAYER, **given, **HOW)
+        KERNELS["triton"]["gdn_prefill"].prefill(layer=LAYER, **given, **HOW)
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:
@@ -247,7 +247,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     operation = partial(ops.kernel_feed, impl.ops.KERNELS)
     if language == "pallas":
         takes = impl.ops.is_bfloat16
-        operation = impl.ops.kernel_or_plain(ops.kernel_feed, ops.plain_feed, takes=takes)
+        operation = impl.ops.kernel_or_reference(ops.kernel_feed, ops.plain_feed, takes=takes)
     return operation, side.placed(case, case.arguments(0))
 
 

@@ -57,7 +57,7 @@ def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
 def scoring(capacity: BackendLimits) -> BackendLimits:
     """With a prefill that scores its tokens too."""
     prefill = next(program for program in capacity.programs if program.work is StepKind.PREFILL)
-    programs = (*capacity.programs, prefill.having({ProgramFeature.PROMPT_LOGPROBS: True}))
+    programs = (*capacity.programs, prefill.with_features({ProgramFeature.PROMPT_LOGPROBS: True}))
     return replace(capacity, programs=programs, max_scores=NUM_SCORES)
 
 

@@ -30,7 +30,7 @@ class Preempting(Engine):
     def step(self) -> list[Event]:
         self.since += 1
         running = self.scheduler.running
-        if self.since >= PREEMPTED_EVERY and len(running) > 1 and running[-1].is_settled:
+        if self.since >= PREEMPTED_EVERY and len(running) > 1 and running[-1].has_no_step_in_flight:
             self.scheduler.preempt(running[-1])
             self.since = 0
         return super().step()

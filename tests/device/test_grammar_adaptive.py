@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, inner: AdaptiveController | AdaptiveNgramController) -> None:
         self.planned: list[tuple[int, int]] = []
         self.told: list[tuple[int, int]] = []
-        rows_for, observe = inner.rows_for, inner.costs.observe
+        rows_for, observe = inner.select_rows, inner.costs.observe
 
         def planning(ready, reserve):
             if (rows := rows_for(ready, reserve)) is not None:
@@ -65,16 +65,16 @@ class Watch:
                 self.told.append((batch, tier))
             observe(batch, num_rows, tier, seconds)
 
-        inner.rows_for, inner.costs.observe, asleep = planning, observing, None
+        inner.select_rows, inner.costs.observe, asleep = planning, observing, None
         if isinstance(inner, AdaptiveNgramController):
             # What steps take asleep is gathered, and told as the median of some.
-            asleep, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.stepped
+            asleep, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.on_step
 
             def stepping(batch: int, seconds: float | None) -> float | None:
                 self.told.append((batch, asleep))
                 return stepped(batch, seconds)
 
-            sleep.stepped = stepping
+            sleep.on_step = stepping
 
     def check(self, steps: dict[str, float], told: slice = EVERY) -> None:
         """It has heard of those of its steps, and of none with a grammar."""
@@ -96,7 +96,7 @@ def capacity_of(
             tokens=CHUNK if work is StepKind.PREFILL else 0,
             shape=shape,
             extras=ProgramFeature.NONE if work is StepKind.DRAFT else ProgramFeature.LOGPROBS,
-        ).having({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
+        ).with_features({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
 
     programs = [program(StepKind.PREFILL, PLAIN), *(program(StepKind.DECODE, s) for s in shapes)]
     programs.append(program(StepKind.DECODE, masked, mask=True))

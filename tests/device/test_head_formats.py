@@ -15,7 +15,7 @@ from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dspark_config import KINDS
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.golden_blocks import GOLDEN
@@ -34,7 +34,7 @@ target_of = lru_cache(still_target)
 def read(folder: Path, name: str, told: LayerIdMeaning | None) -> DraftHead:
     """As a start reads it."""
     files, (target, _) = open_head(folder), target_of(name)
-    config = fitted(DraftConfig.from_folder(folder, target, told), files, None)
+    config = infer_from_tensors(DraftConfig.from_folder(folder, target, told), files, None)
     return load_head(files, config, np.float32)
 
 

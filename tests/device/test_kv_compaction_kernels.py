@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
 def test_a_kernel_moves_the_path_of_every_pool_and_nothing_else(name: str, run) -> None:
     for seed in range(3):
         arguments = CASES[name].arguments(seed)
-        want = spec.commit_window(**arguments)
+        want = spec.compact_accepted_kv(**arguments)
         assert (want != arguments["pages"]).any()
         np.testing.assert_array_equal(run(*arguments.values()), want)
 
@@ -60,12 +60,12 @@ def test_bits_are_moved_whatever_number_they_are(dtype: str, run) -> None:
     pages = pages.astype(bits)
     pages[..., ::3] |= np.full((), np.nan, dtype).view(bits)
     arguments["pages"] = pages.view(dtype)
-    want = spec.commit_window(**(arguments | {"pages": pages}))
+    want = spec.compact_accepted_kv(**(arguments | {"pages": pages}))
     np.testing.assert_array_equal(run(*arguments.values()).view(bits), want)
 
 
 def test_the_languages_have_one_signature() -> None:
-    specified = list(inspect.signature(spec.commit_window).parameters)
+    specified = list(inspect.signature(spec.compact_accepted_kv).parameters)
     for modules in KERNELS.values():
         names = inspect.signature(modules["kv_compaction"].commit).parameters
         assert [n for n in names if n != "interpret"] == specified
@@ -77,7 +77,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
 ) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.attention.attention
-    commit = jax_impl.ops.kernel_or_plain(ops.kernel_commit_window, ops.plain_commit_window)
+    commit = jax_impl.ops.kernel_or_reference(ops.kernel_commit_window, ops.plain_commit_window)
     given = commit_arguments(0, B=2, W=W, heads=heads, D=D)
     traced = jax.jit(commit).trace(**{k: jnp.asarray(v) for k, v in given.items()})
     launched = {
@@ -95,4 +95,4 @@ def test_torch_commits_by_the_kernel_on_a_gpu_and_in_place(monkeypatch) -> None:
     given: list[Any] = [torch.tensor(x, device=device) for x in arguments.values()]
     found = torch_impl.ops.attention.attention.kernel_commit_window(torch_impl.ops.KERNELS, *given)
     assert found is given[0]
-    np.testing.assert_array_equal(found.cpu().numpy(), spec.commit_window(**arguments))
+    np.testing.assert_array_equal(found.cpu().numpy(), spec.compact_accepted_kv(**arguments))

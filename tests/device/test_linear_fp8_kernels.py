@@ -106,7 +106,7 @@ def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
     codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 256, 384))
     shape = fp8.scale_shape(codes.shape, granularity)
     scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
-    words, kept = fp8_packing.packed(codes), fp8_packing.packed_scales(scales)
+    words, kept = fp8_packing.pack(codes), fp8_packing.packed_scales(scales)
     module = KERNELS[language]["fp8_w8a16"]
     if language == "triton":
         (got,) = in_triton(

@@ -134,14 +134,14 @@ def test_a_product_does_what_stands_before_and_after_it(
     (got,) = multiply(language, x, weight, cut=cut)
     np.testing.assert_allclose(got, spec.product(x, Matrix(weight)), rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, weight, squares=squares, cut=cut)
-    want = spec.normed_product(NormedStream(x), EPS, Matrix(weight))
+    want = spec.rmsnorm_linear(NormedStream(x), EPS, Matrix(weight))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, gates, squares=squares, is_gated=True, cut=cut)
-    want = spec.gated_product(NormedStream(x), EPS, Matrix(gates))
+    want = spec.silu_and_mul_linear(NormedStream(x), EPS, Matrix(gates))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added, norm = normal(3, R, N), 1 + normal(6, N) / 4
     got, scaled, sums = multiply(language, x, weight, added=added, norm=norm, cut=cut)
-    want = spec.added_product(x, Matrix(weight), NormedStream(added)).rows
+    want = spec.linear_add(x, Matrix(weight), NormedStream(added)).rows
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
     np.testing.assert_array_equal(scaled, got * norm)
@@ -160,17 +160,17 @@ def test_a_product_ends_with_its_bias_and_its_factor(
     )
     given = {"bias": weight.bias, "cut": cut}
     (got,) = multiply(language, x, weight.values, squares=squares, **given)
-    want = spec.normed_product(NormedStream(x), EPS, weight)
+    want = spec.rmsnorm_linear(NormedStream(x), EPS, weight)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, weight.values, first=N // 2, **given)
     np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
     how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
     (got,) = multiply(language, x, gates.values, **how)
-    want = spec.gated_product(NormedStream(x), EPS, gates)
+    want = spec.silu_and_mul_linear(NormedStream(x), EPS, gates)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added = normal(3, R, N)
     got, sums = multiply(language, x, weight.values, added=added, factor=0.22, **given)
-    want = spec.added_product(x, weight, NormedStream(added), 0.22).rows
+    want = spec.linear_add(x, weight, NormedStream(added), 0.22).rows
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     # Interpreted, XLA rounds the product and the sum once in one place and twice in another.
     np.testing.assert_allclose(sums, chunks_of_squares(got), rtol=0 if ON_GPU else 1e-6)

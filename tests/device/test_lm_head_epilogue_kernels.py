@@ -100,7 +100,7 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
     given = {k: mapped(v, leaf, torch_impl.ops.sampling.sampling) for k, v in given.items()}
     rows, head = (torch.from_numpy(a).to(device).bfloat16() for a in (x, weight))
     how = {"out_type": torch.float32, "order": SQUARES, "tiles": cut}
-    asks = kernels.lm_head_epilogue.asking(**given, num_tokens=VOCAB)
+    asks = kernels.lm_head_epilogue.row_outputs(**given, num_tokens=VOCAB)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
     stored = torch.where(asks.asks[:, None] > 0, stored, torch.nan)
@@ -117,7 +117,7 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
         rows, stack = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)[None]
         how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
         how |= {"norm_layer": jnp.int32(0), "interpret": INTERPRET}
-        asks = kernels.lm_head_epilogue.asking(**given, num_tokens=VOCAB)
+        asks = kernels.lm_head_epilogue.row_outputs(**given, num_tokens=VOCAB)
         whole, *_ = kernels.linear.product(rows, stack, None, jnp.int32(0), **how)
         stored, _, _, left = kernels.linear.product(
             rows, stack, None, jnp.int32(0), asks=asks, **how
@@ -140,7 +140,7 @@ def test_rows_are_chosen_from_what_blocks_leave_as_from_whole_scores(
     asks, whole, stored, ids, finite = run(x, weight, CUTS[language, cut], given)
     want = choose(whole, **given, allowed=None)
     of_rows = {name: given[name] for name in ("seen", "positions", "request")}
-    np.testing.assert_array_equal(asks > 0, spec.asking(params=given["sampling"], **of_rows))
+    np.testing.assert_array_equal(asks > 0, spec.needs_logits(params=given["sampling"], **of_rows))
     assert 0 < asks[:16].sum() < 16
     assert not asks[16:].any()
     np.testing.assert_array_equal(stored[asks > 0], whole[asks > 0])
@@ -199,7 +199,7 @@ B = 10
 def asked_of_children(kernels: Any, given: dict[str, Any], outputs: int, width: int) -> Any:
     rows = (given["seen"], given["positions"], given["sampling"], given["positions"])
     how = {"num_tokens": outputs, "nodes": len(given["seen"].slots) // B, "width": width}
-    return kernels.lm_head_epilogue.asking(*rows, **how, is_warm_whole=True)
+    return kernels.lm_head_epilogue.row_outputs(*rows, **how, is_warm_whole=True)
 
 
 def children_of(
@@ -243,7 +243,7 @@ def test_a_models_head_gives_both_frameworks_the_tokens_of_whole_scores(R: int) 
             arguments["params"].temperature[::9] = 0.8
         case = OpCase(
             op="lm_head",
-            function="joined",
+            function="fused_choose",
             name="head",
             make=lambda _, given=arguments: given,
             dtype="bfloat16",

@@ -64,7 +64,7 @@ def made(
     if drafter != "NGRAM":
         return *model, capacity, "none" if drafter == "none" else head_of(family, drafter)
     programs = (
-        program.having(
+        program.with_features(
             {ProgramFeature.HOST_DRAFT: program.work is StepKind.DECODE and program.shape == shape}
         )
         for program in capacity.programs

@@ -61,7 +61,7 @@ def test_torch_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("triton is not installed")
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     ops, device = torch_impl.ops.trees.ngram, "cuda" if ON_GPU else "cpu"
-    for name, sizes in (("learn", "n 1,"), ("draft", "B 5,")):
+    for name, sizes in (("insert", "n 1,"), ("draft", "B 5,")):
         case = next(case for case in TABLE if case.function == name and sizes in case.name)
         arguments = case.arguments(0)
         table, *given = arguments.values()
@@ -76,7 +76,7 @@ def test_torch_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_has_the_tables_memory_written_in_place() -> None:
     """Of `learn`; a copy of a table would take longer than a step."""
     arguments = CASES[COMPILED[0]].arguments(0)
-    kernel = KERNELS["pallas"]["ngram"].learn
+    kernel = KERNELS["pallas"]["ngram"].insert
     placed = [to_jax(x) for x in in_order(arguments)]
     lowered = jax.jit(kernel, donate_argnums=range(4)).trace(*placed)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()

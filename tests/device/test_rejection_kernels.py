@@ -31,7 +31,9 @@ from tests.support.op_records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-CASES = {str(case): case for case in TABLE if case.function == "judge" and not case.is_large}
+CASES = {
+    str(case): case for case in TABLE if case.function == "rejection_sample" and not case.is_large
+}
 # Of Pallas: of either rule the longer chains.
 COMPILED = [name for name in CASES if "5 chains" in name]
 RULES = ["rejection", "block"]
@@ -66,14 +68,14 @@ def run(language: str, arguments: dict[str, Any]) -> np.ndarray:
     device = "cuda" if ON_GPU else "cpu"
     placed = {name: to_torch(x).to(device) for name, x in given.items()}
     streams = {"accept_stream": ACCEPT_STREAM, "residual_stream": RESIDUAL_STREAM}
-    judge = KERNELS["triton"]["rejection"].judge
+    judge = KERNELS["triton"]["rejection"].rejection_sample
     return judge(**placed, is_block=is_block, **streams).cpu().numpy()
 
 
 @cache
 def pallas_program(is_block: bool) -> Callable[..., Any]:
     how = {"accept_stream": ACCEPT_STREAM, "residual_stream": RESIDUAL_STREAM}
-    function = partial(pallas.judge, is_block=is_block, **how, interpret=INTERPRET)
+    function = partial(pallas.rejection_sample, is_block=is_block, **how, interpret=INTERPRET)
     return jax.jit(function, compiler_options=AS_ROUNDED)
 
 
@@ -82,7 +84,7 @@ def test_chains_are_judged_as_specified(name: str, language: str) -> None:
     accepted, rejected = 0, 0
     for seed in range(6):
         arguments = CASES[name].arguments(seed)
-        want, _ = spec.judge(**arguments)
+        want, _ = spec.rejection_sample(**arguments)
         np.testing.assert_array_equal(run(language, arguments), want)
         is_draft = want[:, :-1] == arguments["tokens"][:, 1:]
         accepted, rejected = accepted + int(is_draft.sum()), rejected + int((~is_draft).sum())
@@ -96,7 +98,9 @@ def test_chains_are_judged_as_specified(name: str, language: str) -> None:
 def test_parts_of_a_vocabulary_are_joined_as_specified(rule: str, language: str) -> None:
     for seed in range(2):
         arguments = judge_arguments(seed, **LARGER, rule=rule)
-        np.testing.assert_array_equal(run(language, arguments), spec.judge(**arguments)[0])
+        np.testing.assert_array_equal(
+            run(language, arguments), spec.rejection_sample(**arguments)[0]
+        )
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
@@ -133,9 +137,12 @@ def test_a_targets_row_without_numbers_harms_no_other(language: str) -> None:
 
 
 def test_the_languages_have_one_signature() -> None:
-    ours = [p for p in inspect.signature(pallas.judge).parameters if p != "interpret"]
+    ours = [p for p in inspect.signature(pallas.rejection_sample).parameters if p != "interpret"]
     for modules in KERNELS.values():
-        assert list(inspect.signature(modules["rejection"].judge).parameters)[: len(ours)] == ours
+        assert (
+            list(inspect.signature(modules["rejection"].rejection_sample).parameters)[: len(ours)]
+            == ours
+        )
         for name in ("Chains", "Distributions", "ResidualSamples"):
             got = getattr(modules["rejection"], name)._fields
             assert got == getattr(pallas, name)._fields
@@ -146,7 +153,7 @@ def test_the_languages_have_one_signature() -> None:
 def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
-    judge = jax_impl.ops.kernel_or_plain(ops.kernel_judge, ops.plain_judge)
+    judge = jax_impl.ops.kernel_or_reference(ops.kernel_judge, ops.plain_judge)
     arguments = judge_arguments(0, **LARGER, rule=rule)
     given = {name: mapped(x, to_jax, ops) for name, x in arguments.items()}
     fixed = {name: given.pop(name) for name in ("allowed", "rule")}
@@ -179,6 +186,6 @@ def test_torch_judges_by_kernels_on_a_gpu(rule: str, monkeypatch) -> None:
     ops = torch_impl.ops.sampling.acceptance
     given = {name: mapped(x, leaf, ops) for name, x in arguments.items()}
     choices, is_finite = ops.kernel_judge(torch_impl.ops.KERNELS, **given)
-    want = spec.judge(**arguments)
+    want = spec.rejection_sample(**arguments)
     np.testing.assert_array_equal(choices.cpu().numpy(), want[0])
     np.testing.assert_array_equal(is_finite.cpu().numpy(), want[1])

@@ -355,7 +355,7 @@ def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: 
 def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, changed, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     module = jax_impl.ops.sampling.sampling
-    op = jax_impl.ops.kernel_or_plain(
+    op = jax_impl.ops.kernel_or_reference(
         getattr(module, f"kernel_{name}"), getattr(module, f"plain_{name}")
     )
     arguments = large_arguments(0, R=2, vocab=9000, temperature=0.8, peak=22.0)
@@ -401,7 +401,7 @@ def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:
     recorder = SimpleNamespace(choose=lambda *given, **how: (given[0], how))
     bind_kernels(monkeypatch, torch_impl.ops, {"sampling": recorder})
     module = torch_impl.ops.sampling.sampling
-    op = torch_impl.ops.kernel_or_plain(module.kernel_choose, module.plain_choose)
+    op = torch_impl.ops.kernel_or_reference(module.kernel_choose, module.plain_choose)
 
     class Rows(torch.Tensor):
         """Says that it is on a GPU."""

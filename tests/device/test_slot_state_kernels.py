@@ -96,7 +96,7 @@ def test_states_that_are_not_contiguous_are_refused() -> None:
 def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(W: int, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.trees.slot_state
-    commit = jax_impl.ops.kernel_or_plain(ops.kernel_commit, ops.plain_commit)
+    commit = jax_impl.ops.kernel_or_reference(ops.kernel_commit, ops.plain_commit)
     given = commit_arguments(0, B=2, W=W, vocab=300, is_fed=False)
     traced = jax.jit(commit).trace(**{k: jnp.asarray(v) for k, v in given.items()})
     launched = {

@@ -55,8 +55,8 @@ TOKENS = 4096
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels that run nothing are the interpreter's")
 
 OPERATIONS = {
-    attention: ("attend_all",),
-    layers: ("blended", "gelu", "gelu_tanh", "layer_norm"),
+    attention: ("bidirectional_attention",),
+    layers: ("bilinear_pos_embed", "gelu", "gelu_tanh", "layer_norm"),
     linear: ("product",),
 }
 
@@ -90,9 +90,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tower(kernels: None) -> Iterator[Tower]:
-    processor = replace(picture_config(), factor=32, least=1 << 16, most=TOKENS * 32**2)
+    processor = replace(
+        picture_config(), multiple=32, min_pixels=1 << 16, max_pixels=TOKENS * 32**2
+    )
     pool = EncoderCacheSpec(VISION, processor, 1 + TOKENS)
-    programs = tuple(image_startup.encodings(pool, are_few=False)[-3:])  # of two sizes
+    programs = tuple(image_startup.encode_programs(pool, are_few=False)[-3:])  # of two sizes
     capacity = replace(capacity_of("none", 2, 2), programs=programs, pictures=pool)
     config = config_from_folder(MODEL)
     blueprint = BackendSpec(

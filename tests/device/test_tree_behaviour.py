@@ -168,7 +168,7 @@ class Walks:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[np.ndarray, ...]] = []
         for owner in (acceptance, torch_acceptance):
-            patch.setattr(owner, "walk", self._noting(owner.walk))
+            patch.setattr(owner, "accept_greedy_path", self._noting(owner.accept_greedy_path))
 
     def _noting(self, walk: Callable) -> Callable:
         def noted(*arguments):

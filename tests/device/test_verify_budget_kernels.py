@@ -61,22 +61,22 @@ def test_a_kernel_gives_what_the_specification_says(name: str, run: Run) -> None
 def test_what_is_no_number_ranks_last(run: Run) -> None:
     arguments = rank_arguments(0, B=3, N=9)
     arguments["weights"][0, 1:3], arguments["calibration"][2, :2] = np.nan, -np.inf
-    (got,) = run("rank_weights", arguments)
+    (got,) = run("log_acceptance", arguments)
     assert np.isneginf(got).any()
-    np.testing.assert_array_equal(got, spec.rank_weights(**arguments))
+    np.testing.assert_array_equal(got, spec.log_acceptance(**arguments))
 
 
 def test_no_more_rows_are_given_than_there_are_where_all_weights_are_alike(run: Run) -> None:
     arguments = share_arguments(0, B=5, N=16, rows=23)
     arguments["num_nodes"][:] = 16
     arguments["rank_weights"][:] = -np.inf
-    *_, num_nodes = run("share", arguments)
+    *_, num_nodes = run("prune_to_budget", arguments)
     assert num_nodes.tolist() == [16, 4, 1, 1, 1]
 
 
 MADE = {
-    "rank_weights": rank_arguments(0, B=3, N=9),
-    "share": share_arguments(0, B=3, N=9, rows=12),
+    "log_acceptance": rank_arguments(0, B=3, N=9),
+    "prune_to_budget": share_arguments(0, B=3, N=9, rows=12),
 }
 
 
@@ -85,7 +85,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(function: str, monkeypa
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.trees.verify_budget
     bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
-    operation = jax_impl.ops.kernel_or_plain(*bound)
+    operation = jax_impl.ops.kernel_or_reference(*bound)
     fixed = {name: x for name, x in MADE[function].items() if isinstance(x, int)}
     made = {name: to_jax(x) for name, x in MADE[function].items() if name not in fixed}
     traced = jax.jit(lambda made: operation(**made, **fixed)).trace(made)

@@ -42,7 +42,7 @@ ROWS = {
     "layer_norm": partial(layer_norm_arguments, R=3, size=200),
     "gelu": partial(gelu_arguments, R=3, size=450),
     "gelu_tanh": partial(gelu_arguments, R=3, size=450),
-    "blended": partial(blend_arguments, R=3, size=80, side=4),
+    "bilinear_pos_embed": partial(blend_arguments, R=3, size=80, side=4),
 }
 BFLOAT16 = {"x", "table", "qkv"}
 
@@ -101,21 +101,25 @@ def test_a_norm_is_as_exact_where_the_mean_is_far_from_0(language: str) -> None:
 def test_patches_see_each_other_and_no_padding(R: int, D: int, spare: int, language: str) -> None:
     """A head of 48 or 72 columns is two blocks; tiles of patches are whole or not."""
     given = picture_arguments(0, R=R, heads=2, D=D, spare=spare)
-    got = run(language, "encoder_attention", "attend_all", given, attention_how(D))
+    got = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(D))
     count = R - spare
-    np.testing.assert_allclose(got[:count], spec_attention.attend_all(**given)[:count], **FLOAT32)
+    np.testing.assert_allclose(
+        got[:count], spec_attention.bidirectional_attention(**given)[:count], **FLOAT32
+    )
 
 
 @each_language
 def test_a_patchs_bits_depend_neither_on_padding_nor_on_tiles(language: str) -> None:
     given = picture_arguments(1, R=50, heads=2, D=72, spare=0)
-    alone = run(language, "encoder_attention", "attend_all", given, attention_how(72))
+    alone = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(72))
     padded = {
         name: np.pad(x, ((0, 30), (0, 0)), constant_values=7) if x.ndim == 2 else x
         for name, x in given.items()
     }
     tiles = replace(SMALL, lanes=16)
-    got = run(language, "encoder_attention", "attend_all", padded, attention_how(72, tiles))
+    got = run(
+        language, "encoder_attention", "bidirectional_attention", padded, attention_how(72, tiles)
+    )
     np.testing.assert_array_equal(got[:50], alone)
 
 
@@ -123,14 +127,14 @@ needs_both = pytest.mark.skipif(len(KERNELS) < 2, reason="one language alone")
 
 
 @needs_both
-@pytest.mark.parametrize("function", [*ROWS, "attend_all"])
+@pytest.mark.parametrize("function", [*ROWS, "bidirectional_attention"])
 def test_both_languages_give_the_same_bits(function: str, monkeypatch) -> None:
     share_arithmetic(monkeypatch)
     module, how, given = "layers", how_of(function), ROWS.get(function, lambda seed: {})(2)
-    if function == "attend_all":
+    if function == "bidirectional_attention":
         module, how = "encoder_attention", attention_how(72)
         given = picture_arguments(2, R=24, heads=1, D=72, spare=3)
-    if ON_GPU and function == "attend_all":  # tiles, types and sizes of a real tower
+    if ON_GPU and function == "bidirectional_attention":  # tiles, types and sizes of a real tower
         given = picture_arguments(2, R=1100, heads=16, D=72, spare=40)
         tables = {x: Tiles.load(f"{x}_gpu", MEASURED).encoder_attention for x in KERNELS}
         sizes = {"item_bytes": 2, "rows": 1100, "head_size": 72}
@@ -143,5 +147,5 @@ def test_both_languages_give_the_same_bits(function: str, monkeypatch) -> None:
         if tables:
             how |= {"tiles": tables[language].of(**sizes)}
         found.append(run(language, module, function, arrays, how, "bfloat16", AS_WRITTEN))
-    count = len(found[0]) if function != "attend_all" else int(given["count"][0])
+    count = len(found[0]) if function != "bidirectional_attention" else int(given["count"][0])
     np.testing.assert_array_equal(found[0][:count], found[1][:count])

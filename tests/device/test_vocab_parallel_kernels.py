@@ -108,7 +108,7 @@ def undefined_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         ) -> Any:
             row = lib.arange(len(values))
             is_listed = (rows[:-1] == row[:, None]) & (row < rows[-1])
-            every = ranks.gathered(group, values)
+            every = ranks.all_gather(group, values)
             return lib.where(is_listed.any(1)[:, None], every, lib.nan)
 
         monkeypatch.setattr(ranks, "gathered_rows", listed_only)

@@ -9,7 +9,7 @@ from shared.drafts.checkpoint import check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dflash_config import stated_nodes
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import CheckpointError
 from shared.options.command_line import parse
 from shared.options.rule_context import RuleContext
@@ -30,7 +30,7 @@ def test_a_written_model_loads_again(tmp_path):
     want = write_tiny_pair(tmp_path / "head", TARGET, 3)
     files = open_head(tmp_path / "head")
     assert kind_of(files.names) == want.config.kind == "DFLASH2"
-    config = fitted(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
+    config = infer_from_tensors(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
     assert config == want.config
     got = load_head(files, config, np.float32)
     assert got.weights.keys() == want.weights.keys()

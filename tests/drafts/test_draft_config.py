@@ -11,7 +11,7 @@ from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import DraftFiles, check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.spec import attention, eagle, layers, model
 from tests.support.tiny_heads import tiny_head, tiny_head_config, write_tiny_head
@@ -310,7 +310,7 @@ def test_a_bias_that_is_not_stored_is_zero(tmp_path):
     write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE", 1)
     rewrite(tmp_path / "head", lambda tensors: tensors.pop("fc.bias"))
     files = open_head(tmp_path / "head")
-    head = load_head(files, fitted(parsed("EAGLE"), files, None), np.float32)
+    head = load_head(files, infer_from_tensors(parsed("EAGLE"), files, None), np.float32)
     assert "fc_bias" not in head.weights
 
 
@@ -343,16 +343,18 @@ def test_the_norms_before_fc_take_each_stream_and_then_all_as_one():
     norms = zip(head.config.aux_streams, head.weights["aux_norm"], strict=True)
     joined = np.concatenate([layers.rms_norm(passed.streams[i], w, eps) for i, w in norms], axis=1)
     want = layers.rms_norm(joined, head.weights["input_norm"], eps) @ head.weights["fc"].T
-    got = eagle.Drafter.of_head(head, WEIGHTS).reads(passed)
+    got = eagle.EagleHeadDrafter.of_head(head, WEIGHTS).reads(passed)
     # Float32 sums of 144 products, in the same order but for the bias.
     np.testing.assert_allclose(got, want + head.weights["fc_bias"], atol=1e-5)
     plain = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1)
-    assert not np.allclose(got, eagle.Drafter.of_head(plain, WEIGHTS).reads(passed), atol=0.1)
+    assert not np.allclose(
+        got, eagle.EagleHeadDrafter.of_head(plain, WEIGHTS).reads(passed), atol=0.1
+    )
 
 
 def one_row(head, reads):
     """A head's output and logits for one row at position 0."""
-    drafter, table = eagle.Drafter.of_head(head, WEIGHTS), np.array([[1]])
+    drafter, table = eagle.EagleHeadDrafter.of_head(head, WEIGHTS), np.array([[1]])
     rows = attention.causal_rows(np.array([0, 1]), np.zeros(1, int), np.zeros(1, int), table, 1)
     kv = model.new_kv(drafter.layer, 1, 2, 4)
     hidden, logits, _ = drafter.run(rows, np.array([7]), None, reads, kv)

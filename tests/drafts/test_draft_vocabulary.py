@@ -143,7 +143,7 @@ def test_the_rows_of_a_map_are_the_heads_own_on_every_rank(tied, tmp_path, monke
         want = stored.load(whole, np.float32)[[*MAP]]
         rows = draft_head(config, MAP)
         np.testing.assert_array_equal(stored.load(rows, np.float32), want)
-        shares = [stored.load(rows.of_rank(rank, 2), np.float32) for rank in (0, 1)]
+        shares = [stored.load(rows.shard(rank, 2), np.float32) for rank in (0, 1)]
         assert [len(share) for share in shares] == [64, 64]
         np.testing.assert_array_equal(np.concatenate(shares)[: len(MAP)], want)
         for rank in (0, 1):

@@ -11,7 +11,7 @@ from shared.drafts.checkpoint import check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
 from shared.drafts.dspark_config import MarkovConfig
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.options.command_line import parse
 from shared.options.rule_context import RuleContext
@@ -39,7 +39,7 @@ def test_a_written_model_loads_again(kind, tmp_path):
     want = write_tiny_spark(tmp_path / "head", TARGET, WEIGHTS, 3, **KINDS[kind])
     files = open_head(tmp_path / "head")
     assert kind_of(files.names) == want.config.kind == "DSPARK"
-    config = fitted(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
+    config = infer_from_tensors(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
     assert config == want.config
     got = load_head(files, config, np.float32)
     assert got.weights.keys() == want.weights.keys()
@@ -124,7 +124,7 @@ def test_the_files_decide_whether_there_is_a_confidence_and_what_it_reads(
     silent = {name: x for name, x in CONFIG.items() if "confidence" not in name}
     path.write_text(json.dumps(silent), encoding="utf-8")
     files = open_head(tmp_path / "head")
-    config = fitted(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
+    config = infer_from_tensors(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
     markov = config.block.markov
     assert (markov.has_confidence, markov.confidence_sees_previous) == (has, sees)
     check_head(files, config)

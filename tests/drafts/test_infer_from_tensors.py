@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from shared.drafts.checkpoint import check_head, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, open_checkpoint
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -39,7 +39,7 @@ def write(folder, kind: str, more: dict[str, np.ndarray]) -> None:
 
 def found(folder, target) -> DraftConfig:
     files = open_head(folder)
-    config = fitted(DraftConfig.from_folder(folder, TARGET), files, target)
+    config = infer_from_tensors(DraftConfig.from_folder(folder, TARGET), files, target)
     check_head(files, config)
     return config
 
@@ -111,7 +111,9 @@ def test_a_head_may_be_padded_otherwise_than_its_target(more, kind, target, tmp_
     write(folder, kind, {"embed_tokens.weight": padded(embed, more)})
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": len(embed) + more}))
-    config = fitted(DraftConfig.from_folder(folder, TARGET, None, known), open_head(folder), target)
+    config = infer_from_tensors(
+        DraftConfig.from_folder(folder, TARGET, None, known), open_head(folder), target
+    )
     check_head(open_head(folder), config)
     assert (config.layer.vocab, config.own_embed) == (TARGET.vocab, False)
     for too_many in (None, TARGET.vocab + 1):
@@ -119,7 +121,7 @@ def test_a_head_may_be_padded_otherwise_than_its_target(more, kind, target, tmp_
             DraftConfig.from_folder(folder, TARGET, None, too_many)
     write(tmp_path / "trained", kind, {"embed_tokens.weight": padded(embed + 1, more)})
     files = open_head(tmp_path / "trained")
-    config = fitted(config, files, target)
+    config = infer_from_tensors(config, files, target)
     assert config.own_embed
     if more < 0:
         with pytest.raises(CheckpointError, match=f"embedding has {len(embed) - 8} tokens"):

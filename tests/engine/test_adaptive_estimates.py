@@ -26,14 +26,14 @@ def learn(known: AcceptanceModel, request: int, tier: Tier, accepted: list[int])
 
 def chances(known: AcceptanceModel, request: int) -> np.ndarray:
     """The conditional rate of each depth of a chain, as it is believed of a request."""
-    _, survivals = known.expect(
+    _, survivals = known.predict(
         known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1, SECONDS
     )
     return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
 
 
 def tokens(known: AcceptanceModel, request: int, most: int = 99, is_after_off: bool = False):
-    found, _ = known.expect(
+    found, _ = known.predict(
         known.rows_of([request]), np.array([most]), np.array([is_after_off]), 1, SECONDS
     )
     return found
@@ -161,7 +161,7 @@ def test_a_tier_that_cannot_win_is_not_worth_a_try():
     """Whatever a step of eight tokens showed, it takes twenty times as long."""
     known, seconds = AcceptanceModel(TIERS), [1.0, 1.0, 20.0, 1.0]
     rows = known.rows_of([1])
-    found, _ = known.expect(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
+    found, _ = known.predict(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
     assert found.trial_gain[NUMBER[LONG]][NUMBER[OFF]] == 0
     assert found.trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 0
 
@@ -269,8 +269,8 @@ def test_rows_that_are_shared_go_to_the_requests_that_use_them():
     rows, drafted = known.rows_of([1, 2]), np.array([7, 7])
     for _ in range(60):
         known.learn(rows, 2, drafted, np.array([7, 0]))
-    found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2, [1.0] * 3)
+    found, survivals = known.predict(rows, np.array([99, 99]), np.zeros(2, bool), 2, [1.0] * 3)
     assert found.tokens[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
     assert found.tokens[2] == pytest.approx(survivals.sum() + 2)
-    cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2, [1.0] * 3)
+    cold, _ = known.predict(rows, np.array([99, 99]), np.array([True, False]), 2, [1.0] * 3)
     assert cold.next_tokens[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shared.engine.adaptive.acceptance import ExpectedTokens
-from shared.engine.adaptive.policy import ExpectedValuePolicy, PolicyInput, Static, mean_of_best
+from shared.engine.adaptive.policy import ExpectedValuePolicy, PolicyInput, Static, expected_maximum
 from tests.support.simulation.policies import Greedy
 
 OFF, CHAIN = 0, 1
@@ -85,6 +85,6 @@ def test_a_switch_must_pay_for_itself():
 
 
 def test_the_mean_of_the_best_of_two():
-    assert mean_of_best(1.0, 0.0, 2.0) == 2.0
-    assert mean_of_best(2.0, 1.0, 2.0) == pytest.approx(2.0 + 0.39894, abs=1e-4)
-    assert mean_of_best(-9.0, 1.0, 2.0) == pytest.approx(2.0)
+    assert expected_maximum(1.0, 0.0, 2.0) == 2.0
+    assert expected_maximum(2.0, 1.0, 2.0) == pytest.approx(2.0 + 0.39894, abs=1e-4)
+    assert expected_maximum(-9.0, 1.0, 2.0) == pytest.approx(2.0)

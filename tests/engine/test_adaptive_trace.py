@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.adaptive.policy import ExpectedValuePolicy
-from shared.engine.adaptive.trace import Trace
+from shared.engine.adaptive.trace import TraceWriter
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import SECONDS, TIERS
 
@@ -32,7 +32,7 @@ def test_every_step_has_a_line_and_all_are_there_when_nothing_runs(tmp_path):
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file on a full disk")
 def test_a_full_disk_ends_the_trace_and_nothing_else(capsys):
-    trace = Trace(FULL, TIERS, {})
+    trace = TraceWriter(FULL, TIERS, {})
     trace.flush()
     trace.flush()
     told = capsys.readouterr().err

@@ -38,24 +38,24 @@ class Diary(StaticController):
         self.ends: list[int] = []
         self.cuts: list[tuple[int, int]] = []
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         off = TreeShape.plain(4)
-        rows = super().rows_for(ready, reserve)
+        rows = super().select_rows(ready, reserve)
         return rows and replace(rows, shape=off if self.num_submitted % 2 else rows.shape)
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         self.num_submitted += 1
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         self.learnt.append((rows, result))
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         self.texts.setdefault(request.request_id, []).extend(tokens)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         self.ends.append(request.request_id)
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         self.cuts.append((request_id, num_tokens))
 
 
@@ -141,23 +141,23 @@ def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
         assert scratch == TreeShape(4, 2, 2, 8).scratch
         return list(requests)
 
-    second.launch(1)
-    rows = controller.rows_for([first, second], reserve)
+    second.step_submitted(1)
+    rows = controller.select_rows([first, second], reserve)
     assert rows is not None
     assert rows.requests == [first]
     assert (rows.shape.is_plain, rows.drafts) == (True, None)  # nothing was seen yet
-    assert not controller.waits
-    first.launch(1)
-    assert controller.waits
-    second.land(1)
-    assert controller.rows_for([first, second], reserve) is None
-    first.land(1)
-    controller.saw(first, [5, 6, 7, 5])
-    rows = controller.rows_for([first, second], reserve)
+    assert not controller.needs_last_result
+    first.step_submitted(1)
+    assert controller.needs_last_result
+    second.step_finished(1)
+    assert controller.select_rows([first, second], reserve) is None
+    first.step_finished(1)
+    controller.on_tokens(first, [5, 6, 7, 5])
+    rows = controller.select_rows([first, second], reserve)
     assert rows is not None
-    controller.submitted(rows)
-    controller.saw(first, [6])
-    rows = controller.rows_for([first, second], reserve)
+    controller.on_submit(rows)
+    controller.on_tokens(first, [6])
+    rows = controller.select_rows([first, second], reserve)
     assert rows is not None
     assert rows.drafts is not None
     assert rows.drafts.tokens[0, :3].tolist() == [0, 7, 5]
@@ -168,7 +168,7 @@ def test_a_row_without_room_gets_no_tree():
     """Its text would be learnt, and its next tree would find its own newest tokens."""
     index = index_of(4, 2)
     controller, one = NgramController(host_capacity(), index), request(1)
-    controller.saw(one, [5, 6, 5])
-    assert controller.rows_for([one], lambda requests, scratch: []) is None
+    controller.on_tokens(one, [5, 6, 5])
+    assert controller.select_rows([one], lambda requests, scratch: []) is None
     assert index.num_rows == 0
-    assert not controller.waits
+    assert not controller.needs_last_result

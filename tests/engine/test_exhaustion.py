@@ -16,7 +16,9 @@ from tests.support.random_traffic import plain_text
 from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
 
-CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
+CACHE = CachePolicy(
+    is_on=True, key_lookahead=1, may_skip_draft_kv=True, draft_reads_kv=False, track_interval=0
+)
 BUCKETS = (1, 2, 4, 8, 16, 32)
 
 

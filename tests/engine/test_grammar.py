@@ -31,7 +31,7 @@ class Weary:
         return self._Matcher(self)
 
     class _Matcher:
-        is_satisfied = is_over = False
+        is_satisfied = is_terminated = False
 
         def __init__(self, owner: Weary) -> None:
             self._owner, self._depth = owner, 0
@@ -46,7 +46,7 @@ class Weary:
             self._depth += 1
             return self._depth <= self._owner.patience
 
-        def take_back(self) -> None:
+        def rollback(self) -> None:
             self._depth -= 1
 
 
@@ -91,7 +91,7 @@ def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_the_text_is_long_
         assert first is not None
         assert allowed(first[0]) == letters("a")
         assert allowed(first[1]) == end + letters("a")
-    assert not held.is_over
+    assert not held.is_terminated
 
 
 def test_a_stop_token_among_the_drafts_has_nothing_behind_it():
@@ -116,13 +116,13 @@ def test_a_stop_token_is_allowed_as_an_end_and_never_as_text():
 def test_a_text_ends_where_nothing_may_follow_without_a_token_for_it():
     request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100, min_tokens=90)
     text = letters("ab aaa aaaaaaa zzz xxx ccccccc")
-    assert request.commit([*text, 5, 6]) == len(text)
+    assert request.append_tokens([*text, 5, 6]) == len(text)
     assert request.finish_reason is FinishReason.STOP
 
 
 def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
     request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100)
-    assert request.commit([*letters("ab"), ord("Z"), ord("a")]) == 2
+    assert request.append_tokens([*letters("ab"), ord("Z"), ord("a")]) == 2
     assert (request.finish_reason, request.fault) == (FinishReason.ERROR, BROKEN)
     assert request.output == letters("ab")
 

@@ -20,14 +20,14 @@ from shared.engine import shadow_verify
 from shared.engine.allocator import Allocator
 from shared.engine.encoder_cache import EncoderCache, least_rows
 from shared.engine.engine import Engine
-from shared.engine.image_inputs import MropePositions, Picture, key_of, parting
+from shared.engine.image_inputs import MropePositions, PromptImage, cache_key, first_difference
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.radix_cache import RadixCache
 from shared.engine.request import InvalidRequestError, Request
 from shared.engine.rows import Chunk, ScheduledRows, chunk_end
 from shared.engine.shadow_verify import ShadowVerifier
 from shared.options.ngram import NgramConfig
-from shared.spec.mrope import turns
+from shared.spec.mrope import mrope_positions
 from tests.support import jax_vlm_ranks
 from tests.support.backends import GPU_FRAMEWORKS
 from tests.support.golden_images import WANT, resized
@@ -153,7 +153,7 @@ def has_text(request: Request) -> bool:
 def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
     """Sends back a request none of whose steps is in flight, if there is such a one."""
     for request in engine.scheduler.running:
-        if request.is_settled and which(request):
+        if request.has_no_step_in_flight and which(request):
             engine.scheduler.preempt(request)
             return True
     return False
@@ -269,10 +269,10 @@ def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go
 
 
 def test_what_cannot_be_served_is_refused_by_name():
-    engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
+    engine, picture = engine_of("reference", "none"), PromptImage.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
 
-    def refused(words: str, prompt: list[int], *pictures: Picture) -> None:
+    def refused(words: str, prompt: list[int], *pictures: PromptImage) -> None:
         request = Request(
             request_id=1,
             prompt=tuple(prompt),
@@ -300,16 +300,16 @@ def test_seen_text_is_learnt_as_if_there_were_no_pictures():
     for parts in ((words(9, 1), words(5, 2)), (words(9, 1), pixels(2, 3, 1), words(5, 2))):
         index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=256, chain=False)
         request = Prompt(*parts).request()
-        request.place(1)
+        request.assign_slot(1)
         for end in range(2, len(request.prompt) + 1, 2):  # some chunks end inside the picture
-            index.see_prompt(request, end)
+            index.add_prompt(request, end)
             index.learn()
-        index.see_prompt(request, len(request.prompt))
-        index.see(request, words(9, 1)[:4])
-        request.commit(words(9, 1)[:4])
+        index.add_prompt(request, len(request.prompt))
+        index.add_tokens(request, words(9, 1)[:4])
+        request.append_tokens(words(9, 1)[:4])
         indices.append((index.draft([request]).tokens.tolist(), index.num_ngrams))
         index.end(request, is_learnt=True)
-        index.cut(request.request_id, 0)
+        index.truncate(request.request_id, 0)
         indices[-1] += (index.num_ngrams,)
     assert indices[0] == indices[1]
     assert any(indices[0][0][0])
@@ -334,7 +334,7 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
             size = sizes[rng.integers(len(sizes))]
             parts += [words(int(rng.integers(0, 9)), 1), pixels(*size, int(rng.integers(9)))]
         request = Prompt(*parts, [1]).request(number)
-        request.place(1)
+        request.assign_slot(1)
         encoded = 0
         while not request.decodes:
             chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK), may_encode=True)
@@ -360,7 +360,7 @@ def test_what_a_chunk_names_stays_for_its_other_pictures():
     first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
     for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
         request = Prompt(*parts).request()
-        request.place(1)
+        request.assign_slot(1)
         while isinstance(
             rows.chunk_of(request, min(len(request.prompt), 128), may_encode=True), ScheduledRows
         ):
@@ -383,13 +383,13 @@ def test_the_page_before_a_picture_is_another_where_a_head_reads_the_row_behind_
 
 
 def test_a_key_names_each_picture_and_the_place_in_it():
-    one, two = (Picture.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
-    assert key_of([one], 0, 3) == key_of([one], 9, 12) == b""
-    keys = [key_of([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
+    one, two = (PromptImage.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
+    assert cache_key([one], 0, 3) == cache_key([one], 9, 12) == b""
+    keys = [cache_key([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
     assert len({*keys}) == len(keys)
-    assert parting([one], [one]) is None
-    assert parting([one], [two]) == parting([one], []) == 3
-    turned = Picture.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
+    assert first_difference([one], [one]) is None
+    assert first_difference([one], [two]) == first_difference([one], []) == 3
+    turned = PromptImage.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
     assert turned.digest != one.digest, "the same bytes of other sides are another picture"
 
 
@@ -415,17 +415,17 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
 def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
     prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
     request, capacity = prompt.request(), backend_of("reference", "none").capacity
-    request.sight = MropePositions.of(prompt.tokens, IMAGE, prompt.pictures)
-    request.place(1)
+    request.mrope = MropePositions.of(prompt.tokens, IMAGE, prompt.pictures)
+    request.assign_slot(1)
     program = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     plan = empty_plan(program, capacity)
     ScheduledRows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
     sources = [0, 0, 7, 8, 9, 10, 11, 12, 0, 0, 0]
     laid, count = plan.work.pictures, end - 1
     assert laid.sources[: count + 1].tolist() == [*sources[1:end], 0]
-    assert laid.next_sources.tolist() == [sources[end], 0, 0]
-    found, delta = turns(np.array(prompt.tokens), IMAGE, [(2, 3)])
-    assert laid.turns[:count].tolist() == found[1:end].tolist()
-    assert laid.deltas.tolist() == [delta, 0, 0]
-    behind = request.sight.between(9, 12).tolist()  # one of the prompt, and two of an output
+    assert laid.next_embed_sources.tolist() == [sources[end], 0, 0]
+    found, delta = mrope_positions(np.array(prompt.tokens), IMAGE, [(2, 3)])
+    assert laid.mrope_positions[:count].tolist() == found[1:end].tolist()
+    assert laid.mrope_position_deltas.tolist() == [delta, 0, 0]
+    behind = request.mrope.between(9, 12).tolist()  # one of the prompt, and two of an output
     assert behind == [found[9].tolist(), [10 + delta] * 3, [11 + delta] * 3]

@@ -20,7 +20,7 @@ from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.merged_drafts import KINDS, MergedDraftController
-from shared.engine.ngram.tree import Trees
+from shared.engine.ngram.tree import NgramTreeBatch
 from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
@@ -47,7 +47,7 @@ def capacity_of(vocab: int) -> BackendLimits:
         made = Program(
             work=work, batch=BATCH, pages=64, tokens=tokens, shape=shape, extras=ProgramFeature.NONE
         )
-        return made.having({ProgramFeature.NGRAM_DRAFTS: shape.copied > 0})
+        return made.with_features({ProgramFeature.NGRAM_DRAFTS: shape.copied > 0})
 
     decodes = (program(StepKind.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
     return BackendLimits(
@@ -183,7 +183,7 @@ def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
     controller = MergedDraftController(backend.capacity, index, SHARE, {})
-    worth, weigh = controller.worth, controller.worth.tokens_of
+    worth, weigh = controller.worth, controller.worth.expected_tokens_of_tree
     noted = list[tuple[str, int]]()
 
     def noting(trees, chances, ahead):
@@ -193,7 +193,7 @@ def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend
         return weigh(trees, chances, ahead)
 
     before = Counter[str]()
-    vars(worth)["tokens_of"] = noting
+    vars(worth)["expected_tokens_of_tree"] = noting
     served(backend, controller, 1, False)
     with_copies = {ahead for kind, ahead in noted if kind in ("merged", "ngram")}
     assert with_copies == {worth.depth + 1}
@@ -206,7 +206,7 @@ def test_a_path_of_copies_is_longer_than_any_n_gram(backend):
     index = index_of(backend.capacity, max_trie_depth=4)
     text = Request(request_id=1, prompt=(), sampling=SamplingParams())
     said = list(range(10, 40))
-    index.see(text, [*said, 50, *said[:3]])
+    index.add_tokens(text, [*said, 50, *said[:3]])
     index.trees([text])
     index.learn()
     trees = index.trees([text])
@@ -215,10 +215,10 @@ def test_a_path_of_copies_is_longer_than_any_n_gram(backend):
     assert trees.parents[0, 1 : 1 + length].tolist() == list(range(length))
 
 
-def trees_of(parents: Sequence[int]) -> Trees:
+def trees_of(parents: Sequence[int]) -> NgramTreeBatch:
     count = 1 + len(parents)
     zeros, known = np.zeros((1, count), np.int32), np.array([[0, *parents]], np.int32)
-    return Trees(zeros, known, np.array([count], np.int32), zeros)
+    return NgramTreeBatch(zeros, known, np.array([count], np.int32), zeros)
 
 
 def test_copies_are_worth_what_they_give_beyond_the_drafter():
@@ -226,7 +226,9 @@ def test_copies_are_worth_what_they_give_beyond_the_drafter():
     worth.rates[:] = 0.9, 0.5
     chances = np.array([[1.0, 0.8, 0.7, 0.3, 0.6]])
     fork = trees_of([0, 1, 1, 2])  # two children at the second level, of which 0.7 is the better
-    now, later, never = (worth.tokens_of(fork, chances, np.array([n])) for n in (0, 1, 3))
+    now, later, never = (
+        worth.expected_tokens_of_tree(fork, chances, np.array([n])) for n in (0, 1, 3)
+    )
     own = 1 + 0.9 + 0.45
     assert now == pytest.approx((own, own + (0.7 - 0.45) + 0.6, 1 + 0.8 + 0.7 + 0.6))
     assert later == pytest.approx((own, own + (0.6 - 0.45), 1 + 0.7 + 0.6))
@@ -239,7 +241,7 @@ def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
         worth.learn(drafted=2, by_drafter=1)  # copies went on from its first draft
         worth.learn(drafted=0, by_drafter=0)  # shows nothing
     assert worth.rates == pytest.approx([1, 0], abs=0.02)
-    assert worth.alone == pytest.approx(2, abs=0.05)
+    assert worth.expected_tokens == pytest.approx(2, abs=0.05)
 
 
 def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
@@ -293,7 +295,7 @@ def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
     controller, kinds = controller_with(backend, joined=9, copied=9), []
     for _ in range(600):
         worth = controller.worth
-        tokens = {"model": worth.alone, "merged": worth.alone, "ngram": 1.0}
+        tokens = {"model": worth.expected_tokens, "merged": worth.expected_tokens, "ngram": 1.0}
         kinds.append(controller.kind_of(tokens, BATCH))
         if kinds[-1] == "model":  # and nothing is accepted
             worth.learn(drafted=2, by_drafter=0)
@@ -316,10 +318,10 @@ def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
     assert controller.pause.left == 0
     for _ in range(2 * LONGEST):
         worth = controller.worth
-        if controller.kind_of(none | {"model": worth.alone}, BATCH) == "model":
+        if controller.kind_of(none | {"model": worth.expected_tokens}, BATCH) == "model":
             worth.learn(drafted=2, by_drafter=2)
-    assert controller.worth.alone > 2.5
-    assert controller.kind_of(none | {"model": controller.worth.alone}, BATCH) == "model"
+    assert controller.worth.expected_tokens > 2.5
+    assert controller.kind_of(none | {"model": controller.worth.expected_tokens}, BATCH) == "model"
 
 
 def test_measured_seconds_are_followed(backend):

@@ -47,7 +47,7 @@ def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
             tokens=tokens,
             shape=shape,
             extras=ProgramFeature.NONE,
-        ).having({ProgramFeature.HOST_DRAFT: host_draft})
+        ).with_features({ProgramFeature.HOST_DRAFT: host_draft})
 
     return BackendLimits(
         page_size=4,
@@ -360,11 +360,11 @@ def test_preempted_requests_resume_with_the_plain_text(served):
 def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> list[int]:
     """The drafts for a request whose text is `tokens`, in an index that does not learn them."""
     asking = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
-    index.see(asking, tokens)
+    index.add_tokens(asking, tokens)
     drafts = index.draft([asking])
     asking.output[:] = tokens
     index.end(asking, is_learnt=True)
-    index.cut(-1, 0)
+    index.truncate(-1, 0)
     return drafts.tokens[0, 1 : drafts.num_nodes[0]].tolist()
 
 

@@ -13,11 +13,11 @@ from shared.boundary.backend import BackendLimits
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select
+from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select_nodes
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.probe_schedule import ProbeSchedule
-from shared.engine.ngram.tree import Trees, roots_of
+from shared.engine.ngram.tree import NgramTreeBatch, roots_of
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
@@ -28,7 +28,7 @@ SIZES = (2, 8)
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))
 
 
-def trees(*rows: tuple[tuple[int, int, int], ...]) -> Trees:
+def trees(*rows: tuple[tuple[int, int, int], ...]) -> NgramTreeBatch:
     """Trees of nodes, each its token, parent and kind, below a root."""
     count, nodes = len(rows), 1 + max(map(len, rows))
     tokens, parents, evidence = (np.zeros((count, nodes), np.int32) for _ in range(3))
@@ -36,13 +36,13 @@ def trees(*rows: tuple[tuple[int, int, int], ...]) -> Trees:
         for node, (token, parent, kind) in enumerate(found, start=1):
             tokens[row, node], parents[row, node], evidence[row, node] = token, parent, kind
     sizes = np.array([1 + len(row) for row in rows], np.int32)
-    return Trees(tokens, parents, sizes, evidence)
+    return NgramTreeBatch(tokens, parents, sizes, evidence)
 
 
 FORK = ((11, 0, 5), (12, 0, 6), (13, 1, 7), (14, 2, 7))
 
 
-def learn(known: NodeAcceptance, found: Trees, text: list[int], times: int) -> None:
+def learn(known: NodeAcceptance, found: NgramTreeBatch, text: list[int], times: int) -> None:
     texts, counts = np.array([text], np.int32), np.array([len(text)], np.int32)
     for _ in range(times):
         known.learn(found, np.array([0]), texts, counts)
@@ -66,11 +66,13 @@ def test_what_kinds_are_worth_follows_the_times():
     assert known.rates[5] < 0.3
 
 
-def selected(found: Trees, weights: np.ndarray, sizes: list[tuple[int, int]], costs: list[float]):
+def selected(
+    found: NgramTreeBatch, weights: np.ndarray, sizes: list[tuple[int, int]], costs: list[float]
+):
     """The size that is taken, what each gives, and the trees."""
     nodes, budgets = np.array(sizes).T.copy()
     gains, cut = np.empty(len(sizes)), roots_of(*weights.shape)
-    size = select(found, weights, nodes, budgets, np.array(costs), gains, cut)
+    size = select_nodes(found, weights, nodes, budgets, np.array(costs), gains, cut)
     return size, gains, cut
 
 
@@ -177,12 +179,12 @@ def test_texts_are_learnt_asleep_where_the_host_waits_for_the_device_and_else_by
     ticks = count()
     controller._clock = lambda: next(ticks) * 1e-4 * waits
     drive(engine, [request(0, (3,) * 20, temperature=0.0, max_tokens=40)])
-    controller.sleep.gained(-1.0)  # nothing is left for looks
+    controller.sleep.on_gain(-1.0)  # nothing is left for looks
     before = controller.index.num_ngrams
     drive(engine, [request(1, (60, 61, 62, 63), temperature=0.0, max_tokens=40)])
     assert controller.is_asleep
     assert (controller.index.num_ngrams > before) == waits
-    controller.sleep.gained(1.0)
+    controller.sleep.on_gain(1.0)
     drive(engine, [request(2, (60, 61, 62, 63), temperature=0.0, max_tokens=40)])
     assert controller.index.num_ngrams > before
 
@@ -193,7 +195,7 @@ def looks(sleep: ProbeSchedule, step_s: float, look_s: float, steps: int) -> lis
     for step in range(steps):
         if sleep.is_due(step_s):
             found.append(step)
-            sleep.looked(look_s)
+            sleep.on_probe(look_s)
     return found
 
 
@@ -216,8 +218,8 @@ def test_what_a_look_took_longer_than_others_is_paid_back():
     for step in range(steps):
         if sleep.is_due(2.5e-4):
             look_s = 2e-3 if step % 7 == 0 else 5e-5
-            sleep.looked(look_s)
-            sleep.gained(-1e-3)
+            sleep.on_probe(look_s)
+            sleep.on_gain(-1e-3)
             took += look_s
     assert took < 1.1 * 0.02 * steps * 2.5e-4
 
@@ -228,7 +230,7 @@ def test_a_look_that_read_long_prompts_is_paid_back_in_full():
     for step in steps:
         if sleep.is_due(2.5e-4):
             look_s = 2e-2 if step % 50 == 0 else 5e-5
-            sleep.looked(look_s)
+            sleep.on_probe(look_s)
             took += look_s
     assert took < 1.1 * 0.02 * len(steps) * 2.5e-4
 
@@ -236,15 +238,15 @@ def test_a_look_that_read_long_prompts_is_paid_back_in_full():
 def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
     sleep, look_s = ProbeSchedule(), 5e-5
     looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
-    sleep.gained(10 * look_s / 0.2)
+    sleep.on_gain(10 * look_s / 0.2)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (10, 11)
-    sleep.gained(10 * look_s / 0.2)
-    sleep.gained(-8 * look_s)
+    sleep.on_gain(10 * look_s / 0.2)
+    sleep.on_gain(-8 * look_s)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (2, 3)
-    sleep.gained(-1.0)  # of which four looks stay a debt
-    sleep.gained(4 * look_s)
+    sleep.on_gain(-1.0)  # of which four looks stay a debt
+    sleep.on_gain(4 * look_s)
     assert not looks(sleep, step_s=0.0, look_s=0.0, steps=50)
-    sleep.gained(1 * look_s / 0.19)
+    sleep.on_gain(1 * look_s / 0.19)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) == 1
 
 
@@ -253,12 +255,12 @@ def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
         """Poor trees in a row that are borne, after texts in which they came in pairs or alone."""
         sleep = ProbeSchedule()
         for _ in range(60):
-            sleep.pays(0.9, wait, False)
-            sleep.pays(-0.5, wait, False)
+            sleep.should_draft(0.9, wait, False)
+            sleep.should_draft(-0.5, wait, False)
             for _ in range(0 if good_after_poor else 20):
-                sleep.pays(-0.5, wait, True)
-        sleep.pays(0.9, wait, True)
-        return next(n for n in range(99) if not sleep.pays(-0.5, wait, False))
+                sleep.should_draft(-0.5, wait, True)
+        sleep.should_draft(0.9, wait, True)
+        return next(n for n in range(99) if not sleep.should_draft(-0.5, wait, False))
 
     assert awake_for(True, wait=0.8) == 6  # 4 waits of 0.8 plain steps each pay for six losses
     assert awake_for(True, wait=0.05) == 0
@@ -267,7 +269,7 @@ def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
 
 def test_many_looks_are_put_by_for_and_no_more():
     sleep = ProbeSchedule()
-    sleep.gained(1.0)
+    sleep.on_gain(1.0)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=99)) == 32
 
 

@@ -82,7 +82,7 @@ def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
 
 def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
     gains = []
-    monkeypatch.setattr(ProbeSchedule, "gained", lambda sleep, seconds: gains.append(seconds))
+    monkeypatch.setattr(ProbeSchedule, "on_gain", lambda sleep, seconds: gains.append(seconds))
     table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH, 3)
     served = written_runs(TIERS, table, ([copying], texts), overlap=1)["adaptive"][0]
     # Each token of a lone row would have taken a plain step, but for the first, its prompt's.

@@ -53,7 +53,7 @@ def tree_of(index: NgramIndex, asking: Request) -> reference.Tree:
 
 def say(index: NgramIndex, one: Request, tokens: list[int]) -> None:
     """Commits tokens that are learnt at once."""
-    index.see(one, tokens)
+    index.add_tokens(one, tokens)
     tree_of(index, one)
 
 
@@ -65,7 +65,7 @@ def corpus_of(*documents: list[int]) -> Corpus:
 def after(text: list[int], **fields) -> reference.Tree:
     """The tree after a text, in an index that saw nothing else."""
     index, one = index_of(**fields), request(1)
-    index.see(one, text)
+    index.add_tokens(one, text)
     return tree_of(index, one)
 
 
@@ -112,7 +112,7 @@ def test_trees_are_those_of_the_reference(
     seen = [reference.SeenText(longest) for _ in range(2)]
     unread: list[list[int]] = [[] for _ in requests]
     for number, tokens in steps:
-        index.see(requests[number], tokens)
+        index.add_tokens(requests[number], tokens)
         unread[number] += tokens
         asked = sorted({number, 0})
         trees = trees_of(index, [requests[each] for each in asked])
@@ -239,9 +239,9 @@ def test_only_tokens_up_to_the_stop_stay():
     one.output[:] = [1, 2, 3, 4, 5]
     index.end(one, is_learnt=True)
     assert index.num_ngrams > before
-    index.cut(1, 3)
+    index.truncate(1, 3)
     assert index.num_ngrams == before
-    index.cut(1, 0)  # what was cut once is known no more
+    index.truncate(1, 0)  # what was cut once is known no more
     assert index.num_ngrams == before
     say(index, request(2), [1, 2])
     assert tree_of(index, request(2))[0] == [0, 3]
@@ -253,15 +253,15 @@ def test_of_a_text_that_ends_unlearnt_only_what_was_learnt_is_taken_back():
     say(index, one, [1, 2])
     learnt = index.num_ngrams
     one.output[:] = [1, 2, 3, 4]
-    index.see(one, one.output[2:])
+    index.add_tokens(one, one.output[2:])
     index.end(one, is_learnt=False)
-    index.cut(1, 2)
+    index.truncate(1, 2)
     assert index.num_ngrams == learnt
 
 
 def test_a_prompt_that_ends_unlearnt_is_not_read_into_the_next_text():
     index, one = index_of(), Request(request_id=1, prompt=(7, 8), sampling=SamplingParams())
-    index.see_prompt(one, 2)
+    index.add_prompt(one, 2)
     index.end(one, is_learnt=False)
     say(index, request(2), [1, 7])
     assert tree_of(index, request(2)) == ([0], [0])
@@ -274,7 +274,7 @@ def test_what_is_taken_back_stays_where_another_text_said_it_too():
         say(index, each, [1, 2, 3])
     one.output[:] = [1, 2, 3]
     index.end(one, is_learnt=True)
-    index.cut(1, 2)
+    index.truncate(1, 2)
     say(index, request(3), [1, 2])
     assert tree_of(index, request(3))[0] == [0, 3]
 
@@ -289,10 +289,10 @@ def test_the_texts_of_ended_requests_are_kept_within_a_bound(monkeypatch):
         index.end(one, is_learnt=True)
     assert index.num_ended_tokens == 16
     before = index.num_ngrams
-    index.cut(7, 0)
+    index.truncate(7, 0)
     assert index.num_ngrams == before
-    index.cut(8, 0)
-    index.cut(9, 0)
+    index.truncate(8, 0)
+    index.truncate(9, 0)
     assert index.num_ngrams < before
     assert (index.num_ended_tokens, index.ended) == (0, {})
 
@@ -340,13 +340,13 @@ def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
         alive[number] = request(number, tenant=str(rng.integers(3)))
         for each in alive.values():
             tokens = rng.integers(0, 30, 8).tolist()
-            index.see(each, tokens)
+            index.add_tokens(each, tokens)
             each.output += tokens
         index.draft(list(alive.values()))
         if number > 4:
             ended = alive.pop(int(rng.choice(list(alive))))
             index.end(ended, is_learnt=True)
-            index.cut(ended.request_id, len(ended.output) - int(rng.integers(4)))
+            index.truncate(ended.request_id, len(ended.output) - int(rng.integers(4)))
     assert_sound(index)
 
 
@@ -357,7 +357,7 @@ def test_the_same_texts_give_the_same_trees_again():
         trees = []
         for _ in range(200):
             one = request(int(rng.integers(4)))
-            index.see(one, rng.integers(0, 20, 5).tolist())
+            index.add_tokens(one, rng.integers(0, 20, 5).tolist())
             trees.append(tree_of(index, one))
         return trees
 
@@ -432,7 +432,7 @@ def test_a_new_tenant_takes_no_longer_where_there_are_many():
     for number in range(8000):
         one = request(number, tenant=f"tenant {number}")
         began = time.perf_counter()
-        index.see(one, [1, 2])
+        index.add_tokens(one, [1, 2])
         times_s.append(time.perf_counter() - began)
         index.end(one, is_learnt=True)
     # A few microseconds; with a look at every tenant 8 ms.

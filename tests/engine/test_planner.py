@@ -85,10 +85,10 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
     def is_as_anew(rows: ScheduledRows) -> bool:
         anew = Planner(house.capacity, house.allocator)
         for request in rows.requests:
-            anew.bind(request)
+            anew.write_request_row(request)
         got, want = house.planner.plan(rows), anew.plan(rows)
         if is_ahead:
-            house.planner.lay_out_ahead(got.program)
+            house.planner.prepare_next(got.program)
         is_same = bool((got.buffer == want.buffer).all())
         got.buffer[:] = -1  # it is the backend's from then on
         return is_same
@@ -107,7 +107,9 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
 
 def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
-    plain = tuple(program.having({ProgramFeature.LOGPROBS: False}) for program in capacity.programs)
+    plain = tuple(
+        program.with_features({ProgramFeature.LOGPROBS: False}) for program in capacity.programs
+    )
     house = House(replace(capacity, programs=(*capacity.programs, *plain)))
     asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
     for requests in ([other], [asking, other]):
@@ -123,7 +125,7 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
 def test_the_widest_program_may_be_the_only_one_with_logprobs():
     """A step that wants none takes it where no other is wide enough, and no row of it reports."""
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
-    programs = [p.having({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
+    programs = [p.with_features({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
     house = House(replace(capacity, programs=tuple(programs)))
     requests = [house.request(5, 20) for _ in range(4)]
     asking = house.request(5, 20, logprobs=0)
@@ -217,7 +219,7 @@ def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
 
 
 def test_the_smallest_program_that_holds_the_step_is_taken(house):
-    pick, requests = house.planner.pick, [house.request(65, 65) for _ in range(3)]
+    pick, requests = house.planner.select_program, [house.request(65, 65) for _ in range(3)]
     short = [house.request(1, 4), house.request(1, 4)]
     assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 65),))).tokens == 128
     assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 64),))).tokens == 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from shared.boundary.backend import BackendLimits
-from shared.engine.cache_policy import CachePolicy
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.prefix_cache import PrefixCache
@@ -27,16 +28,13 @@ from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
 UNIT = 64
 """Where states may stand, with pages of 4 tokens."""
 
+_ON = replace(NO_CACHE, is_on=True)
 KINDS = {
-    "plain model": (1, CachePolicy(
-        is_on=True, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0)),
-    "head": (1, CachePolicy(
-        is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)),
-    "small model": (1, CachePolicy(
-        is_on=True, key_reach=0, leaves_holes=True, reads_past=True, track_interval=0)),
-    "hybrid": (16, CachePolicy(
-        is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=UNIT)),
-}  # fmt: skip
+    "plain model": (1, _ON),
+    "head": (1, replace(_ON, key_lookahead=1, may_skip_draft_kv=True)),
+    "small model": (1, replace(_ON, may_skip_draft_kv=True, draft_reads_kv=True)),
+    "hybrid": (16, replace(_ON, key_lookahead=1, may_skip_draft_kv=True, track_interval=UNIT)),
+}
 """Snapshots of the device, and the policy, by kind of model and drafter."""
 
 NUMBERS = count()
@@ -64,7 +62,7 @@ def make(kind: str, *, num_pages: int = 400, overlap: int = 1, any_shape: bool =
     )  # fmt: skip
     chain = StaticController(capacity, nodes=4, depth=3, width=1)
     return Engine(
-        ToyBackend(capacity, policy.key_reach if policy.leaves_holes else None),
+        ToyBackend(capacity, policy.key_lookahead if policy.may_skip_draft_kv else None),
         AnyShape(capacity, overlap) if any_shape else chain,
         overlap=overlap,
         chunked_prefill_size=128,
@@ -270,9 +268,7 @@ def test_a_preempted_request_is_fed_again_from_what_it_left():
     for kind in ("plain model", "off"):
         engine = make("plain model", num_pages=60, overlap=0)
         if kind == "off":
-            engine.cache._policy = CachePolicy(
-                is_on=False, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0
-            )
+            engine.cache._policy = NO_CACHE
         asked = [request(tokens(n, 60), max_tokens=60, stop_token_ids=()) for n in range(3)]
         serve(engine, *asked)
         assert engine.scheduler.num_preemptions

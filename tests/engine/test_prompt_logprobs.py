@@ -136,7 +136,7 @@ def test_what_was_scored_before_a_preemption_is_not_fed_again_for_it():
     asked = request(0, prompt_of(1, 150), max_tokens=20)
     outcome = Outcome()
     engine.add(asked)
-    while len(asked.output) < 5 or not asked.is_settled:
+    while len(asked.output) < 5 or not asked.has_no_step_in_flight:
         for event in checked_step(engine):
             outcome.take(event)
     before = backend.num_fed

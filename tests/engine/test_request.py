@@ -16,32 +16,32 @@ def request(num_prompt: int = 5, output: tuple[int, ...] = (), **sampling) -> Re
 
 def test_a_cut_returns_what_it_takes_from_the_output():
     one = request(output=(7, 8, 9))
-    assert one.cut(1) == [8, 9]
+    assert one.truncate(1) == [8, 9]
     assert one.output == [7]
-    assert one.cut(1) == []
+    assert one.truncate(1) == []
 
 
 def test_a_request_ends_once():
     one = request(max_tokens=2)
-    assert one.commit([4, 5, 6]) == 2
+    assert one.append_tokens([4, 5, 6]) == 2
     assert one.finish_reason is FinishReason.LENGTH
     with pytest.raises(AssertionError, match="request 3 ended"):
-        one.end(FinishReason.ABORT)
+        one.finish(FinishReason.ABORT)
     assert one.finish_reason is FinishReason.LENGTH
 
 
 def test_a_placed_request_begins_behind_what_its_pages_hold():
     one = request(num_prompt=70)
-    one.place(2, first_position=64)
+    one.assign_slot(2, first_position=64)
     assert (one.slot, one.first_position, one.prefilled, one.decodes) == (2, 64, 64, False)
     one.prefill(70)
     assert one.decodes
-    one.displace()
-    one.place(1)
+    one.preempt()
+    one.assign_slot(1)
     assert (one.slot, one.first_position, one.prefilled) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(("output", "first"), [((), 5), ((9,), 5), ((9, 9), 6), ((), -1)])
 def test_a_place_leaves_something_to_prefill(output, first):
     with pytest.raises(ValueError, match="first_position must be in 0"):
-        request(output=output).place(1, first_position=first)
+        request(output=output).assign_slot(1, first_position=first)

@@ -81,14 +81,14 @@ def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
     one = request(0, 16)
     start(scheduler, one)
     scheduler.next_rows()
-    one.launch(1)
+    one.step_submitted(1)
     for in_flight in range(3):
         rows = scheduler.next_rows()
         assert rows.work is StepKind.DECODE
         held = int(scheduler.allocator.num_pages[one.slot]) * 4
         # The prompt, the first token, 4 for each step in flight, and this step's scratch.
         assert held >= 16 + 1 + 4 * in_flight + rows.shape.scratch
-        one.launch(4)
+        one.step_submitted(4)
 
 
 def test_a_request_gets_no_step_that_it_surely_does_not_need():
@@ -96,9 +96,9 @@ def test_a_request_gets_no_step_that_it_surely_does_not_need():
     one = request(0, 16, max_tokens=2)
     start(scheduler, one)
     scheduler.next_rows()
-    one.launch(1)
+    one.step_submitted(1)
     assert scheduler.next_rows().work is StepKind.DECODE
-    one.launch(4)
+    one.step_submitted(4)
     assert scheduler.next_rows() is None
 
 
@@ -130,11 +130,11 @@ def test_the_youngest_gives_way_once_its_steps_have_ended():
     old, young = request(0, 8, 15), request(1, 8, 15)
     start(scheduler, old, young)
     assert scheduler.next_rows().work is StepKind.PREFILL
-    young.launch(4)
+    young.step_submitted(4)
     old.output += [1] * 14  # its next step needs 7 pages; both hold 2 of 8
     assert scheduler.next_rows() is None, "neither may have a step"
     assert young.slot, "preempted with a step in flight"
-    young.land(4)
+    young.step_finished(4)
     rows = scheduler.next_rows()
     assert rows.work is StepKind.DECODE
     assert rows.requests == [old]

@@ -21,7 +21,9 @@ from tests.support.random_traffic import plain_text
 from tests.support.run_engine import Outcome
 from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
 
-CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
+CACHE = CachePolicy(
+    is_on=True, key_lookahead=1, may_skip_draft_kv=True, draft_reads_kv=False, track_interval=0
+)
 GAP = 0.75
 """Between the best two logits of every step of the toy that these tests serve on."""
 
@@ -211,7 +213,7 @@ def test_a_plain_run_that_fails_is_reported():
 def test_a_replay_reads_nothing_that_was_cached():
     """A page that is wrong in the cache gives a wrong text, which the replay must not share."""
     # The toy holds its draft memory against the text, so it has none here.
-    house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_reach=0))
+    house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_lookahead=0))
     prompt = tuple(range(1, 40))
     house.serve([request(1, prompt)])
     house.end_checks()
@@ -367,7 +369,7 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
 def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
     capacity = capacity_of()
     programs = [
-        p.having(
+        p.with_features(
             {ProgramFeature.LOGPROBS: p.has(ProgramFeature.LOGPROBS) and lacking != "logprobs"}
         )
         for p in capacity.programs

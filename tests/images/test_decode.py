@@ -150,7 +150,7 @@ def test_a_header_tells_what_pillow_would(kind, lossless):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
     """Nothing else comes out of it, whatever its decoder makes of the rest."""
-    data, config = stored(rgb(), kind), replace(picture_config(), most=1024)
+    data, config = stored(rgb(), kind), replace(picture_config(), max_pixels=1024)
     for end in [*range(0, 64), *range(64, len(data), 97)]:
         with suppress(InvalidImageError):
             assert opened(data[:end], config).height

@@ -11,19 +11,19 @@ from shared.models.image_processor import LOW_DETAIL_PIXELS, MOST_STRETCHED, Ima
 
 def config_of(factor: int, least: int, most: int) -> ImageProcessorConfig:
     return ImageProcessorConfig(
-        factor=factor, least=least, most=most, mean=(0.5,) * 3, deviation=(0.5,) * 3
+        multiple=factor, min_pixels=least, max_pixels=most, mean=(0.5,) * 3, deviation=(0.5,) * 3
     )
 
 
 def wanted(height: int, width: int, config: ImageProcessorConfig) -> list[int]:
     """The sides of transformers' `Qwen2VLImageProcessor`, which its bounds may not hold."""
-    factor, pixels = config.factor, height * width
+    factor, pixels = config.multiple, height * width
     sides = [round(side / factor) * factor for side in (height, width)]
-    if math.prod(sides) > config.most:
-        scale = math.sqrt(pixels / config.most)
+    if math.prod(sides) > config.max_pixels:
+        scale = math.sqrt(pixels / config.max_pixels)
         return [max(factor, math.floor(x / scale / factor) * factor) for x in (height, width)]
-    if math.prod(sides) < config.least:
-        scale = math.sqrt(config.least / pixels)
+    if math.prod(sides) < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / pixels)
         return [math.ceil(x * scale / factor) * factor for x in (height, width)]
     return sides
 
@@ -48,7 +48,7 @@ DEMO = (32, 18_432, 18_432)
 def test_size_is_within_its_bound_and_transformers_own(height, width, factor, least, most):
     assume(max(height, width) <= MOST_STRETCHED * min(height, width))
     config = config_of(factor, least, most)
-    sides = config.fitted(height, width)
+    sides = config.smart_resize(height, width)
     most_tokens = max(1, most // factor**2)
     assert all(side >= factor and side % factor == 0 for side in sides)
     assert 1 <= config.num_tokens(*sides) <= most_tokens
@@ -59,14 +59,14 @@ def test_size_is_within_its_bound_and_transformers_own(height, width, factor, le
 
 @pytest.mark.parametrize("side", range(1, 200, 7))
 def test_image_without_a_size_between_the_bounds_keeps_its_shape(side: int):
-    assert config_of(*DEMO).fitted(side, side) == (128, 128)
+    assert config_of(*DEMO).smart_resize(side, side) == (128, 128)
 
 
 def test_low_detail_bounds_the_size():
     config = config_of(32, 65_536, 1 << 24)
-    assert config.fitted(2048, 2048) == (2048, 2048)
-    assert config.low_detail().fitted(2048, 2048) == (512, 512)
-    assert config.low_detail().fitted(300, 200) == config.fitted(300, 200)
+    assert config.smart_resize(2048, 2048) == (2048, 2048)
+    assert config.low_detail().smart_resize(2048, 2048) == (512, 512)
+    assert config.low_detail().smart_resize(300, 200) == config.smart_resize(300, 200)
     small = config_of(*DEMO)
-    assert small.most < LOW_DETAIL_PIXELS
+    assert small.max_pixels < LOW_DETAIL_PIXELS
     assert small.low_detail() == small

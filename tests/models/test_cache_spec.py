@@ -74,6 +74,6 @@ def test_a_mixer_of_other_sizes_keeps_as_much_more():
 
 
 def test_layers_of_one_kind_have_one_size():
-    odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8), feed=MODEL.dense)
+    odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8), mlp=MODEL.dense)
     with pytest.raises(ValueError, match="different sizes"):
         replace(MODEL, layers=(*MODEL.layers, odd))

@@ -120,7 +120,7 @@ def test_null_is_as_good_as_absent(field):
 
 @pytest.mark.parametrize("growth", [None, 0, 0.0])
 def test_queries_do_not_grow_by_nothing(growth):
-    assert config_from_dict(config_of("ministral3", BETA, growth)).attention.query_growth == 0
+    assert config_from_dict(config_of("ministral3", BETA, growth)).attention.query_scaling_beta == 0
 
 
 def test_a_file_that_is_nested_without_end_is_refused(tmp_path):

@@ -20,11 +20,11 @@ from shared.models.config import ModelConfig
 from shared.models.dummy_weights import (
     DummyCheckpoint,
     InitSpec,
-    elements,
+    hash_u32,
+    init_of,
     keys_of,
-    law_of,
-    mixed,
     parameter_array,
+    random_elements,
 )
 from shared.models.families import config_from_folder, stated_granularity
 from shared.models.fp8 import Granularity
@@ -72,7 +72,7 @@ MADE = {"torch": in_torch, "jax": in_jax}
 def test_every_parameter_has_the_specifications_bits(family, dtype, made):
     laws = set()
     for parameter in tiny_parameters(family):
-        law = law_of(parameter)
+        law = init_of(parameter)
         if (law, parameter.shape) in laws:
             continue  # one compilation less
         laws.add((law, parameter.shape))
@@ -83,7 +83,7 @@ def test_every_parameter_has_the_specifications_bits(family, dtype, made):
 
 def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
     parameter = single("mlp", "mlp", (37, 11))
-    law = law_of(parameter)
+    law = init_of(parameter)
     monkeypatch.setattr(torch_dummy, "PIECE", 100)
     np.testing.assert_array_equal(
         in_torch(parameter, law, "float32"), parameter_array(parameter, law)
@@ -93,7 +93,7 @@ def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
 def test_places_past_2_to_the_31_have_the_specifications_bits():
     places = np.array([2**31 - 1, 2**31, 2**32 - 1], np.uint32)
     law, key = InitSpec.of_matrix(1.0), np.uint32(0xDEADBEEF)
-    want = elements(law, key, places)
+    want = random_elements(law, key, places)
     as_words = torch.from_numpy(places.view(np.int32))
     key_word = torch.tensor(int(key) - 2**32, dtype=torch.int32)
     np.testing.assert_array_equal(torch_dummy.elements(law, key_word, as_words).numpy(), want)
@@ -103,14 +103,14 @@ def test_places_past_2_to_the_31_have_the_specifications_bits():
 
 def test_the_definition_stays_what_results_were_measured_with():
     places = np.arange(4, dtype=np.uint32)
-    assert mixed(places).tolist() == [0, 1364076727, 821347078, 2247144487]
+    assert hash_u32(places).tolist() == [0, 1364076727, 821347078, 2247144487]
     parameter = stack("mlp.down", ["a", "b"], {"w": (2, 3)})
     assert keys_of(parameter).tolist() == [1601088520, 678010014]
 
 
 def test_values_are_even_and_apart():
     matrix = single("matrix", "matrix", (512, 1024))
-    found = parameter_array(matrix, law_of(matrix)) * 32  # sqrt(1024)
+    found = parameter_array(matrix, init_of(matrix)) * 32  # sqrt(1024)
     assert abs(found.mean()) < 0.01
     assert found.std() == pytest.approx(1, abs=0.01)
     assert np.abs(found).max() < np.sqrt(3)
@@ -138,7 +138,7 @@ RANGES = {
 def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
     config, wanted = tiny_config(family), RANGES[family, name]
     parameter = next(p for p in parameters(config, False) if p.name == name)
-    found = parameter_array(parameter, law_of(parameter))
+    found = parameter_array(parameter, init_of(parameter))
     assert wanted.low < found.min() <= found.max() < wanted.high
 
 
@@ -206,7 +206,7 @@ def test_the_shapes_of_public_models_can_be_served(name):
     assert is_fp8 == name.endswith("-fp8")
     checkpoint = DummyCheckpoint.of_model(config, granularity)
     assert checkpoint.has_mtp == name.startswith("qwen3.5")
-    kept = checkpoint.in_words(parameters(config, False))
+    kept = checkpoint.as_w8a16(parameters(config, False))
     assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
     assert ("mlp.gate_up" in kept) == (is_fp8 and config.dense is not None)
 

@@ -33,18 +33,18 @@ def test_numbers_are_encoded_to_the_nearest_code_and_of_two_to_the_even_one():
     x = np.concatenate([sizes, -sizes, between, -between, [np.nan, 0, -0.0]]).astype(np.float32)
     x = x[~(np.abs(x) > fp8.LARGEST)]
     want = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    np.testing.assert_array_equal(fp8.encoded(x), want)
-    np.testing.assert_array_equal(fp8.encoded(np.array([1e9, -449], np.float32)), [0x7E, 0xFE])
+    np.testing.assert_array_equal(fp8.quantize(x), want)
+    np.testing.assert_array_equal(fp8.quantize(np.array([1e9, -449], np.float32)), [0x7E, 0xFE])
 
 
 def test_codes_are_widened_as_the_reference_implementation_does():
     want = np.load(GOLDEN / "fp8_block" / "vectors.npz")
     for one in "ab":
         codes, scales = want[f"{one}_w_u8"], want[f"{one}_scale_inv"]
-        np.testing.assert_array_equal(fp8.widened(codes, scales), want[f"{one}_dequant"])
-        stacked = fp8.widened(np.stack([codes, codes[::-1]]), np.stack([scales, scales]))
+        np.testing.assert_array_equal(fp8.dequantize(codes, scales), want[f"{one}_dequant"])
+        stacked = fp8.dequantize(np.stack([codes, codes[::-1]]), np.stack([scales, scales]))
         np.testing.assert_array_equal(stacked[0], want[f"{one}_dequant"])
-        np.testing.assert_array_equal(stacked[1], fp8.widened(codes[::-1], scales))
+        np.testing.assert_array_equal(stacked[1], fp8.dequantize(codes[::-1], scales))
 
 
 def rewrite(folder: Path, change) -> None:

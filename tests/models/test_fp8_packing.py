@@ -6,17 +6,17 @@ import pytest
 
 from shared.models.fp8_packing import (
     SCALE_FACTOR,
-    packed,
+    pack,
     packed_scales,
     rounded,
-    unpacked,
+    unpack,
     widened,
 )
 
 
 def test_byte_i_of_word_j_of_a_block_is_input_32_i_plus_j() -> None:
     codes = np.random.default_rng(0).integers(0, 0x7F, (2, 3, 256), np.uint8)
-    words = packed(codes)
+    words = pack(codes)
     assert words.shape == (2, 3, 64)
     assert words.dtype == np.int32
     for at in (0, 31, 32, 127, 128, 200, 255):
@@ -41,8 +41,8 @@ def test_numbers_are_rounded_as_bfloat16_is() -> None:
 def test_words_give_their_codes_and_their_numbers_back() -> None:
     codes = np.random.default_rng(1).integers(0, 0x7F, (2, 128, 256), np.uint8)
     scales = np.random.default_rng(2).uniform(0.1, 0.2, (2, 1, 2)).astype(ml_dtypes.bfloat16)
-    words = packed(codes)
-    np.testing.assert_array_equal(unpacked(words), codes)
+    words = pack(codes)
+    np.testing.assert_array_equal(unpack(words), codes)
     exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     exact *= scales.astype(np.float32).repeat(128, -2).repeat(128, -1)
     want = exact.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -54,12 +54,12 @@ def test_a_code_that_is_no_number_is_refused(code: int) -> None:
     codes = np.zeros((1, 128), np.uint8)
     codes[0, 7] = code
     with pytest.raises(ValueError, match="must not contain NaN"):
-        packed(codes)
+        pack(codes)
 
 
 def test_inputs_that_are_no_whole_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="inputs must be a multiple of 128, got 96"):
-        packed(np.zeros((1, 96), np.uint8))
+        pack(np.zeros((1, 96), np.uint8))
 
 
 def test_scales_that_bfloat16_does_not_hold_are_refused() -> None:

@@ -98,7 +98,7 @@ def test_a_mistral_that_sees_is_served_by_its_text_model():
     outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
     for kind, growth in (("ministral3", 0.1), ("mistral", 0.0)):
         found = config_from_dict(outer | {"text_config": text | {"model_type": kind}})
-        assert (found.name, found.attention.query_growth) == (kind, growth)
+        assert (found.name, found.attention.query_scaling_beta) == (kind, growth)
     with pytest.raises(ValueError, match="architectures in config.json is mamba"):
         config_from_dict(outer | {"text_config": text | {"model_type": "mamba"}})
     with pytest.raises(ValueError, match="has no text_config; copy the field"):
@@ -159,7 +159,7 @@ def test_an_olmo_norms_behind_its_parts_and_scales_the_layers_that_see_all():
     assert [each.mixer.window for each in config.layers] == [32, 32, 32, None]
     rotations = [each.mixer.rotary.type for each in config.layers]
     assert rotations == ["default", "default", "default", "yarn"]
-    assert config.input_eps is None
+    assert config.input_norm_eps is None
     found = {p.name: p.shape for p in parameters(config, False)}
     assert not {"input_norm", "post_attention_norm"} & found.keys()
     assert found["attention.q_norm"] == (4, 4 * 16)
@@ -212,13 +212,13 @@ def test_a_ministral3_grows_its_queries_and_divides_one_scale_by_the_other():
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128}
     grown = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     config = config_from_dict(llama(architectures=["Ministral3ForCausalLM"], rope_scaling=grown))
-    assert config.attention.query_growth == 0.1
+    assert config.attention.query_scaling_beta == 0.1
     assert config.attention.rotary.attention_factor == 1.0
     unequal = yarn | {"mscale": 0.7, "mscale_all_dim": 1.0}
     found = config_from_dict(llama(rope_scaling=unequal)).attention
     want = (0.07 * math.log(16) + 1) / (0.1 * math.log(16) + 1)
     assert found.rotary.attention_factor == pytest.approx(want)
-    assert found.query_growth == 0
+    assert found.query_scaling_beta == 0
 
 
 def experts(family="qwen3_moe", **changes):
@@ -276,7 +276,7 @@ def test_a_hybrid_with_experts_has_them_in_its_mtp_layer_and_shares_one():
     inner = experts("qwen3_5_moe", mtp_num_hidden_layers=1)
     config = config_from_dict({**outer, "text_config": inner})
     assert config == config_from_dict(inner)
-    assert config.draft_layer.feed == config.experts
+    assert config.draft_layer.mlp == config.experts
     assert (config.experts.shared_intermediate, config.experts.shared_is_gated) == (40, True)
     del outer["architectures"], inner["architectures"]
     assert config_from_dict({**outer, "text_config": inner}) == config
@@ -316,7 +316,7 @@ def test_experts_behind_which_something_else_stands_are_refused():
         replace(config.experts, has_score_bias=True)
     with pytest.raises(ValueError, match="softmax or sigmoid"):
         replace(config.experts, scores="sqrt")
-    wider = replace(config.layers[0], feed=replace(config.experts, intermediate=32))
+    wider = replace(config.layers[0], mlp=replace(config.experts, intermediate=32))
     with pytest.raises(ValueError, match="MLPs of different sizes"):
         replace(config, layers=(*config.layers, wider))
 

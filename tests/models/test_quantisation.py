@@ -88,10 +88,12 @@ def test_stacked_weights_have_their_scales_in_any_granularity() -> None:
         (3,): (2,),
     }.items():
         scales = rng.uniform(0.1, 0.2, shape).astype(np.float32)
-        got = fp8.widened(codes, scales)
+        got = fp8.dequantize(codes, scales)
         assert got[places] == fp8.VALUES[codes[places]] * scales[place]
         for number in range(3):
-            np.testing.assert_array_equal(got[number], fp8.widened(codes[number], scales[number]))
+            np.testing.assert_array_equal(
+                got[number], fp8.dequantize(codes[number], scales[number])
+            )
 
 
 def changed(name: str, numbers: np.ndarray, kind: str = "F32"):

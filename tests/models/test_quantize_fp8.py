@@ -70,7 +70,7 @@ def test_a_twin_has_the_tensors_of_the_checkpoint_to_the_last_bits_of_a_code(mix
     opened = open_checkpoint(twin)
     opened.check(config, False)
     kept = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
-    assert opened.in_words(parameters(config, False)) == kept
+    assert opened.as_w8a16(parameters(config, False)) == kept
     want, got = (load_all(folder, config, False) for folder in (plain, twin))
     quantised = {"attention.inputs", "attention.out", "experts.gate_up", "experts.down"}
     for name in want:

@@ -36,7 +36,7 @@ def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_p
     for parameter in wanted:
         whole = checkpoint.load(parameter, np.float32)
         for rank in range(count):
-            local = parameter.of_rank(rank, count)
+            local = parameter.shard(rank, count)
             got = checkpoint.load(local, np.float32, read.append)
             np.testing.assert_array_equal(got, local.share(whole))
     assert sum(read) < count * checkpoint.num_bytes(wanted)
@@ -46,11 +46,11 @@ def test_shares_have_whole_heads_and_together_are_the_whole():
     config = config_from_dict(
         tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FOUR
     )
-    local = tp_sharding.local(config, 4)
+    local = tp_sharding.shard_config(config, 4)
     shapes = {p.name: p.shape for p in parameters(local, True)}
     for parameter in parameters(config, True):
         whole = np.arange(np.prod(parameter.shape), dtype=np.float32).reshape(parameter.shape)
-        shares = [parameter.of_rank(rank, 4).share(whole) for rank in range(4)]
+        shares = [parameter.shard(rank, 4).share(whole) for rank in range(4)]
         leaf = parameter.name.rsplit(".", 1)[-1]
         if leaf in ("inputs", "gate_up", "conv", "a_log", "dt_bias"):
             assert shares[0].shape == shapes[parameter.name], parameter.name
@@ -61,7 +61,7 @@ def test_shares_have_whole_heads_and_together_are_the_whole():
     rows = np.arange(inputs.shape[1], dtype=np.float32)[None, :, None] * np.ones((1, 1, 64))
     D, first_key = 16, 4 * 32
     for rank in range(4):
-        got = inputs.of_rank(rank, 4).share(rows)[0, :, 0]
+        got = inputs.shard(rank, 4).share(rows)[0, :, 0]
         # A query head and its gate; KV heads, of which there are two, are on two ranks each.
         query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
         np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
@@ -75,7 +75,7 @@ def test_a_vocabulary_is_divided_in_whole_groups():
     assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
     head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
     whole = np.ones(head.shape, np.float32)
-    shares = [head.of_rank(rank, 4).share(whole) for rank in range(4)]
+    shares = [head.shard(rank, 4).share(whole) for rank in range(4)]
     assert [len(share) for share in shares] == [128] * 4
     assert [int(share[:, 0].sum()) for share in shares] == [128, 128, 16, 0]
 
@@ -99,14 +99,14 @@ def config_of(family):
 def test_what_does_not_divide_is_refused_by_name(family, fields, count, error):
     stated = tiny_config(family, nested=False, with_mtp=False, tied=False) | fields
     with pytest.raises(ValueError, match=error):
-        tp_sharding.local(config_from_dict(stated), count)
+        tp_sharding.shard_config(config_from_dict(stated), count)
 
 
 def test_one_rank_has_all():
     config = config_of("qwen3_5")
-    assert tp_sharding.local(config, 1) is config
+    assert tp_sharding.shard_config(config, 1) is config
     for parameter in parameters(config, False):
-        assert parameter.of_rank(0, 1) is parameter
+        assert parameter.shard(0, 1) is parameter
 
 
 def test_a_rank_reads_its_share_of_fp8():
@@ -114,18 +114,18 @@ def test_a_rank_reads_its_share_of_fp8():
     folder = GOLDEN / "qwen3_moe_fp8"
     config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
     wanted = parameters(config, False)
-    in_codes, seen = checkpoint.in_codes(wanted), 0
+    as_w8a8, seen = checkpoint.as_w8a8(wanted), 0
     for parameter in wanted:
         whole = checkpoint.load(parameter, np.float32)
         for rank in range(2):
-            local = parameter.of_rank(rank, 2)
+            local = parameter.shard(rank, 2)
             got = checkpoint.load(local, np.float32)
             np.testing.assert_array_equal(got, local.share(whole))
-        if parameter.name in in_codes and parameter.sections:
+        if parameter.name in as_w8a8 and parameter.sections:
             seen += 1
             both = read_codes(checkpoint, parameter)
             for rank in range(2):
-                local = parameter.of_rank(rank, 2)
+                local = parameter.shard(rank, 2)
                 for mine, other in zip(read_codes(checkpoint, local), both, strict=True):
                     np.testing.assert_array_equal(mine, local.share(other))
     assert seen > 2
@@ -146,9 +146,9 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
     stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
     config = config_from_dict(stated | WHOLE_BLOCKS)
     dummy = DummyCheckpoint.of_model(config, fp8.Granularity.BLOCK if quantises else None)
-    in_codes = dummy.in_codes(parameters(config, False)) if quantises else frozenset()
-    assert bool(in_codes) == quantises
-    where = (lambda num_bytes: None, {}, in_codes)
+    as_w8a8 = dummy.as_w8a8(parameters(config, False)) if quantises else frozenset()
+    assert bool(as_w8a8) == quantises
+    where = (lambda num_bytes: None, {}, as_w8a8)
     alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
     wanted = {p.name: p for p in divided_parameters(config, False, 4, None)}
     for rank in range(4):
@@ -156,7 +156,7 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
         of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named
         of_torch = torch_weights.load(dummy, config, False, "float32", CPU, *where, group)
         for name, mine in of_jax.items():
-            parameter = wanted[name.removesuffix(SCALES)].of_rank(rank, 4)
+            parameter = wanted[name.removesuffix(SCALES)].shard(rank, 4)
             whole = np.asarray(alone[name if name in alone else "embed"].astype(np.float32))
             np.testing.assert_array_equal(mine.astype(np.float32), parameter.share(whole))
         for i, layer in enumerate(of_torch.layers):
@@ -186,13 +186,13 @@ def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, 
     for parameter in parameters(config, False):
         whole = dummy.load(parameter, np.float32)
         for rank in (0, count - 1):
-            local = parameter.of_rank(rank, count)
+            local = parameter.shard(rank, count)
             want = local.share(whole)
-            in_words = dummy.in_words([local])
-            stays |= in_words.keys()
+            as_w8a16 = dummy.as_w8a16([local])
+            stays |= as_w8a16.keys()
             for name in ("torch", "jax"):
-                got = _dummy_of(name, dummy, local, in_words)
-                if in_words:  # words are bfloat16 when they are widened
+                got = _dummy_of(name, dummy, local, as_w8a16)
+                if as_w8a16:  # words are bfloat16 when they are widened
                     want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
                 np.testing.assert_array_equal(got, want, f"{parameter.name} in {name}")
     is_half = granularity is fp8.Granularity.BLOCK and count == 4
@@ -200,16 +200,16 @@ def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, 
     assert {x for x in stays if "experts" in x} == (of_experts if granularity else set())
 
 
-def _dummy_of(name, dummy, local, in_words):
+def _dummy_of(name, dummy, local, as_w8a16):
     """A rank's share of a dummy as a backend makes it, widened."""
     backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
-    if not in_words:
+    if not as_w8a16:
         kind = torch.float32 if name == "torch" else np.float32
         made = backend.dummy_weights.parameter_array(local, dummy.law(local), kind, device)
         if (granularity := dummy.granularity_of(local)) is not None:
             made = backend.fp8_weights.scaled(made, local, granularity)
         return np.asarray(made)
-    (granularity,) = in_words.values()
+    (granularity,) = as_w8a16.values()
     both = backend.fp8_weights.read(dummy, local, granularity, device, lambda count: None)
     ops = {"torch": torch_linear, "jax": jax_linear}[name]
     wide = ops.widened(ops.Matrix(both[0], scales=both[1]))

@@ -139,16 +139,21 @@ def test_a_tower_with_a_fault_is_refused_by_the_tensors_name(fault, folder):
 
 def test_the_processors_settings_are_read_in_both_spellings(folder):
     found = read_pictures(PROCESSOR, vision())
-    assert (found.factor, found.least, found.most, found.mean) == (8, 512, 2048, (0.5,) * 3)
+    assert (found.multiple, found.min_pixels, found.max_pixels, found.mean) == (
+        8,
+        512,
+        2048,
+        (0.5,) * 3,
+    )
     older = {x: y for x, y in PROCESSOR.items() if x != "size"}
     (folder / "preprocessor_config.json").write_text(
         json.dumps({**older, "min_pixels": 512, "max_pixels": 2048, "size": None})
     )
     assert pictures_from_folder(folder, vision()) == found
     both = read_pictures({**PROCESSOR, "max_pixels": 1024}, vision())
-    assert (both.least, both.most) == (512, 1024), "as in transformers"
+    assert (both.min_pixels, both.max_pixels) == (512, 1024), "as in transformers"
     neither = read_pictures(older, vision())
-    assert (neither.least, neither.most) == (3136, 1_003_520)
+    assert (neither.min_pixels, neither.max_pixels) == (3136, 1_003_520)
 
 
 def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers(folder):

@@ -22,11 +22,11 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models import fp8, fp8_packing
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.dummy_weights import DummyCheckpoint, Stored, law_of
+from shared.models.dummy_weights import DummyCheckpoint, Stored, init_of
 from shared.models.families import config_from_dict, stated_granularity
 from shared.models.fp8 import Granularity
 from shared.models.fp8_packing import SCALES
-from shared.models.parameters import Parameter, Source, parameters
+from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
@@ -77,7 +77,7 @@ def write_config(folder: Path, stated: dict[str, Any], granularity: Granularity)
     return config
 
 
-def stored(rng: np.random.Generator, source: Source, granularity: Granularity) -> Tensors:
+def stored(rng: np.random.Generator, source: CheckpointTensor, granularity: Granularity) -> Tensors:
     if not fp8.is_quantised(source.name):
         numbers = rng.standard_normal(source.shape, np.float32) / 16
         return {source.name: ("BF16", numbers.astype(HALF))}
@@ -130,14 +130,14 @@ def test_what_stays_fp8_follows_from_names_blocks_and_scales(
     files, granularity, kept, tmp_path
 ) -> None:
     config, checkpoint = files
-    assert checkpoint.in_words(parameters(config, True)) == kept
+    assert checkpoint.as_w8a16(parameters(config, True)) == kept
     dummy = DummyCheckpoint.of_model(config, granularity)
-    assert dummy.in_words(parameters(config, True)) == kept
-    assert not DummyCheckpoint.of_model(config, None).in_words(parameters(config, True))
+    assert dummy.as_w8a16(parameters(config, True)) == kept
+    assert not DummyCheckpoint.of_model(config, None).as_w8a16(parameters(config, True))
     odd = write(
         tmp_path, granularity, moe_intermediate_size=192, shared_expert_intermediate_size=192
     )
-    assert not open_checkpoint(tmp_path).in_words(parameters(odd, True))
+    assert not open_checkpoint(tmp_path).as_w8a16(parameters(odd, True))
 
 
 def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
@@ -149,7 +149,7 @@ def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
     for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
         scales = np.full(tensors[name][1].shape, scale, np.float32)
         write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
-        assert open_checkpoint(tmp_path).in_words(parameters(config, True)).keys() == names
+        assert open_checkpoint(tmp_path).as_w8a16(parameters(config, True)).keys() == names
 
 
 def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
@@ -158,7 +158,7 @@ def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
     name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
     by_channels = np.repeat(tensors[name][1][:, :1], fp8.BLOCK, axis=0)
     write_stored(tmp_path / FILE, tensors | {name: ("BF16", by_channels)})
-    found = open_checkpoint(tmp_path).in_words(parameters(config, True))
+    found = open_checkpoint(tmp_path).as_w8a16(parameters(config, True))
     assert found.keys() == KEPT - {"experts.gate_up"}
 
 
@@ -171,7 +171,7 @@ def test_words_and_scales_are_the_numbers_of_the_widened(
         if parameter.name in KEPT:
             want = checkpoint.load(parameter, HALF).astype(np.float32)
             with monkeypatch.context() as patch:
-                patch.setattr(fp8, "scaled", None)  # nothing is widened on the way
+                patch.setattr(fp8, "apply_scales", None)  # nothing is widened on the way
                 both = words_in(framework, checkpoint, parameter, kept[parameter.name])
             words, scales = both
             np.testing.assert_array_equal(fp8_packing.widened(words, scales), want)
@@ -187,7 +187,7 @@ def test_progress_counts_what_is_read(model, framework) -> None:
 
 
 def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int]) -> Any:
-    names = checkpoint.in_words(parameters(config, True))
+    names = checkpoint.as_w8a16(parameters(config, True))
     if framework == "torch":
         return torch_weights.load(checkpoint, config, True, "bfloat16", CPU, seen.append, names)
     return jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, seen.append, names)
@@ -199,11 +199,11 @@ def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> 
     platform = {"torch": torch_platform, "jax": jax_platform}[framework].PLATFORM
     found = {}
     for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
-        device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))
+        device, names = Device(kind, "one", 1 << 34), checkpoint.as_w8a16(parameters(config, True))
         asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
         drafts = DrafterSpec.of_mtp(config)
         memory = plan(asked, config, drafts, device, platform.costs, lambda x=names: x)
-        assert memory.blueprint.in_words == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
+        assert memory.blueprint.as_w8a16 == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
         (line,) = (line for line in memory.lines if line.name == "weights")
         found[kind, dtype] = line
     loaded = load(framework, config, checkpoint, [])
@@ -260,13 +260,13 @@ def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(
         assert abs(found.mean()) < 0.02 * want.std()
         if parameter.name in KEPT:
             words, _ = words_in("torch", checkpoint, parameter, kept[parameter.name])
-            codes = fp8_packing.unpacked(words)
+            codes = fp8_packing.unpack(words)
             assert not fp8.has_nan(codes)
             assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
     assert differ == {"inputs", "out", "gate_up", "down"}
     mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
     assert checkpoint.granularity_of(mixed) is None
-    assert checkpoint.law(mixed) == law_of(mixed)
+    assert checkpoint.law(mixed) == init_of(mixed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -316,17 +316,17 @@ def test_gate_and_up_in_words_give_the_bits_of_the_widened(
 ) -> None:
     config = dense(tmp_path, granularity)
     checkpoint = open_checkpoint(tmp_path)
-    names = checkpoint.in_words(parameters(config, config.has_mtp))
+    names = checkpoint.as_w8a16(parameters(config, config.has_mtp))
     assert {name for name in names if not name.startswith("mtp.")} == {"mlp.gate_up"}
     rows = np.random.default_rng(2).standard_normal((4, config.hidden), np.float32)
     found = []
-    for in_words in (names, {}):
-        how = (lambda count: None, in_words)
+    for as_w8a16 in (names, {}):
+        how = (lambda count: None, as_w8a16)
         if framework == "torch":
             read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
             stream = torch_linear.NormedStream(torch.from_numpy(rows).bfloat16())
             found.append(
-                torch_linear.gated_product(stream, None, read.layers[0].feed.gate_up)
+                torch_linear.silu_and_mul_linear(stream, None, read.layers[0].feed.gate_up)
                 .float()
                 .numpy()
             )
@@ -334,6 +334,6 @@ def test_gate_and_up_in_words_give_the_bits_of_the_widened(
             read = jax_weights.load(checkpoint, config, False, HALF, JAX_CPU, *how)
             records = jax_weights.weights_of(config, read, True)
             stream = jax_linear.NormedStream(jax.numpy.asarray(rows.astype(HALF)))
-            got = jax_linear.gated_product(stream, None, records.layers[0].feed.gate_up)
+            got = jax_linear.silu_and_mul_linear(stream, None, records.layers[0].feed.gate_up)
             found.append(np.asarray(got.astype(np.float32)))
     np.testing.assert_array_equal(*found)

@@ -86,7 +86,7 @@ class House:
     def parity(self, line: list[str]) -> dict[str, float]:
         """What the start's checks say of `requests`."""
         engine, backend = self._started(line)
-        checked = engines.with_checks(engine, backend, parse(line).engine.shadow_verify_rate)
+        checked = engines.with_shadow_verify(engine, backend, parse(line).engine.shadow_verify_rate)
         try:
             for request in requests(backend.capacity.vocab):
                 checked.add(request)

@@ -87,7 +87,7 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
     settled, capacity, drafts = memory.settled, memory.capacity, memory.settled.draft.drafts
     assert None not in vars(settled).values()
     assert settled.dtype != "auto"
-    assert capacity.num_slots == settled.most_requests + 1
+    assert capacity.num_slots == settled.max_running_requests + 1
     tables = {p.pages for p in capacity.programs}
     for work, batch in ((StepKind.DECODE, capacity.num_slots - 1), (StepKind.PREFILL, 1)):
         assert {p.pages for p in capacity.programs if p.work is work and p.batch == batch} == tables
@@ -100,7 +100,7 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
     ]
     for program in set(capacity.programs) - set(counts):
         other = {ProgramFeature.LOGPROBS: not program.has(ProgramFeature.LOGPROBS)}
-        assert program.having(other) in capacity.programs
+        assert program.with_features(other) in capacity.programs
         drafted = program.work is StepKind.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
     decodes = {p.shape.nodes for p in capacity.programs if p.work is StepKind.DECODE}
@@ -116,7 +116,7 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
     capacity, most = memory.capacity, memory.max_request_tokens
     one = next(p.shape for p in capacity.programs if p.work is StepKind.DECODE)
     drafting = StaticController(capacity, nodes=one.nodes, depth=one.depth, width=one.width)
-    chunk = memory.settled.chunk
+    chunk = memory.settled.prefill_chunk_size
     allocator = Allocator(capacity)
     cache = PrefixCache(capacity, allocator, NO_CACHE, capacity.overlap)
     scheduler = Scheduler(

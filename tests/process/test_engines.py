@@ -73,7 +73,7 @@ def test_a_drafter_is_weighed_by_the_matrix_of_scores_that_it_reads(tmp_path):
         save_file(load_file(folder / SINGLE_FILE) | more, folder / SINGLE_FILE)
         told = parse([*line, "--speculative-draft-model-path", str(folder)])
         memory = prepare(told, serve_reference.PLATFORM).memory
-        return engines.draft_share(memory.blueprint, memory.settled)
+        return engines.drafter_cost_fraction(memory.blueprint, memory.settled)
 
     shared, own, half = share("shared", None), share("own", vocab), share("half", vocab // 2)
     trained = share("trained", vocab, **{"embed_tokens.weight": target[1]["embed"] + 1})

@@ -49,8 +49,8 @@ def test_fp8_weights_stay_codes_and_requests_are_served(tmp_path: Path, framewor
     folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
     start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
     blueprint = start.memory.blueprint
-    assert blueprint.in_codes == IN_CODES
-    assert not blueprint.in_words
+    assert blueprint.as_w8a8 == IN_CODES
+    assert not blueprint.as_w8a16
     blueprint = replace(blueprint, capacity=one_bucket(start.memory.capacity))
     start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
     made = start.load(platform, read.append)
@@ -74,7 +74,7 @@ def test_the_plan_counts_codes_and_scales_to_the_byte(tmp_path: Path, framework:
     blueprint = start.memory.blueprint
     weights = import_module(f"{framework}_impl.weights")
     device = torch.device("cpu") if framework == "torch" else jax.devices("cpu")[0]
-    how = ("bfloat16", device, lambda num_bytes: None, (), blueprint.in_codes)
+    how = ("bfloat16", device, lambda num_bytes: None, (), blueprint.as_w8a8)
     loaded = weights.load(start.checkpoint, blueprint.config, False, *how)
     kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
     (line,) = (line for line in start.memory.lines if line.name == "weights")
@@ -129,6 +129,6 @@ def test_experts_in_fp8_are_refused_on_a_gpu_and_served_elsewhere(tmp_path: Path
     golden = Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8"
     (tmp_path / "config.json").write_text((golden / "config.json").read_text())
     start = prepared(tmp_path, platform, CPU, "--dtype", "bfloat16")
-    assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.in_codes
+    assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.as_w8a8
     with pytest.raises(ConfigError, match="does not support FP8 experts on a GPU"):
         prepared(tmp_path, platform, GPU)

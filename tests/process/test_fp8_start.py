@@ -79,7 +79,7 @@ def test_scales_are_read_at_a_start_only_where_weights_stay_fp8(
     platform = replace(BACKENDS["torch"](), find_device=lambda: Device(kind, "one", 1 << 34))
     start = prepare(parse(line_of(tmp_path, *(("--dtype", dtype) if dtype else ()))), platform)
     assert len(read) == count
-    assert bool(start.memory.blueprint.in_words) == bool(count)
+    assert bool(start.memory.blueprint.as_w8a16) == bool(count)
 
 
 @pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
@@ -90,7 +90,7 @@ def test_fp8_weights_stay_only_where_ranks_have_whole_blocks(ranks, are_whole, t
     platform = replace(platform, take_devices=lambda count: None)
     start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
     kept = {"experts.gate_up", "experts.down"} if are_whole else {"experts.down"}
-    assert start.memory.blueprint.in_words.keys() == kept
+    assert start.memory.blueprint.as_w8a16.keys() == kept
 
 
 @pytest.mark.matrix

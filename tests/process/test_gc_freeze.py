@@ -37,7 +37,7 @@ class Cycle:
 def test_what_a_start_made_is_not_collected_and_what_requests_leave_is():
     start = Cycle()
     held = weakref.ref(start)
-    gc_freeze.settle()
+    gc_freeze.freeze_gc()
     del start
     left = weakref.ref(Cycle())
     gc.collect()
@@ -92,7 +92,7 @@ def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
 def test_a_start_that_follows_lets_go_of_the_one_before():
     start = Cycle()
     held = weakref.ref(start)
-    gc_freeze.settle()
+    gc_freeze.freeze_gc()
     del start
-    gc_freeze.unsettle()
+    gc_freeze.unfreeze_gc()
     assert held() is None

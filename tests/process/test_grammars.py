@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from shared.engine.request import Request, SamplingParams
-from shared.process.grammars import Grammars
+from shared.process.grammars import GrammarQueue
 
 PATIENCE_S = 10
 
@@ -37,7 +37,7 @@ def compiler():
 
 @pytest.fixture
 def grammars(compiler):
-    made = Grammars(compiler.compile, 16)
+    made = GrammarQueue(compiler.compile, 16)
     yield made
     compiler.let.release(PATIENCE_S)
     made.close()

@@ -23,7 +23,7 @@ from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.process.device import Device, free_in_groups
+from shared.process.device import Device, cgroup_free_bytes
 from shared.process.memory_plan import plan
 from shared.process.start import prepare
 from shared.process.startup_report import rank_notes
@@ -156,9 +156,9 @@ def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, fra
         config = config_from_folder(SHAPES / name)
         checkpoint = DummyCheckpoint.of_model(config, stated_granularity(SHAPES / name))
         drafts = DrafterSpec.of_mtp(config) if drafter else DrafterSpec.none()
-        in_words = checkpoint.in_words(parameters(config, drafts.with_mtp))
+        as_w8a16 = checkpoint.as_w8a16(parameters(config, drafts.with_mtp))
         device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
-        return plan(parse(drafter.split()), config, drafts, device, costs, lambda: in_words)
+        return plan(parse(drafter.split()), config, drafts, device, costs, lambda: as_w8a16)
 
     memory = planned_for("qwen3.5-35b-a3b-fp8", int(0.95 * 80 * GB))
     assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= 300_000
@@ -178,8 +178,8 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
     device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
     flags = parse(["--max-total-tokens", "65536"])
     lines = []
-    for in_words in ({}, {"mlp.gate_up": Granularity.BLOCK}):
-        memory = plan(flags, config, DrafterSpec.none(), device, costs, lambda x=in_words: x)
+    for as_w8a16 in ({}, {"mlp.gate_up": Granularity.BLOCK}):
+        memory = plan(flags, config, DrafterSpec.none(), device, costs, lambda x=as_w8a16: x)
         lines.append({line.name: line.num_bytes for line in memory.lines})
     wide, narrow = lines
     matrix = 2 * config.dense.intermediate * config.hidden
@@ -328,13 +328,13 @@ def test_a_containers_limit_is_seen(tmp_path):
     write(tmp_path / "box", memory__max="1000\n", memory__current="200\n", memory__stat=stat)
     first = {"memory__limit_in_bytes": "700\n", "memory__usage_in_bytes": "100\n"}
     write(tmp_path / "memory", **first, memory__stat=stat)
-    assert list(free_in_groups(tmp_path, GROUP)) == [830, 640]
+    assert list(cgroup_free_bytes(tmp_path, GROUP)) == [830, 640]
 
 
 def test_no_limit_leaves_what_the_machine_has(tmp_path):
     write(tmp_path / "box", memory__max="max\n", memory__current="200\n", memory__stat="")
-    assert list(free_in_groups(tmp_path, GROUP)) == []
-    assert list(free_in_groups(tmp_path / "none", "")) == []
+    assert list(cgroup_free_bytes(tmp_path, GROUP)) == []
+    assert list(cgroup_free_bytes(tmp_path / "none", "")) == []
 
 
 @pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.options.flags import ConfigError
-from shared.process.device import check_no_gpu_is_named
+from shared.process.device import check_gpu_environment
 from tests.support.http_fixtures import ROOT
 from tests.support.tiny_models import write_tiny
 
@@ -71,10 +71,10 @@ def test_the_trainer_refuses_it_too_and_converting_needs_none(tmp_path):
 @pytest.mark.parametrize("named", ["0", "0,1", "GPU-5a", " 1"])
 def test_a_named_gpu_is_not_replaced_by_the_cpu(named):
     with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} contains a GPU"):
-        check_no_gpu_is_named({"CUDA_VISIBLE_DEVICES": named})
+        check_gpu_environment({"CUDA_VISIBLE_DEVICES": named})
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "none", "NoDevFiles"])
 def test_who_hides_the_gpus_is_served_on_the_cpu(hidden):
-    check_no_gpu_is_named({"CUDA_VISIBLE_DEVICES": hidden})
-    check_no_gpu_is_named({})
+    check_gpu_environment({"CUDA_VISIBLE_DEVICES": hidden})
+    check_gpu_environment({})

@@ -45,7 +45,7 @@ def test_a_table_is_taken_where_it_is_asked_for(
 ) -> None:
     memory = started(tmp_path, kind, flags).memory
     table = memory.capacity.texts
-    assert memory.blueprint.drafts.from_text is is_table is (table is not None)
+    assert memory.blueprint.drafts.uses_ngrams is is_table is (table is not None)
     lines = {line.name: line for line in memory.lines}
     if table is not None:
         assert table.groups == 1024
@@ -65,7 +65,11 @@ def test_steps_of_a_table_follow_each_other_and_are_told_as_those_of_n_grams(
         backend, settled, on_gpu=False, has_experts=False, draft_share=0.0
     )
     engine = Engine(
-        backend, controller, overlap=1, chunked_prefill_size=settled.chunk, cache=NO_CACHE
+        backend,
+        controller,
+        overlap=1,
+        chunked_prefill_size=settled.prefill_chunk_size,
+        cache=NO_CACHE,
     )
     backend.prepare(backend.capacity.programs, lambda program: None)
     submit, in_flight = backend.submit, list[int]()

@@ -344,10 +344,10 @@ def test_a_small_model_gets_one_thread_of_torch_and_a_large_one_all(monkeypatch)
     try:
         for size, wanted in ((9_000_000, 1), (600_000_000, 2)):
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            torch_platform.take_threads(size)
+            torch_platform.set_cpu_threads(size)
             assert torch.get_num_threads() == wanted
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        torch_platform.take_threads(9_000_000)
+        torch_platform.set_cpu_threads(9_000_000)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

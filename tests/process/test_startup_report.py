@@ -46,7 +46,7 @@ def notes_of(folder: Path, *flags: str) -> list[str]:
     bounds = ["--context-length", "64", "--grammar-backend", "none"]
     line = ["--model-path", str(folder), *bounds, *flags]
     start = prepare(parse(line), PLATFORM)
-    return [*start_notes(start.memory, start.plain, start.defaults)]
+    return [*start_notes(start.memory, start.fallback_ops, start.defaults)]
 
 
 def test_generation_fields_that_are_not_applied_are_told_in_one_line(tmp_path: Path):

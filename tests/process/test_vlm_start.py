@@ -116,10 +116,10 @@ def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
 
 def test_flags_bound_pictures_and_the_pool(folder):
     pictures = started(folder, "--max-image-tokens 20").memory.capacity.pictures
-    assert pictures.processor.fitted(600, 600)[0] ** 2 <= 20 * 64
+    assert pictures.processor.smart_resize(600, 600)[0] ** 2 <= 20 * 64
     below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
     assert below.max_image_tokens == 7
-    assert below.pictures.processor.fitted(600, 600) == (16, 16)
+    assert below.pictures.processor.smart_resize(600, 600) == (16, 16)
     pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.pictures
     assert pool.num_rows == 501
     more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["picture rows"]

@@ -44,7 +44,9 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
         return Program(
             work=work, batch=2, pages=32, tokens=tokens, shape=shape,
             extras=ProgramFeature.LOGPROBS,
-        ).having({ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask})  # fmt: skip
+        ).with_features(
+            {ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask}
+        )  # fmt: skip
 
     plain = TreeShape.plain(2)
     programs = [
@@ -338,7 +340,7 @@ class TestSnapshots:
         device = Device("qwen3_5", "NEXTN", how)
         device.prompt_length = len(PROMPT)
         saved = device.chunk(PROMPT, 0, None, save=2, save_at=128).result()
-        assert saved.saved[0] == 1
+        assert saved.snapshot_saved[0] == 1
         # The hit: pages of 128 tokens are there, their counts are not; the prompt's end is fed.
         count = device.plan(StepKind.COUNT, TreeShape.plain(2))
         assert isinstance(count.work, CountPromptTokens)
@@ -365,7 +367,7 @@ class TestSnapshots:
             plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
             result = device.backend.submit(plan).result()
             text += result.tokens[0, : result.counts[0]].tolist()
-            saved.append(int(result.saved[0]))
+            saved.append(int(result.snapshot_saved[0]))
         assert sum(saved) == 1
         context = prompt + want[:4]
         device.chunk(context[64:], 64, want[4], starts=1, restore=1, draft_from=64).result()

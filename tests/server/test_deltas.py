@@ -10,8 +10,13 @@ import pytest
 from shared.engine.request import Event, FinishReason
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import TokenNames
-from shared.server.completions.responses import Answer, ChatForm, CompletionForm, Form
-from shared.server.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCall
+from shared.server.completions.responses import (
+    ChatForm,
+    ChoiceFormat,
+    CompletionForm,
+    ResponseWriter,
+)
+from shared.server.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCallDelta
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
@@ -45,12 +50,14 @@ class Marks:
         if call is None:
             return Delta(text or "", reasoning or "")
         first, self._calls = not self._calls, self._calls + 1
-        part = ToolCall(0, "call-0", call, "") if first else ToolCall(0, "", "", call)
+        part = ToolCallDelta(0, "call-0", call, "") if first else ToolCallDelta(0, "", "", call)
         return Delta(tool_calls=(part,))
 
 
-def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] = ()) -> Answer:
-    return Answer(
+def new_answer(
+    form: ChoiceFormat, parsers: list[OutputParser], stops: tuple[str, ...] = ()
+) -> ResponseWriter:
+    return ResponseWriter(
         form=form,
         model="m",
         num_prompt_tokens=1,
@@ -140,10 +147,12 @@ def test_plain_text_says_nothing_of_reasoning_and_tools():
 
 
 def test_calls_of_different_index_are_different_calls():
-    one, two = ToolCall(0, "a", "f", "{"), ToolCall(1, "b", "g", "")
-    more = Delta(tool_calls=(ToolCall(1, "", "", "[]"), ToolCall(0, "", "", "}")))
+    one, two = ToolCallDelta(0, "a", "f", "{"), ToolCallDelta(1, "b", "g", "")
+    more = Delta(tool_calls=(ToolCallDelta(1, "", "", "[]"), ToolCallDelta(0, "", "", "}")))
     got = Delta(tool_calls=(one,)) + Delta(tool_calls=(two,)) + more
-    assert got == Delta(tool_calls=(ToolCall(0, "a", "f", "{}"), ToolCall(1, "b", "g", "[]")))
+    assert got == Delta(
+        tool_calls=(ToolCallDelta(0, "a", "f", "{}"), ToolCallDelta(1, "b", "g", "[]"))
+    )
     assert got
     assert not Delta()
 

@@ -23,7 +23,7 @@ from shared.server.completions.grammars import held_calls
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
-from shared.text.tool_call_grammar import Tool, grammar_of
+from shared.text.tool_call_grammar import CallableFunction, grammar_of
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -273,7 +273,7 @@ def test_allowed_tools_may_be_called_or_not_and_the_others_never():
     request = parse(json.dumps(asked).encode(), ChatRequest)
     calls = held_calls(request, "hermes")
     assert calls is not None
-    tools = [Tool(name=name, schema=schema) for name, schema in calls.tools]
+    tools = [CallableFunction(name=name, schema=schema) for name, schema in calls.tools]
     grammar = grammar_of("hermes", tools, many=calls.many, free=calls.free, answer=None)
     compiled = Compiler(byte_tokenizer().to_str(), 300).compile(grammar)
     for text, is_right in (

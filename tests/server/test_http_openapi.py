@@ -174,9 +174,9 @@ def test_answers_about_the_server_are_as_they_are_told(server):
     headers = {"authorization": f"Bearer {ADMIN_KEY}".encode()}
     for path, kind in (
         ("/v1/models", answers.Models),
-        ("/v1/models/default", answers.Model),
+        ("/v1/models/default", answers.ModelCard),
         ("/capabilities", answers.Capabilities),
-        ("/list_external_corpora", answers.Corpora),
+        ("/list_external_corpora", answers.CorpusList),
         ("/no_such", answers.Error),
     ):
         kind.model_validate(httpx.get(server.url + path, headers=headers).json())

@@ -45,7 +45,7 @@ TEMPLATE = """
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}
 {%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-SIDE = PICTURES.factor
+SIDE = PICTURES.multiple
 USER, ASSISTANT, NAME = 257, 258, SPECIAL[-1]
 
 

@@ -23,7 +23,7 @@ from shared.process.ipc_messages import FrameReader, event_to_row, pack
 from shared.server.api import connection
 from shared.server.api.app import make_apps
 from shared.server.api.connection import ConnectionLimit, HttpConfig
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.engine_link import engine_client
 from shared.server.engine_link.engine_client import EngineClient
 from tests.support.engine_info import facts_of
@@ -94,7 +94,9 @@ async def served() -> AsyncIterator[Served]:
     writer.write(pack(FACTS.to_message()))
     engine = Engine(reader, writer)
     client = await EngineClient.connect(theirs)
-    app = make_apps(client, None, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
+    app = make_apps(
+        client, None, None, None, GrammarChecks(FACTS), (), has_admin_listener=False
+    ).clients
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         running = uvicorn.Server(HttpConfig(app, ConnectionLimit.of(500, 1), 1))

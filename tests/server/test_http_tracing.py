@@ -56,7 +56,7 @@ def end(**changed: Any) -> RequestSummary:
 def span_of(told: RequestSummary) -> Any:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
-    tracing.ended(told)
+    tracing.on_request_end(told)
     tracing.close()
     (span,) = exporter.get_finished_spans()
     return span
@@ -98,7 +98,7 @@ def test_a_request_without_a_trace_begins_one_and_one_that_failed_says_so():
 def test_a_caller_that_samples_a_trace_out_gets_no_span():
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
-    tracing.ended(end(headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}))
+    tracing.on_request_end(end(headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}))
     tracing.close()
     assert not exporter.get_finished_spans()
 

@@ -16,7 +16,7 @@ import pytest
 from shared.engine.checks import RequestLimits
 from shared.server.api import request_parsing as bodies
 from shared.server.api.app import make_apps
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.engine_link.body_thread import SHORT_BYTES, BodyParsingThread
 from shared.server.engine_link.chunked_write import PIECE
 from shared.server.engine_link.workers import WorkerPool
@@ -110,7 +110,7 @@ def test_the_routes_read_long_bodies_beside_the_loop(path, monkeypatch):
 
     monkeypatch.setattr(bodies.json, "loads", lambda body, **hook: read(body))
     client: Any = SimpleNamespace(facts=FACTS)
-    made = make_apps(client, None, None, None, Grammars(FACTS), (), has_admin_listener=False)
+    made = make_apps(client, None, None, None, GrammarChecks(FACTS), (), has_admin_listener=False)
 
     async def ask() -> None:
         transport = httpx.ASGITransport(made.clients)
@@ -157,5 +157,5 @@ def test_a_long_message_is_handed_to_a_worker_in_pieces(monkeypatch):
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     workers = WorkerPool("", b"first", name="", deadline_s=1.0, part="")
-    assert asyncio.run(workers.ask_bytes(bytes(2 * PIECE + 1))) == b"read"
+    assert asyncio.run(workers.call_bytes(bytes(2 * PIECE + 1))) == b"read"
     assert taken == [5, PIECE, 0, PIECE, 0, 1, 0]

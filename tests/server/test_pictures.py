@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 
 from shared.engine.checks import RequestLimits
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import FrameReader, pack, requests_of
 from shared.server.completions import image_decoder_pool as pictures
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link import chunked_write as pieces
 from shared.server.engine_link import engine_client
-from shared.server.engine_link.engine_client import EngineClient, Prompt, QueueFull
+from shared.server.engine_link.engine_client import EngineClient, QueueFull, SubmittedPrompt
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
 from shared.server.protocol.content import ImagePart
 from shared.server.protocol.errors import ApiError
@@ -82,7 +82,7 @@ def test_pictures_come_in_the_order_of_their_addresses():
 
 def test_image_of_low_detail_is_opened_within_its_bound():
     large = stored(Image.new("RGB", (1024, 1024)))
-    config = replace(picture_config(), most=1024 * 1024)
+    config = replace(picture_config(), max_pixels=1024 * 1024)
 
     async def work() -> None:
         opener = ImageDecoderPool(config)
@@ -124,8 +124,8 @@ async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
 
 def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
     pixels = np.zeros((8, 8, 3), np.uint8)
-    shown = (Picture.of(0, pixels, 8),)
-    prompt = Prompt([IMAGE], SamplingParams(), [1, 2], "", 0, shown)
+    shown = (PromptImage.of(0, pixels, 8),)
+    prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1, 2], "", 0, shown)
 
     async def work() -> None:
         ours, theirs = socket.socketpair()
@@ -151,10 +151,10 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
 def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_behind_it(monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 1000)
     large, small = (
-        Picture.of(first, np.full((side, side, 3), side, np.uint8), 8)
+        PromptImage.of(first, np.full((side, side, 3), side, np.uint8), 8)
         for first, side in ((0, 64), (1, 16))
     )
-    prompt = Prompt([IMAGE, IMAGE], SamplingParams(), [1], "", 0, (large, small))
+    prompt = SubmittedPrompt([IMAGE, IMAGE], SamplingParams(), [1], "", 0, (large, small))
     turns = 0
 
     async def count_turns() -> None:
@@ -189,7 +189,7 @@ def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_beh
 def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(monkeypatch):
     """An engine that reads slowly is sent the picture that is under way, and no other one."""
     pixels = np.zeros((1024, 1024, 3), np.uint8)  # more than a socket holds
-    prompt = Prompt([IMAGE], SamplingParams(), [1], "", 0, (Picture.of(0, pixels, 8),))
+    prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1], "", 0, (PromptImage.of(0, pixels, 8),))
     monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 3 * pixels.nbytes)
 
     async def work() -> None:

@@ -13,7 +13,7 @@ from tests.support.browser import Page, chromium
 from tests.support.http_fixtures import PICTURES, Server, save_tokenizer, serving
 from tests.support.images import rgb, stored
 
-SIDE = PICTURES.factor
+SIDE = PICTURES.multiple
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ '(<|image|>)' if part.type == 'image' else part.text }}"

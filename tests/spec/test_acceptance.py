@@ -34,7 +34,7 @@ def test_the_walk_follows_the_choices_from_the_root(seed: int, N: int) -> None:
     tokens, parents, num_nodes = random_trees(rng, 4, N)
     depth = int(draft_tree.depths(parents).max())
     choices = rng.integers(0, 2, (4, N)).astype(np.int32)
-    path, counts = spec.walk(tokens, parents, num_nodes, choices, depth)
+    path, counts = spec.accept_greedy_path(tokens, parents, num_nodes, choices, depth)
     out = spec.emitted(choices, path, counts)
     for b in range(4):
         way = walk_one(tokens[b], parents[b], int(num_nodes[b]), choices[b], depth)
@@ -47,13 +47,15 @@ def test_padding_nodes_are_never_accepted() -> None:
     # A padding node is a child of the root with token 0, which the target may well choose.
     tokens, parents = np.array([[5, 7, 0, 0]], np.int32), np.zeros((1, 4), np.int32)
     choices = np.zeros((1, 4), np.int32)
-    _, counts = spec.walk(tokens, parents, np.array([2], np.int32), choices, 1)
+    _, counts = spec.accept_greedy_path(tokens, parents, np.array([2], np.int32), choices, 1)
     assert counts.tolist() == [1]
 
 
 def test_the_root_is_not_its_own_child() -> None:
     tokens, parents = np.array([[3, 4]], np.int32), np.zeros((1, 2), np.int32)
-    _, counts = spec.walk(tokens, parents, np.array([2], np.int32), np.array([[3, 3]], np.int32), 1)
+    _, counts = spec.accept_greedy_path(
+        tokens, parents, np.array([2], np.int32), np.array([[3, 3]], np.int32), 1
+    )
     assert counts.tolist() == [1]
 
 
@@ -63,8 +65,8 @@ def test_forced_rows_emit_their_own_tokens_and_keep_the_last_as_newest() -> None
     num_nodes = np.array([4, 3, 1, 4], np.int32)
     choices = np.full((4, 4), 9, np.int32)
     forced = np.array([True, True, True, False])
-    forced_choices, walked = spec.force(tokens, num_nodes, choices, forced)
-    path, counts = spec.walk(tokens, parents, walked, forced_choices, 3)
+    forced_choices, walked = spec.force_chain(tokens, num_nodes, choices, forced)
+    path, counts = spec.accept_greedy_path(tokens, parents, walked, forced_choices, 3)
     out = spec.emitted(forced_choices, path, counts)
     # n nodes: n - 1 tokens, and n - 1 positions get KV; one node has nothing to force.
     assert counts.tolist() == [3, 2, 1, 1]
@@ -86,11 +88,11 @@ def test_implementations_accept_the_same(N: int, implementation: Implementation)
     tokens, parents, num_nodes = random_trees(rng, B, N)
     choices = rng.integers(0, 3, (B, N)).astype(np.int32)
     forced = rng.integers(0, 2, B).astype(bool)
-    want = spec.force(tokens, num_nodes, choices, forced)
-    for got, wanted in zip(ops.force(tokens, num_nodes, choices, forced), want, strict=True):
+    want = spec.force_chain(tokens, num_nodes, choices, forced)
+    for got, wanted in zip(ops.force_chain(tokens, num_nodes, choices, forced), want, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    path, counts = spec.walk(tokens, parents, num_nodes, choices, depth)
-    got_path, got_counts = ops.walk(tokens, parents, num_nodes, choices, depth)
+    path, counts = spec.accept_greedy_path(tokens, parents, num_nodes, choices, depth)
+    got_path, got_counts = ops.accept_greedy_path(tokens, parents, num_nodes, choices, depth)
     np.testing.assert_array_equal(got_path, path)
     np.testing.assert_array_equal(got_counts, counts)
     counts[0] = 0  # a failed row emits nothing
@@ -111,7 +113,7 @@ def random_chains(rng: np.random.Generator) -> tuple:
         rng.integers(1, N + 1, B).astype(np.int32),
         rng.integers(0, vocab, (B, N)).astype(np.int32),
         p,
-        np.where(rng.random((B, 1, 1)) < 0.2, spec.certain_law(tokens, vocab), q[:, 1:]),
+        np.where(rng.random((B, 1, 1)) < 0.2, spec.one_hot_q(tokens, vocab), q[:, 1:]),
         neutral(
             B,
             vocab,
@@ -169,10 +171,10 @@ def test_implementations_reject_the_same(rule: str, implementation: Implementati
     np.testing.assert_array_equal(getattr(ops, rule)(*chains), getattr(spec, rule)(*chains))
     tokens, scores = chains[0], np.log(chains[4] + np.float32(1e-9))
     scores[0, 0, 0] = np.nan
-    got, want = ops.sampled_law(scores, tokens), spec.sampled_law(scores, tokens)
+    got, want = ops.draft_probs(scores, tokens), spec.draft_probs(scores, tokens)
     # Float32 on both sides: only the order of the sum over the vocabulary differs.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(ops.certain_law(tokens, 6), spec.certain_law(tokens, 6))
+    np.testing.assert_array_equal(ops.one_hot_q(tokens, 6), spec.one_hot_q(tokens, 6))
 
 
 @each_implementation
@@ -183,5 +185,7 @@ def test_a_chain_is_walked_without_its_parents(depth: int, implementation: Imple
     tokens, choices = rng.integers(0, 2, (2, B, depth + 1)).astype(np.int32)
     num_nodes = rng.integers(1, depth + 2, B).astype(np.int32)
     given = (tokens, parents, num_nodes, choices, depth)
-    for got, want in zip(ops.walk(*given, True), spec.walk(*given), strict=True):
+    for got, want in zip(
+        ops.accept_greedy_path(*given, True), spec.accept_greedy_path(*given), strict=True
+    ):
         np.testing.assert_array_equal(got, want)

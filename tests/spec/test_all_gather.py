@@ -10,15 +10,15 @@ from shared.spec.reduction_order import SQUARES, chunks_of_squares, sum_in_units
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_own_columns_gathered_are_the_rows(count):
     rows = np.random.default_rng(0).standard_normal((3, 64), np.float32)
-    shares = [all_gather.own(rows, rank, count) for rank in range(count)]
+    shares = [all_gather.local_columns(rows, rank, count) for rank in range(count)]
     assert all(share.shape == (3, 64 // count) for share in shares)
-    np.testing.assert_array_equal(all_gather.gathered(shares), rows)
+    np.testing.assert_array_equal(all_gather.all_gather(shares), rows)
 
 
 def test_heads_that_stand_on_several_ranks_are_taken_once():
     heads = np.arange(2 * 4, dtype=np.float32).reshape(1, 2, 4)
     shares = [heads[:, rank // 2] for rank in range(4)]
-    whole = all_gather.gathered_keys(shares, 2)
+    whole = all_gather.all_gather_kv_heads(shares, 2)
     np.testing.assert_array_equal(whole, heads.reshape(1, 8))
     for rank, share in enumerate(shares):
         np.testing.assert_array_equal(all_gather.own_keys(whole, rank, 4, 2), share)
@@ -29,6 +29,8 @@ def test_a_rows_squares_are_those_of_one_rank_to_the_bit(count):
     """Chunks lie whole on a rank, and their sums have no order."""
     size = SQUARES.chunk * 16
     rows = np.random.default_rng(1).standard_normal((5, size), np.float32) * np.float32(30)
-    chunks = [chunks_of_squares(all_gather.own(rows, rank, count)) for rank in range(count)]
-    got = sum_in_units(all_gather.gathered(chunks), SQUARES.digits_of_chunks)
+    chunks = [
+        chunks_of_squares(all_gather.local_columns(rows, rank, count)) for rank in range(count)
+    ]
+    got = sum_in_units(all_gather.all_gather(chunks), SQUARES.digits_of_chunks)
     np.testing.assert_array_equal(got, sum_of_squares(rows))

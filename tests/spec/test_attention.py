@@ -151,7 +151,9 @@ def test_commit_moves_the_path_and_nothing_else(
     page_size: int, path: list[list[int]], counts: list[int]
 ) -> None:
     c = case(5, page_size)
-    after = spec.commit_window(c.k_pages, c.page_table, c.lengths, np.array(path), np.array(counts))
+    after = spec.compact_accepted_kv(
+        c.k_pages, c.page_table, c.lengths, np.array(path), np.array(counts)
+    )
     rows = spec.read(after, c.page_table, int(c.lengths.max()) + 3)
     before = spec.read(c.k_pages, c.page_table, rows.shape[1])
     for b, length in enumerate(c.lengths):
@@ -171,7 +173,7 @@ def attend(
     q: np.ndarray,
     k_pages: np.ndarray,
     v_pages: np.ndarray,
-    rows: spec.Rows,
+    rows: spec.AttentionRows,
     row_starts: np.ndarray,
     most_rows: int,
 ) -> np.ndarray:
@@ -198,7 +200,7 @@ def test_implementations_attend_over_a_tree_as_the_specification(
 WINDOWS = (1, 2, 3, 7, 1000)
 
 
-def seen_by(rows: spec.Rows, row: int) -> list[int]:
+def seen_by(rows: spec.AttentionRows, row: int) -> list[int]:
     """The KV positions that a row sees, as they follow each other in its text."""
     committed = range(rows.first[row], rows.until[row])
     return [*committed, *(rows.until[row] + np.flatnonzero(rows.window[row]))]
@@ -213,10 +215,10 @@ def test_a_row_of_a_sliding_layer_sees_the_last_positions_of_its_text(size: int)
     starts, first = np.array([0, 3, 3, 9]), np.array([2, 0, 30])
     prompts = spec.causal_rows(starts, first, np.array([1, 0, 7]), c.page_table, 9)
     for rows in (trees, prompts):
-        windowed = spec.windowed(rows, size)
+        windowed = spec.with_sliding_window(rows, size)
         for row in range(len(rows.request)):
             assert seen_by(windowed, row) == seen_by(rows, row)[-size:]
-        assert spec.windowed(rows, None) is rows
+        assert spec.with_sliding_window(rows, None) is rows
 
 
 @each_implementation
@@ -229,7 +231,7 @@ def test_implementations_slide_as_the_specification(
     rows, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, total)
     sees = (rows.first, rows.until, rows.window, size)
     for got, want in zip(
-        implementation("attention").last_seen(*sees), spec.last_seen(*sees), strict=True
+        implementation("attention").sliding_bounds(*sees), spec.sliding_bounds(*sees), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -291,7 +293,9 @@ def test_implementations_write_and_commit_the_same_rows(implementation: Implemen
     )
     path, counts = np.array([[0, 2, 5], [0, 0, 0], [0, 1, 3]]), np.array([3, 0, 2])
     args = (c.k_pages, c.page_table, c.lengths, path, counts)
-    np.testing.assert_array_equal(ops.commit_window(*args)[1:], spec.commit_window(*args)[1:])
+    np.testing.assert_array_equal(
+        ops.compact_accepted_kv(*args)[1:], spec.compact_accepted_kv(*args)[1:]
+    )
 
 
 def picture_rows(num_rows: int) -> list[np.ndarray]:
@@ -305,7 +309,7 @@ def picture_rows(num_rows: int) -> list[np.ndarray]:
 def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
     qkv, cos, sin = picture_rows(12)
     qkv[9:, 24:48], qkv[9:, 48:] = 1e4, np.nan
-    got = spec.attend_all(qkv, cos, sin, np.array([9]))
+    got = spec.bidirectional_attention(qkv, cos, sin, np.array([9]))
     q, k, v = qkv[:9].reshape(9, 3, 3, 8).swapaxes(0, 1)
     q, k = (apply_rotary(x, cos[:9], sin[:9]) for x in (q, k))
     given = (torch.tensor(x).transpose(0, 1) for x in (q, k, v))
@@ -322,7 +326,7 @@ def test_implementations_attend_over_a_picture_as_the_specification(
     qkv, cos, sin = picture_rows(num_rows)
     count = np.array([num_rows - 11])
     qkv[-11:, 24:48], qkv[-11:, 48:] = 1e4, np.nan
-    got = implementation("attention").attend_all(qkv, cos, sin, count)
-    want = spec.attend_all(qkv, cos, sin, count)
+    got = implementation("attention").bidirectional_attention(qkv, cos, sin, count)
+    want = spec.bidirectional_attention(qkv, cos, sin, count)
     # Float32 on both sides: only the order of the sums differs.
     np.testing.assert_allclose(got[:-11], want[:-11], rtol=1e-5, atol=1e-5)

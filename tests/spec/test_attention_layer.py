@@ -48,7 +48,7 @@ def test_implementations_mix_as_the_specification(
     case = CASES[name]
     given = arguments(case)
     names = ("qkv", "heads", "norms", "angles", "rows", "kv", "layer")
-    got = implementation("attention_layer").mix(*(given[name] for name in names))
+    got = implementation("attention_layer").attention_layer(*(given[name] for name in names))
     got = got[0] if isinstance(got, tuple) else got
     np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], **TOLERANCE)
 
@@ -62,10 +62,10 @@ def test_implementations_write_the_keys_of_rows_that_nothing_queries(
     keys = case.qkv[:, -2 * case.heads.num_kv_heads * case.heads.head_size :]
     rows, pools = given["rows"], given["kv"].pools
     ops = implementation("attention_layer")
-    got = ops.mix_keys(keys, case.heads, case.norms, case.angles, rows, pools, 0)
+    got = ops.write_kv(keys, case.heads, case.norms, case.angles, rows, pools, 0)
     if got is not None:  # torch writes in place, in a copy that only it sees
         written = np.stack([k_pages, v_pages])[:, 1:]
         np.testing.assert_allclose(got[0, :, 1:], written, **TOLERANCE)
     where = (case.k_pages, case.v_pages)
-    wanted = spec.mix_keys(keys, case.heads, case.norms, case.angles, case.rows, *where)
+    wanted = spec.write_kv(keys, case.heads, case.norms, case.angles, case.rows, *where)
     np.testing.assert_array_equal(wanted, (k_pages, v_pages))

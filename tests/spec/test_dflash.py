@@ -97,7 +97,7 @@ def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
     )
     lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
     (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))
-    seen = attention.visible(
+    seen = attention.attention_mask(
         *(np.asarray(each) for each in (rows.first, rows.until, rows.window)), 16
     )
     for row, sees in enumerate(seen):
@@ -154,7 +154,7 @@ def test_every_kind_of_head_gives_the_numbers_of_the_specification(name, impleme
 
 def test_the_drafts_of_a_block_are_a_chain_below_the_newest_token():
     head, weights = head_with(), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
-    drafter = dflash.Drafter(head, weights)
+    drafter = dflash.BlockHeadDrafter(head, weights)
 
     def choose(_, logits):
         return logits.argmax(axis=2), logits.max(axis=2)

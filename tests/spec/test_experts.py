@@ -11,7 +11,7 @@ import pytest
 from shared.models.layers import MoEConfig
 from shared.spec import experts as spec
 from shared.spec import layers
-from shared.spec.experts import Chosen, Experts
+from shared.spec.experts import Experts, SelectedExperts
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.implementations import Implementation, each_implementation, to_numpy
 from tests.support.op_records import mapped
@@ -19,7 +19,7 @@ from tests.support.op_records import mapped
 HIDDEN, WIDTH, ROWS = 12, 6, 7
 SOFTMAX = MoEConfig(
     num_experts=8,
-    num_chosen=3,
+    top_k=3,
     intermediate=WIDTH,
     shared_intermediate=0,
     shared_is_gated=False,
@@ -38,8 +38,8 @@ CONFIGS = {
     "sigmoid, not renormalised": replace(SIGMOID, is_renormalised=False),
     "groups": replace(SIGMOID, num_groups=4, num_chosen_groups=2),
     "groups of one": replace(SIGMOID, num_groups=8, num_chosen_groups=5),
-    "one expert": replace(SOFTMAX, num_chosen=1),
-    "all experts": replace(SOFTMAX, num_chosen=8),
+    "one expert": replace(SOFTMAX, top_k=1),
+    "all experts": replace(SOFTMAX, top_k=8),
 }
 SHARED = {
     "none": {},
@@ -73,7 +73,7 @@ def weights_of(config: MoEConfig) -> Experts:
     )
 
 
-def one_by_one(logits: np.ndarray, config: MoEConfig, bias: np.ndarray | None) -> Chosen:
+def one_by_one(logits: np.ndarray, config: MoEConfig, bias: np.ndarray | None) -> SelectedExperts:
     """The choice for each row in Python's own numbers."""
     all_ids, all_weights = [], []
     for row in logits.tolist():
@@ -86,11 +86,11 @@ def one_by_one(logits: np.ndarray, config: MoEConfig, bias: np.ndarray | None) -
         groups = [sum(sorted(ranked[i : i + size])[-2:]) for i in range(0, len(row), size)]
         best = sorted(range(len(groups)), key=lambda g: -groups[g])[: config.num_chosen_groups]
         open_ = [i for i in range(len(row)) if i // size in best]
-        ids = sorted(sorted(open_, key=lambda i: -ranked[i])[: config.num_chosen])
+        ids = sorted(sorted(open_, key=lambda i: -ranked[i])[: config.top_k])
         total = sum(scores[i] for i in ids) if config.is_renormalised else 1
         all_ids.append(ids)
         all_weights.append([scores[i] / total * config.routed_factor for i in ids])
-    return Chosen(np.array(all_ids), np.array(all_weights, np.float32))
+    return SelectedExperts(np.array(all_ids), np.array(all_weights, np.float32))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -151,7 +151,7 @@ def test_implementations_choose_the_same_of_equals(implementation: Implementatio
     assert choose(TIES[:1], even, np.zeros(8, np.float32)).ids.tolist() == [[0, 1, 2]]
 
 
-MANY = replace(SOFTMAX, num_experts=300, num_chosen=9)
+MANY = replace(SOFTMAX, num_experts=300, top_k=9)
 
 
 @each_implementation
@@ -173,7 +173,7 @@ def assert_nan_keeps_to_its_rows(choose, name: str) -> None:
     config, logits = CONFIGS[name], normal(7, ROWS, 8)
     got = choose(spoiled(logits), config, bias_of(config))
     want = choose(logits, config, bias_of(config))
-    assert all(len({*row}) == config.num_chosen for row in got.ids.tolist())
+    assert all(len({*row}) == config.top_k for row in got.ids.tolist())
     assert (np.diff(got.ids, axis=1) > 0).all()
     assert 0 <= got.ids.min() <= got.ids.max() < config.num_experts
     assert np.isnan(got.weights[1]).all()

@@ -42,7 +42,7 @@ def assert_close(got: GDNState | ReplayInputs, want: GDNState | ReplayInputs) ->
 def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() -> None:
     """A verify of one node and its commit leave the same bits."""
     made = given(1)
-    out, advanced = spec.advance(*parts(made, *LAYER))
+    out, advanced = spec.decode(*parts(made, *LAYER))
     verified, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
     np.testing.assert_array_equal(out, verified)
     one = np.ones(B, np.int32)
@@ -60,7 +60,7 @@ def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() ->
 
 def test_other_slots_and_layers_stay_as_they_are() -> None:
     made = given(1)
-    _, states = spec.advance(*parts(made, *LAYER))
+    _, states = spec.decode(*parts(made, *LAYER))
     others = np.setdiff1d(np.arange(B + 2), made["slots"])
     np.testing.assert_array_equal(states.recurrent[:, others], made["states"].recurrent[:, others])
     np.testing.assert_array_equal(states.recurrent[0], made["states"].recurrent[0])
@@ -105,8 +105,8 @@ def test_implementations_verify_in_the_slots(is_chain: bool, implementation: Imp
 @each_implementation
 def test_implementations_advance_and_commit_in_the_slots(implementation: Implementation) -> None:
     made = given(1)
-    found, states, kept = run(implementation, "advance", made)
-    out, advanced = spec.advance(*parts(made, *LAYER))
+    found, states, kept = run(implementation, "decode", made)
+    out, advanced = spec.decode(*parts(made, *LAYER))
     assert_close(states, advanced)
     channels = made["inputs"][:, : SMALL.channels]
     np.testing.assert_array_equal(kept[made["layer"], :, 0], channels)
@@ -142,12 +142,12 @@ def test_implementations_feed_chunks_in_the_slots(implementation: Implementation
     save_after, save = np.array([64, 4], np.int32), np.array([2, 0], np.int32)
     where = (row_starts, request, save_after, save)
     given = (*layer, states, snapshots, 1, slots, *where)
-    found, left = implementation("gdn_layer").leaving((3, 4), "feed", *given)
+    found, left = implementation("gdn_layer").leaving((3, 4), "prefill", *given)
     found, new, saved = found if isinstance(found, tuple) else (found, *left)
-    out, want = spec.feed(*layer, states, 1, slots, row_starts)
+    out, want = spec.prefill(*layer, states, 1, slots, row_starts)
     assert_close(new, want)
     first = (slots[:1], np.array([0, 64], np.int32))
-    _, partly = spec.feed(inputs[:64], *layer[1:], states, 1, *first)
+    _, partly = spec.prefill(inputs[:64], *layer[1:], states, 1, *first)
     np.testing.assert_allclose(saved.recurrent[1, 2], partly.recurrent[1, 3], **CLOSE)
     np.testing.assert_allclose(saved.window[1, 2], partly.window[1, 3], **CLOSE)
     np.testing.assert_allclose(found, out, **CLOSE)

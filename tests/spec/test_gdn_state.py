@@ -208,7 +208,7 @@ def all_close(got: tuple, want: tuple) -> None:
 def test_implementations_mix_one_token_as_the_specification(implementation: Implementation) -> None:
     weights, state = layer(9)
     args = (projected(10, B), weights, SIZES, *state)
-    all_close(implementation("gdn_state").mix_step(*args), spec.mix_step(*args))
+    all_close(implementation("gdn_state").gdn_decode(*args), spec.gdn_decode(*args))
 
 
 @each_implementation
@@ -223,8 +223,8 @@ def test_implementations_mix_trees_as_the_specification(
     before = (projected(13, B * N), weights, SIZES, *state)
     chains = np.array([[0, 0, 1, 2, 3, 4]] * B)
     where = (row_of, request, node)
-    got, kept = implementation("gdn_state").mix_tree(*before, parents, *where)
-    want = spec.mix_tree(*before, chains if parents is None else parents, *where)
+    got, kept = implementation("gdn_state").gdn_verify_tree(*before, parents, *where)
+    want = spec.gdn_verify_tree(*before, chains if parents is None else parents, *where)
     np.testing.assert_allclose(got, want[0], **CLOSE)
     names = ("k", "v", "log_decay", "beta", "inputs")
     all_close(*(tuple(getattr(x, name) for name in names) for x in (kept, want[1])))
@@ -238,10 +238,10 @@ def test_implementations_mix_prompts_as_the_specification(implementation: Implem
     row_starts, request = np.concatenate([[0], np.cumsum(counts)]), np.repeat(np.arange(B), counts)
     before = (weights, SIZES, *state)
     inputs = projected(15, len(request))
-    out, *new, saved = implementation("gdn_state").mix_chunks(
+    out, *new, saved = implementation("gdn_state").gdn_prefill(
         inputs, *before, row_starts, request, save_after
     )
-    all_close((out, *new), spec.mix_chunks(inputs, *before, row_starts))
-    _, *want = spec.mix_chunks(inputs[:66], *before, np.array([0, 64, 65, 66]))
+    all_close((out, *new), spec.gdn_prefill(inputs, *before, row_starts))
+    _, *want = spec.gdn_prefill(inputs[:66], *before, np.array([0, 64, 65, 66]))
     all_close([x[0] for x in saved], [x[0] for x in want])
     all_close([x[2] for x in saved], [x[2] for x in new])

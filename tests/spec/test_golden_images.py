@@ -28,7 +28,7 @@ def pictures_of(prompt: str, numbers: tuple[int, ...], rows: np.ndarray) -> Pict
     """A golden prompt's, whose rows stand in the pool from row 1 on."""
     tokens, image = WANT[f"{prompt}_ids"], vision().image_token
     grids = [tuple(int(x) // 2 for x in WANT[f"grid_{i}"][1:]) for i in numbers]
-    found, delta = mrope.turns(tokens, image, grids)
+    found, delta = mrope.mrope_positions(tokens, image, grids)
     is_image = tokens == image
     sources = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
     return Pictures(found, delta, np.concatenate([np.full_like(rows[:1], np.nan), rows]), sources)

@@ -10,7 +10,7 @@ import torch
 
 from jax_impl.ops.gemm import linear as jax_linear
 from shared.models import fp8_packing
-from shared.models.fp8 import BLOCK, Granularity, encoded, scale_shape
+from shared.models.fp8 import BLOCK, Granularity, quantize, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, NormedStream
@@ -35,30 +35,30 @@ BIASED_GATES = Matrix(GATE_UP.values, normal(7, 24))
 CASES = {
     "product": (X, BACK),
     "product_float32": (X, BACK),
-    "normed_product": (HIDDEN, EPS, WIDE),
-    "added_product": (X, BACK, HIDDEN),
-    "gated_product": (HIDDEN, EPS, GATE_UP),
+    "rmsnorm_linear": (HIDDEN, EPS, WIDE),
+    "linear_add": (X, BACK, HIDDEN),
+    "silu_and_mul_linear": (HIDDEN, EPS, GATE_UP),
 }
 
 
 ENDED = {
     "product": (X, BIASED, 3),
     "product_float32": (X, BIASED, 0.125),
-    "normed_product": (HIDDEN, EPS, Matrix(WIDE.values, normal(8, 12))),
-    "added_product": (X, BIASED, HIDDEN, 0.22),
-    "gated_product": (HIDDEN, EPS, BIASED_GATES),
+    "rmsnorm_linear": (HIDDEN, EPS, Matrix(WIDE.values, normal(8, 12))),
+    "linear_add": (X, BIASED, HIDDEN, 0.22),
+    "silu_and_mul_linear": (HIDDEN, EPS, BIASED_GATES),
 }
 """The same with biases, and with the factors that some take."""
 
 
 def test_a_stream_is_read_through_the_norm_that_it_was_given() -> None:
-    added = spec.added_product(X, BACK, HIDDEN, 1.0, NEXT)
+    added = spec.linear_add(X, BACK, HIDDEN, 1.0, NEXT)
     want = layers.rms_norm(added.rows, NEXT, EPS) @ WIDE.values.T
-    np.testing.assert_array_equal(spec.normed_product(added, EPS, WIDE), want)
+    np.testing.assert_array_equal(spec.rmsnorm_linear(added, EPS, WIDE), want)
     begun = spec.stream(HIDDEN.rows, NEXT)
     want = layers.rms_norm(HIDDEN.rows, NEXT, EPS) @ WIDE.values.T
-    np.testing.assert_array_equal(spec.normed_product(begun, EPS, WIDE), want)
-    as_it_is = spec.normed_product(begun, None, WIDE)
+    np.testing.assert_array_equal(spec.rmsnorm_linear(begun, EPS, WIDE), want)
+    as_it_is = spec.rmsnorm_linear(begun, None, WIDE)
     np.testing.assert_array_equal(as_it_is, HIDDEN.rows @ WIDE.values.T)
 
 
@@ -72,9 +72,9 @@ def test_each_product_is_the_composition_of_its_parts() -> None:
     want = {
         "product": X @ BACK.values.T,
         "product_float32": X @ BACK.values.T,
-        "normed_product": normed @ WIDE.values.T,
-        "added_product": HIDDEN.rows + X @ BACK.values.T,
-        "gated_product": layers.silu(gate) * up,
+        "rmsnorm_linear": normed @ WIDE.values.T,
+        "linear_add": HIDDEN.rows + X @ BACK.values.T,
+        "silu_and_mul_linear": layers.silu(gate) * up,
     }
     assert want.keys() == CASES.keys()
     for name, case in CASES.items():
@@ -86,8 +86,8 @@ def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(GATE_UP.values, 2)
     want = (layers.silu(normed @ gate.T) * (normed @ up.T)) @ BACK.values.T + HIDDEN.rows
-    x = spec.gated_product(HIDDEN, EPS, GATE_UP)
-    got = spec.added_product(x, BACK, HIDDEN).rows
+    x = spec.silu_and_mul_linear(HIDDEN, EPS, GATE_UP)
+    got = spec.linear_add(x, BACK, HIDDEN).rows
     # Float32 on both sides: two products of other sizes.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -98,9 +98,9 @@ def test_a_bias_is_added_to_the_product_and_a_factor_multiplies_both() -> None:
     want = {
         "product": biased[:, 3:],
         "product_float32": biased * np.float32(0.125),
-        "normed_product": normed @ WIDE.values.T + normal(8, 12),
-        "added_product": HIDDEN.rows + biased * np.float32(0.22),
-        "gated_product": layers.silu(gate) * up,
+        "rmsnorm_linear": normed @ WIDE.values.T + normal(8, 12),
+        "linear_add": HIDDEN.rows + biased * np.float32(0.22),
+        "silu_and_mul_linear": layers.silu(gate) * up,
     }
     assert want.keys() == ENDED.keys()
     for name, case in ENDED.items():
@@ -144,7 +144,7 @@ def fp8(
     )
     scales = rng.uniform(1e-4, 3e-4, scale_shape(codes.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    words, packed = fp8_packing.packed(codes), fp8_packing.packed_scales(scales)
+    words, packed = fp8_packing.pack(codes), fp8_packing.packed_scales(scales)
     return Matrix(words, bias, packed)
 
 
@@ -154,9 +154,9 @@ LONG = NormedStream(normal(22, 3, 256), 1 + normal(23, 256) / 4)
 IN_FP8 = {
     "product": (LONG.rows, EIGHT, 256),
     "product_float32": (LONG.rows, EIGHT, 0.125),
-    "normed_product": (LONG, EPS, EIGHT),
-    "added_product": (LONG.rows, EIGHT, NormedStream(normal(24, 3, 512))),
-    "gated_product": (LONG, EPS, EIGHT),
+    "rmsnorm_linear": (LONG, EPS, EIGHT),
+    "linear_add": (LONG.rows, EIGHT, NormedStream(normal(24, 3, 512))),
+    "silu_and_mul_linear": (LONG, EPS, EIGHT),
 }
 
 
@@ -173,8 +173,8 @@ def test_an_output_has_its_bits_whatever_stands_beside_it(
 
 
 def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
-    codes = fp8_packing.unpacked(EIGHT.values)
-    np.testing.assert_array_equal(fp8_packing.packed(codes), EIGHT.values)
+    codes = fp8_packing.unpack(EIGHT.values)
+    np.testing.assert_array_equal(fp8_packing.pack(codes), EIGHT.values)
     exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scales = np.kron(EIGHT.scales.astype(np.float64), np.ones((128, 128))) / 2.0**120
     want = (exact * scales).astype(np.float32).astype(ml_dtypes.bfloat16)
@@ -210,7 +210,7 @@ def test_products_with_an_fp8_weight_are_those_with_its_numbers(
 
 def test_outputs_of_fp8_begin_where_a_scale_does() -> None:
     of_channels = spec.widened(BY_CHANNELS)
-    codes = fp8_packing.unpacked(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
+    codes = fp8_packing.unpack(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
     own = BY_CHANNELS.scales[130].astype(np.float32) / np.float32(2.0**120)
     want = (codes[130].astype(np.float32) * own).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(of_channels[130], want.astype(np.float32))
@@ -231,7 +231,7 @@ def test_outputs_of_fp8_begin_where_a_scale_does() -> None:
 def codes(outputs: int, inputs: int, seed: int, *, by_output: bool) -> Matrix:
     """A weight of codes, with scales of each output, or of each block of outputs."""
     rng = np.random.default_rng(seed)
-    values = encoded(rng.normal(size=(outputs, inputs)).astype(np.float32) * 32)
+    values = quantize(rng.normal(size=(outputs, inputs)).astype(np.float32) * 32)
     count = outputs if by_output else outputs // BLOCK
     scales = rng.uniform(0.001, 0.004, (count, -(-inputs // BLOCK))).astype(np.float32)
     return Matrix(values, normal(seed, outputs), scales)

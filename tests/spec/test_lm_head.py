@@ -14,7 +14,7 @@ CASE, RANKED = (case for case in TABLE if not case.is_large)
 def test_children_of_a_projection_are_those_of_the_specification(name: str) -> None:
     side, arguments = SIDES[name](), RANKED.arguments(seed=4)
     ids, weights = side.run(side.operation(RANKED), side.placed(RANKED, arguments))
-    want = spec.ranked(**arguments)
+    want = spec.fused_rank(**arguments)
     np.testing.assert_array_equal(ids, want.ids)
     # Logarithms of two libraries, and masses that are rounded to units.
     np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
@@ -32,8 +32,8 @@ def test_rows_ask_for_scores_where_more_than_the_best_of_them_decides() -> None:
     """A row that does not ask is chosen as the best of its scores, and one that asks otherwise."""
     arguments = CASE.arguments(seed=4)
     given = {name: arguments[name] for name in ("seen", "positions", "request")}
-    asks = spec.asking(params=arguments["params"], **given)
-    chosen, scores = spec.joined(**arguments), spec.scores(arguments["projection"])
+    asks = spec.needs_logits(params=arguments["params"], **given)
+    chosen, scores = spec.fused_choose(**arguments), spec.scores(arguments["projection"])
     assert not asks[8:].any()
     assert asks[:8].sum() == 8
     np.testing.assert_array_equal(chosen.ids[~asks], scores.argmax(axis=1)[~asks])

@@ -34,14 +34,14 @@ def step(*reports: bool) -> tuple[np.ndarray, ...]:
 
 def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
     logits, row_of, tokens, counts, reports = step(False, True, True)
-    chosen, ids, values = spec.reported(logits, row_of, tokens, counts, reports, K)
+    chosen, ids, values = spec.output_logprobs(logits, row_of, tokens, counts, reports, K)
     own, best = logits[row_of[2]], spec.top(logits[row_of[2]], K)
     np.testing.assert_array_equal(chosen[2], spec.chosen(own, tokens[2]))
     np.testing.assert_array_equal(ids[2], best[0])
     np.testing.assert_array_equal(values[2], best[1])
     for part in (chosen, ids, values):
         assert not part[:2].any(), "one asks for nothing, the other emits nothing"
-    chosen, *_ = spec.reported(logits, row_of, tokens, counts, ~reports, K)
+    chosen, *_ = spec.output_logprobs(logits, row_of, tokens, counts, ~reports, K)
     assert chosen[0, 0] == spec.chosen(logits[4:5], tokens[0, :1])[0]
     assert not chosen[0, 1], "nothing is reported past the count"
 
@@ -49,7 +49,7 @@ def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
 def test_a_scores_rank_is_its_place_among_all() -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
-    found = spec.PromptLogprobs(*spec.scored(logits, ids, K))
+    found = spec.PromptLogprobs(*spec.prompt_logprobs(logits, ids, K))
     everything, _ = spec.top(logits, logits.shape[1])
     for row, (token, rank) in enumerate(zip(ids, found.ranks, strict=True)):
         assert everything[row, rank - 1] == token, "equal ones stand by their ids, as in the top"
@@ -62,7 +62,10 @@ def test_a_scores_rank_is_its_place_among_all() -> None:
 def test_implementations_score_alike(implementation: Implementation) -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
-    want, got = spec.scored(logits, ids, K), implementation("logprobs").scored(logits, ids, K)
+    want, got = (
+        spec.prompt_logprobs(logits, ids, K),
+        implementation("logprobs").prompt_logprobs(logits, ids, K),
+    )
     for name, mine, theirs in zip(spec.PromptLogprobs._fields, got, want, strict=True):
         assert mine.dtype == theirs.dtype, name
         np.testing.assert_allclose(mine, theirs, **CLOSE if mine.dtype == np.float32 else EXACT)
@@ -81,7 +84,7 @@ def test_implementations_report_alike(implementation: Implementation) -> None:
     )
     for reports in ([True, True, True], [False, True, True], [True, False, False], [False] * 3):
         asked = step(*reports)
-        (chosen, ids, values), got = spec.reported(*asked, K), ops.reported(*asked, K)
+        (chosen, ids, values), got = spec.output_logprobs(*asked, K), ops.output_logprobs(*asked, K)
         np.testing.assert_array_equal(got[1], ids)
         np.testing.assert_allclose(got[0], chosen, **CLOSE)
         np.testing.assert_allclose(got[2], values, **CLOSE)
@@ -110,7 +113,9 @@ def test_a_cpu_computes_nothing_where_no_row_reports(
     for row, runs in ((None, 0), (1, 0), (0, 1)):  # row 1 emits nothing
         calls.clear()
         asked = step(*(row == place for place in range(3)))
-        implementation("logprobs").reported(*asked, 1)  # no other test has this program, marked
+        implementation("logprobs").output_logprobs(
+            *asked, 1
+        )  # no other test has this program, marked
         if str(implementation) == "jax":
             import_module("jax").effects_barrier()
         assert len(calls) == runs

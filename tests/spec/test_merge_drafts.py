@@ -48,7 +48,7 @@ def join(
     lengths = (copies.at + ahead).astype(np.int32)
     B = len(lengths)
     most = np.array(how.pop("most", [63] * B), np.int32)
-    return spec.join(grown, copies, lengths, most, nodes, how.pop("depth", 8), rows or B * nodes)
+    return spec.merge(grown, copies, lengths, most, nodes, how.pop("depth", 8), rows or B * nodes)
 
 
 def paths_of(joined: MergedTrees, b: int = 0) -> list[tuple[tuple[int, ...], bool, bool]]:
@@ -162,7 +162,7 @@ def test_siblings_differ_parents_come_first_and_every_node_has_a_source(seed, B,
     grown, copies, lengths = drawn(seed, B, D, M)
     N = min(7, D + M)
     rows = B + B * (N - 1) // 2
-    joined = spec.join(grown, copies, lengths, np.full(B, 63, np.int32), N, D + 2, rows)
+    joined = spec.merge(grown, copies, lengths, np.full(B, 63, np.int32), N, D + 2, rows)
     assert joined.num_nodes.sum() <= rows
     for b in range(B):
         count = int(joined.num_nodes[b])
@@ -184,8 +184,8 @@ def test_siblings_differ_parents_come_first_and_every_node_has_a_source(seed, B,
 def test_with_room_for_all_every_node_of_each_source_is_there(seed, B, D, M):
     grown, copies, lengths = drawn(seed, B, D, M)
     N = D + M
-    joined = spec.join(grown, copies, lengths, np.full(B, 63, np.int32), N, N, B * N)
-    roots = spec.aligned(copies, grown.tokens[:, 0], lengths)
+    joined = spec.merge(grown, copies, lengths, np.full(B, 63, np.int32), N, N, B * N)
+    roots = spec.align_to_newest(copies, grown.tokens[:, 0], lengths)
     below = draft_tree.ancestors(copies.parents)
     for b in range(B):
         drafts = (np.arange(D) > 0) & (np.arange(D) < grown.num_nodes[b])
@@ -208,7 +208,7 @@ def test_implementations_join_alike(
         most = np.random.default_rng(seed).integers(0, N + 2, B).astype(np.int32)
         for rows in (B * N, B + N):
             given = (grown, copies, lengths, most, N, 4, rows)
-            got, want = ops.join(*given), spec.join(*given)
+            got, want = ops.merge(*given), spec.merge(*given)
             for name in ("tokens", "parents", "num_nodes", "drafted", "copied"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
             both += int((want.drafted & (want.copied > 0)).sum())

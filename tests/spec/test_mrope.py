@@ -18,7 +18,9 @@ def grid(number: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("prompt", "pictures"), [("mm", (0, 1)), ("one", (2,))])
 def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, pictures):
     tokens = WANT[f"{prompt}_ids"]
-    found, delta = spec.turns(tokens, vision().image_token, [grid(each) for each in pictures])
+    found, delta = spec.mrope_positions(
+        tokens, vision().image_token, [grid(each) for each in pictures]
+    )
     np.testing.assert_array_equal(found.T, WANT[f"{prompt}_pos"])
     assert delta == WANT[f"{prompt}_delta"]
 
@@ -35,7 +37,7 @@ def test_what_lies_between_pictures_goes_on_from_the_longer_side_of_each():
             want += [[turn, turn + i, turn + j] for i in range(rows) for j in range(columns)]
             turn += max(rows, columns)
         tokens, want = [*tokens, 1], [*want, [turn] * 3]
-        found, delta = spec.turns(np.array(tokens), 250, grids)
+        found, delta = spec.mrope_positions(np.array(tokens), 250, grids)
         assert found.tolist() == want
         assert delta == turn + 1 - len(tokens)
 
@@ -44,12 +46,12 @@ def test_a_long_prompt_takes_the_engine_a_moment():
     tokens = np.ones(1 << 20, np.int64)
     tokens[5:9] = 250
     began = time.process_time()
-    spec.turns(tokens, 250, [(2, 2)])
+    spec.mrope_positions(tokens, 250, [(2, 2)])
     assert time.process_time() - began < 0.5  # 0.02 s; a look at each token takes 1.6
 
 
 def test_text_turns_by_its_places():
-    found, delta = spec.turns(np.arange(7), 250, [])
+    found, delta = spec.mrope_positions(np.arange(7), 250, [])
     np.testing.assert_array_equal(found, np.arange(7)[:, None].repeat(3, axis=1))
     assert delta == 0
 
@@ -57,7 +59,7 @@ def test_text_turns_by_its_places():
 @pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 4)], [(1, 3), (1, 1)], [(0, 3)]])
 def test_other_pictures_than_the_prompts_are_refused(grids):
     with pytest.raises(ValueError, match="image tokens.* its images"):
-        spec.turns(np.array([1, 250, 250, 250, 2]), 250, grids)
+        spec.mrope_positions(np.array([1, 250, 250, 250, 2]), 250, grids)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +67,4 @@ def test_other_pictures_than_the_prompts_are_refused(grids):
 )
 def test_pairs_take_turns_as_long_as_row_and_column_have_some_left(sections, want):
     rotary = RotaryConfig(theta=1e4, width=2 * sum(sections), sections=sections)
-    assert spec.turn_of_pairs(rotary).tolist() == want
+    assert spec.mrope_section_map(rotary).tolist() == want

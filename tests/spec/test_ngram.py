@@ -19,7 +19,7 @@ def seen(text: list[int], scope: int = 0, table: spec.NgramTable | None = None) 
     tokens = np.array([text], np.int32)
     contexts = spec.windows(np.full((1, spec.WINDOW), -1, np.int32), tokens)[0]
     everyone = np.full((len(text), 2), scope, np.int32), np.ones(len(text), bool)
-    return spec.learn(table or spec.NgramTable.empty(GROUPS), contexts, tokens[0], *everyone)
+    return spec.insert(table or spec.NgramTable.empty(GROUPS), contexts, tokens[0], *everyone)
 
 
 def drafted(
@@ -110,7 +110,7 @@ def test_a_tail_is_what_windows_end_with():
     tails, tokens = rng.integers(0, 99, (3, spec.WINDOW)), rng.integers(0, 99, (3, 5))
     counts = np.array([0, 3, 5])
     before = spec.windows(tails, tokens)
-    after = spec.tails_after(tails, tokens, counts)
+    after = spec.update_tails(tails, tokens, counts)
     np.testing.assert_array_equal(before[:, 0], tails)
     np.testing.assert_array_equal(after[0], tails[0])
     np.testing.assert_array_equal(after[1], before[1, 3])
@@ -135,15 +135,15 @@ def test_texts_go_on_the_same_everywhere(implementation: Implementation):
     tails, tokens = texts(rng, 4, 9)["contexts"], rng.integers(0, 9, (4, 3)).astype(np.int32)
     counts = np.array([0, 1, 2, 3], np.int32)
     np.testing.assert_array_equal(ops.windows(tails, tokens), spec.windows(tails, tokens))
-    wanted = spec.tails_after(tails, tokens, counts)
-    np.testing.assert_array_equal(ops.tails_after(tails, tokens, counts), wanted)
+    wanted = spec.update_tails(tails, tokens, counts)
+    np.testing.assert_array_equal(ops.update_tails(tails, tokens, counts), wanted)
 
 
 def test_cases_have_what_kernels_could_do_wrong():
     """Places that several tokens want, clocks that go round, branches and full trees."""
-    learnt = next(case for case in TABLE if case.function == "learn" and "150" in case.name)
+    learnt = next(case for case in TABLE if case.function == "insert" and "150" in case.name)
     arguments = learnt.arguments(0)
-    written = spec.learn(**arguments)
+    written = spec.insert(**arguments)
     is_real = arguments["is_real"] & (arguments["contexts"][:, -1] >= 0)
     assert (written.stamps[0] != arguments["table"].stamps[0]).sum() < is_real.sum() / 2
     assert (arguments["table"].clocks < 200).all()

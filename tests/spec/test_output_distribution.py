@@ -128,7 +128,7 @@ FAULTS = {
     "only the last token counts": (sampling, "seen_in_trees", _only_the_last_token_counts, BOTH),
     "siblings count": (sampling, "seen_in_trees", _siblings_count, BOTH),
     "filters one after another": (sampling, "support", _filters_one_after_another, BOTH),
-    "every draft is accepted": (acceptance, "walk", _every_draft_is_accepted, BOTH),
+    "every draft is accepted": (acceptance, "accept_greedy_path", _every_draft_is_accepted, BOTH),
 }
 
 

@@ -55,7 +55,7 @@ def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
         found.append(ranked.ids[:, 0, 0])
         laws.append(ranked.processed)
     tokens = np.stack([texts.newest, *found], axis=1)
-    return tokens, rule.acceptance.sampled_law(np.stack(laws, axis=1), tokens)
+    return tokens, rule.acceptance.draft_probs(np.stack(laws, axis=1), tokens)
 
 
 def certain_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +64,7 @@ def certain_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
     for _ in range(shape.depth):
         found.append(tables()[1][found[-1]].argmax(axis=1).astype(np.int32))
     tokens = np.stack(found, axis=1)
-    return tokens, rule.acceptance.certain_law(tokens, VOCAB)
+    return tokens, rule.acceptance.one_hot_q(tokens, VOCAB)
 
 
 CHAINS = {"sampled": sampled_chain, "certain": certain_chain}
@@ -98,7 +98,9 @@ class Rejecting:
             texts.how,
             texts.lengths.astype(np.int32),
         )
-        path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
+        path, counts = rule.acceptance.accept_greedy_path(
+            tokens, parents, num_nodes, choices, shape.depth
+        )
         return rule.acceptance.emitted(choices, path, counts), counts
 
 
@@ -171,7 +173,7 @@ def _drafts_share_the_residuals_stream(was: Callable) -> Callable:
 
 
 REJECTION_FAULTS = {
-    "q without filters": (acceptance, "sampled_law", _q_without_filters),
+    "q without filters": (acceptance, "draft_probs", _q_without_filters),
     "residual is the target's law": (acceptance, "_decided", _residual(lambda p, _: p)),
     "residual without its sign": (acceptance, "_decided", _residual(lambda _, r: abs(r))),
     "drafts share the residual's stream": (
@@ -220,5 +222,5 @@ def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -
 def test_a_drafter_that_is_not_finite_leaves_the_law_as_it_is() -> None:
     scores_of = np.zeros((1, 2, 4), np.float32)
     scores_of[0, 1, 3] = np.nan
-    q = acceptance.sampled_law(scores_of, np.array([[0, 1, 3]], np.int32))
+    q = acceptance.draft_probs(scores_of, np.array([[0, 1, 3]], np.int32))
     assert q[0].tolist() == [[0.25] * 4, [0, 0, 0, 1]]

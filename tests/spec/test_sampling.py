@@ -62,7 +62,7 @@ class TestLaw:
             sampling = neutral(40, 3, temperature=warm, seed=np.full(40, 11, np.uint32))
             chosen = choose(spec, rows, positions, sampling)
             assert (chosen != 1).any() == is_noisy
-            noisy = spec.perturbed(rows, sampling, everyone, positions, TARGET_STREAM)
+            noisy = spec.add_gumbel_noise(rows, sampling, everyone, positions, TARGET_STREAM)
             assert (noisy != rows).any() == is_noisy
 
     def test_draft_weights_are_log_probabilities_softened_by_tau(self) -> None:

@@ -35,7 +35,7 @@ def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None
     tokens, parents, num_nodes, choices, seeds, lengths = trees_of(1)
     found, walked = spec.simulate(tokens, parents, num_nodes, choices, rates, seeds, lengths)
     depth = int(draft_tree.depths(parents).max())
-    path, counts = spec.walk(tokens, parents, walked, found, depth)
+    path, counts = spec.accept_greedy_path(tokens, parents, walked, found, depth)
     out, chance = spec.emitted(found, path, counts), uniforms(seeds, lengths, len(rates))
     for b in range(ROWS):
         way = [0]

@@ -88,7 +88,7 @@ class Drafting:
             len(tokens),
         )
         state = model_spec.new_state(self.small.config, 1)
-        mixer = model_spec.Chunks(
+        mixer = model_spec.PrefillGDN(
             self.small.config, self.small.weights, state, np.array([0, len(tokens)])
         )
         passed = self.small.forward(self.kv, rows, tokens, mixer)
@@ -272,7 +272,7 @@ def test_a_restored_slot_drafts_as_the_one_that_was_saved(host):
     first = host.request(tokens)
     plan = host.prefill_plan(first)
     plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
-    assert host.run(plan).saved[0]
+    assert host.run(plan).snapshot_saved[0]
     heir = host.request(tokens)
     host.share(first, heir, 64)
     host.run(host.restored_plan(heir, 64, 1))
@@ -319,7 +319,7 @@ def no_extend(patch: pytest.MonkeyPatch) -> None:
 def root_at_a_wrong_position(patch: pytest.MonkeyPatch) -> None:
     healthy = eagle.extend_rows
 
-    def rows(*arguments: Any) -> attention.Rows:
+    def rows(*arguments: Any) -> attention.AttentionRows:
         found = healthy(*arguments)
         return found if arguments[4] else replace(found, positions=found.positions + 1)
 
@@ -329,7 +329,7 @@ def root_at_a_wrong_position(patch: pytest.MonkeyPatch) -> None:
 def nodes_at_the_heads_positions(patch: pytest.MonkeyPatch) -> None:
     healthy = eagle._expansion_rows
 
-    def rows(*arguments: Any) -> attention.Rows:
+    def rows(*arguments: Any) -> attention.AttentionRows:
         found = healthy(*arguments)
         return replace(found, positions=found.positions - 1)
 

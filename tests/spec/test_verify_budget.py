@@ -23,10 +23,10 @@ class Batch:
 
     @property
     def ranked(self) -> np.ndarray:
-        return spec.rank_weights(self.parents, self.weights, self.calibration)
+        return spec.log_acceptance(self.parents, self.weights, self.calibration)
 
     def share(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return spec.share(self.tokens, self.parents, self.num_nodes, self.ranked, rows)
+        return spec.prune_to_budget(self.tokens, self.parents, self.num_nodes, self.ranked, rows)
 
     @property
     def drafts(self) -> list[tuple[int, int]]:
@@ -98,8 +98,8 @@ def chains_of(*edges: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 
 def counts_of(*edges: list[float], calibration: list[list[float]], rows: int) -> list[int]:
     tokens, parents, num_nodes, weights = chains_of(*edges)
-    ranked = spec.rank_weights(parents, weights, np.array(calibration, np.float32))
-    return spec.share(tokens, parents, num_nodes, ranked, rows)[2].tolist()
+    ranked = spec.log_acceptance(parents, weights, np.array(calibration, np.float32))
+    return spec.prune_to_budget(tokens, parents, num_nodes, ranked, rows)[2].tolist()
 
 
 def test_rows_go_where_drafts_are_likely():
@@ -122,7 +122,9 @@ def test_equal_drafts_are_taken_by_request_then_by_node():
 
 def test_calibration_that_grows_with_depth_is_clamped():
     """A deeper part of a path that is said to be likelier counts what the part above it does."""
-    ranked = spec.rank_weights(*chains_of([-1.0, -0.5])[1::2], np.array([[-3.0, 0.0]], np.float32))
+    ranked = spec.log_acceptance(
+        *chains_of([-1.0, -0.5])[1::2], np.array([[-3.0, 0.0]], np.float32)
+    )
     assert ranked.tolist() == [[0.0, -4.0, -4.0]]
 
 
@@ -145,12 +147,14 @@ def test_implementations_share_alike(
         batch = Batch(seed, B, N)
         batch.weights[0, 1:3], batch.calibration[-1, -1:] = np.nan, -np.inf
         trees = (batch.parents, batch.weights, batch.calibration)
-        ranked = spec.rank_weights(*trees)
-        np.testing.assert_array_equal(ops.rank_weights(*trees), ranked)
+        ranked = spec.log_acceptance(*trees)
+        np.testing.assert_array_equal(ops.log_acceptance(*trees), ranked)
         edges = -np.random.default_rng(seed).random((B, N)).astype(np.float32)
         np.testing.assert_array_equal(ops.chain_weights(edges), spec.chain_weights(edges))
         given = (batch.tokens, batch.parents, batch.num_nodes, ranked, rows)
-        for got, want in zip(ops.share(*given), spec.share(*given), strict=True):
+        for got, want in zip(
+            ops.prune_to_budget(*given), spec.prune_to_budget(*given), strict=True
+        ):
             np.testing.assert_array_equal(got, want)
 
 

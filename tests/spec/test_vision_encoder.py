@@ -56,12 +56,12 @@ def test_every_device_cuts_a_picture_as_the_specification(cutter):
 def test_a_picture_is_brought_to_the_size_of_the_released_settings(
     height, width, fitted_height, fitted_width
 ):
-    released = replace(picture_config(), factor=32, least=1 << 16, most=1 << 24)
+    released = replace(picture_config(), multiple=32, min_pixels=1 << 16, max_pixels=1 << 24)
     if not fitted_height:
         with pytest.raises(InvalidImageError, match="one side must be at most 200 times the other"):
-            released.fitted(height, width)
+            released.smart_resize(height, width)
         return
-    assert released.fitted(height, width) == (fitted_height, fitted_width)
+    assert released.smart_resize(height, width) == (fitted_height, fitted_width)
 
 
 def test_the_tower_gives_the_embeddings_of_the_reference_implementation(tower):

@@ -136,8 +136,8 @@ def reported(ops: Any, vocabulary: Any, parts: list, has: dict) -> Any:
     """Logprobs of emitted tokens, and of a prompt's."""
     logprobs, once = ops("logprobs"), has["request"][:, None]
     emitted = (has["ids"][:, None], 0 * has["ids"] + 1, has["reports"])
-    told = logprobs.reported(parts[0], once, *emitted, 5, vocabulary)
-    return told, logprobs.scored(parts[0], has["ids"], 5, vocabulary)
+    told = logprobs.output_logprobs(parts[0], once, *emitted, 5, vocabulary)
+    return told, logprobs.prompt_logprobs(parts[0], has["ids"], 5, vocabulary)
 
 
 def drafted(ops: Any, vocabulary: Any, parts: list, has: dict, rule: str | None) -> Any:
@@ -152,7 +152,7 @@ def drafted(ops: Any, vocabulary: Any, parts: list, has: dict, rule: str | None)
     if rule is None:
         return ranked.ids, ranked.weights
     tokens = ranked.ids[:, :, 0]
-    return ops("acceptance").judge(
+    return ops("acceptance").rejection_sample(
         logits=parts[0],
         seen=has["of_nodes"],
         positions=has["positions"][has["of_node"]],

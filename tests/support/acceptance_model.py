@@ -210,7 +210,7 @@ def _verify(
     at_node = noise[np.arange(B)[:, None], depths].reshape(B * N, -1)
     scores = pair.target[tokens.reshape(-1)]
     choices = sampling.best(scores + at_node).reshape(B, N)
-    path, counts = acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
+    path, counts = acceptance.accept_greedy_path(tokens, parents, num_nodes, choices, shape.depth)
     return acceptance.emitted(choices, path, counts), counts
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kernels.tiles import BLOCKS, MEASURED, AttentionTiles, DecodeAttentionTiles, Tiles
 from shared.boundary.workspace import MOST_PARTS
-from shared.spec.attention_layer import reach
+from shared.spec.attention_layer import row_bounds
 from shared.spec.reduction_order import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.attention.attention_layer import EPS, MixCase
 from tests.support.kernels import AS_ROUNDED, INTERPRET, KERNELS, ON_GPU
@@ -63,7 +63,7 @@ def pools_of(case: MixCase) -> np.ndarray:
 def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
     """All arrays of a case by the kernels' names; floats that are rounded in half precision."""
     counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
-    bounds = reach(case.rows, case.row_starts)
+    bounds = row_bounds(case.rows, case.row_starts)
     return {
         "projected": case.qkv,
         "q_norm": None if case.norms is None else case.norms.q,
@@ -96,7 +96,10 @@ def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callab
             arrays = arrays | {"q": q, "kv": kv}
         if most_parts is not None:
             return call_with(
-                modules["attention_layer"].mix, arrays, most_parts=most_parts, **new | attends
+                modules["attention_layer"].attention_layer,
+                arrays,
+                most_parts=most_parts,
+                **new | attends,
             )
         arrays["gate"] = arrays["projected"] if new["gated"] else None
         return call_with(modules["attention"].attend, arrays, **attends), kv, None
@@ -131,7 +134,7 @@ def run_triton(case: MixCase, how: How = FUSED, given_as: Callable = torch.clone
     q = call_with(modules["qk_norm_rope_kv_write"].place, arrays, **new) if is_placed else None
     if how.is_fused:
         settings = new | attends | {"most_parts": how.most_parts, "q": q}
-        out = call_with(modules["attention_layer"].mix, arrays, **settings)
+        out = call_with(modules["attention_layer"].attention_layer, arrays, **settings)
     else:
         gate = arrays["projected"] if case.heads.gated else None
         out = call_with(modules["attention"].attend, arrays | {"q": q, "gate": gate}, **attends)

@@ -10,8 +10,8 @@ def policy_of(drafter: str, *, is_hybrid: bool) -> CachePolicy:
     """The policy of a server with this drafter, whose states are kept as often as they may be."""
     return CachePolicy(
         is_on=True,
-        key_reach=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),
-        leaves_holes=drafter not in ("none", "NGRAM"),
-        reads_past=drafter == "STANDALONE",
+        key_lookahead=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),
+        may_skip_draft_kv=drafter not in ("none", "NGRAM"),
+        draft_reads_kv=drafter == "STANDALONE",
         track_interval=CHUNK if is_hybrid else 0,
     )

@@ -69,7 +69,7 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
             tokens=tokens,
             shape=shape,
             extras=ProgramFeature.NONE,
-        ).having(
+        ).with_features(
             {
                 ProgramFeature.HOST_DRAFT: host_draft,
                 ProgramFeature.MASK: mask,
@@ -159,9 +159,9 @@ class Host:
             sampling=SamplingParams(**params),
             output=list(output),
         )
-        request.place(self.allocator.take_slot())
+        request.assign_slot(self.allocator.take_slot())
         assert self.allocator.reserve(request.slot, positions)
-        self.planner.bind(request)
+        self.planner.write_request_row(request)
         request.prefill(request.prefill_length)  # a test says itself in which steps
         return request
 

@@ -75,7 +75,7 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
             tokens=tokens,
             shape=shape,
             extras=ProgramFeature.NONE,
-        ).having({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
+        ).with_features({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
 
     decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
     count = replace(program(StepKind.COUNT, TreeShape.plain(1), CHUNK), batch=1)

@@ -129,7 +129,7 @@ class Oracle:
         rows = spec_sampling(params, len(prompt), vocab, count)
         alone, row = sampling.seen_alone(seen, np.arange(count)), np.arange(count)
         processed = sampling.processed(logits, alone, positions, rows, row, None)
-        perturbed = sampling.perturbed(processed, rows, row, positions, TARGET_STREAM)
+        perturbed = sampling.add_gumbel_noise(processed, rows, row, positions, TARGET_STREAM)
         best_two = np.sort(perturbed, axis=1)[:, -2:]
         scale = params.temperature or 1.0
         margins = (best_two[:, 1] - best_two[:, 0]) * scale

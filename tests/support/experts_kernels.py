@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from kernels.kernel_limits import arrivals_of_experts
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from shared.models.fp8 import Granularity, scale_shape, widened
-from shared.models.fp8_packing import FP8_BLOCK, packed, packed_scales
+from shared.models.fp8 import Granularity, dequantize, scale_shape
+from shared.models.fp8_packing import FP8_BLOCK, pack, packed_scales
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -26,7 +26,7 @@ HALF = ml_dtypes.bfloat16 if ON_GPU else np.float32
 """Of rows and weights: the interpreters are quicker, and closer, in float32."""
 
 
-def routing(experts: int, top: int, **changed: Any) -> Routing:
+def routing(experts: int, top: int, **changed: Any) -> RoutingSettings:
     usual = {
         "groups": 1,
         "top_groups": 1,
@@ -35,7 +35,7 @@ def routing(experts: int, top: int, **changed: Any) -> Routing:
         "factor": 1.0,
     }
     shared = {"is_shared": False, "is_gated": False}
-    return Routing(experts=experts, top=top, **(usual | shared | changed))
+    return RoutingSettings(experts=experts, top=top, **(usual | shared | changed))
 
 
 def tiles(*, fp8: bool, **changed: Any) -> ExpertsTiles:
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     R: int
     hidden: int
     inner: int
-    routing: Routing
+    routing: RoutingSettings
     granularity: Granularity | None = None
     is_biased: bool = False
     is_scaled: bool = True
@@ -109,8 +109,8 @@ def _fp8(
     codes[(codes & 0x7F) >= 0x60] &= 0x9F  # up to 30, and no NaN
     scales = rng.uniform(0.002, 0.004, scale_shape(shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    numbers = widened(codes, scales)
-    return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), packed(codes), scales
+    numbers = dequantize(codes, scales)
+    return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), pack(codes), scales
 
 
 @cache
@@ -181,7 +181,7 @@ def reference(case: Case) -> Found:
     return Found(ids, weights, rows, scaled, chunks_of_squares(rows))
 
 
-def _within_groups(keys: np.ndarray, choice: Routing) -> np.ndarray:
+def _within_groups(keys: np.ndarray, choice: RoutingSettings) -> np.ndarray:
     """The keys of the chosen groups, and less than all of them elsewhere."""
     groups = keys.reshape(len(keys), choice.groups, -1)
     sums = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)

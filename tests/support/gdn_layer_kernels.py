@@ -264,7 +264,7 @@ def specified(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
         parents = np.where(np.arange(N) < case.counts[:, None], case.parents, 0)
     held = (case.recurrent[LAYER, case.slots], case.window[LAYER, case.slots])
     weights, where = (case.weights, case.sizes), (parents, row_of, request, of_row)
-    out, kept = spec.mix_tree(case.projected, *weights, *held, *where)
+    out, kept = spec.gdn_verify_tree(case.projected, *weights, *held, *where)
     kept = [x[0] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)]
     return np.where((rows < starts[-1])[:, None], out, 0), kept
 

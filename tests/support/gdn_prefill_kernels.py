@@ -196,7 +196,7 @@ def specified(case: Case) -> Found:
                 slot[None],
                 np.array([0, count]),
             )
-            got, after = spec.feed(*given) if count else (out[:0], states)
+            got, after = spec.prefill(*given) if count else (out[:0], states)
             if count == whole:
                 out[case.rows(request)] = got
                 recurrent[LAYER, slot] = after.recurrent[LAYER, slot]

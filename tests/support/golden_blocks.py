@@ -21,7 +21,7 @@ from jax_impl.ops.sampling.lm_head import scores as jax_scores
 from shared.boundary.tp_group import SINGLE_RANK
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
@@ -49,7 +49,7 @@ def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, 
     sizes = config_from_folder(target)
     config = DraftConfig.from_folder(folder, sizes)
     checkpoint = files_of(folder)
-    config = fitted(config, checkpoint, open_checkpoint(target))
+    config = infer_from_tensors(config, checkpoint, open_checkpoint(target))
     head = load_head(checkpoint, config, np.float32)
     return head, dict(load_all(target, sizes, False))
 

@@ -14,7 +14,7 @@ from jax_impl.drafters import dspark as jax_dspark
 from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
-from shared.reference.rows import Ranking as SpecRanking
+from shared.reference.rows import PenaltyRanking as SpecRanking
 from shared.spec import dflash2, dspark
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import TARGET

@@ -30,7 +30,7 @@ def picture_config() -> ImageProcessorConfig:
 
 def resized(picture: np.ndarray) -> np.ndarray:
     """A picture at the size that the checkpoint wants."""
-    height, width = picture_config().fitted(*picture.shape[:2])
+    height, width = picture_config().smart_resize(*picture.shape[:2])
     return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
 
 

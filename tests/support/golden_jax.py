@@ -123,8 +123,8 @@ class Passes:
         cpu = jax.devices("cpu")[0]
         if quantises:
             checkpoint = open_checkpoint(folder)
-            in_codes = checkpoint.in_codes(parameters(config, False))
-            how = (np.float32, cpu, lambda num_bytes: None, (), in_codes)
+            as_w8a8 = checkpoint.as_w8a8(parameters(config, False))
+            how = (np.float32, cpu, lambda num_bytes: None, (), as_w8a8)
             self._arrays = weights.load(checkpoint, config, False, *how)
         else:
             arrays = load_all(folder, config, config.has_mtp)
@@ -156,7 +156,7 @@ class Passes:
         place = (num_nodes, length[None], ints(TABLE), ROWS)
         rows, node = attention.tree_rows(parents, *place, is_chain=False)
         if delta is not None:
-            rows = attention.turned(rows, delta)
+            rows = attention.with_mrope(rows, delta)
         row_starts = jnp.stack([0, count])
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
@@ -169,7 +169,7 @@ class Passes:
 
     def _commit(self, _, kv, state, kept, path, count, length):
         counts = count[None]
-        kv = attention.commit_window(kv, ints(TABLE), length[None], path, counts)
+        kv = attention.compact_accepted_kv(kv, ints(TABLE), length[None], path, counts)
         if state is not None:
             pools, where = (state, gdn_layer.take(state, SINK)), (SINK, path, counts, SINK, SINK)
             state, _ = gdn_layer.commit(*pools, kept, *where)
@@ -261,7 +261,7 @@ def passes(folder: Path, context_length: int | None, quantises: bool) -> Passes:
     return Passes(folder, context_length, quantises)
 
 
-def _causal_rows(count: jax.Array, first: jax.Array) -> attention.Rows:
+def _causal_rows(count: jax.Array, first: jax.Array) -> attention.AttentionRows:
     where = (jnp.stack([0, count]), first[None], jnp.zeros(1, jnp.int32), ints(TABLE))
     return attention.causal_rows(*where, TOKENS)
 

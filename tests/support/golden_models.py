@@ -13,7 +13,7 @@ import numpy as np
 
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.spec import attention, eagle, gdn_state, layers, model, sampling
@@ -162,7 +162,7 @@ class SpecModel:
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         rows = replace(rows, positions=positions)
-        mixer = model.Chunks(self.config, self.weights, self._state, row_starts)
+        mixer = model.PrefillGDN(self.config, self.weights, self._state, row_starts)
         passed = model.forward(self.config, self.weights, self._kv, rows, tokens, None, mixer)
         return self._pass(passed, len(tokens))
 
@@ -187,7 +187,7 @@ class SpecModel:
     def commit(self, path: Array) -> None:
         counts, lengths = np.array([len(path)]), np.array([self._length])
         where = (TABLE, lengths, path[None], counts)
-        k, v = (attention.commit_window(pool, *where) for pool in (self._kv.k, self._kv.v))
+        k, v = (attention.compact_accepted_kv(pool, *where) for pool in (self._kv.k, self._kv.v))
         self._kv = model.KV(k, v)
         nothing_saved = np.zeros(1, int)
         self._state, _, _ = gdn_state.replay(
@@ -233,7 +233,7 @@ def golden_head_files(folder: Path, target: Path) -> tuple[DraftConfig, Checkpoi
         DraftConfig.from_folder(folder, config_from_folder(target)),
         open_head(folder),
     )
-    return fitted(config, checkpoint, open_checkpoint(target)), checkpoint
+    return infer_from_tensors(config, checkpoint, open_checkpoint(target)), checkpoint
 
 
 class SpecHead:
@@ -242,7 +242,7 @@ class SpecHead:
     def __init__(self, folder: Path, target: Path) -> None:
         loaded = load_golden_head(folder, target)
         shared = load_all(target, config_from_folder(target), False)
-        drafter = eagle.Drafter.of_head(loaded, shared)
+        drafter = eagle.EagleHeadDrafter.of_head(loaded, shared)
         self._head, self._read = drafter.run, lambda reads: reads
         if loaded.config.kind == "EAGLE3":
             self._read = partial(eagle.eagle3_project, loaded.config, loaded.weights)

@@ -44,7 +44,7 @@ def new_pools(config: ModelConfig, num_layers: int) -> torch.Tensor:
     return device_state.new_kv(config, num_layers, (NUM_PAGES, PAGE_SIZE), torch.float32, CPU)
 
 
-def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.Rows:
+def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.AttentionRows:
     where = (ints([0, count]), ints([first_position]), ints([0]))
     return attention.causal_rows(*where, table, count)
 
@@ -54,8 +54,8 @@ def _loaded(folder: Path, config: ModelConfig, quantises: bool) -> weights.Weigh
         arrays = load_all(folder, config, config.has_mtp)
         return weights.from_arrays(config, arrays, "float32", CPU)
     checkpoint = open_checkpoint(folder)
-    in_codes = checkpoint.in_codes(parameters(config, False))
-    how = ("float32", CPU, lambda num_bytes: None, (), in_codes)
+    as_w8a8 = checkpoint.as_w8a8(parameters(config, False))
+    how = ("float32", CPU, lambda num_bytes: None, (), as_w8a8)
     return weights.load(checkpoint, config, False, *how)
 
 
@@ -101,7 +101,7 @@ class TorchModel:
             parents, num_nodes, lengths, self._table, rows, is_chain=False
         )
         if self._delta is not None:
-            flat = attention.turned(flat, self._delta)
+            flat = attention.with_mrope(flat, self._delta)
         self._mixer = None
         if self._model.config.gated_delta:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
@@ -114,7 +114,7 @@ class TorchModel:
 
     def commit(self, path: Array) -> None:
         path, counts = ints(path)[None], ints([len(path)])
-        attention.commit_window(self._kv, self._table, ints([self._length]), path, counts)
+        attention.compact_accepted_kv(self._kv, self._table, ints([self._length]), path, counts)
         if self._mixer is not None:
             self._mixer.commit(self._no_snapshot, path, counts, ints([0]), ints([0]))
         self._length += path.shape[1]
@@ -139,7 +139,7 @@ class TorchModel:
         self,
         tokens: torch.Tensor,
         shown: layers.ImageEmbeds | None,
-        rows: attention.Rows,
+        rows: attention.AttentionRows,
         mixer: PrefillMixer | VerifyMixer | None,
     ) -> Pass:
         given = (tokens, shown, rows, self._kv)
@@ -149,8 +149,8 @@ class TorchModel:
 
 
 def _seen(
-    rows: attention.Rows, pictures: Pictures | None
-) -> tuple[attention.Rows, layers.ImageEmbeds | None]:
+    rows: attention.AttentionRows, pictures: Pictures | None
+) -> tuple[attention.AttentionRows, layers.ImageEmbeds | None]:
     """Rows with their turns, and what stands in the place of their tokens."""
     if pictures is None:
         return rows, None

@@ -47,7 +47,7 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
             extras=ProgramFeature.LOGPROBS
             if work in (StepKind.PREFILL, StepKind.DECODE)
             else ProgramFeature.NONE,
-        ).having({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
+        ).with_features({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
 
     plain = TreeShape.plain(BATCH)
     shapes = [plain] if drafter == "none" else [shape]

@@ -37,7 +37,7 @@ def walk(
     """
     chosen, tokens, rest, is_begun = random.Random(seed), [], begun.encode(), not begun
     held = GrammarState(grammar, vocab, (end,), 0)
-    while not held.is_over:
+    while not held.is_terminated:
         masks = held.masks([0], [0])
         assert masks is not None, held.fault
         allowed = np.unpackbits(masks[0].view(np.uint8), bitorder="little")

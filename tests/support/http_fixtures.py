@@ -70,7 +70,11 @@ START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 PICTURES = ImageProcessorConfig(
-    factor=8, least=8 * 8, most=64 * 64, mean=(0.5, 0.5, 0.5), deviation=(0.5, 0.5, 0.5)
+    multiple=8,
+    min_pixels=8 * 8,
+    max_pixels=64 * 64,
+    mean=(0.5, 0.5, 0.5),
+    deviation=(0.5, 0.5, 0.5),
 )
 """How a `Repeater` that sees wants pictures."""
 
@@ -377,7 +381,7 @@ def main() -> int:
         max_logit_bias_entries=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
-        max_image_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,
+        max_image_tokens=PICTURES.max_pixels // PICTURES.multiple**2 if flags.sees else 0,
         image_token=IMAGE if flags.sees else None,
     )
     facts = ServerInfo(

@@ -22,7 +22,7 @@ from shared.process.ipc_messages import (
     requests_of,
 )
 from shared.server.api import app
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.engine_link.engine_client import RECEIVE_BYTES, EngineClient
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
@@ -85,7 +85,7 @@ class InProcess:
     def _app(self, client: EngineClient) -> Any:
         templates = self._tokenizer.templates
         renders = templates and Renders(templates)
-        made = (client, self._tokenizer, renders, None, Grammars(client.facts))
+        made = (client, self._tokenizer, renders, None, GrammarChecks(client.facts))
         # An application is made for each time that something is asked, nobody asks what it takes.
         with patch.object(app, "document", return_value={}):
             return app.make_apps(*made, (), has_admin_listener=False).clients

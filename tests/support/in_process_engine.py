@@ -198,7 +198,7 @@ def started(
     Args:
       narrow: Which of a server's programs are made ready.
     """
-    gc_freeze.unsettle()
+    gc_freeze.unfreeze_gc()
     module = rank_module if framework == "torch" else None
     platform = import_module(f"{framework}_impl.platform").PLATFORM
     with tp_startup(parse(flags), lambda: platform, module, print) as ranks:
@@ -217,7 +217,7 @@ def started(
     engine = engines.make_engine(last, memory)
     wait()
     _warm_up(engine, capacity)
-    gc_freeze.settle()
+    gc_freeze.freeze_gc()
     return Served(
         backend=backend,
         engine=engine,
@@ -248,7 +248,7 @@ def one_bucket(
     buckets = sorted({p.batch for p in capacity.programs if p.work is StepKind.DECODE})
     wanted = {next(bucket for bucket in buckets if bucket >= batch) for batch in batches}
     kept = [
-        program.having({ProgramFeature.LOGPROBS: False})
+        program.with_features({ProgramFeature.LOGPROBS: False})
         for program in capacity.programs
         if (program.batch, program.pages) == widest[program.work]
         or (program.work is StepKind.DECODE and program.batch in wanted)

@@ -209,7 +209,9 @@ def step(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
         rows = rows_of(texts, counts_at(rule, texts, tokens, parents, n), depths[:, n])
         choices.append(rule.sampling.choose(logits[:, n], **rows, **everyone(texts)).ids)
     choices = np.stack(choices, axis=1)
-    path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
+    path, counts = rule.acceptance.accept_greedy_path(
+        tokens, parents, num_nodes, choices, shape.depth
+    )
     return rule.acceptance.emitted(choices, path, counts), counts
 
 

@@ -95,9 +95,9 @@ def in_bfloat16(
     if words is None:
         weights = normal(1, 2, outputs, K) / 8
     elif words:
-        weights, scales = in_words(outputs, K, granularity)
+        weights, scales = as_w8a16(outputs, K, granularity)
     else:
-        weights = fp8_packing.widened(*in_words(outputs, K, granularity))
+        weights = fp8_packing.widened(*as_w8a16(outputs, K, granularity))
     stored = weights.shape[1]
     first_scale = 0 if scales is None else fp8_packing.first_scale(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
@@ -148,11 +148,11 @@ def in_bfloat16(
 
 
 @lru_cache(maxsize=1)  # many tiles multiply by the same weights, which take seconds to make
-def in_words(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
+def as_w8a16(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
     """Two weights in FP8, in words and with the scales that kernels take, of several sizes."""
     rng, weights = np.random.default_rng(5), normal(1, 2, outputs, inputs) / 8
     scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    codes = fp8.scaled(weights, 1 / scales.astype(np.float32))
+    codes = fp8.apply_scales(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return fp8_packing.packed(codes), fp8_packing.packed_scales(scales)
+    return fp8_packing.pack(codes), fp8_packing.packed_scales(scales)

@@ -103,11 +103,11 @@ def resume_chooses_again(patch: Patch) -> None:
 
 
 def late_row_kept(patch: Patch) -> None:
-    patch.setattr(Engine, "is_late", staticmethod(lambda request: False))
+    patch.setattr(Engine, "is_stale", staticmethod(lambda request: False))
 
 
 def preemption_ignores_steps_in_flight(patch: Patch) -> None:
-    patch.setattr(Request, "is_settled", property(lambda request: True))
+    patch.setattr(Request, "has_no_step_in_flight", property(lambda request: True))
 
 
 # Reach and bound
@@ -139,7 +139,7 @@ def scratch_of_a_step_too_small(patch: Patch) -> None:
 
 
 def accepted_branch_not_moved(patch: Patch) -> None:
-    patch.setattr(attention, "commit_window", lambda pages, *rest, **named: pages)
+    patch.setattr(attention, "compact_accepted_kv", lambda pages, *rest, **named: pages)
 
 
 def snapshot_taken_at_the_end_of_the_step(patch: Patch) -> None:
@@ -321,7 +321,7 @@ def deeper_drafts_go_before_their_parents(patch: Patch) -> None:
         known = np.take_along_axis(calibration, np.maximum(depth - 1, 0), axis=1)
         return np.where(depth > 0, weights + known, 0)
 
-    patch.setattr(verify_budget, "rank_weights", rank_weights)
+    patch.setattr(verify_budget, "log_acceptance", rank_weights)
 
 
 def padding_has_no_verify_row(patch: Patch) -> None:
@@ -332,7 +332,7 @@ def failed_rows_rank_as_their_roots(patch: Patch) -> None:
     def spoil(ranked: Any, *rest: Any) -> Any:
         return np.where(ranked == -np.inf, 0, ranked)
 
-    after(patch, verify_budget, "rank_weights", spoil)
+    after(patch, verify_budget, "log_acceptance", spoil)
 
 
 # The faults and their proofs
@@ -378,4 +378,4 @@ def masks_by_the_row_before(patch: Patch) -> None:
 
 def matcher_left_at_a_draft(patch: Patch) -> None:
     """A walk over a tree that does not come back."""
-    patch.setattr(TextMatcher, "take_back", lambda matcher: None)
+    patch.setattr(TextMatcher, "rollback", lambda matcher: None)

@@ -158,7 +158,7 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
             tokens=tokens,
             shape=shape,
             extras=ProgramFeature.LOGPROBS,
-        ).having(
+        ).with_features(
             {
                 ProgramFeature.HOST_DRAFT: from_host,
                 ProgramFeature.PROMPT_LOGPROBS: work is StepKind.PREFILL,

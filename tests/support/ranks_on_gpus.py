@@ -46,7 +46,7 @@ def _bits(x: torch.Tensor | None) -> np.ndarray | None:
 
 def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
     """Gathers all cases in each of some steps; what is wrong, a sentence each."""
-    from kernels.triton_gpu.collectives.all_gather import gathered, tick
+    from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
     mailbox = on_torch(rank)
     device = mailbox.mail.place.device
@@ -54,7 +54,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
 
     def step() -> list[Any]:
         found = [
-            gathered(
+            all_gather(
                 *given[call],
                 mailbox.mail,
                 call,
@@ -63,7 +63,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
             )
             for call, case in enumerate(CASES)
         ]
-        tick(mailbox.mail, len(CASES))
+        advance_sequence(mailbox.mail, len(CASES))
         return found
 
     step()  # no rank waits for one that still compiles
@@ -108,7 +108,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
 
 def products_of_torch(rank: Rank, steps: int) -> list[str]:
     """Products that gather, beside one of all ranks' weights; what is wrong, a sentence each."""
-    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, tick
+    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.gemm.linear import product
 
     mailbox = on_torch(rank)
@@ -138,7 +138,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
 
     for number in range(-1, steps):
         found = [multiply(case, number, rank.rank, call) for call, case in enumerate(PRODUCT_CASES)]
-        tick(mailbox.mail, len(PRODUCT_CASES))
+        advance_sequence(mailbox.mail, len(PRODUCT_CASES))
         if number < 0:  # no rank waits for one that still compiles
             rank.meet()
             mailbox.wait(LOOKS)
@@ -161,13 +161,13 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
 
 def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
     """The last rank stays away from the second call of the second step; what each has seen."""
-    from kernels.triton_gpu.collectives.all_gather import gathered, tick
+    from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
     mailbox = on_torch(rank)
     values, _ = _placed(CASES[0], rank, 0, mailbox.mail.place.device)
 
     def gather(call: int) -> torch.Tensor:
-        return gathered(values, None, mailbox.mail, call, boxes=mailbox.boxes)[0]
+        return all_gather(values, None, mailbox.mail, call, boxes=mailbox.boxes)[0]
 
     gather(0)
     torch.cuda.synchronize()
@@ -176,7 +176,7 @@ def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
     mailbox.wait(looks)
     rank.meet()
     gather(0)
-    tick(mailbox.mail, 1)
+    advance_sequence(mailbox.mail, 1)
     gather(0)
     out = values
     if rank.rank < rank.count - 1:
@@ -206,7 +206,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, gathered, missed
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather, missed
 
     mesh, mailboxes = mailboxes_of_jax(ranks)
     columns = PartitionSpec(None, "ranks")
@@ -216,7 +216,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
         for case, (values, sums) in zip(CASES, given, strict=True):
             values = values.view(case.dtype)
             sums = sums if sums is None else sums.view(jnp.float32)
-            got = gathered(values, sums, gather, largest_words_bytes=case.largest_words_bytes)
+            got = all_gather(values, sums, gather, largest_words_bytes=case.largest_words_bytes)
             found.append([x if x is None else x.view(_unsigned(x.dtype.itemsize)) for x in got])
         return found, missed(gather, jnp.stack([each[0][0, 0] for each in found]))
 
@@ -364,7 +364,7 @@ def missing_of_jax(ranks: int, looks: int) -> list[PeerTimeout | None]:
     import jax
     import jax.numpy as jnp
 
-    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, gathered, missed
+    from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather, missed
     from kernels.pallas_gpu.collectives.symmetric_memory import SymmetricBuffer
 
     mailboxes = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), jax.devices()[:ranks])
@@ -372,7 +372,7 @@ def missing_of_jax(ranks: int, looks: int) -> list[PeerTimeout | None]:
 
     def run(x: Any, place: Any) -> Any:
         gather = AllGatherArgs(place, mailboxes.boxes)
-        out, _ = gathered(x, None, gather)
+        out, _ = all_gather(x, None, gather)
         return out, missed(gather, out)
 
     program, given = jax.jit(run), jnp.asarray(values).view("bfloat16")

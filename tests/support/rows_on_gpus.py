@@ -41,7 +41,7 @@ def differing(got: np.ndarray, ranks: int, step: int, case: Sequence[int]) -> li
 
 def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     """Gathers rows of all cases in each of some steps, captured; what is wrong, a sentence each."""
-    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, tick
+    from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.sampling.vocab_parallel import gathered_rows
 
     mailbox = on_torch(rank)
@@ -55,7 +55,7 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
             gathers = [AllGatherArgs(mailbox.mail, call + i, mailbox.boxes) for i in range(count)]
             found.append(gathered_rows(values, rows, gathers))
             call += count
-        tick(mailbox.mail, call)
+        advance_sequence(mailbox.mail, call)
         return found
 
     step()  # no rank waits for one that still compiles

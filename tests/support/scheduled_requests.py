@@ -23,7 +23,7 @@ class House:
         return request
 
     def place(self, request: Request, positions: int, first_position: int = 0) -> None:
-        request.place(self.allocator.take_slot(), first_position)
+        request.assign_slot(self.allocator.take_slot(), first_position)
         assert self.allocator.reserve(request.slot, positions)
-        self.planner.bind(request)
+        self.planner.write_request_row(request)
         request.prefill(request.prefill_length)

@@ -81,7 +81,7 @@ def toy_capacity(
     sizes = [(batch, pages) for batch in batch_sizes for pages in (16, 128)]
     prefills = [program(StepKind.PREFILL, b, p, t, 0) for b, p in sizes for t in (64, 128)]
     if max_scores:
-        prefills.append(prefills[-1].having({ProgramFeature.PROMPT_LOGPROBS: True}))
+        prefills.append(prefills[-1].with_features({ProgramFeature.PROMPT_LOGPROBS: True}))
     decodes = [program(StepKind.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
     return BackendLimits(
         page_size=page_size,
@@ -187,7 +187,7 @@ class ToyBackend:
             tokens=tokens,
             counts=counts,
             failed=failed,
-            saved=saved,
+            snapshot_saved=saved,
             drafts=drafts,
             parents=np.maximum(parents, 0),
             num_nodes=num_nodes,

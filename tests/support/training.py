@@ -14,9 +14,9 @@ import numpy as np
 from jax_impl import weights
 from jax_impl.backend import compiler_options
 from jax_impl.training import init
-from jax_impl.training.examples import Batches, Row, Rows
+from jax_impl.training.examples import Batches, RaggedRows, Row
 from jax_impl.training.loop import Schedule, Task, train
-from jax_impl.training.nnx_modules import DraftModel, Weights
+from jax_impl.training.nnx_modules import DraftModel, ModelModule
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
@@ -38,13 +38,13 @@ def vectors(folder: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDEN / folder / "vectors.npz"))
 
 
-def golden_model(folder: str) -> tuple[ModelConfig, Weights]:
+def golden_model(folder: str) -> tuple[ModelConfig, ModelModule]:
     config = config_from_folder(GOLDEN / folder)
     arrays = load_all(GOLDEN / folder, config, config.has_mtp)
-    return config, Weights(weights.from_arrays(arrays, config, np.float32, CPU).named)
+    return config, ModelModule(weights.from_arrays(arrays, config, np.float32, CPU).named)
 
 
-def small_hybrid() -> tuple[ModelConfig, Weights]:
+def small_hybrid() -> tuple[ModelConfig, ModelModule]:
     """A fresh model with as few layers as show everything, for these take long to compile."""
     fields = tiny_config("qwen3_5", nested=False, with_mtp=True, tied=True)
     fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -62,7 +62,9 @@ def padded(tokens: np.ndarray, length: int) -> jax.Array:
     return jnp.asarray(np.pad(tokens, (0, length - len(tokens))), jnp.int32)[None]
 
 
-def lowered(loss: Callable[[Any], Any], module: Weights | DraftModel | Any) -> tuple[float, float]:
+def lowered(
+    loss: Callable[[Any], Any], module: ModelModule | DraftModel | Any
+) -> tuple[float, float]:
     """The loss before and after one step of gradient descent on a module's parameters."""
     graded = jitted(jax.value_and_grad(lambda own: loss(own)[0], allow_int=True))
     before, slope = graded(module)
@@ -76,8 +78,10 @@ def lowered(loss: Callable[[Any], Any], module: Weights | DraftModel | Any) -> t
     return float(before), float(graded(moved)[0])
 
 
-def rows_of(*lengths: int) -> Rows:
-    return Rows.of([Row([i + 1] * n, [True] * n) for i, n in enumerate(lengths)], max_tokens=1000)
+def rows_of(*lengths: int) -> RaggedRows:
+    return RaggedRows.of(
+        [Row([i + 1] * n, [True] * n) for i, n in enumerate(lengths)], max_tokens=1000
+    )
 
 
 def shared_run(folder: Path) -> np.ndarray:

@@ -17,7 +17,7 @@ from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
-from shared.engine.image_inputs import MropePositions, Picture
+from shared.engine.image_inputs import MropePositions, PromptImage
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
@@ -36,7 +36,7 @@ from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.vision_encoders import of_specification
 
-IMAGE, FACTOR, PAGE = vision().image_token, picture_config().factor, 8
+IMAGE, FACTOR, PAGE = vision().image_token, picture_config().multiple, 8
 CHUNK, BATCH, LARGEST = 64, 3, 96
 """Tokens of a step's prompts, requests that run, and tokens of the largest picture."""
 
@@ -73,12 +73,12 @@ class Prompt:
 
     def __init__(self, *parts: list[int] | np.ndarray) -> None:
         self.tokens: list[int] = []
-        self.pictures: tuple[Picture, ...] = ()
+        self.pictures: tuple[PromptImage, ...] = ()
         for part in parts:
             if isinstance(part, list):
                 self.tokens += part
                 continue
-            picture = Picture.of(len(self.tokens), part, FACTOR)
+            picture = PromptImage.of(len(self.tokens), part, FACTOR)
             self.tokens += [IMAGE] * picture.count
             self.pictures += (picture,)
 

@@ -28,7 +28,7 @@ from shared.text.grammar import (
 )
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
-from shared.text.tool_call_grammar import Tool, grammar_of
+from shared.text.tool_call_grammar import CallableFunction, grammar_of
 from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
 from tests.support.special_token_tokenizer import MARKS, marked_tokenizer
 
@@ -39,7 +39,10 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
-WEATHER, ANY = Tool(name="weather", schema=CITY), Tool(name="any", schema=None)
+WEATHER, ANY = (
+    CallableFunction(name="weather", schema=CITY),
+    CallableFunction(name="any", schema=None),
+)
 TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 BARE = '{"name": "weather", "parameters": {"city": "Rome"}}'
 ELEMENTS = (
@@ -207,7 +210,7 @@ def test_a_text_that_must_be_written_may_be_the_name_of_a_token(text):
         for grammar in (of_choices([text]), of_schema({"const": text})):
             matcher, tokens = compiler(kind).compile(grammar).matcher(), []
             bits = np.zeros(-(-VOCAB // 32), np.int32)
-            while not matcher.is_over:
+            while not matcher.is_terminated:
                 assert matcher.fill(bits)
                 token = int(
                     np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]
@@ -296,7 +299,11 @@ def test_choices_are_texts_and_no_syntax():
         (
             lambda: grammar_of(
                 "qwen3_coder",
-                [Tool(name="f", schema={"properties": {"a": {"type": "string", "minLength": 2}}})],
+                [
+                    CallableFunction(
+                        name="f", schema={"properties": {"a": {"type": "string", "minLength": 2}}}
+                    )
+                ],
                 many=True,
                 free=None,
                 answer=None,

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
-from shared.server.completions.logprobs import TokenLogprob, TokenNames, for_completion
+from shared.server.completions.logprobs import ScoredToken, TokenNames, for_completion
 from shared.server.parsing.delta import PassthroughParser
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.delimiters import marks_of
@@ -156,7 +156,7 @@ def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
 
 
 def test_best_tokens_of_one_text_are_all_shown():
-    entry = TokenLogprob(2, -1.0, [(byte_id(ord("s")), -0.5)], 0)  # as a word and as a byte
+    entry = ScoredToken(2, -1.0, [(byte_id(ord("s")), -0.5)], 0)  # as a word and as a byte
     found = for_completion([entry], TokenNames(space_tokenizer()))
     assert found["top_logprobs"] == [{"s": -0.5, "token_id:2": -1.0}]
 

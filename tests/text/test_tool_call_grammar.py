@@ -14,7 +14,7 @@ from shared.server.parsing.output_parser import Said
 from shared.text.grammar import CompiledGrammar, Compiler, InvalidGrammarError
 from shared.text.json_schema_refs import standalone
 from shared.text.tokenizer import Tokenizer
-from shared.text.tool_call_grammar import STYLES, Tool, grammar_of
+from shared.text.tool_call_grammar import STYLES, CallableFunction, grammar_of
 from tests.support.call_schemas import SCHEMAS
 from tests.support.grammar_walks import walk
 from tests.support.http_fixtures import END, byte_tokenizer
@@ -28,7 +28,7 @@ def compiler() -> Compiler:
 
 
 def forced(style: str, schema: dict[str, Any] | None) -> CompiledGrammar:
-    tools = [Tool(name="f", schema=schema)]
+    tools = [CallableFunction(name="f", schema=schema)]
     return compiler().compile(grammar_of(style, tools, many=False, free=None, answer=None))
 
 

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_impl.train import main
 from jax_impl.training import export, init, tasks
-from jax_impl.training.block import Block
+from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.formats import speculators_json
 from shared.drafts.checkpoint import check_head, load_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.infer_from_tensors import fitted
+from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import open_checkpoint
 from tests.support.training import GOLDEN, golden_model
 
@@ -35,14 +35,14 @@ def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_
         ids = None if draft_vocab is None else np.arange(0, 4 * draft_vocab, 4)
         head = init.fresh_head(config, target, model, 0, ids)
     else:
-        head = init.fresh_block(Block.of(config), target, model, 0)
+        head = init.fresh_block(BlockHeadConfig.of(config), target, model, 0)
     export.save_head(tmp_path / "authors", authors, config, head)
     other = speculators_json(authors, config, folder, 4)
     export.save_head(tmp_path / "speculators", other, config, head)
     read, files = {}, open_checkpoint(folder)
     for name in ("authors", "speculators"):
         opened = open_head(tmp_path / name)
-        own = fitted(DraftConfig.from_folder(tmp_path / name, target), opened, files)
+        own = infer_from_tensors(DraftConfig.from_folder(tmp_path / name, target), opened, files)
         check_head(opened, own)
         read[name] = load_head(opened, own, np.float32)
     want, got = read["authors"], read["speculators"]

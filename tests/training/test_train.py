@@ -270,7 +270,7 @@ def test_data_that_is_refused_leaves_no_folder_of_a_run(line, fault, tmp_path, c
 
 def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
     row = target_outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
-    rows = target_outputs.Rows.of([row], max_tokens=9)
+    rows = target_outputs.RaggedRows.of([row], max_tokens=9)
     assert target_outputs.frequent_tokens(rows, 10, 1).tolist() == [3]
     assert target_outputs.frequent_tokens(rows, 10, 4).tolist() == [0, 3, 7, 8]
 

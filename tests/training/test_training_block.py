@@ -7,7 +7,7 @@ import pytest
 
 from jax_impl.training import block as blocks
 from jax_impl.training import candidate_loss, init
-from jax_impl.training.block import Block
+from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.forward import Passed
 from jax_impl.training.nnx_modules import DraftModel
 from tests.support.golden_blocks import close, golden_block_head
@@ -16,9 +16,9 @@ from tests.support.training import GOLDEN, golden_model, jitted, lowered, padded
 HOW = {"compute_dtype": jnp.float32, "remat": False}
 
 
-def golden_block(folder: str) -> tuple[Block, DraftModel]:
+def golden_block(folder: str) -> tuple[BlockHeadConfig, DraftModel]:
     head, _ = golden_block_head(GOLDEN / folder, GOLDEN / "qwen3")
-    return Block.of(head.config), DraftModel(
+    return BlockHeadConfig.of(head.config), DraftModel(
         {name: jnp.asarray(array) for name, array in head.weights.items()}
     )
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from jax_impl import weights
 from jax_impl.training import experts, forward, init, losses
 from jax_impl.training.experts import Routed
-from jax_impl.training.nnx_modules import Weights
+from jax_impl.training.nnx_modules import ModelModule
 from shared.models.families import config_from_dict
 from shared.models.layers import MoEConfig
 from tests.support.equality import Oracle
@@ -22,7 +22,7 @@ from tests.support.training import CPU, golden_model, jitted, padded, vectors
 
 def test_a_random_mixture_gives_the_specifications_logits():
     config, arrays = tiny_model("qwen3_moe", 11)
-    model = Weights(weights.from_arrays(arrays, config, np.float32, CPU).named)
+    model = ModelModule(weights.from_arrays(arrays, config, np.float32, CPU).named)
     tokens = np.random.default_rng(5).integers(0, config.vocab, 48).astype(np.int32)
     run = jitted(forward.forward, config, compute_dtype=jnp.float32, remat=True)
     hidden = run(model, jnp.asarray(tokens)[None]).hidden[0]
@@ -36,7 +36,7 @@ def test_shares_of_all_experts_are_used_where_the_config_does_not_renormalise():
     assert config.experts is not None
     shares = replace(config.experts, is_renormalised=False)
     layers = tuple(
-        replace(layer, feed=shares) if isinstance(layer.feed, MoEConfig) else layer
+        replace(layer, mlp=shares) if isinstance(layer.mlp, MoEConfig) else layer
         for layer in config.layers
     )
     config = replace(config, layers=layers)

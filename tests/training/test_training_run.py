@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_impl.training import examples
-from jax_impl.training.examples import Batches, Row, Rows, best_widths, read_rows, row_of
+from jax_impl.training.examples import Batches, RaggedRows, Row, best_widths, read_rows, row_of
 from jax_impl.training.loop import Schedule, Task, train
 from jax_impl.training.records import curves
 from models.make_random import ROOT
@@ -213,7 +213,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
 
 
 def test_padding_and_prompts_weigh_what_they_should():
-    rows = Rows.of([Row([5, 6, 7], [False, True, True])], max_tokens=10)
+    rows = RaggedRows.of([Row([5, 6, 7], [False, True, True])], max_tokens=10)
     batch = Batches(rows, batch_tokens=64, seed=0, prompt_weight=0.25, shares=1).at(0)
     assert batch.tokens.shape == (1, 64)
     assert batch.weights[0, :4].tolist() == [0.25, 1, 1, 0]

@@ -14,7 +14,7 @@ from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.sampling import lm_head, sampling, vocab_parallel
 from torch_impl.ops.sampling.lm_head import Projection
@@ -151,7 +151,7 @@ class PrefillChunks:
     first: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     last: Int[Tensor, " B"]
-    rows: Rows
+    rows: AttentionRows
     sources: Int[Tensor, " T"] | None
 
     @classmethod
@@ -190,7 +190,7 @@ class ExtendRows:
       last: Flat row of each request's last token.
     """
 
-    rows: Rows
+    rows: AttentionRows
     tokens: Int[Tensor, " R"]
     following: Int[Tensor, " R"]
     shown: ImageEmbeds | None

@@ -38,11 +38,11 @@ def layer(
     group = sight.group
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
-    mixed = all_gather.gathered(group, attention(sizes, sight, place, weights.mixer, qkv))
-    x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
+    mixed = all_gather.all_gather(group, attention(sizes, sight, place, weights.mixer, qkv))
+    x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    fed = linear.gated_product(NormedStream(read, group=group), None, weights.feed.gate_up)
-    return added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1])
+    fed = linear.silu_and_mul_linear(NormedStream(read, group=group), None, weights.feed.gate_up)
+    return added(all_gather.all_gather(group, product(fed, weights.feed.down)), x, norms[1])
 
 
 def _around(

@@ -26,19 +26,19 @@ from torch_impl.layers import (
     Pools,
     angles,
     attention,
-    finished,
     mlp,
+    output_and_mlp,
     rotary_frequencies,
     write_keys,
 )
-from torch_impl.model import Forward, Model, projected
+from torch_impl.model import Forward, Model, lm_head_input
 from torch_impl.model_weights import BlockWeights
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.attention.attention_layer import PagedKV
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
-from torch_impl.ops.gemm.layers import embedded, rms_norm
-from torch_impl.ops.gemm.linear import normed_product, product
+from torch_impl.ops.gemm.layers import embed_tokens, rms_norm
+from torch_impl.ops.gemm.linear import product, rmsnorm_linear
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary
@@ -140,7 +140,7 @@ class BlockDrafter:
 def head(target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]) -> Projection:
     """Returns the LM-head projection of this rank's shard, by the head's or target's `lm_head`."""
     if weights.lm_head is None:
-        return projected(target, hidden)
+        return lm_head_input(target, hidden)
     return Projection(hidden, weights.lm_head)
 
 
@@ -160,7 +160,7 @@ def _block_of(weights: BlockWeights) -> BlockConfig:
 def write_context(
     weights: BlockWeights,
     frequencies: Float[Tensor, " half"],
-    rows: Rows,
+    rows: AttentionRows,
     passed: Forward,
     kv: Pools,
     group: TPGroup,
@@ -172,7 +172,7 @@ def write_context(
       group: Tensor-parallel group of the head.
     """
     config = weights.config.layer
-    joined = all_gather.gathered(group, product(torch.cat(passed.streams, dim=1), weights.fc))
+    joined = all_gather.all_gather(group, product(torch.cat(passed.streams, dim=1), weights.fc))
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, frequencies, rows)
     for place, layer in enumerate(weights.layers):
@@ -184,7 +184,7 @@ def block_rows(
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
-) -> list[Rows]:
+) -> list[AttentionRows]:
     B, size, device = len(lengths), block.size, lengths.device
     place = torch.arange(B * size, dtype=torch.int32, device=device)
     request = torch.div(place, size, rounding_mode="floor").long()
@@ -200,7 +200,7 @@ def block_rows(
         elif window is not None:
             first = torch.maximum(first, positions - window + 1)
             until = torch.minimum(until, positions + window)
-        rows = Rows(
+        rows = AttentionRows(
             request=request,
             positions=positions,
             places=positions,
@@ -221,7 +221,7 @@ def fill(
     embed: Float[Tensor, "vocab hidden"],
     frequencies: Float[Tensor, " half"],
     newest: Int[Tensor, " B"],
-    rows: list[Rows],
+    rows: list[AttentionRows],
     kv: Pools,
     group: TPGroup,
 ) -> Float[Tensor, "B size hidden"]:
@@ -237,7 +237,7 @@ def fill(
     turn = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
-    x = embedded(embed, tokens, None)
+    x = embed_tokens(embed, tokens, None)
     if weights.around is not None:
         norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
@@ -252,8 +252,8 @@ def fill(
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
-        qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixed = attention(config, sight, place, layer.mixer, qkv)
-        stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
+        stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

@@ -27,7 +27,7 @@ def mix(
     hidden: Float[Tensor, "B hidden"],
     state: Float[Tensor, "B rank"],
 ) -> Mixed:
-    before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
+    before, kind = layers.embed_tokens(markov.embed, previous, None), markov.config.kind
     if kind == VANILLA:
         return Mixed(before, before, state)
     assert markov.mix is not None  # set for all other kinds

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.device_state import DraftState, Plan, Relay
+from torch_impl.device_state import DraftInput, DraftState, Plan
 from torch_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.heads import Head, Tokens
 from torch_impl.layers import Pools
-from torch_impl.ops.attention.attention import Rows, turned
+from torch_impl.ops.attention.attention import AttentionRows, with_mrope
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import RankedCandidates
 from torch_impl.ops.trees import draft_tree, verify_budget
 from torch_impl.ops.trees.draft_tree import Level
 
-Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Projection]
+Expand = Callable[[AttentionRows, Tokens, Int[Tensor, " R"]], Projection]
 """Same as the specification; the KV is written in place."""
 
 
@@ -77,7 +77,7 @@ class EagleDrafter:
     ) -> DraftTrees:
         slots, held = plan.slots, memory.relay
         assert held is not None  # a head has a relay
-        relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
+        relay = DraftInput(held.tokens[slots], held.weights[slots], held.hidden[slots])
         return draft(
             self.head,
             memory.kv,
@@ -111,7 +111,7 @@ class FirstLevel:
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> FirstLevel:
+def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> FirstLevel:
     """Returns the relay's candidates; for rejection sampling the draft is sampled again.
 
     A slot does not store the draft distribution.
@@ -121,18 +121,18 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
 
 
-def relay_of(head: Head, kv: Pools, fed: ExtendRows, rank: Ranking) -> Relay:
+def relay_of(head: Head, kv: Pools, fed: ExtendRows, rank: Ranking) -> DraftInput:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.projected(ends))
-    return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
+    return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
 def draft(
     head: Head,
     kv: Pools,
-    relay: Relay,
+    relay: DraftInput,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     deltas: Int[Tensor, " B"] | None,
@@ -144,9 +144,9 @@ def draft(
 ) -> DraftTrees:
     hidden = relay.hidden
 
-    def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
+    def expand(rows: AttentionRows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
         nonlocal hidden
-        rows = rows if deltas is None else turned(rows, deltas)
+        rows = rows if deltas is None else with_mrope(rows, deltas)
         hidden = head.forward(rows, tokens, None, hidden[parent], kv)
         return head.projected(hidden)
 
@@ -216,7 +216,7 @@ def _grow_chain(
     can_draft = draft_from < lengths
     tokens, edges = [first.tokens], [first.weights]
     laws = [first.processed]  # of each position, or None
-    rows: Rows | None = None
+    rows: AttentionRows | None = None
     for s in range(1, shape.depth):
         if rows is None:
             place = lengths + root_rows if root_rows else lengths
@@ -241,12 +241,12 @@ def extend_rows(
     draft_from: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     depth: int,
-) -> Rows:
+) -> AttentionRows:
     B, W = len(lengths), depth + 1
     step = torch.arange(W, dtype=torch.int32, device=lengths.device)
     is_real = (step < counts[:, None]).flatten()
     positions = torch.where(is_real, (lengths[:, None] + step).flatten(), 0)
-    return Rows(
+    return AttentionRows(
         request=_each(torch.arange(B, device=lengths.device), W),
         positions=positions,
         places=positions,
@@ -260,7 +260,7 @@ def extend_rows(
     )
 
 
-def _next_link(rows: Rows) -> Rows:
+def _next_link(rows: AttentionRows) -> AttentionRows:
     """Returns the rows of a chain's next expansion; padding stays padding."""
     positions = rows.positions + rows.is_real
     return replace(rows, positions=positions, places=positions, until=rows.until + rows.is_real)
@@ -292,12 +292,12 @@ def _expansion_rows(
     can_draft: Bool[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     root_rows: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns the rows of the first expansion: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
     until, is_real = _each(torch.where(can_draft, lengths, 0), k), _each(can_draft, k)
     node = torch.arange(root_rows, root_rows + k, dtype=torch.int32, device=sees.device)
-    return Rows(
+    return AttentionRows(
         request=_each(torch.arange(B, device=sees.device), k),
         positions=until + root_rows if root_rows else until,
         places=(until.view(B, k) + node).flatten(),
@@ -311,7 +311,7 @@ def _expansion_rows(
     )
 
 
-def _next_rows(rows: Rows, sees: Bool[Tensor, "B k window"]) -> Rows:
+def _next_rows(rows: AttentionRows, sees: Bool[Tensor, "B k window"]) -> AttentionRows:
     """Returns the rows of the next expansion: the next position, after the rows written so far."""
     return replace(
         rows,

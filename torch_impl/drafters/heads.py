@@ -21,16 +21,16 @@ from torch_impl.layers import (
     Hidden,
     Pools,
     attention,
-    finished,
+    output_and_mlp,
     rotary_frequencies,
 )
-from torch_impl.model import Forward, Model, projected
+from torch_impl.model import Forward, Model, lm_head_input
 from torch_impl.model_weights import BlockWeights, HeadWeights, Layer
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
-from torch_impl.ops.gemm.layers import ImageEmbeds, embedded, rms_norm
-from torch_impl.ops.gemm.linear import NormedStream, normed_product, product
+from torch_impl.ops.gemm.layers import ImageEmbeds, embed_tokens, rms_norm
+from torch_impl.ops.gemm.linear import NormedStream, product, rmsnorm_linear
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
@@ -59,7 +59,7 @@ class Head:
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, ImageEmbeds | None, Hidden, Pools], Hidden]
+    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, Pools], Hidden]
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
@@ -77,13 +77,15 @@ def mtp(model: Model) -> Head:
     turns, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
+        fed = rms_norm(
+            embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
+        )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = all_gather.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
+        joined = all_gather.all_gather(group, product(torch.cat([fed, normed], dim=1), weights.fc))
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
-        qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
+        qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
         x = _through(config, like, (weights.layer,), turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
@@ -95,10 +97,10 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     turns = rotary_frequencies(config.attention, embed.device)
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        x = product(torch.cat([embedded(embed, tokens, shown), hidden], dim=1), weights.fc)
-        x = all_gather.gathered(group, x)
+        x = product(torch.cat([embed_tokens(embed, tokens, shown), hidden], dim=1), weights.fc)
+        x = all_gather.all_gather(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layers[0].mixer.inputs)
@@ -118,9 +120,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(
-        rows: Rows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        fed = rms_norm(embedded(embed, tokens, shown), first.input_norm, eps)
+        fed = rms_norm(embed_tokens(embed, tokens, shown), first.input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([fed, normed], dim=1), first.mixer.inputs)
         stream = NormedStream(normed if norm_residual else hidden, group=group)
@@ -149,7 +151,7 @@ def _head(
 ) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[Tensor, " draft_vocab"] | None]:
     """Returns the target's LM head, or its rows of the draft vocabulary."""
     if (rows := model.weights.draft_rows) is None:
-        return partial(projected, model), model.vocabulary, None
+        return partial(lm_head_input, model), model.vocabulary, None
     head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
     return head, Vocabulary(len(rows.ids), model.group), rows.ids
 
@@ -167,7 +169,7 @@ def _project(group: TPGroup, weights: HeadWeights, passed: Forward) -> Hidden:
     joined = torch.cat(aux, dim=1)
     if weights.input_norm is not None:
         joined = rms_norm(joined, weights.input_norm, eps)
-    projected = all_gather.gathered(group, product(joined, weights.fc))
+    projected = all_gather.all_gather(group, product(joined, weights.fc))
     return projected if weights.fc_bias is None else projected + weights.fc_bias
 
 
@@ -183,7 +185,7 @@ def _through(
     turns: Float[Tensor, " half"],
     qkv: Float[Tensor, "R outputs"],
     stream: NormedStream,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Pools,
 ) -> Hidden:
     """Runs the head's layers after the QKV projection of the first.
@@ -199,7 +201,7 @@ def _through(
     norms = [*(layer.input_norm for layer in layers[1:]), None]
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
-            qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+            qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixed = attention(config, sights[each.mixer], place, layer.mixer, qkv)
-        stream = finished(config, layer, FEEDS[each.feed.kind], mixed, stream, norm)
+        stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole

@@ -15,7 +15,7 @@ from torch_impl.drafters.eagle import FirstLevel, extend_rows, grow
 from torch_impl.drafters.heads import Tokens
 from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from torch_impl.model import Model
-from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.gdn import gdn_layer, gdn_state
 from torch_impl.ops.gdn.gdn_layer import TreeNodes
 from torch_impl.ops.gdn.gdn_state import GDNState
@@ -86,7 +86,7 @@ class StandaloneDrafter:
         rank = replace(rank, vocabulary=self.small.vocabulary)
         states = None if memory.delta is None else _context(memory, plan, lengths)
 
-        def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
+        def expand(rows: AttentionRows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
             nonlocal states
             mixer = None
             if states is not None:
@@ -97,7 +97,7 @@ class StandaloneDrafter:
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
-            return model.projected(self.small, hidden)
+            return model.lm_head_input(self.small, hidden)
 
         can_draft = (draft_from < lengths).int()
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
@@ -117,7 +117,7 @@ class StandaloneDrafter:
         )
 
     def _forward(
-        self, memory: DraftState, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None
+        self, memory: DraftState, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
         rows = replace(rows, turns=None)  # the draft model is text-only, also with a VLM as target

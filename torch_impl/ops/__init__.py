@@ -82,7 +82,7 @@ def kernel_names() -> list[str]:
     return [name for name in names if name != "tiles"] if is_any else []
 
 
-def kernel_or_plain(
+def kernel_or_reference(
     kernel: Callable[Concatenate[Kernels, P], R],
     plain: Callable[P, R],
     takes: Callable[[Tensor], bool] = lambda x: True,
@@ -92,7 +92,7 @@ def kernel_or_plain(
     The device of the first argument decides, if kernels are available.
 
     Args:
-      kernel: Called with the kernels and the arguments of `plain`.
+      kernel: Called with the kernels and the arguments of `reference_ops`.
       plain: Reference implementation in torch.
       takes: Returns True if the kernel supports the first argument (its first field for a record).
     """
@@ -123,7 +123,7 @@ def is_bfloat16(x: Tensor) -> bool:
 
 
 @contextmanager
-def plain() -> Iterator[None]:
+def reference_ops() -> Iterator[None]:
     """Context in which programs that run for the first time use reference operations only.
 
     It applies to the whole process. Tests and benchmarks use it for comparisons.
@@ -136,7 +136,7 @@ def plain() -> Iterator[None]:
         _is_plain = before
 
 
-def any_row(flags: Bool[Tensor, "..."]) -> bool:
+def any_row_set(flags: Bool[Tensor, "..."]) -> bool:
     """Returns True if work that only some rows need must run; skipping it changes no result.
 
     Reading a flag on a CPU is free. On a GPU it would synchronise and break graph capture, so the
@@ -145,11 +145,11 @@ def any_row(flags: Bool[Tensor, "..."]) -> bool:
     return flags.is_cuda or bool(flags.any())
 
 
-def at_most(size: Int[Tensor, ""], bound: int, multiple: int) -> int:
+def clamp_rows(size: Int[Tensor, ""], bound: int, multiple: int) -> int:
     """Returns the number of elements of an array of length `bound` to process.
 
     On a CPU this is `size`, rounded up and at least 1. On a GPU it is the whole array, because the
-    value is not read (see `any_row`).
+    value is not read (see `any_row_set`).
     """
     if size.is_cuda:
         return bound

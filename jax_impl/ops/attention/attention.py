@@ -3,7 +3,7 @@
 Rows are flat. The reference implementation pads the queries of each request to `most_rows` and
 reads all positions of the page table.
 
-On a GPU `flatten_tree` and `commit_window` are kernels; see `jax_impl.ops`.
+On a GPU `flatten_tree` and `compact_accepted_kv` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.trees import draft_tree
 from shared.spec.attention import QUERIES
@@ -23,14 +23,14 @@ KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
 
 
-class Rows(NamedTuple):
+class AttentionRows(NamedTuple):
     """Positions of the rows of a forward pass, and the KV visible to them.
 
     Attributes:
       request: Request of each row.
       positions: Positions for RoPE.
       places: KV position that the row is written to.
-      first, until, window: KV visible to the row, see `visible`.
+      first, until, window: KV visible to the row, see `attention_mask`.
       is_real: False for padding.
       page_table: Pages of each request.
       row_starts: First row of each request, and the end of the last; later rows are padding and
@@ -58,12 +58,12 @@ def causal_rows(
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     tokens: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns rows at consecutive positions of each request, with causal visibility."""
     num_rows = row_starts[1:] - row_starts[:-1]
     _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
     positions = jnp.where(is_real, first_positions[request] + column, 0)
-    return Rows(
+    return AttentionRows(
         request=request,
         positions=positions,
         places=positions,
@@ -78,7 +78,9 @@ def causal_rows(
 
 
 class FlatNodes(NamedTuple):
-    """Flat rows of the nodes of draft trees: fields of `Rows`, and the node of each row."""
+    """Flat rows of the nodes of draft trees: fields of `AttentionRows`, and the node of each
+    row.
+    """
 
     row_starts: Int[jax.Array, " B1"]
     request: Int[jax.Array, " R"]
@@ -129,7 +131,7 @@ def kernel_flat_nodes(
     return FlatNodes(*kernels.flatten_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
 
 
-flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)
+flat_nodes = kernel_or_reference(kernel_flat_nodes, plain_flat_nodes)
 
 
 def tree_rows(
@@ -139,14 +141,14 @@ def tree_rows(
     page_table: Int[jax.Array, "B table"],
     rows: int,
     is_chain: bool,
-) -> tuple[Rows, Int[jax.Array, " R"]]:
+) -> tuple[AttentionRows, Int[jax.Array, " R"]]:
     """Returns the flat verify rows of a batch of trees, and the node of each row.
 
     Args:
       is_chain: True if all trees are chains, whose nodes need no tree mask.
     """
     flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
-    flat_rows = Rows(
+    flat_rows = AttentionRows(
         request=flat.request,
         positions=flat.positions,
         places=flat.places,
@@ -161,7 +163,7 @@ def tree_rows(
     return flat_rows, flat.node
 
 
-def turned(rows: Rows, delta: Int[jax.Array, " B"]) -> Rows:
+def with_mrope(rows: AttentionRows, delta: Int[jax.Array, " B"]) -> AttentionRows:
     """Adds M-RoPE positions to text rows that may follow images.
 
     Args:
@@ -171,7 +173,7 @@ def turned(rows: Rows, delta: Int[jax.Array, " B"]) -> Rows:
     return rows._replace(turns=jnp.stack([turn] * 3, axis=1))
 
 
-def last_seen(
+def sliding_bounds(
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
@@ -184,11 +186,11 @@ def last_seen(
     return jnp.minimum(slid, until), window
 
 
-def windowed(rows: Rows, size: int | None) -> Rows:
+def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
     """Returns the rows with the visibility of a sliding-window layer; None for full attention."""
     if size is None:
         return rows
-    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
     return rows._replace(first=first, window=window)
 
 
@@ -215,7 +217,7 @@ def read(
     return pages[page_table].reshape(B, columns * pages.shape[1], *pages.shape[2:])
 
 
-def visible(
+def attention_mask(
     first: Int[jax.Array, "*R"],
     until: Int[jax.Array, "*R"],
     window: Bool[jax.Array, "*R N"],
@@ -268,7 +270,7 @@ def attend(
         pages = lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
         position = (block * columns * page_size) + jnp.arange(columns * page_size)
         keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
-        seen = visible(*bounds, position)
+        seen = attention_mask(*bounds, position)
         return _with_block(so_far, q[grid], keys, values, seen, factor)
 
     nothing = _Partial.nothing(q[grid], k_pages.shape[2])
@@ -396,11 +398,11 @@ def kernel_attend_all(
 ) -> Float[jax.Array, "R hidden"]:
     size, tile = 2 * cos.shape[1], ATTENTION.tile
     tiles = kernels.tiles.encoder_attention.of(item_bytes=2, rows=len(qkv), head_size=size)
-    attend = kernels.encoder_attention.attend_all
+    attend = kernels.encoder_attention.bidirectional_attention
     return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
 
 
-attend_all = kernel_or_plain(kernel_attend_all, plain_attend_all, is_bfloat16)
+bidirectional_attention = kernel_or_reference(kernel_attend_all, plain_attend_all, is_bfloat16)
 
 
 def plain_commit_window(
@@ -432,4 +434,4 @@ def kernel_commit_window(
     return kernels.kv_compaction.commit(pages, page_table, lengths, path, counts)
 
 
-commit_window = kernel_or_plain(kernel_commit_window, plain_commit_window)
+compact_accepted_kv = kernel_or_reference(kernel_commit_window, plain_commit_window)

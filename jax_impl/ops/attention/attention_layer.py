@@ -1,6 +1,6 @@
 """Attention layer between the QKV and output projections; same as `shared.spec.attention_layer`.
 
-On a GPU `attention_layer` and `mix_keys` are kernels; see `jax_impl.ops`.
+On a GPU `attention_layer` and `write_kv` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, Place, kernel_or_plain, operand
-from jax_impl.ops.attention.attention import KV, Rows, attend, write
+from jax_impl.ops import Kernels, Place, kernel_or_reference, operand
+from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
@@ -44,7 +44,7 @@ class Angles(NamedTuple):
 
 
 def _no_bounds(
-    rows: Rows, num_kv_heads: int
+    rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     B = len(rows.page_table)
@@ -53,7 +53,7 @@ def _no_bounds(
 
 
 def plain_reach(
-    rows: Rows, num_kv_heads: int
+    rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """Computes the row bounds for the fused attention kernel, once for all layers.
 
@@ -63,16 +63,18 @@ def plain_reach(
 
 
 def kernel_reach(
-    kernels: Kernels, rows: Rows, num_kv_heads: int
+    kernels: Kernels, rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """Same as `plain_reach`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
-    return kernels.row_bounds.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
+    return kernels.row_bounds.compute_row_bounds(
+        *given, max_rows=rows.most_rows, k_heads=num_kv_heads
+    )
 
 
-reach = kernel_or_plain(kernel_reach, plain_reach)
+row_bounds = kernel_or_reference(kernel_reach, plain_reach)
 
 
 class PagedKV(NamedTuple):
@@ -89,9 +91,9 @@ class PagedKV(NamedTuple):
     arrivals: Int[jax.Array, "B counters"]
 
     @classmethod
-    def of(cls, pools: KV, rows: Rows) -> "PagedKV":
+    def of(cls, pools: KV, rows: AttentionRows) -> "PagedKV":
         """Builds the KV pools for a pass over the rows."""
-        return cls(pools, *reach(rows, pools.shape[4]))
+        return cls(pools, *row_bounds(rows, pools.shape[4]))
 
 
 def plain_mix(
@@ -99,7 +101,7 @@ def plain_mix(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: PagedKV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
@@ -140,7 +142,7 @@ def kernel_mix(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: PagedKV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
@@ -170,7 +172,7 @@ def kernel_mix(
     tiles = kernels.tiles.attention_layer.of(**sizes, requests=requests)
     if tiles.placed or tiles.described:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
-    out, pools, arrivals = kernels.attention_layer.mix(
+    out, pools, arrivals = kernels.attention_layer.attention_layer(
         qkv,
         *((None, None) if norms is None else (norms.q, norms.k)),
         angles.cos,
@@ -199,10 +201,10 @@ def kernel_mix(
     return out, PagedKV(pools, kv.bounds, arrivals)
 
 
-mix = kernel_or_plain(kernel_mix, plain_mix)
+attention_layer = kernel_or_reference(kernel_mix, plain_mix)
 
 
-def normed_rows(
+def full_width_qk_norm(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms, group: TPGroup
 ) -> Float[jax.Array, "R outputs"]:
     """Applies RMS norms over all query heads and all key heads of a row.
@@ -213,13 +215,13 @@ def normed_rows(
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
     num_copies = keys * group.count // len(norms.k)
-    q = layers.rms_norm(all_gather.gathered(group, q), norms.q, norms.eps)
-    k = layers.rms_norm(all_gather.gathered_keys(group, k, num_copies), norms.k, norms.eps)
-    own = all_gather.own(group, q), all_gather.own_keys(group, k, num_copies)
+    q = layers.rms_norm(all_gather.all_gather(group, q), norms.q, norms.eps)
+    k = layers.rms_norm(all_gather.all_gather_kv_heads(group, k, num_copies), norms.k, norms.eps)
+    own = all_gather.local_columns(group, q), all_gather.own_keys(group, k, num_copies)
     return jnp.concatenate([*own, v], axis=1)
 
 
-def grown_rows(
+def scale_queries(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, growth: Float[jax.Array, " R"]
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the queries of each row by its long-context query scale."""
@@ -233,7 +235,7 @@ def plain_mix_keys(
     heads: Heads,
     norms: HeadNorms,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
     layer: Place,
 ) -> KV:
@@ -250,14 +252,14 @@ def kernel_mix_keys(
     heads: Heads,
     norms: HeadNorms,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
     layer: Place,
 ) -> KV:
     return _place(kernels, projected, heads, norms, angles, rows, kv, layer)[1]
 
 
-mix_keys = kernel_or_plain(kernel_mix_keys, plain_mix_keys)
+write_kv = kernel_or_reference(kernel_mix_keys, plain_mix_keys)
 
 
 def _place(
@@ -266,7 +268,7 @@ def _place(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: KV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R Hq D"], KV]:
@@ -295,7 +297,7 @@ def _of_layer(scales: Float[jax.Array, "*L D"], layer: Place) -> Float[jax.Array
 def _write_pair(
     kv: KV,
     layer: Place,
-    rows: Rows,
+    rows: AttentionRows,
     k: Float[jax.Array, "R Hk D"],
     v: Float[jax.Array, "R Hk D"],
 ) -> KV:

@@ -22,11 +22,11 @@ jax.tree_util.register_dataclass(
 )
 
 
-def gathered(
+def all_gather(
     ranks: TPGroup, values: Shaped[jax.Array, "... share"]
 ) -> Shaped[jax.Array, "... size"]:
     """Gathers whole rows; each rank has the same number of columns, in the order of ranks."""
-    if ranks.is_alone:
+    if ranks.is_single:
         return values
     if ranks.on_device is not None:
         return ranks.on_device.gathered(values)
@@ -36,13 +36,15 @@ def gathered(
 def gathered_rows(
     ranks: TPGroup, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
 ) -> Float[jax.Array, "R size"]:
-    """Same as `gathered`, for the listed rows only; other rows are undefined."""
+    """Same as `all_gather`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
         return ranks.on_device.gathered_rows(values, rows)
-    return gathered(ranks, values)
+    return all_gather(ranks, values)
 
 
-def own(ranks: TPGroup, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array, "... share"]:
+def local_columns(
+    ranks: TPGroup, rows: Shaped[jax.Array, "... size"]
+) -> Shaped[jax.Array, "... share"]:
     """Returns the columns of the calling rank."""
     return own_keys(ranks, rows, 1)
 
@@ -50,21 +52,21 @@ def own(ranks: TPGroup, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array
 def own_keys(
     ranks: TPGroup, rows: Shaped[jax.Array, "... size"], num_copies: int
 ) -> Shaped[jax.Array, "... share"]:
-    """Same as `own`, for heads that are replicated on `num_copies` consecutive ranks."""
-    if ranks.is_alone:
+    """Same as `local_columns`, for heads that are replicated on `num_copies` consecutive ranks."""
+    if ranks.is_single:
         return rows
     share = rows.shape[-1] * num_copies // ranks.count
     first = number(ranks) // num_copies * share
     return lax.dynamic_slice_in_dim(rows, first, share, axis=-1)
 
 
-def gathered_keys(
+def all_gather_kv_heads(
     ranks: TPGroup, values: Shaped[jax.Array, "... share"], num_copies: int
 ) -> Shaped[jax.Array, "... size"]:
-    """Same as `gathered`, for heads that are replicated on `num_copies` consecutive ranks."""
-    if ranks.is_alone:
+    """Same as `all_gather`, for heads that are replicated on `num_copies` consecutive ranks."""
+    if ranks.is_single:
         return values
-    shares = gathered(ranks, values).reshape(*values.shape[:-1], ranks.count, -1)
+    shares = all_gather(ranks, values).reshape(*values.shape[:-1], ranks.count, -1)
     return shares[..., ::num_copies, :].reshape(*values.shape[:-1], -1)
 
 
@@ -82,7 +84,7 @@ def kept(
     ranks: TPGroup, rows: Float[jax.Array, "R hidden"], norm: Norm | None
 ) -> Float[jax.Array, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
-    columns = own(ranks, rows)
+    columns = local_columns(ranks, rows)
     return columns if norm is not None and gathers_beside(ranks, columns) else rows
 
 
@@ -90,13 +92,13 @@ def norm_beside(
     ranks: TPGroup, columns: Float[jax.Array, "R share"], norm: Norm | None
 ) -> Norm | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
-    if norm is None or ranks.is_alone:
+    if norm is None or ranks.is_single:
         return norm
     if not gathers_beside(ranks, columns):
         return None
     if isinstance(norm, Scale):  # for all layers: XLA slices the stack once per step
-        return norm._replace(values=own(ranks, norm.values))
-    return own(ranks, norm)
+        return norm._replace(values=local_columns(ranks, norm.values))
+    return local_columns(ranks, norm)
 
 
 def number(ranks: TPGroup) -> Int[jax.Array, ""]:

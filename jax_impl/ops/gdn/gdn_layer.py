@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, operand
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_reference, operand
 from jax_impl.ops.gdn.gdn_state import (
     GDNState,
     GDNWeights,
     ReplayInputs,
-    mix_chunks,
-    mix_step,
-    mix_tree,
+    gdn_decode,
+    gdn_prefill,
+    gdn_verify_tree,
     path_window,
     replay,
 )
@@ -101,14 +101,14 @@ def plain_feed(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
-    """Runs `mix_chunks` on a layer's states in their slots.
+    """Runs `gdn_prefill` on a layer's states in their slots.
 
     Args:
       states, snapshots: States of all slots and of all snapshots.
       save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new, saved = mix_chunks(
+    out, *new, saved = gdn_prefill(
         inputs, weights.alone(layer), sizes, *held, row_starts, request, save_after
     )
     states = GDNState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
@@ -130,7 +130,7 @@ def kernel_feed(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
-    out, recurrent, window, *saved = kernels.gdn_prefill.feed(
+    out, recurrent, window, *saved = kernels.gdn_prefill.prefill(
         inputs,
         conv=weights.conv,
         a_log=weights.a_log,
@@ -152,7 +152,7 @@ def kernel_feed(
     return out, GDNState(recurrent, window), GDNState(*saved)
 
 
-feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
+prefill = kernel_or_reference(kernel_feed, plain_feed, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -165,7 +165,7 @@ def plain_verify(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
-    """Runs `mix_tree` on a layer's states in their slots, which are not changed.
+    """Runs `gdn_verify_tree` on a layer's states in their slots, which are not changed.
 
     Args:
       states: States of all slots and layers.
@@ -174,7 +174,7 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, kept_nodes = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
+    out, kept_nodes = gdn_verify_tree(inputs, weights.alone(layer), sizes, *held, *where)
     parts = zip(scratch.kept, kept_nodes, strict=True)
     return (
         out,
@@ -217,7 +217,7 @@ def kernel_verify(
     return out, GDNState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
 
 
-verify = kernel_or_plain(kernel_verify, plain_verify)
+verify = kernel_or_reference(kernel_verify, plain_verify)
 
 
 def plain_advance(
@@ -230,13 +230,13 @@ def plain_advance(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
-    """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
+    """Runs `gdn_decode` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
       nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
+    out, new, _ = gdn_decode(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
     assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
     kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
@@ -244,7 +244,7 @@ def plain_advance(
 
 
 kernel_advance = kernel_verify
-advance = kernel_or_plain(kernel_advance, plain_advance)
+decode = kernel_or_reference(kernel_advance, plain_advance)
 
 
 def plain_commit(
@@ -292,7 +292,7 @@ def kernel_commit(
     return GDNState(*new), GDNState(recurrent, window)
 
 
-commit = kernel_or_plain(kernel_commit, plain_commit)
+commit = kernel_or_reference(kernel_commit, plain_commit)
 
 
 def _arrays_of(kept: ReplayInputs | jax.Array) -> tuple[jax.Array, ...]:

@@ -181,7 +181,7 @@ def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
     return flags[None, :, None, None, None]
 
 
-def mix_chunks(
+def gdn_prefill(
     inputs: Float[jax.Array, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -219,7 +219,7 @@ def mix_chunks(
     return _normed(out, z, weights), new, end, (saved, saved_end)
 
 
-def mix_tree(
+def gdn_verify_tree(
     inputs: Float[jax.Array, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -230,7 +230,7 @@ def mix_tree(
     request: Int[jax.Array, " R"],
     node: Int[jax.Array, " R"],
 ) -> tuple[Float[jax.Array, "R values"], ReplayInputs]:
-    """Same as `mix_chunks`, over draft trees, with unchanged states; no `parents` for chains."""
+    """Same as `gdn_prefill`, over draft trees, with unchanged states; no `parents` for chains."""
     channels, z, b, a = split_inputs(inputs, sizes)
     (B, N), C = row_of.shape, channels.shape[1]
     before = channels[row_of]  # [B, N, C]
@@ -244,14 +244,14 @@ def mix_tree(
     return _normed(out[request, node], z, weights), kept
 
 
-def mix_step(
+def gdn_decode(
     inputs: Float[jax.Array, "B outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
 ) -> tuple[Float[jax.Array, "B values"], Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]]:
-    """Same as `mix_chunks`, over one row of each request, with the recurrent form."""
+    """Same as `gdn_prefill`, over one row of each request, with the recurrent form."""
     channels, z, b, a = split_inputs(inputs, sizes)
     q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
     log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from jax_impl.ops import Kernels, Norm, alone, in_stack, is_bfloat16, kernel_or_plain
+from jax_impl.ops import Kernels, Norm, alone, is_bfloat16, kernel_or_reference, stacked
 from jax_impl.ops.gemm.layers import plain_rms_norm
 from shared.spec.reduction_order import SQUARES
 
@@ -53,7 +53,7 @@ def kernel_before(
     return kernels.convolution.before(normed, base, moved, size)
 
 
-before = kernel_or_plain(kernel_before, plain_before, is_bfloat16)
+before = kernel_or_reference(kernel_before, plain_before, is_bfloat16)
 
 
 def plain_behind(
@@ -80,9 +80,9 @@ def kernel_behind(
     norm: Norm,
     eps: float,
 ) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
-    norms, layer = in_stack(norm)
+    norms, layer = stacked(norm)
     how = (size, x, norms, layer, eps)
     return kernels.convolution.behind(given, base, moved, *how, order=SQUARES)
 
 
-behind = kernel_or_plain(kernel_behind, plain_behind, is_bfloat16)
+behind = kernel_or_reference(kernel_behind, plain_behind, is_bfloat16)

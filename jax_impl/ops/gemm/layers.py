@@ -1,6 +1,7 @@
 """Row-wise layer operations: float32 inside, dtype of the input outside.
 
-Same as `shared.spec.layers`. On a GPU norms, GELU and `blended` are kernels for bfloat16.
+Same as `shared.spec.layers`. On a GPU norms, GELU and `bilinear_pos_embed` are kernels for
+bfloat16.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from shared.spec.reduction_order import SQUARES
 
 Array = Float[jax.Array, "..."]
@@ -62,7 +63,7 @@ class ImageEmbeds(NamedTuple):
     sources: Int[jax.Array, " R"]
 
 
-def embedded(
+def embed_tokens(
     table: Float[jax.Array, "vocab hidden"],
     tokens: Int[jax.Array, " R"],
     shown: ImageEmbeds | None,
@@ -96,7 +97,7 @@ def kernel_rms_norm(
     return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).reshape(x.shape)
 
 
-rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
+rms_norm = kernel_or_reference(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
 def plain_layer_norm(
@@ -123,7 +124,7 @@ def kernel_layer_norm(
     return kernels.layers.layer_norm(rows, weight, bias, eps, order=SQUARES).reshape(x.shape)
 
 
-layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
+layer_norm = kernel_or_reference(kernel_layer_norm, plain_layer_norm, is_bfloat16)
 
 
 def plain_gelu(x: Array) -> Array:
@@ -135,7 +136,7 @@ def kernel_gelu(kernels: Kernels, x: Array) -> Array:
     return kernels.layers.gelu(x)
 
 
-gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
+gelu = kernel_or_reference(kernel_gelu, plain_gelu, is_bfloat16)
 
 
 def plain_gelu_tanh(x: Array) -> Array:
@@ -147,7 +148,7 @@ def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
     return kernels.layers.gelu_tanh(x)
 
 
-gelu_tanh = kernel_or_plain(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
 def plain_blended(
@@ -165,10 +166,10 @@ def kernel_blended(
     corners: Int[jax.Array, "R 4"],
     shares: Float[jax.Array, "R 4"],
 ) -> Float[jax.Array, "R hidden"]:
-    return kernels.layers.blended(table, corners, shares)
+    return kernels.layers.bilinear_pos_embed(table, corners, shares)
 
 
-blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
+bilinear_pos_embed = kernel_or_reference(kernel_blended, plain_blended, is_bfloat16)
 
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
@@ -212,7 +213,7 @@ def rotary_angles(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def query_growth(
+def query_scaling(
     positions: Int[jax.Array, " R"], beta: float, context: int
 ) -> Float[jax.Array, " R"]:
     """Computes the long-context query scale of each position; 1 below position `context`."""

@@ -17,10 +17,10 @@ from jax_impl.ops import (
     Norm,
     Place,
     alone,
-    in_stack,
     is_bfloat16,
-    kernel_or_plain,
+    kernel_or_reference,
     kernels_on,
+    stacked,
 )
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
@@ -131,7 +131,7 @@ class NormedStream(NamedTuple):
         """Returns the input of GEMM kernels: the rows times the scale of their norm."""
         return self.rows if self.scaled is None else self.scaled
 
-    def followed(
+    def with_next_norm(
         self,
         rows: Float[jax.Array, "R columns"],
         norm: Norm | None = None,
@@ -144,12 +144,12 @@ class NormedStream(NamedTuple):
     @property
     def own(self) -> Float[jax.Array, "R share"]:
         """Returns this rank's columns of the rows."""
-        return self.rows if self.is_share else all_gather.own(self.group, self.rows)
+        return self.rows if self.is_share else all_gather.local_columns(self.group, self.rows)
 
     @property
     def whole(self) -> Float[jax.Array, "R hidden"]:
         """Returns the rows with the columns of all ranks."""
-        return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
+        return all_gather.all_gather(self.group, self.rows) if self.is_share else self.rows
 
 
 def plain_stream(
@@ -169,7 +169,7 @@ def kernel_stream(
     count: Int[jax.Array, " 1"] | None = None,
     group: TPGroup = SINGLE_RANK,
 ) -> NormedStream:
-    scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
+    scaled, squares = kernels.layers.beside(rows, *stacked(norm), order=SQUARES)
     return NormedStream(
         all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group
     )
@@ -193,7 +193,7 @@ def _stream_beside_kernels(
     return beside_kernels(NormedStream(rows, norm, count=count, group=group))
 
 
-stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
+stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
 
 
 def plain_product(
@@ -209,7 +209,7 @@ def kernel_product(
     return _multiplied(kernels, x, weight, first=first).rows
 
 
-product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+product = kernel_or_reference(kernel_product, plain_product, is_bfloat16)
 
 
 def plain_product_float32(
@@ -225,7 +225,7 @@ def kernel_product_float32(
     return _multiplied(kernels, x, weight, factor=factor, out_type=jnp.float32).rows
 
 
-product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+product_float32 = kernel_or_reference(kernel_product_float32, plain_product_float32, is_bfloat16)
 
 
 def plain_normed_product(
@@ -244,7 +244,7 @@ def kernel_normed_product(
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
-normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+rmsnorm_linear = kernel_or_reference(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
 def plain_added_product(
@@ -260,7 +260,7 @@ def plain_added_product(
       norm: Next norm of the returned stream.
     """
     own = stream.own + _times(plain_product(x, weight), factor)
-    return stream.followed(all_gather.gathered(stream.group, own), norm)
+    return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
 def kernel_added_product(
@@ -286,14 +286,14 @@ def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None)
       added: This rank's columns; with `gathers_beside` also the scaled rows and squares of all.
     """
     group, rows = stream.group, added.rows
-    if not (group.is_alone or all_gather.gathers_beside(group, rows)):
-        rows = all_gather.gathered(group, rows)
+    if not (group.is_single or all_gather.gathers_beside(group, rows)):
+        rows = all_gather.all_gather(group, rows)
         begun = kernel_stream(kernels, rows, norm)
-        return stream.followed(rows, norm, begun.scaled, begun.squares)
+        return stream.with_next_norm(rows, norm, begun.scaled, begun.squares)
     if norm is None:
-        rows = rows if group.is_alone else added.scaled
-        return stream.followed(rows, squares=added.squares)
-    return stream.followed(rows, norm, added.scaled, added.squares)
+        rows = rows if group.is_single else added.scaled
+        return stream.with_next_norm(rows, squares=added.squares)
+    return stream.with_next_norm(rows, norm, added.scaled, added.squares)
 
 
 def _added_beside_kernels(
@@ -306,7 +306,7 @@ def _added_beside_kernels(
     return beside_kernels(plain_added_product(x, weight, stream, factor, norm))
 
 
-added_product = kernel_or_plain(
+linear_add = kernel_or_reference(
     kernel_added_product, plain_added_product, is_bfloat16, _added_beside_kernels
 )
 
@@ -315,7 +315,7 @@ def added_norm(
     x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: NormedStream
 ) -> NormedStream:
     """Adds the RMS norm of each row to the stream."""
-    return stream.followed(stream.whole + layers.rms_norm(x, alone(norm), eps))
+    return stream.with_next_norm(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_gated_product(
@@ -323,7 +323,7 @@ def plain_gated_product(
 ) -> Float[jax.Array, "R intermediate"]:
     """Computes silu(gate) * up of the normed rows; the weight holds gate rows, then up rows."""
     gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
-    return all_gather.gathered(stream.group, layers.silu(gate) * up)
+    return all_gather.all_gather(stream.group, layers.silu(gate) * up)
 
 
 def kernel_gated_product(
@@ -332,10 +332,10 @@ def kernel_gated_product(
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
         return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
-    return all_gather.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
-gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+silu_and_mul_linear = kernel_or_reference(kernel_gated_product, plain_gated_product, is_bfloat16)
 
 
 def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, "R outputs"]:
@@ -384,7 +384,7 @@ def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
     if stream.squares is not None:
         return stream
     begun = kernel_stream(kernels, stream.whole, stream.norm)
-    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
+    return stream.with_next_norm(begun.rows, begun.norm, begun.scaled, begun.squares)
 
 
 def _multiplied(
@@ -419,7 +419,7 @@ def kernel_products(
         outputs=(stored - first) // (2 if is_gated else 1),
         gated=int(is_gated),
     )
-    scale, scale_layer = in_stack(norm)
+    scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
     if weight.quantises:
         x, row_scales = kernels.fp8_activations.quantised(x)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int
 
-from jax_impl.ops import Kernels, Norm, Place, alone, in_stack, is_bfloat16, kernel_or_plain
+from jax_impl.ops import Kernels, Norm, Place, alone, is_bfloat16, kernel_or_reference, stacked
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
@@ -30,7 +30,7 @@ class Experts(NamedTuple):
     shared_down: Matrix | None
 
 
-class Chosen(NamedTuple):
+class SelectedExperts(NamedTuple):
     """Selected experts of each row, in ascending order, and their weights."""
 
     ids: Int[jax.Array, "R chosen"]
@@ -41,16 +41,16 @@ def choose(
     logits: Float32[jax.Array, "R experts"],
     config: MoEConfig,
     bias: Float32[jax.Array, " experts"] | None,
-) -> Chosen:
+) -> SelectedExperts:
     """Selects the experts of each row, without a sort, which command buffers do not support."""
     scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else logits
     ranked = scores if bias is None else scores + bias
     ranked = jnp.where(jnp.isnan(ranked), -jnp.inf, ranked)
     if config.num_groups > 1:
         ranked = jnp.where(_in_best_groups(ranked, config), ranked, -jnp.inf)
-    is_chosen = _places(ranked) < config.num_chosen
+    is_chosen = _places(ranked) < config.top_k
     slots = jnp.cumsum(is_chosen, axis=1) - 1
-    at = is_chosen[..., None] & (slots[..., None] == jnp.arange(config.num_chosen))
+    at = is_chosen[..., None] & (slots[..., None] == jnp.arange(config.top_k))
     ids = jnp.argmax(at, axis=1).astype(jnp.int32)
     of_chosen = jnp.take_along_axis(scores, ids, axis=1)
     if config.scores == "softmax":
@@ -62,7 +62,7 @@ def choose(
         weights = of_chosen / (of_chosen.sum(axis=1, keepdims=True) + 1e-20)
     else:
         weights = of_chosen
-    return Chosen(ids, weights * config.routed_factor)
+    return SelectedExperts(ids, weights * config.routed_factor)
 
 
 def _in_best_groups(
@@ -133,7 +133,7 @@ def _mlp(
     x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
     gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    inner = all_gather.gathered(group, (layers.silu(gate) * up).astype(x.dtype))
+    inner = all_gather.all_gather(group, (layers.silu(gate) * up).astype(x.dtype))
     return linear.product_float32(inner, down)
 
 
@@ -151,7 +151,7 @@ def _counted_beside_kernels(stream: NormedStream) -> NormedStream:
     return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
 
 
-counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16, _counted_beside_kernels)
+counted = kernel_or_reference(kernel_counted, plain_counted, is_bfloat16, _counted_beside_kernels)
 
 
 def plain_added_experts(
@@ -165,8 +165,8 @@ def plain_added_experts(
     rows = stream.whole
     normed = layers.rms_norm(rows, alone(stream.norm), eps)
     added = experts(normed, config, weights, stream.group)
-    own = (all_gather.own(stream.group, rows) + added).astype(rows.dtype)
-    return stream.followed(all_gather.gathered(stream.group, own), norm)
+    own = (all_gather.local_columns(stream.group, rows) + added).astype(rows.dtype)
+    return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
 def kernel_added_experts(
@@ -184,8 +184,8 @@ def kernel_added_experts(
     count = stream.count
     if count is None:
         count = jnp.full((1,), len(own), jnp.int32)
-    bias, _ = in_stack(weights.score_bias)
-    scale, norm_layer = in_stack(all_gather.norm_beside(group, own, norm))
+    bias, _ = stacked(weights.score_bias)
+    scale, norm_layer = stacked(all_gather.norm_beside(group, own, norm))
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
     added, arrivals = kernels.experts.experts(
         rows=own,
@@ -202,7 +202,7 @@ def kernel_added_experts(
         arrivals=stream.arrivals,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         norm_layer=norm_layer,
-        gathered=partial(all_gather.gathered, group),
+        gathered=partial(all_gather.all_gather, group),
         eps=eps,
         routing=routing_of(config),
         order=ROUTER,
@@ -231,7 +231,7 @@ def _added_beside_kernels(
     return linear.beside_kernels(added)
 
 
-added_experts = kernel_or_plain(
+added_experts = kernel_or_reference(
     kernel_added_experts, plain_added_experts, is_bfloat16, _added_beside_kernels
 )
 

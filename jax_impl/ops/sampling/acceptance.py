@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import Kernels, kernel_or_plain, when_any
+from jax_impl.ops import Kernels, cond_any, kernel_or_reference
 from jax_impl.ops.sampling.gumbel_noise import uniforms
 from jax_impl.ops.sampling.sampling import (
     Sampling,
@@ -30,7 +30,7 @@ from jax_impl.ops.sampling.vocab_parallel import (
 from shared.spec.gumbel_noise import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 
 
-def force(
+def force_chain(
     tokens: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
     choices: Int[jax.Array, "B N"],
@@ -66,7 +66,7 @@ def simulate(
     return choices, node + 1
 
 
-def walk(
+def accept_greedy_path(
     tokens: Int[jax.Array, "B N"],
     parents: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
@@ -132,7 +132,7 @@ def plain_follow(
     is_chain: bool = False,
 ) -> AcceptedPath:
     """Follows the choices; returns the accepted path and the emitted tokens."""
-    path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
+    path, counts = accept_greedy_path(tokens, parents, num_nodes, choices, depth, is_chain)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = jnp.where(is_row & ~has_failed, counts, 0)
     rows = jnp.take_along_axis(row_of, path, axis=1)
@@ -156,15 +156,15 @@ def kernel_follow(
     return AcceptedPath(*kernels.acceptance.follow(*given, depth))
 
 
-follow = kernel_or_plain(kernel_follow, plain_follow)
+follow = kernel_or_reference(kernel_follow, plain_follow)
 
 
-def certain_law(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "B S vocab"]:
+def one_hot_q(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "B S vocab"]:
     """Returns q for drafts that were not sampled: one-hot distributions."""
     return jax.nn.one_hot(tokens[:, 1:], vocab)
 
 
-def sampled_law(
+def draft_probs(
     scores: Float[jax.Array, "B S vocab"],
     tokens: Int[jax.Array, "B N"],
     vocabulary: Vocabulary = ALL,
@@ -173,7 +173,7 @@ def sampled_law(
     B, S, vocab = scores.shape
     q = probabilities(scores.reshape(B * S, vocab), vocabulary)
     is_law = all_of(jnp.isfinite(q).all(axis=1), vocabulary).reshape(B, S, 1)
-    return jnp.where(is_law, q.reshape(B, S, vocab), certain_law(tokens, vocab))
+    return jnp.where(is_law, q.reshape(B, S, vocab), one_hot_q(tokens, vocab))
 
 
 def rejection_choices(
@@ -259,13 +259,13 @@ def plain_judge(
         noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
         chosen = best(noisy.reshape(B * N, vocab), vocabulary).reshape(B, N)
         p = probabilities(scores.reshape(B * N, vocab), vocabulary).reshape(B, N, vocab)
-        q = sampled_law(drafted, tokens, vocabulary)
+        q = draft_probs(drafted, tokens, vocabulary)
         return JUDGES[rule](tokens, num_nodes, chosen, p, q, sampling, lengths, vocabulary)
 
     def greedy(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         return best(scores.reshape(B * N, vocab), vocabulary).reshape(B, N)
 
-    choices = when_any(sampling.temperature > 0, judged, greedy, scores)
+    choices = cond_any(sampling.temperature > 0, judged, greedy, scores)
     return choices, is_finite(logits, vocabulary)
 
 
@@ -291,7 +291,7 @@ def kernel_judge(
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    choices = kernels.rejection.judge(
+    choices = kernels.rejection.rejection_sample(
         *(tokens, num_nodes, chosen[row_of], row_of, scores, drafted),
         *(sampling.temperature, sampling.seed, lengths),
         is_block=rule == "block",
@@ -301,7 +301,7 @@ def kernel_judge(
     return choices, is_finite
 
 
-judge = kernel_or_plain(kernel_judge, plain_judge)
+rejection_sample = kernel_or_reference(kernel_judge, plain_judge)
 
 
 def _of_drafts(

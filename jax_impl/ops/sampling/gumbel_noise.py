@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, UInt32
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, kernel_or_reference
 from shared.spec.gumbel_noise import ACCEPT_STREAM, PARITY, ROTATIONS
 
 Stream = int | Int[jax.Array, ""]
@@ -57,7 +57,7 @@ def kernel_uniforms(
     return kernels.gumbel_noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
 
 
-uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
+uniforms = kernel_or_reference(kernel_uniforms, plain_uniforms)
 
 
 def gumbel(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import when_any
+from jax_impl.ops import cond_any
 from jax_impl.ops.sampling.vocab_parallel import (
     ALL,
     Vocabulary,
@@ -38,7 +38,7 @@ def top(
     return ids, log_probabilities(values, norm(rows, vocabulary))
 
 
-def reported(
+def output_logprobs(
     logits: Float[jax.Array, "R share"],
     row_of: Int[jax.Array, "B W"],
     tokens: Int[jax.Array, "B W"],
@@ -70,10 +70,10 @@ def reported(
         zeros = jnp.zeros((B, W, k), logits.dtype)
         return zeros[:, :, 0], jnp.zeros((B, W, k), jnp.int32), zeros
 
-    return when_any(is_reported, of_rows, nothing, logits)
+    return cond_any(is_reported, of_rows, nothing, logits)
 
 
-def scored(
+def prompt_logprobs(
     logits: Float[jax.Array, "R share"],
     ids: Int[jax.Array, " R"],
     k: int,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import Kernels, kernel_or_plain, when_any
+from jax_impl.ops import Kernels, cond_any, kernel_or_reference
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.sampling.gumbel_noise import Stream, gumbel
 from jax_impl.ops.sampling.vocab_parallel import (
@@ -152,7 +152,7 @@ def _edited(
     def with_penalties(logits: Scores) -> Scores:
         return penalized(logits, seen_rows(seen), by_row)
 
-    logits = when_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
+    logits = cond_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
     logits = logits.at[row, by_row.bias_ids].add(by_row.bias_values)
     bound = jnp.where(positions < by_row.min_length, -jnp.inf, jnp.inf)[:, None]
     logits = logits.at[row, by_row.stop_ids].min(jnp.broadcast_to(bound, by_row.stop_ids.shape))
@@ -175,14 +175,14 @@ def _supported(
         keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p, vocabulary)
         return jnp.where(keep | ~is_sampled[:, None], scaled, -jnp.inf)
 
-    return when_any(filters & is_sampled, filtered, _as_it_is, scaled)
+    return cond_any(filters & is_sampled, filtered, _as_it_is, scaled)
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:
     return x
 
 
-def perturbed(
+def add_gumbel_noise(
     processed: Float[jax.Array, "R vocab"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
@@ -196,7 +196,7 @@ def perturbed(
         noise = gumbel(sampling.seed[request], keys, processed.shape[1], stream)
         return processed + jnp.where(warm, noise, 0)
 
-    return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
+    return cond_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
 def perturbed_alike(
@@ -205,14 +205,14 @@ def perturbed_alike(
     keys: Int[jax.Array, " B"],
     stream: Stream,
 ) -> Float[jax.Array, "B k vocab"]:
-    """Same as `perturbed`, with one row of noise for the k rows of a request."""
+    """Same as `add_gumbel_noise`, with one row of noise for the k rows of a request."""
     warm = (sampling.temperature > 0)[:, None, None]
 
     def noisy(processed: Float[jax.Array, "B k vocab"]) -> Float[jax.Array, "B k vocab"]:
         noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
         return processed + jnp.where(warm, noise[:, None], 0)
 
-    return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
+    return cond_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
 class SampledTokens(NamedTuple):
@@ -238,7 +238,7 @@ def plain_choose(
     """
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
-    noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
+    noisy = add_gumbel_noise(scores, sampling, request, positions, TARGET_STREAM)
     return SampledTokens(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
@@ -277,31 +277,31 @@ def of_parts(
     vocabulary: Vocabulary,
     **how: Any,
 ) -> tuple[Int[jax.Array, "R width"], Float[jax.Array, "R width"], Bool[jax.Array, " R"]]:
-    """Combines the partial results of all vocabulary shards with `kernels.vocab_parallel.join`.
+    """Merges the partial results of all shards by `kernels.vocab_parallel.merge_topk`.
 
     Args:
       logits, seen, positions, sampling, request, allowed, keys, columns: See `sampling.leave`.
       how: RNG stream, and `width`, `tau`, `nodes` and `leaves` of `sampling.leave`.
     """
     group, size = vocabulary.group, vocabulary.size
-    rows = kernels.vocab_parallel.filtered(sampling, request, len(logits), how["nodes"], size)
+    rows_of = kernels.vocab_parallel.rows_with_filters
+    rows = rows_of(sampling, request, len(logits), how["nodes"], size)
     every = all_gather.gathered_rows(group, logits, rows)
-    part = kernels.sampling.Part(
-        size, group.count, first_of(vocabulary).astype(jnp.int32).reshape(1), every
-    )
+    first = first_of(vocabulary).astype(jnp.int32).reshape(1)
+    part = kernels.sampling.VocabShard(size, group.count, first, every)
     left, *held = kernels.sampling.leave(
         *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
         **how,
     )
-    left, totals = all_gather.gathered(group, left), None
+    left, totals = all_gather.all_gather(group, left), None
     same = {"ranks": group.count} | {name: how[name] for name in ("width", "tau", "nodes")}
     if how["tau"] is not None:
         of_groups = (left, *held, sampling.temperature, part.first)
-        totals = kernels.vocab_parallel.totals(*of_groups, share=vocabulary.share, **same)
-        totals = all_gather.gathered(group, totals)
+        totals = kernels.vocab_parallel.sum_exp(*of_groups, share=vocabulary.share, **same)
+        totals = all_gather.all_gather(group, totals)
     joined = (left, totals, sampling.temperature, columns)
-    return kernels.vocab_parallel.join(*joined, vocab=size, **same)
+    return kernels.vocab_parallel.merge_topk(*joined, vocab=size, **same)
 
 
 def choose_parts(
@@ -322,7 +322,7 @@ def choose_parts(
     return SampledTokens(ids[:, 0], is_finite)
 
 
-choose = kernel_or_plain(kernel_choose, plain_choose)
+choose = kernel_or_reference(kernel_choose, plain_choose)
 
 
 def is_finite(
@@ -376,8 +376,8 @@ def plain_rank(
     noisy = perturbed_alike(by_node, sampling, keys, stream).reshape(B * k, vocab)
     noisy = noisy if columns is None else noisy[:, columns]
     values, ids = best_of(noisy, width, vocabulary)
-    warmth = sampling.temperature[request]
-    weights = draft_weights(noisy, values, warmth, DRAFT_TAU, vocabulary)
+    temperature = sampling.temperature[request]
+    weights = draft_weights(noisy, values, temperature, DRAFT_TAU, vocabulary)
     ids = ids if columns is None else columns[ids]
     target = Vocabulary(vocab, vocabulary.group)
     kept = moved(scores, columns, vocabulary, target) if is_sampled else None
@@ -420,7 +420,7 @@ def kernel_rank(
     return RankedCandidates(*ranked)
 
 
-rank = kernel_or_plain(kernel_rank, plain_rank)
+rank = kernel_or_reference(kernel_rank, plain_rank)
 
 
 def draft_weights(

@@ -62,16 +62,16 @@ def num_tokens_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
 
 def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
     """Returns True if kernels sample this many rows from partial results, not from whole rows."""
-    return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
+    return not vocabulary.group.is_single and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
     """Gathers the logits of all tokens."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return part
-    return all_gather.gathered(vocabulary.group, part)[..., : vocabulary.size]
+    return all_gather.all_gather(vocabulary.group, part)[..., : vocabulary.size]
 
 
 def part(
@@ -79,16 +79,16 @@ def part(
 ) -> Float[jax.Array, "... share"]:
     """Returns this rank's shard of the logits of all tokens."""
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return rows
-    return all_gather.own(group, _resized(rows, vocabulary.share * group.count))
+    return all_gather.local_columns(group, _resized(rows, vocabulary.share * group.count))
 
 
 def spread(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
     """Expands a shard to all tokens, with the tokens of other ranks excluded."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return part
     shape = (*part.shape[:-1], vocabulary.share * vocabulary.group.count)
     rows, first = jnp.full(shape, -jnp.inf, part.dtype), first_of(vocabulary)
@@ -109,9 +109,9 @@ def moved(
     if columns is None and vocabulary.size == target.size:
         return rows
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return over_tokens(rows, columns, target.size)
-    every = _resized(all_gather.gathered(group, part(rows, vocabulary)), rows.shape[1])
+    every = _resized(all_gather.all_gather(group, part(rows, vocabulary)), rows.shape[1])
     every = over_tokens(every, columns, target.size)
     from_first = jnp.arange(target.size) - first_of(target)
     return jnp.where((from_first >= 0) & (from_first < target.share), every, -jnp.inf)
@@ -140,9 +140,11 @@ def _resized(rows: Float[jax.Array, "... size"], size: int) -> Float[jax.Array, 
 
 def all_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:
     """Returns True for rows whose flag is set on all ranks."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return flags
-    return (all_gather.gathered(vocabulary.group, flags.astype(jnp.int32)[:, None]) > 0).all(axis=1)
+    return (all_gather.all_gather(vocabulary.group, flags.astype(jnp.int32)[:, None]) > 0).all(
+        axis=1
+    )
 
 
 def any_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:
@@ -155,18 +157,18 @@ def at(
 ) -> Float[jax.Array, "R some"]:
     """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
     own, group = jnp.take_along_axis(scores, ids, axis=1), vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return own
-    return all_gather.gathered(group, own).reshape(len(ids), group.count, -1).max(axis=1)
+    return all_gather.all_gather(group, own).reshape(len(ids), group.count, -1).max(axis=1)
 
 
 def added(
     numbers: Int[jax.Array, "R some"], vocabulary: Vocabulary = ALL
 ) -> Int[jax.Array, "R some"]:
     """Sums integers over all shards."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return numbers
-    every = all_gather.gathered(vocabulary.group, numbers)
+    every = all_gather.all_gather(vocabulary.group, numbers)
     return every.reshape(len(numbers), -1, numbers.shape[1]).sum(axis=1)
 
 
@@ -187,13 +189,15 @@ class Norm(NamedTuple):
 def norm(scores: Float[jax.Array, "R size"], vocabulary: Vocabulary = ALL) -> Norm:
     """Computes the normaliser from the groups of all shards; each rank computes its own groups."""
     group, most = vocabulary.group, -(-scores.shape[1] // VOCAB_GROUP) * VOCAB_GROUP
-    if not group.is_alone:
+    if not group.is_single:
         most = vocabulary.share * group.count
-    tokens = all_gather.own(group, _resized(scores, most)).reshape(len(scores), -1, VOCAB_GROUP)
+    tokens = all_gather.local_columns(group, _resized(scores, most)).reshape(
+        len(scores), -1, VOCAB_GROUP
+    )
     peaks = tokens.max(axis=2)
     units = jnp.floor(_weights(tokens, peaks) * 2.0**GROUP_BITS + 0.5).astype(jnp.int32)
     masses = units.sum(axis=2).astype(jnp.float32) * 2.0**-GROUP_BITS
-    peaks, masses = all_gather.gathered(group, jnp.stack([peaks, masses]))
+    peaks, masses = all_gather.all_gather(group, jnp.stack([peaks, masses]))
     highest = peaks.max(axis=1)
     shares = masses * _weights(peaks, highest) * (1 / VOCAB_GROUP)
     return Norm(highest, _of_units(_sum(*_in_units(shares))) * VOCAB_GROUP)
@@ -213,13 +217,13 @@ def best_of(
       ValueError: With TP, k exceeds the tokens that the first rank is certain to have.
     """
     group = vocabulary.group
-    if not group.is_alone and k > VOCAB_GROUP:
+    if not group.is_single and k > VOCAB_GROUP:
         raise ValueError(f"ranks leave at most {VOCAB_GROUP} tokens of a row, got {k}")
     ids = _top(scores, k)
     values = jnp.take_along_axis(scores, ids, axis=1)
-    if group.is_alone:
+    if group.is_single:
         return values, ids
-    values, ids = all_gather.gathered(group, values), all_gather.gathered(group, ids)
+    values, ids = all_gather.all_gather(group, values), all_gather.all_gather(group, ids)
     # Ties are in the order of ranks, which is the order of ids.
     places = _top(values, k)
     return jnp.take_along_axis(values, places, axis=1), jnp.take_along_axis(ids, places, axis=1)
@@ -261,7 +265,7 @@ def support(
         return counts, _of_units(_carried(*words))
 
     # A round costs an exchange with TP, and without TP a pass over the tokens per threshold.
-    digit = 1 if vocabulary.group.is_alone else DIGIT
+    digit = 1 if vocabulary.group.is_single else DIGIT
     ways = jnp.arange(1, 2**digit, dtype=jnp.uint32)
 
     def find(border: Border, shift: UInt32[jax.Array, ""]) -> tuple[Border, None]:
@@ -297,10 +301,10 @@ def _running_sum(x: Float[jax.Array, "R size"]) -> Float[jax.Array, "R size"]:
 def _before(own: Int[jax.Array, "R 1"], vocabulary: Vocabulary) -> Int[jax.Array, "R 1"]:
     """Sums the values of the ranks before this one."""
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return jnp.zeros_like(own)
     is_before = jnp.arange(group.count) < all_gather.number(group)
-    return jnp.where(is_before, all_gather.gathered(group, own), 0).sum(axis=1, keepdims=True)
+    return jnp.where(is_before, all_gather.all_gather(group, own), 0).sum(axis=1, keepdims=True)
 
 
 def _keys(x: Float[jax.Array, "R some"]) -> UInt32[jax.Array, "R some"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, kernel_or_reference
 
 
 def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
@@ -32,7 +32,7 @@ def kernel_ancestors(kernels: Kernels, parents: Int[jax.Array, "B N"]) -> Bool[j
     return kernels.draft_tree.ancestors(parents)
 
 
-ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
+ancestors = kernel_or_reference(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[jax.Array, "B C"], count: int) -> Int[jax.Array, "B count"]:
@@ -134,7 +134,7 @@ def kernel_next_level(
     return parents, weights, Level(*level_arrays)
 
 
-next_level = kernel_or_plain(kernel_next_level, plain_next_level)
+next_level = kernel_or_reference(kernel_next_level, plain_next_level)
 
 
 Kept = tuple[
@@ -192,7 +192,7 @@ def kernel_keep_best(
     )
 
 
-keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
+keep_best = kernel_or_reference(kernel_keep_best, plain_keep_best)
 
 
 def plain_chains(
@@ -221,7 +221,7 @@ def kernel_chains(
     return kernels.draft_tree.chains(drafts, newest, max_drafts, can_draft)
 
 
-chains = kernel_or_plain(kernel_chains, plain_chains)
+chains = kernel_or_reference(kernel_chains, plain_chains)
 
 
 def flatten(

@@ -54,7 +54,7 @@ class _Below(NamedTuple):
     weights: Float[jax.Array, "B M"]
 
 
-def aligned(
+def align_to_newest(
     copies: NgramTrees, newest: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
 ) -> Int[jax.Array, " B"]:
     """Returns the n-gram tree node aligned with the newest token, or M if there is none."""
@@ -65,7 +65,7 @@ def aligned(
     return jnp.where(found, node, M).min(axis=1)
 
 
-def join(
+def merge(
     grown: DraftedTrees,
     copies: NgramTrees,
     lengths: Int[jax.Array, " B"],
@@ -109,7 +109,7 @@ def join(
         nodes=nodes,
     )
     if rows < B * nodes:
-        chosen, joined_parents, num_nodes = verify_budget.share(
+        chosen, joined_parents, num_nodes = verify_budget.prune_to_budget(
             chosen, joined_parents, num_nodes, kept_weights, rows
         )
     of_drafts = jnp.where(same, number, 0).sum(axis=2, dtype=jnp.int32)
@@ -134,7 +134,7 @@ def _below(
     M = copies.tokens.shape[1]
     node, root = (
         jnp.arange(M, dtype=jnp.int32),
-        aligned(copies, grown.tokens[:, 0], lengths),
+        align_to_newest(copies, grown.tokens[:, 0], lengths),
     )
     place, ancestors = jnp.minimum(root, M - 1)[:, None], draft_tree.ancestors(copies.parents)
     is_root = node == root[:, None]

@@ -1,6 +1,6 @@
 """N-gram hash table and its draft trees; same as `shared.spec.ngram`.
 
-On a GPU `learn` and `draft` are kernels; see `jax_impl.ops`.
+On a GPU `insert` and `draft` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, kernel_or_reference
 from shared.spec.ngram import LATEST, LENGTHS, MOST_AGE, MULTIPLIERS, UNITS, WAYS, WINDOW, cost
 
 _NONE = 2**30
@@ -42,7 +42,7 @@ class Grown(NamedTuple):
     weights: Float[jax.Array, "B N"]
 
 
-def mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
+def hash_mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
     """Mixes all 32 bits of a hash; the mask clears the sign bits that the shift copies in."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
@@ -60,7 +60,7 @@ def keys(
         for place in range(WINDOW):
             longer = key * multiplier + contexts[:, place, None] + 1
             key = jnp.where(place >= begins, longer, key)
-        found.append(mix(key))
+        found.append(hash_mix(key))
     return found[0], found[1], contexts[:, begins] >= 0
 
 
@@ -76,7 +76,7 @@ def plain_learn(
     first, second, is_there = keys(contexts, scopes)
     length = jnp.arange(len(LENGTHS), dtype=jnp.int32)
     entry = (length * groups + (first & (groups - 1))) * WAYS
-    entry += (mix(following + 1) & (WAYS - 1))[:, None]
+    entry += (hash_mix(following + 1) & (WAYS - 1))[:, None]
     stamp = (table.clocks + jnp.arange(n, dtype=jnp.int32)[:, None]) & LATEST
     entry = jnp.where(is_there & is_real[:, None], entry, -1).T.reshape(-1)
     # After sorting by entry, the last write to an entry is the last of its run.
@@ -106,10 +106,10 @@ def kernel_learn(
     scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
 ) -> NgramTable:
-    return NgramTable(*kernels.ngram.learn(*table, contexts, following, scopes, is_real))
+    return NgramTable(*kernels.ngram.insert(*table, contexts, following, scopes, is_real))
 
 
-learn = kernel_or_plain(kernel_learn, plain_learn)
+insert = kernel_or_reference(kernel_learn, plain_learn)
 
 
 def _children(
@@ -201,7 +201,7 @@ def kernel_draft(
     return Grown(*kernels.ngram.draft(*table, *given))
 
 
-draft = kernel_or_plain(kernel_draft, plain_draft)
+draft = kernel_or_reference(kernel_draft, plain_draft)
 
 
 def windows(
@@ -213,7 +213,7 @@ def windows(
     return stream[:, at]
 
 
-def tails_after(
+def update_tails(
     tails: Int[jax.Array, "B window"], tokens: Int[jax.Array, "B W"], counts: Int[jax.Array, " B"]
 ) -> Int[jax.Array, "B window"]:
     """Returns the last tokens of each row after the new tokens."""
@@ -246,7 +246,7 @@ def learn_prompts(
     is_real: Bool[jax.Array, " T"],
 ) -> NgramState:
     """Adds prompt chunks to the table."""
-    table = learn(memory.table, windows, following, scopes[request], is_real)
+    table = insert(memory.table, windows, following, scopes[request], is_real)
     tails = jnp.concatenate([windows[last, 1:], following[last][:, None]], axis=1)
     return NgramState(memory.tails.at[slots].set(tails), table)
 
@@ -262,5 +262,5 @@ def learn_outputs(
     (B, W), held = tokens.shape, memory.tails[slots]
     is_real = jnp.arange(W) < counts[:, None]
     flat = windows(held, tokens).reshape(B * W, WINDOW), tokens.reshape(-1)
-    table = learn(memory.table, *flat, jnp.repeat(scopes, W, axis=0), is_real.reshape(-1))
-    return NgramState(memory.tails.at[slots].set(tails_after(held, tokens, counts)), table)
+    table = insert(memory.table, *flat, jnp.repeat(scopes, W, axis=0), is_real.reshape(-1))
+    return NgramState(memory.tails.at[slots].set(update_tails(held, tokens, counts)), table)

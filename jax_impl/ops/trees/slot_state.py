@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int, Shaped
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, kernel_or_reference
 
 Slots = Int[jax.Array, " slots"]
 Counts = Int[jax.Array, "slots vocab"]
@@ -75,7 +75,7 @@ def kernel_commit(
     )
 
 
-commit = kernel_or_plain(kernel_commit, plain_commit)
+commit = kernel_or_reference(kernel_commit, plain_commit)
 
 
 def plain_restore(
@@ -102,4 +102,4 @@ def kernel_restore(
     return kernels.slot_state.restore(memory, saved, slots, sources, starts)
 
 
-restore = kernel_or_plain(kernel_restore, plain_restore)
+restore = kernel_or_reference(kernel_restore, plain_restore)

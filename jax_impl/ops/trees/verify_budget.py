@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, kernel_or_reference
 from jax_impl.ops.trees import draft_tree
 
 
@@ -39,10 +39,10 @@ def kernel_rank_weights(
     weights: Float[jax.Array, "B N"],
     calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
-    return kernels.verify_budget.rank_weights(parents, weights, calibration)
+    return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 
 
-rank_weights = kernel_or_plain(kernel_rank_weights, plain_rank_weights)
+log_acceptance = kernel_or_reference(kernel_rank_weights, plain_rank_weights)
 
 
 def plain_share(
@@ -78,7 +78,7 @@ def kernel_share(
     rank_weights: Float[jax.Array, "B N"],
     rows: int,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    return kernels.verify_budget.share(tokens, parents, num_nodes, rank_weights, rows)
+    return kernels.verify_budget.prune_to_budget(tokens, parents, num_nodes, rank_weights, rows)
 
 
-share = kernel_or_plain(kernel_share, plain_share)
+prune_to_budget = kernel_or_reference(kernel_share, plain_share)

@@ -42,12 +42,12 @@ from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     turn,
     write_pair,
 )
-from kernels.pallas_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
-from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_unit
+from kernels.pallas_gpu.attention.row_bounds import bounds_of, is_in, pack_window_bits, visible
+from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_partial
 from kernels.tiles import DecodeAttentionTiles
 
 
-def mix(
+def attention_layer(
     projected: Float[jax.Array, "R outputs"],
     q_norm: Float[jax.Array, "*L D"] | None,
     k_norm: Float[jax.Array, "*L D"] | None,
@@ -82,7 +82,8 @@ def mix(
     Float[jax.Array, "L 2 P page Hk D"],
     Int[jax.Array, "B counters"],
 ]:
-    """Same as `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+    """Same as `shared.spec.attention_layer.attention_layer`, for rows that lie together request by
+    request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
@@ -287,7 +288,7 @@ def _mix_kernel(
                 has_new &= bounds.new_until > share.share_begin
                 pl.when(has_new)(write)
                 q = turn(fetched or fetch_q(), turning).astype(projected.rows.dtype)
-            window = pack(rows.window, lane_row, order.nodes)
+            window = pack_window_bits(rows.window, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
                 values = column + kv_ref.shape[4] * D
@@ -295,7 +296,7 @@ def _mix_kernel(
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):
-                store_unit(parts, unit - base, row, q_head, sums, row < stop)
+                store_partial(parts, unit - base, row, q_head, sums, row < stop)
 
             new = _New(places=place, is_bad=is_bad)
             own_sums = _sum_share(
@@ -304,7 +305,7 @@ def _mix_kernel(
 
             def end(sums):
                 if sizes.max_rows > 1:
-                    seen_new = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+                    seen_new = visible(place, first, until, window, order.nodes) & is_bad[None, :]
                     is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
                     values = jnp.where(is_harmed[:, None], jnp.nan, sums.value)
                     sums = sums._replace(value=values)
@@ -399,7 +400,7 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
         mask = is_read[:, None]
         load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
         scores = scores_of(q, load(which=0), order)
-        is_seen = sees(position, seen.first, seen.until, window, order.nodes)
+        is_seen = visible(position, seen.first, seen.until, window, order.nodes)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         v = load(which=1)

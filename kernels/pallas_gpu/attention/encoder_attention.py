@@ -29,7 +29,7 @@ NEGATIVE = -1e30
 EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
-def attend_all(
+def bidirectional_attention(
     qkv: Float[jax.Array, "R columns"],
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
@@ -40,7 +40,8 @@ def attend_all(
     tiles: EncoderAttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """Same as `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
+    """Same as `shared.spec.attention.bidirectional_attention`, its heads side by side; rows of
+    padding are 0.
 
     Args:
       tile: Patches that are added at once: the order of the sums.
@@ -80,7 +81,7 @@ class PatchRows(NamedTuple):
     scale: float
 
 
-class SoftmaxState(NamedTuple):
+class EncoderSoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks.
 
     Behind the rest of the second stands the sum of the weights, as its values are 1.
@@ -95,7 +96,7 @@ def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
     """One program per block of rows and head."""
     first, head, count = pl.program_id(0) * lanes, pl.program_id(1), count_ref[0]
     row, D = first + lax.iota(jnp.int32, lanes), sizes.main + sizes.rest
-    sums = SoftmaxState(
+    sums = EncoderSoftmaxState(
         peak=jnp.full((lanes,), NEGATIVE, jnp.float32),
         main=jnp.zeros((lanes, sizes.main_block), jnp.float32),
         beside=jnp.zeros((lanes, sizes.beside_block), jnp.float32),
@@ -137,7 +138,7 @@ def _add_tile(q, rows, sizes, tile, i, sums):
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     v = _load(rows.laid_ref, patch, rows.head, sizes.besides, sizes.beside_block)
     beside = sums.beside * decay + pltriton.dot(weights, v, **EXACT)
-    return SoftmaxState(highest, main, beside)
+    return EncoderSoftmaxState(highest, main, beside)
 
 
 def _blocks(ref, row, head, sizes):

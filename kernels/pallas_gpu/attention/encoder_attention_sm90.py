@@ -69,7 +69,7 @@ class EncoderBuffers(NamedTuple):
     is_free: Any
 
 
-class SoftmaxState(NamedTuple):
+class EncoderSoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks."""
 
     peak: Any
@@ -218,7 +218,7 @@ def _copy_tiles(refs, shared, first, tiles, head, work):
 
 def _nothing():
     """The sums over no patch."""
-    return SoftmaxState(
+    return EncoderSoftmaxState(
         plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
         *(
             plgpu.layout_cast(jnp.zeros((LANES, columns), jnp.float32), LAYOUT)
@@ -262,7 +262,7 @@ def _sums_of(shared, group, count, tiles, work):
             tuple(plgpu.ACC.init(x) for x in begun)
         )
         plgpu.barrier_arrive(shared.is_free.at[slot])
-        return SoftmaxState(highest, of_main, of_beside)
+        return EncoderSoftmaxState(highest, of_main, of_beside)
 
     def add(i, carry):
         scores, sums = carry

@@ -20,7 +20,7 @@ def commit(
     counts: Int[jax.Array, " B"],
     interpret: bool = False,
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """Same as `shared.spec.attention.commit_window`; requests share no window page."""
+    """Same as `shared.spec.attention.compact_accepted_kv`; requests share no window page."""
     (B, W), (P, page, H, D) = path.shape, pages.shape[-4:]
     pools, lanes = pages.reshape(-1, P, page, H * D), pl.next_power_of_2(W)
     columns = min(pl.next_power_of_2(H * D), max(1, _HELD // lanes))

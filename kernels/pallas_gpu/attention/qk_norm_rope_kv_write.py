@@ -84,8 +84,8 @@ def place(
 ) -> tuple[Float[jax.Array, "R Hq D"], Float[jax.Array, "L 2 P page Hk D"]]:
     """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
 
-    The parts of `shared.spec.attention_layer.mix` before its attention, or `mix_keys`, whose
-    projection has no queries.
+    The parts of `shared.spec.attention_layer.attention_layer` before its attention, or `mix_keys`,
+    whose projection has no queries.
 
     Args:
       projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
@@ -153,7 +153,7 @@ def _place_kernel(
     is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
 
     def turned_head(norm_ref, start, is_in):
-        return turned(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
+        return with_mrope(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
 
     if q_ref is not None:
 
@@ -193,7 +193,7 @@ def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_
         pltriton.store(kv_ref.at[layer, which, number, place, head, column], x, mask=keep)
 
 
-def turned(projected, norm_ref, layer, row, start, is_in, turning):
+def with_mrope(projected, norm_ref, layer, row, start, is_in, turning):
     """A head of some rows after its norm and the rotation, [rows, D] in float32.
 
     `start` is the head's first column.
@@ -227,7 +227,7 @@ def fetch(projected, norm_ref, layer, row, start, is_in, turning):
 
 
 def turn(fetched, turning):
-    """See `turned`."""
+    """See `with_mrope`."""
     x, other = fetched.x, fetched.other
     if turning.has_norms:
         mean = add_up(x * x, turning.digits) * (1.0 / turning.D)

@@ -26,7 +26,7 @@ class TreeWindow(NamedTuple):
     any_high: Any
 
 
-def reach(
+def compute_row_bounds(
     row_starts: Int[jax.Array, " B1"],
     places: Int[jax.Array, " R"],
     first: Int[jax.Array, " R"],
@@ -37,7 +37,7 @@ def reach(
     k_heads: int,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Same as `shared.spec.attention_layer.reach`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.compute_row_bounds`, and zeros to count by.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
@@ -89,11 +89,11 @@ def _reach_kernel(
 
 
 def bounds_of(bounds_ref, request):
-    """Returns the bounds that `reach` computed for a request."""
+    """Returns the bounds that `compute_row_bounds` computed for a request."""
     return RowBounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
 
 
-def pack(window_ref, rows, nodes):
+def pack_window_bits(window_ref, rows, nodes):
     """Each lane's window as the bits of two numbers, and that of all lanes together."""
     nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
     low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
@@ -110,7 +110,7 @@ def _pack_word(window_ref, rows, begin, nodes):
     return word, jnp.sum(lax.shift_left(is_set.max(axis=0), bit))
 
 
-def sees(position, first, until, window, nodes):
+def visible(position, first, until, window, nodes):
     """Returns the mask of positions that each lane attends to, [lanes, positions]."""
     position = position[None, :]
     seen = (position >= first[:, None]) & (position < until[:, None])
@@ -134,7 +134,7 @@ def bits_of(is_one, node):
     return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
 
 
-def path_to(leaf, parents_ref, request):
+def ancestor_bits(leaf, parents_ref, request):
     """The nodes from the root to a leaf, as the bits of two numbers."""
 
     def climb(carry):

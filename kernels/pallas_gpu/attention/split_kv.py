@@ -32,7 +32,7 @@ class SplitPartials(NamedTuple):
         return cls(sums=single((*of_heads, D)), peaks=single(of_heads), totals=single(of_heads))
 
 
-def store_unit(parts, unit, row, q_head, sums, is_lane):
+def store_partial(parts, unit, row, q_head, sums, is_lane):
     """Stores the sums over a unit of the positions."""
     # A lane that is not written gets a row outside, for the interpreter.
     at, D = jnp.where(is_lane, row, parts.sums.shape[1]), parts.sums.shape[3]

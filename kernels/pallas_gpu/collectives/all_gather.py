@@ -88,7 +88,7 @@ class Array(NamedTuple):
     first_flag: int
 
 
-def gathered(
+def all_gather(
     values: Shaped[jax.Array, "R share"],
     sums: Shaped[jax.Array, "R chunks"] | None,
     gather: AllGatherArgs,
@@ -157,7 +157,7 @@ def words_in_row(x: jax.Array) -> int:
 
 
 def missed(gather: AllGatherArgs, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
-    """Returns the message that a rank has missed so far; see `kernels.peer_buffers.Missing`.
+    """Returns the message that a rank has missed so far; see `kernels.peer_buffers.PeerTimeout`.
 
     Args:
       after: What follows from the gathers that are asked about.

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from kernels.pallas_gpu.attention.attention import clear_padding
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gdn.gdn_rows import (
-    GDNWeights,
+    GDNLayerWeights,
     Inputs,
     States,
     convolved,
@@ -33,7 +33,7 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
 )
 from kernels.pallas_gpu.gdn.gdn_tree import (
     HeadState,
-    ReplayInputs,
+    NodeReplay,
     advanced,
     barrier,
     kept_of,
@@ -107,7 +107,7 @@ def verify(
         padding.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       parents: The trees; None for chains.
-      kept: What a replay needs is written to these, fields of `ReplayInputs`. Where there are
+      kept: What a replay needs is written to these, fields of `NodeReplay`. Where there are
         inputs only, each request has one node, as in plain decoding, and its recurrent state is
         advanced.
       arrivals: Zeros: here programs count themselves.
@@ -138,7 +138,7 @@ def verify(
         return made | written
 
     reads = {"projected": projected, "window": window, "layer": layer}
-    reads |= GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
+    reads |= GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
     requests = GDNRequests(slots=slots, starts=row_starts, parents=parents)._asdict()
     reads |= {name: x for name, x in requests.items() if x is not None}
     rows, results = {"q": single((B, N, H, K))}, {"read": single((B, N, H, V))}
@@ -171,8 +171,12 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     Whatever a program reads again it has written itself, or a launch before has.
     """
     refs, prepares, recurs = reads | makes | writes, "inputs" in writes, "out" in makes
-    weights, states, requests = _of(GDNWeights, refs), _of(States, refs), _of(GDNRequests, refs)
-    kept, scratch = _of(ReplayInputs, refs), _of(Scratch, refs)
+    weights, states, requests = (
+        _of(GDNLayerWeights, refs),
+        _of(States, refs),
+        _of(GDNRequests, refs),
+    )
+    kept, scratch = _of(NodeReplay, refs), _of(Scratch, refs)
     projected_ref = refs["projected"]
     (_, N, H, K), V, first_gate = scratch.q.shape, weights.norm.shape[-1], states.window.shape[3]
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)

@@ -31,7 +31,7 @@ from kernels.pallas_gpu.gdn.gdn_chunk import (
 from kernels.pallas_gpu.gdn.gdn_rows import (
     LOG2_E,
     WINDOW,
-    GDNWeights,
+    GDNLayerWeights,
     Inputs,
     States,
     convolved,
@@ -60,7 +60,7 @@ class PrefillRows(NamedTuple):
     v: Any
 
 
-class Chunks(NamedTuple):
+class ChunkOutputs(NamedTuple):
     """Outputs of the second kernel by chunk."""
 
     solved: Any
@@ -68,7 +68,7 @@ class Chunks(NamedTuple):
     total: Any
 
 
-def feed(
+def prefill(
     projected: Float[jax.Array, "R outputs"],
     conv: Float[jax.Array, "*L C 4"],
     a_log: Float[jax.Array, "*L H"],
@@ -95,7 +95,7 @@ def feed(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """Same as `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
+    """Same as `shared.spec.gdn_layer.prefill`, for rows in bfloat16 that lie together by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
@@ -120,7 +120,7 @@ def feed(
     places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
     of, columns = jax.ShapeDtypeStruct, min(tiles.columns, V)
     half, single = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32))
-    weights = GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    weights = GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
     requests = PrefillRequests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
@@ -148,7 +148,7 @@ def feed(
     chunks = launch(
         _prepare_kernel,
         (H, places),
-        Chunks(
+        ChunkOutputs(
             solved=half((places, H, 2, CHUNK, CHUNK)),
             reach=half((places, H, CHUNK, CHUNK)),
             total=single((places, H, CHUNK)),

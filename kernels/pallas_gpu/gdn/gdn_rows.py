@@ -17,7 +17,7 @@ WINDOW = 3
 _UNIT_EPS = 1e-6
 
 
-class GDNWeights(NamedTuple):
+class GDNLayerWeights(NamedTuple):
     """Weights of a layer, or of all layers."""
 
     conv: Any

@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.attention.row_bounds import bits_of, is_in, path_to
+from kernels.pallas_gpu.attention.row_bounds import ancestor_bits, bits_of, is_in
 from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
-class ReplayInputs(NamedTuple):
+class NodeReplay(NamedTuple):
     """Replay inputs of each node: its row of the recurrence and of the convolution."""
 
     k: Any
@@ -27,10 +27,10 @@ class ReplayInputs(NamedTuple):
     inputs: Any
 
 
-def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> ReplayInputs:
+def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> NodeReplay:
     """Where there are inputs only, the others are None."""
     k, v, log_decay, beta = fields or [None] * 4
-    return ReplayInputs(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
+    return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
 class HeadState(NamedTuple):
@@ -72,7 +72,7 @@ def walk(visit, state_at, parents_ref, request, count):
     is_leaf = jnp.max((parent[:, None] == node[None, :]).astype(jnp.int32), axis=0) == 0
 
     def descend(end, leaves):
-        path = path_to(end, parents_ref, request)
+        path = ancestor_bits(end, parents_ref, request)
 
         def visit_if(nodes, i, state):
             return lax.cond(is_in(*nodes, i, len(node)), visit, lambda _, x: x, i, state)

@@ -95,14 +95,14 @@ def _gelu(x, is_tanh, interpret):
     )(flat).reshape(x.shape)
 
 
-def blended(
+def bilinear_pos_embed(
     table: Float[jax.Array, "places hidden"],
     corners: Int[jax.Array, "R 4"],
     shares: Float[jax.Array, "R 4"],
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """Implements `shared.spec.layers.blended`, summed in the order of the corners."""
+    """Implements `shared.spec.layers.bilinear_pos_embed`, summed in the order of the corners."""
     shape = (len(corners), table.shape[1])
     return pl.pallas_call(
         _blend_kernel,

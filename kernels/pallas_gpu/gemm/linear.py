@@ -19,12 +19,12 @@ from jaxtyping import Float, Float32, Int, Int32
 from kernels.pallas_gpu.collectives.all_gather import (
     AllGatherArgs,
     GatherTile,
-    gathered,
+    all_gather,
     share_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
-from kernels.pallas_gpu.gemm.linear_mainloop import Block, Factors, sums_of
+from kernels.pallas_gpu.gemm.linear_mainloop import Factors, ResultBlock, sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
@@ -51,7 +51,7 @@ class Given(NamedTuple):
       norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
         for the next norm.
       place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
-      asks, warmth, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
+      asks, temperature, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
     """
 
     scales: Any
@@ -63,7 +63,7 @@ class Given(NamedTuple):
     norm_layer: Any
     place: Any
     asks: Any
-    warmth: Any
+    temperature: Any
     tokens: Any
 
 
@@ -121,8 +121,9 @@ def product(
       order: Reduction order of squares.
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
-      asks: Outputs needed from an LM head, of `lm_head_epilogue.asking`. The result is float32; it
-        is stored for blocks of rows in which some row needs logits, and undefined elsewhere.
+      asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
+        float32; it is stored for blocks of rows in which some row needs logits, and undefined
+        elsewhere.
       interpret: Run on a CPU.
 
     Returns:
@@ -253,7 +254,7 @@ def product(
 def _gathered(out, scaled, sums, gather):
     """All-gathers the outputs of a GEMM in a separate kernel; same results as a fused gather."""
     values = out if scaled is None else scaled
-    every, all_sums = gathered(values, sums, gather)
+    every, all_sums = all_gather(values, sums, gather)
     return (every, None, None, None) if sums is None else (out, every, all_sums, None)
 
 
@@ -288,7 +289,7 @@ def _product_kernel(
 
     sums = sums_of(
         Factors(x_ref, weights_ref, given.scales, given.row_scales, layer),
-        Block(
+        ResultBlock(
             number=block,
             row=row,
             column=column,

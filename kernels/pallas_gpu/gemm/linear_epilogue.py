@@ -21,7 +21,7 @@ from kernels.pallas_gpu.gemm.ptx import (
     times,
 )
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, load_squares
-from kernels.pallas_gpu.sampling.lm_head_epilogue import GROUP, MASSES, SCORES
+from kernels.pallas_gpu.sampling.lm_head_epilogue import GROUP, GROUP_SUMEXP, LOGITS
 from kernels.pallas_gpu.sampling.logits_processing import (
     HIGHEST,
     KEY_OF_INFINITY,
@@ -197,26 +197,26 @@ class EpilogueOutputs:
         for number in range(1, self._work.tiles.rows // self._work.groups // WIDE):
             asks |= asks_ref[first + number]
 
-        @pl.when((asks & SCORES) != 0)
+        @pl.when((asks & LOGITS) != 0)
         def _store():
             self.store(sums)
 
-        @pl.when((asks & MASSES) != 0)
+        @pl.when((asks & GROUP_SUMEXP) != 0)
         def _leave_groups():
             for down in dict(self._places):
                 rows = pl.ds(self._row + down, WIDE)
-                warmth = plgpu.load(
-                    self._refs.warmth.at[rows], layout=_LAYOUT.reduce(1), optimized=False
+                temperature = plgpu.load(
+                    self._refs.temperature.at[rows], layout=_LAYOUT.reduce(1), optimized=False
                 )
                 for at in range(0, min(self._work.tiles.columns, self._work.outputs), GROUP):
-                    self._leave_group(sums, rows, down, at, warmth, tokens)
+                    self._leave_group(sums, rows, down, at, temperature, tokens)
 
-    def _leave_group(self, sums, rows, down, at, warmth, tokens):
+    def _leave_group(self, sums, rows, down, at, temperature, tokens):
         """Same as `logits_processing.store_groups`, for a group of rows with a temperature."""
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
             x = self._finished(sums, down, part)
-            x = divided(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
+            x = divided(x, lax.broadcast_in_dim(temperature, x.shape, [0]))
             column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
             is_one = column + (self._column + part) < tokens
             scores.append(x)

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
     layer: Any
 
 
-class Block(NamedTuple):
+class ResultBlock(NamedTuple):
     """Block of the result.
 
     Attributes:

@@ -44,8 +44,8 @@ from kernels.pallas_gpu.gemm.linear_sm90_mainloop import (
 )
 from kernels.pallas_gpu.gemm.linear_swap_ab import SwappedResult
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
-    MASSES,
-    SCORES,
+    GROUP_SUMEXP,
+    LOGITS,
     BlockPartials,
     RowOutputs,
     room_of,
@@ -184,13 +184,13 @@ def described_product(
             results["scaled"] = results["out"]
         results["sums"] = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
     if asks is not None:
-        asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
+        asked, temperature = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
         # The temperature of padding rows divides values that are never read.
         asked = asked.reshape(-1, WIDE)
-        asked = (asked & SCORES).max(axis=1) | (asked & MASSES).max(axis=1)
-        operands |= {"asks": asked, "warmth": warmth}
+        asked = (asked & LOGITS).max(axis=1) | (asked & GROUP_SUMEXP).max(axis=1)
+        operands |= {"asks": asked, "temperature": temperature}
         operands["tokens"] = asks.tokens
-        results |= room_of(len(warmth), N, tiles.columns)
+        results |= room_of(len(temperature), N, tiles.columns)
     work = GemmTileWork(
         operands=tuple(operands),
         results=tuple(results),

@@ -106,7 +106,7 @@ class GemmRefs(NamedTuple):
     norms: Any = None
     norm_layer: Any = None
     asks: Any = None
-    warmth: Any = None
+    temperature: Any = None
     tokens: Any = None
     scaled: Any = None
     sums: Any = None

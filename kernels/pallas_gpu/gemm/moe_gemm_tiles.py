@@ -18,7 +18,7 @@ class ExpertWeights(NamedTuple):
     scales: Any
 
 
-class Cut(NamedTuple):
+class ExpertGemmConfig(NamedTuple):
     """Tile config of a GEMM; lanes of a tile, and slots of a row."""
 
     lanes: int

@@ -20,11 +20,11 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
-from kernels.pallas_gpu.gemm.moe_gemm_tiles import Cut, ExpertWeights, product, tile_of
+from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, ExpertWeights, product, tile_of
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
-from kernels.pallas_gpu.moe.router import LOG2_E, Chosen, barrier, route, scale_of
-from kernels.routing import Routing
+from kernels.pallas_gpu.moe.router import LOG2_E, RouterSelection, barrier, route, scale_of
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
@@ -68,7 +68,7 @@ def experts(
     *,
     gathered: Callable[[jax.Array], jax.Array],
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
@@ -119,7 +119,7 @@ def experts(
         lists, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
-    inner = gated_product(
+    inner = silu_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales),
@@ -132,7 +132,7 @@ def experts(
         tiles=tiles,
         interpret=interpret,
     )
-    return added_product(
+    return linear_add(
         gathered(inner),
         ExpertWeights(down, down_scales),
         chosen,
@@ -149,7 +149,7 @@ def experts(
     )
 
 
-def gated_product(
+def silu_and_mul_linear(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     gate_up: ExpertWeights,
@@ -158,7 +158,7 @@ def gated_product(
     layer: Int[jax.Array, ""],
     *,
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
@@ -169,7 +169,7 @@ def gated_product(
       lists: Expert blocks of `group`, if tiles are grouped.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // 2
-    cut = Cut(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
+    cut = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
     _check(gate_up, cut)
     return pl.pallas_call(
         partial(_gated_kernel, eps=eps, squares_order=squares_order, cut=cut),
@@ -181,10 +181,10 @@ def gated_product(
     )(scaled, squares, gate_up, ids, lists, layer.reshape(1))
 
 
-def added_product(
+def linear_add(
     inner: Float[jax.Array, "all_slots inner"],
     down: ExpertWeights,
-    chosen: Chosen,
+    chosen: RouterSelection,
     lists: ExpertBlocks | None,
     rows: Float[jax.Array, "R hidden"],
     next_norm: Float[jax.Array, "L2 hidden"] | None,
@@ -192,14 +192,16 @@ def added_product(
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
     *,
-    routing: Routing,
+    routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
-    cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret)
+    cut = ExpertGemmConfig(
+        tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
+    )
     _check(down, cut)
     of = jax.ShapeDtypeStruct
     stream = ExpertStream(

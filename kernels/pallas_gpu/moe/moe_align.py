@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.moe.router import barrier, lanes_of
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 
 
@@ -35,7 +35,7 @@ def group(
     ids: Int[jax.Array, "R slots"],
     arrivals: Int[jax.Array, " counters"],
     *,
-    routing: Routing,
+    routing: RoutingSettings,
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[ExpertBlocks, Int[jax.Array, " counters"]]:
@@ -80,7 +80,7 @@ def group(
     return lists, arrivals
 
 
-def most_tiles(rows: int, routing: Routing, slots: int) -> int:
+def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)

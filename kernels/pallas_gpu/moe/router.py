@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
@@ -22,7 +22,7 @@ _OUTPUTS = 16
 """Logits per program: the fewest that a tensor core supports, so that there are many programs."""
 
 
-class Chosen(NamedTuple):
+class RouterSelection(NamedTuple):
     """Experts of each row by ascending number, the shared one last, and their weights.
 
     Padding rows have -1 in every slot.
@@ -47,7 +47,7 @@ class _How(NamedTuple):
     """Static config of the router kernel."""
 
     eps: float
-    routing: Routing
+    routing: RoutingSettings
     order: RouterOrder
     squares: SquaresOrder
     depth: int
@@ -65,12 +65,12 @@ def route(
     layer: Int[jax.Array, ""],
     *,
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
-) -> tuple[Chosen, Int[jax.Array, " counters"]]:
+) -> tuple[RouterSelection, Int[jax.Array, " counters"]]:
     """Selects the experts of each row: the highest scores, and the lower number among equal ones.
 
     Args:
@@ -109,7 +109,7 @@ def route(
         grid=(blocks * columns * order.segments,),
         out_shape=(
             of(arrivals.shape, jnp.int32),
-            Chosen(
+            RouterSelection(
                 ids=of((R, routing.slots), jnp.int32),
                 weights=of((R, routing.slots), jnp.float32),
             ),

@@ -28,21 +28,22 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 from kernels.pallas_gpu.sampling.topk import load_row
 
 GROUP = 2 * PAIRS
-NOTHING, SCORES, MASSES, GROUPS = range(4)
+ARGMAX_ONLY, LOGITS, GROUP_SUMEXP, GROUP_SUMEXP_AND_LOGITS = range(4)
 
 
 class RowOutputs(NamedTuple):
     """Outputs that each row needs from the LM head.
 
     Attributes:
-      asks: `NOTHING`: the argmax only. `SCORES`: the logits. `MASSES`: sums of exponentials per
-        group of tokens. `GROUPS`: logits and group sums, the logits for a second pass.
-      warmth: Temperature of rows with logits and group sums at once; 1 for other rows.
+      asks: `ARGMAX_ONLY`: the argmax only. `LOGITS`: the logits. `GROUP_SUMEXP`: sums of
+        exponentials per group of tokens. `GROUP_SUMEXP_AND_LOGITS`: logits and group sums, the
+        logits for a second pass.
+      temperature: Temperature of rows with logits and group sums at once; 1 for other rows.
       tokens: Number of outputs that are tokens: the shard of a rank may have padding.
     """
 
     asks: Int32[jax.Array, " R"]
-    warmth: Float32[jax.Array, " R"]
+    temperature: Float32[jax.Array, " R"]
     tokens: Int32[jax.Array, "1"]
 
 
@@ -50,7 +51,7 @@ class BlockPartials(NamedTuple):
     """Block partials of an LM-head GEMM.
 
     Attributes:
-      asks, warmth, tokens: See `RowOutputs`.
+      asks, temperature, tokens: See `RowOutputs`.
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
@@ -58,7 +59,7 @@ class BlockPartials(NamedTuple):
     """
 
     asks: Any
-    warmth: Any
+    temperature: Any
     tokens: Any
     keys: Any
     ids: Any
@@ -83,7 +84,7 @@ def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeSt
     return room | {"masses": jax.ShapeDtypeStruct(groups, jnp.float32)}
 
 
-def asking(
+def row_outputs(
     seen: Any,
     positions: Int[jax.Array, " R"],
     sampling: Any,
@@ -112,14 +113,14 @@ def asking(
     is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     is_edited |= (sampling.bias_values != 0).any(axis=1)
     is_edited = is_edited[request] | (positions < sampling.min_length[request])
-    warmth = sampling.temperature[request]
+    temperature = sampling.temperature[request]
     if is_warm_whole:
-        is_edited |= warmth > 0
-    is_warm = (warmth > 0) & ~is_edited
-    rest = (NOTHING, MASSES, GROUPS)[min(width, 2)]
-    asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, rest))
+        is_edited |= temperature > 0
+    is_warm = (temperature > 0) & ~is_edited
+    rest = (ARGMAX_ONLY, GROUP_SUMEXP, GROUP_SUMEXP_AND_LOGITS)[min(width, 2)]
+    asks = jnp.where(is_warm, GROUP_SUMEXP_AND_LOGITS, jnp.where(is_edited, LOGITS, rest))
     tokens = jnp.asarray(num_tokens, jnp.int32).reshape(1)
-    return RowOutputs(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens)
+    return RowOutputs(asks.astype(jnp.int32), jnp.where(is_warm, temperature, 1.0), tokens)
 
 
 def store_leaves(out, out_ref, given, left_refs, row, column, block):
@@ -137,16 +138,16 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
         pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
     asks = pltriton.load(given.asks.at[row], mask=is_row, other=0)
 
-    @pl.when(jnp.max(asks & SCORES) > 0)
+    @pl.when(jnp.max(asks & LOGITS) > 0)
     def _():
         at = out_ref.at[at_row[:, None], jnp.where(is_column, column, N)[None, :]]
         pltriton.store(at, out, mask=is_row[:, None] & is_column[None, :])
 
-    @pl.when(jnp.max(asks & MASSES) > 0)
+    @pl.when(jnp.max(asks & GROUP_SUMEXP) > 0)
     def _():
-        warmth = pltriton.load(given.warmth.at[row], mask=is_row, other=1.0)
+        temperature = pltriton.load(given.temperature.at[row], mask=is_row, other=1.0)
         where = (peaks_ref, masses_ref, at_row, row, column, block, given.tokens[0])
-        _store_groups(out / warmth[:, None], *where)
+        _store_groups(out / temperature[:, None], *where)
 
 
 def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_tokens):
@@ -167,7 +168,7 @@ def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_toke
 
 def asked_of(leaves, row):
     """Returns the outputs that a row needs; the logits if there are no block partials."""
-    return SCORES if leaves is None else leaves.asks[row]
+    return LOGITS if leaves is None else leaves.asks[row]
 
 
 def best_left(leaves, row):

@@ -109,7 +109,7 @@ class RowSampling(NamedTuple):
     temperature: Any
     is_filtered: Any
     has_penalty: Any
-    is_short: Any
+    below_min_length: Any
     biases: Any
 
 
@@ -185,7 +185,7 @@ def sizes_of(
     )
 
 
-def wish_of(inputs, row, sizes):
+def row_sampling(inputs, row, sizes):
     """Loads the sampling parameters of a row."""
     request = lax.div(row, sizes.nodes) if sizes.nodes else inputs.request[row]
     named = request if sizes.nodes else row  # positions and keys are per request or per row
@@ -207,7 +207,7 @@ def wish_of(inputs, row, sizes):
         temperature=temperature,
         is_filtered=is_filtered,
         has_penalty=has_penalty,
-        is_short=inputs.positions[named] < inputs.min_length[request],
+        below_min_length=inputs.positions[named] < inputs.min_length[request],
         biases=biases,
     )
 
@@ -264,7 +264,7 @@ def scores_of(ids, inputs, row, wish, sizes):
     tokens = ids
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
-        asks = wish.has_penalty | wish.is_short | (wish.biases > 0)
+        asks = wish.has_penalty | wish.below_min_length | (wish.biases > 0)
         asked_until = asks.astype(jnp.int32) * sizes.vocab
         tokens = pltriton.load(inputs.columns.at[ids], mask=ids < asked_until, other=0)
     x = lax.cond(
@@ -283,7 +283,7 @@ def scores_of(ids, inputs, row, wish, sizes):
 
     if sizes.num_bias:
         x = lax.fori_loop(0, wish.biases, biased, x)
-    num_stops = sizes.num_stops * wish.is_short.astype(jnp.int32)
+    num_stops = sizes.num_stops * wish.below_min_length.astype(jnp.int32)
     x = lax.fori_loop(0, num_stops, without_stop, x)
     if sizes.has_mask:
         is_allowed = pltriton.load(inputs.mask.at[row, ids], mask=inside, other=0) != 0

@@ -103,7 +103,7 @@ class ResidualSamples(NamedTuple):
     left: Any
 
 
-def judge(
+def rejection_sample(
     tokens: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
     choices: Int[jax.Array, "B N"],

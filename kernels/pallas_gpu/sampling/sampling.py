@@ -131,7 +131,7 @@ def rank(
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
       leaves: Block partials of the LM head, for rows that may lack logits. They come from
-        `lm_head_epilogue.asking` with this width, and include the logits of rows with a
+        `lm_head_epilogue.row_outputs` with this width, and include the logits of rows with a
         temperature.
       interpret: Run on a CPU.
     """
@@ -172,7 +172,7 @@ def leave(
     leaves: BlockPartials | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[jax.Array, "R words"], Int32[jax.Array, "R groups"], Float[jax.Array, "R groups"]]:
-    """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.join`.
+    """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.merge_topk`.
 
     Args:
       logits: Logits of this rank's tokens.
@@ -184,7 +184,7 @@ def leave(
       nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
         requests.
       tiles: Tile config.
-      leaves: Block partials of the LM head's shard, see `lm_head_epilogue.asking`.
+      leaves: Block partials of the LM head's shard, see `lm_head_epilogue.row_outputs`.
       interpret: Run on a CPU.
 
     Returns:

@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 
 from kernels.pallas_gpu.sampling.gumbel_noise import log, noise_of_words
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
-    NOTHING,
-    SCORES,
+    ARGMAX_ONLY,
+    LOGITS,
     BlockPartials,
     asked_of,
     best_left,
@@ -26,15 +26,15 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     in_order,
     is_own,
     key_of,
+    row_sampling,
     score_of,
     scores_of,
     sharpness_of,
     store_groups,
     total_of,
-    wish_of,
     words_at,
 )
-from kernels.pallas_gpu.sampling.threshold_bracket import guess
+from kernels.pallas_gpu.sampling.threshold_bracket import bracket_threshold
 from kernels.pallas_gpu.sampling.topk import (
     TilePartials,
     choose_in_tiles,
@@ -52,7 +52,7 @@ from kernels.pallas_gpu.sampling.topk_topp import (
     RowScratch,
     ScoreSource,
     bounds_of,
-    find_border,
+    find_threshold,
     list_near,
 )
 
@@ -83,7 +83,7 @@ def tiles_kernel(*refs, num_left, **how):
         look_at(0, None)
         return
     of_program = lax.div(bad_ref.shape[1] - share + programs - 1, jnp.int32(programs))
-    is_asked = jnp.asarray(asked_of(leaves, row) == SCORES, jnp.int32)
+    is_asked = jnp.asarray(asked_of(leaves, row) == LOGITS, jnp.int32)
     lax.fori_loop(0, of_program * is_asked, look_at, None)
 
 
@@ -92,7 +92,7 @@ def _leaves_of(refs, num_left):
 
 
 def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
-    wish = wish_of(inputs, row, sizes)
+    wish = row_sampling(inputs, row, sizes)
     how = {"groups": groups, "sizes": sizes, "width": width, "tau": tau, "is_scored": is_scored}
     look = functools.partial(_look_at_own, tile, row, wish, inputs, partials, bad_ref, **how)
     if not sizes.share:
@@ -144,7 +144,7 @@ def border_kernel(*refs, sizes, tiles, interpret):
     inputs = SamplingInputs(*refs[:-5])
     _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
     share, row = pl.program_id(0), pl.program_id(1)
-    wish = wish_of(inputs, row, sizes)
+    wish = row_sampling(inputs, row, sizes)
 
     @pl.when(wish.is_filtered)
     def _():
@@ -154,7 +154,7 @@ def border_kernel(*refs, sizes, tiles, interpret):
         bounds = bounds_of(peaks, masses, source)
 
         def share_work():
-            low, high = guess(peaks, masses, bounds, source, tiles.sampled)
+            low, high = bracket_threshold(peaks, masses, bounds, source, tiles.sampled)
             is_flat = (peaks >= low).astype(jnp.int32).sum() * 2 > peaks_ref.shape[1]
             list_near(low, high, bounds.highest, is_flat, share, source, memory)
             return low, high
@@ -164,7 +164,7 @@ def border_kernel(*refs, sizes, tiles, interpret):
 
         @pl.when(is_last(notes_ref, row, 5, interpret))
         def _():
-            border, limit = find_border(low, high, bounds, source, memory)
+            border, limit = find_threshold(low, high, bounds, source, memory)
             notes_ref[row, 0], notes_ref[row, 1] = border, limit
             notes_ref[row, 2] = key_of(bounds.highest)
 
@@ -178,7 +178,7 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
     bad_ref, best, *outputs = refs[NUM_INPUTS + num_left + num_partials :]
     partials = TilePartials(*outputs)
     share, row = pl.program_id(0), pl.program_id(1)
-    wish = wish_of(inputs, row, sizes)
+    wish = row_sampling(inputs, row, sizes)
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     num_tiles = bad_ref.shape[1]
 
@@ -191,29 +191,29 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
     asks = asked_of(leaves, row)
     if leaves is not None:
 
-        @pl.when(joins & (asks != SCORES))
+        @pl.when(joins & (asks != LOGITS))
         def _():
             store_bad(best, row, is_left_bad(leaves, row))
 
-        @pl.when(joins & (asks == NOTHING))
+        @pl.when(joins & (asks == ARGMAX_ONLY))
         def _():
             key, winner = best_left(leaves, row)
             winner += inputs.first[0] if sizes.share else 0
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, sizes, None)
 
         if tau is None or sizes.share:
-            joins &= asks != NOTHING
+            joins &= asks != ARGMAX_ONLY
         else:
 
-            @pl.when(joins & (asks != SCORES))
+            @pl.when(joins & (asks != LOGITS))
             def _():
                 _rank_left(row, inputs, partials, leaves, best, sizes, width, tau)
 
-            joins &= asks == SCORES
+            joins &= asks == LOGITS
 
     @pl.when(joins)
     def _():
-        @pl.when(asks == SCORES)
+        @pl.when(asks == LOGITS)
         def _():
             store_bad(best, row, jnp.max(load_row(bad_ref, (row,), 0)))
 

@@ -35,7 +35,7 @@ class _Sample(NamedTuple):
     scale: Any
 
 
-def guess(peaks, masses, bounds, source, sampled):
+def bracket_threshold(peaks, masses, bounds, source, sampled):
     """Returns two keys that bracket the threshold.
 
     A threshold is too low if too many groups have their best token above it, or too much weight. It

@@ -51,7 +51,7 @@ class TopK(NamedTuple):
 
     Attributes:
       left: Candidates of a vocabulary shard, in place of the other fields: see
-        `vocab_parallel.join`.
+        `vocab_parallel.merge_topk`.
     """
 
     ids: Any

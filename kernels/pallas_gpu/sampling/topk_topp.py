@@ -195,7 +195,7 @@ def _peak_of(chunk, source, memory):
     return jnp.max(pltriton.load(at, mask=group < memory.peaks.shape[1], other=LOWEST))
 
 
-def find_border(low, high, bounds, source, memory):
+def find_threshold(low, high, bounds, source, memory):
     """Returns the key of the threshold, and the id from which tokens at the threshold fail.
 
     Args:

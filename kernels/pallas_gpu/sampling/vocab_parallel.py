@@ -45,7 +45,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 GROUP = 2 * PAIRS
 
 
-def filtered(
+def rows_with_filters(
     sampling: Any, request: Int[jax.Array, " named"], rows: int, nodes: int, vocab: int
 ) -> Int32[jax.Array, " R_and_1"]:
     """Returns the rows with a filter, in order; the last entry is their number.
@@ -77,7 +77,7 @@ def gathered_rows(
 
     Args:
       values: This rank's columns, in float32.
-      rows: Rows to gather, from `filtered`, the same on all ranks.
+      rows: Rows to gather, from `rows_with_filters`, the same on all ranks.
       gathers: All-gathers of the step, among which the rows are divided.
 
     Raises:
@@ -143,7 +143,7 @@ def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
         lax.fori_loop(0, steps, take, 0)
 
 
-def totals(
+def sum_exp(
     left: Int32[jax.Array, "R words_of_all"],
     peaks: Int32[jax.Array, "R groups"],
     masses: Float[jax.Array, "R groups"],
@@ -160,7 +160,7 @@ def totals(
     """Computes a rank's sum of exponentials relative to a row's best token, as three integers.
 
     Args:
-      left: Candidates of all ranks, see `join`.
+      left: Candidates of all ranks, see `merge_topk`.
       peaks, masses: Group sums of `sampling.leave`.
       temperature: Of the requests.
       first, share: First token of this rank's shard, and the shard's size.
@@ -199,7 +199,7 @@ def _totals_kernel(
         found_ref[row, place] = word
 
 
-def join(
+def merge_topk(
     left: Int32[jax.Array, "R words_of_all"],
     totals: Int32[jax.Array, "R totals_of_all"] | None,
     temperature: Float[jax.Array, " B"],
@@ -217,11 +217,11 @@ def join(
     Args:
       left: Keys and ids of each rank's best tokens of a row, and whether some logit is not finite.
         Rows with a filter are complete on every rank.
-      totals: Result of `totals` of each rank; None: no weights are returned.
+      totals: Result of `sum_exp` of each rank; None: no weights are returned.
       temperature: Of the requests.
       columns: Map from the draft vocabulary to the target's tokens.
       vocab: Tokens of all ranks.
-      ranks, width, tau, nodes: See `totals`; `tau` and `nodes` are ignored without `totals`.
+      ranks, width, tau, nodes: See `sum_exp`; `tau` and `nodes` are ignored without `sum_exp`.
       interpret: Run on a CPU.
     """
     R, how = len(left), {"ranks": ranks, "width": width, "tau": tau, "nodes": nodes}

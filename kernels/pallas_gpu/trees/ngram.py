@@ -65,7 +65,7 @@ class NgramTree(NamedTuple):
     grows: Any
 
 
-def learn(
+def insert(
     tokens: Int[jax.Array, "lengths groups ways"],
     checks: Int[jax.Array, "lengths groups ways"],
     stamps: Int[jax.Array, "lengths groups ways"],
@@ -81,7 +81,7 @@ def learn(
     Int[jax.Array, "lengths groups ways"],
     Int[jax.Array, " lengths"],
 ]:
-    """Implements `shared.spec.ngram.learn`; the table is updated in place."""
+    """Implements `shared.spec.ngram.insert`; the table is updated in place."""
     held = Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
     texts = NgramTexts(contexts=contexts, following=following, scopes=scopes, is_real=is_real)
     outputs = pl.pallas_call(
@@ -97,7 +97,7 @@ def learn(
 
 
 def _mix(values):
-    """Same as `shared.spec.ngram.mix`; a shift copies the sign bit, which is masked out."""
+    """Same as `shared.spec.ngram.hash_mix`; a shift copies the sign bit, which is masked out."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
     return mixed ^ ((mixed >> 16) & 0xFFFF)

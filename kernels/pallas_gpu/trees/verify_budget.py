@@ -15,13 +15,13 @@ from jaxtyping import Float, Int
 _AT_ONCE = 64  # draft tokens compared per step
 
 
-def rank_weights(
+def log_acceptance(
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
     calibration: Float[jax.Array, "B S_max"],
     interpret: bool = False,
 ) -> Float[jax.Array, "B N"]:
-    """Implements `shared.spec.verify_budget.rank_weights`."""
+    """Implements `shared.spec.verify_budget.log_acceptance`."""
     return pl.pallas_call(
         _rank_weights_kernel,
         grid=(len(parents),),
@@ -70,7 +70,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
     pltriton.store(least_ref.at[request, at], least, mask=node < nodes)
 
 
-def share(
+def prune_to_budget(
     tokens: Int[jax.Array, "B N"],
     parents: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
@@ -78,7 +78,7 @@ def share(
     rows: int,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Implements `shared.spec.verify_budget.share`."""
+    """Implements `shared.spec.verify_budget.prune_to_budget`."""
     B, N = tokens.shape
     outputs = pl.pallas_call(
         functools.partial(_share_kernel, most=rows - B),

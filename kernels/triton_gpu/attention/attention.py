@@ -24,7 +24,7 @@ from kernels.triton_gpu.attention.head_dim_padding import (
     load_head,
     store_head,
 )
-from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads, Pool
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes, Pool
 from kernels.triton_gpu.gemm.linear import launching
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -129,7 +129,7 @@ def attend(
         num_requests=B,
         columns=columns,
         scale=scale * LOG2_E.value,
-        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gate is not None),
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gate is not None),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=nodes),
         lanes=tiles.lanes,
         unroll=min(tiles.unroll, split // tile),

@@ -36,7 +36,7 @@ from kernels.triton_gpu.attention.attention import (
 from kernels.triton_gpu.attention.attention_layer_sm90 import mix_described, takes
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, load_head
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
-    Heads,
+    HeadSizes,
     Pool,
     Turning,
     fetch,
@@ -45,8 +45,8 @@ from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     turn,
     write_pair,
 )
-from kernels.triton_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
-from kernels.triton_gpu.attention.split_kv import SplitPartials, combine, store_unit
+from kernels.triton_gpu.attention.row_bounds import bounds_of, is_in, pack_window_bits, visible
+from kernels.triton_gpu.attention.split_kv import SplitPartials, combine, store_partial
 from kernels.triton_gpu.gemm.linear import launching
 
 
@@ -97,7 +97,7 @@ class Units(NamedTuple):
     is_alone: Any
 
 
-class Cut(NamedTuple):
+class AttentionLayerConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:
@@ -120,7 +120,7 @@ class Cut(NamedTuple):
     may_span: bool
 
 
-def mix(
+def attention_layer(
     projected: Float[Tensor, "R outputs"],
     q_norm: Float[Tensor, " D"] | None,
     k_norm: Float[Tensor, " D"] | None,
@@ -150,7 +150,8 @@ def mix(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+    """Same as `shared.spec.attention_layer.attention_layer`, for rows that lie together request by
+    request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
@@ -220,10 +221,10 @@ def mix(
         columns=columns,
         scale=scale * LOG2_E.value,
         most_parts=most_parts,
-        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
         turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
-        cut=Cut(
+        cut=AttentionLayerConfig(
             lanes=lanes,
             blocks=blocks,
             splits=tiles.splits,
@@ -323,7 +324,7 @@ def _mix_kernel(
                 projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
             )
         q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
-    window = pack(rows.window, lane_row, order.nodes)
+    window = pack_window_bits(rows.window, lane_row, order.nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
@@ -368,7 +369,7 @@ def _mix_kernel(
             )  # fmt: skip
     if is_last:
         if new_rows > 1:
-            sees_bad = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+            sees_bad = visible(place, first, until, window, order.nodes) & is_bad[None, :]
             is_harmed = tl.max(sees_bad.to(tl.int32), axis=1) > 0
             values = tl.where(is_harmed[:, None], float("nan"), sums.value)
             sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
@@ -410,7 +411,7 @@ def _sum_share(
         k = tl.load(seen.k + offset, mask=keep, other=0.0)
         v = tl.load(seen.v + offset, mask=keep, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
-        is_seen = sees(position, seen.first, seen.until, seen.window, order.nodes)
+        is_seen = visible(position, seen.first, seen.until, seen.window, order.nodes)
         scores = tl.where(is_seen, scores, NEGATIVE)
         highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
         weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
@@ -431,11 +432,11 @@ def _close(
         if may_gather:
             u_sums = fold_split(u_sums, sums)
             if ((after % units.length == 0) | is_last) & (not units.is_alone):
-                store_unit(units.parts, at, u_sums, units.is_lane, D)
+                store_partial(units.parts, at, u_sums, units.is_lane, D)
                 u_sums = no_sums(lanes, D)
         else:
             total = tl.max(sums.total, axis=1)
             done = SoftmaxState(value=sums.value, peak=sums.peak, total=total)
-            store_unit(units.parts, at, done, units.is_lane, D)
+            store_partial(units.parts, at, done, units.is_lane, D)
         sums = no_split(lanes, D, order.ones)
     return sums, u_sums

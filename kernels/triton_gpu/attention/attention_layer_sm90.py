@@ -20,9 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import DecodeAttentionTiles
-from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes
 from kernels.triton_gpu.attention.verify_sm90_loads import (
-    VisibleRange,
+    RowVisibility,
     clear_padding,
     copy_tiles,
     pairs_of,
@@ -35,11 +35,11 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     ONES,
     TILE,
     WARPS,
-    Block,
-    Cut,
     Left,
     SplitRange,
     StoredLayout,
+    VerifyTileConfig,
+    WarpgroupPairs,
     attend_pairs,
     lines_of,
 )
@@ -115,7 +115,7 @@ def mix_described(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        VisibleRange(
+        RowVisibility(
             starts=starts, first=first, until=until, window=window if window.shape[1] else until
         ),
         bounds,
@@ -126,8 +126,8 @@ def mix_described(
         columns=columns,
         counters=arrivals.shape[1],
         scale=scale * LOG2_E.value,
-        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        cut=Cut(
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        cut=VerifyTileConfig(
             groups=1,
             blocks=blocks,
             parts=parts,
@@ -155,7 +155,7 @@ def _mix_described_kernel(
     group: gl.constexpr = heads.q_heads // heads.k_heads
     request, share = gl.program_id(1), gl.program_id(2)
     number = gl.program_id(0) // cut.parts
-    block = Block(
+    block = WarpgroupPairs(
         request=request,
         head=number // cut.blocks,
         number=number % cut.blocks,

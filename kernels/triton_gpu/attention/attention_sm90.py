@@ -16,9 +16,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.attention.attention_layer_sm90 import COLUMNS, COPYING_REGISTERS
-from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes
 from kernels.triton_gpu.attention.verify_sm90_loads import (
-    VisibleRange,
+    RowVisibility,
     clear_padding,
     copy_tiles,
     pairs_of,
@@ -31,10 +31,10 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     ONES,
     TILE,
     WARPS,
-    Block,
-    Cut,
     SplitRange,
     StoredLayout,
+    VerifyTileConfig,
+    WarpgroupPairs,
     finish,
     fold,
     lines_of,
@@ -88,7 +88,7 @@ def attend_described(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        VisibleRange(
+        RowVisibility(
             starts=starts, first=first, until=until, window=window if window.shape[1] else until
         ),
         *(out, gate),
@@ -96,8 +96,8 @@ def attend_described(
         num_requests=B,
         columns=columns,
         scale=scale * LOG2_E.value,
-        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        cut=Cut(
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        cut=VerifyTileConfig(
             groups=GROUPS.value,
             blocks=programs * GROUPS.value // parts,
             parts=parts,
@@ -144,7 +144,7 @@ def _attend_described_kernel(
     begin = low // TILE
     end = gl.where(low < high, gl.cdiv(high, TILE), begin)
     for i in gl.static_range(blocks):
-        block = Block(request=request, head=head, number=number * blocks + i, part=0)
+        block = WarpgroupPairs(request=request, head=head, number=number * blocks + i, part=0)
         queries.index(i).store(queries_of(q_at, block, seen, heads))
     ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
     fence_async_shared()
@@ -179,7 +179,7 @@ def _attend_block(
 ):  # fmt: skip
     """Sums what the pairs of a block see, by one of the warpgroups, and writes the result."""
     blocks: gl.constexpr = cut.groups // cut.parts
-    block = Block(
+    block = WarpgroupPairs(
         request=request,
         head=head,
         number=number * blocks + which % blocks,

@@ -42,7 +42,7 @@ class PatchRows(NamedTuple):
     scale: Any
 
 
-class SoftmaxState(NamedTuple):
+class EncoderSoftmaxState(NamedTuple):
     """Over some patches: the highest score, and the weighted values of both blocks.
 
     Behind the rest of the second stands the sum of the weights, as its values are 1.
@@ -53,7 +53,7 @@ class SoftmaxState(NamedTuple):
     beside: Any
 
 
-def attend_all(
+def bidirectional_attention(
     qkv: Float[Tensor, "R columns"],
     cos: Float[Tensor, "R half"],
     sin: Float[Tensor, "R half"],
@@ -63,7 +63,8 @@ def attend_all(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> Float[Tensor, "R hidden"]:
-    """Same as `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
+    """Same as `shared.spec.attention.bidirectional_attention`, its heads side by side; rows of
+    padding are 0.
 
     Args:
       tile: Patches that are added at once: the order of the sums.
@@ -123,7 +124,7 @@ def _attend_kernel(
         count=count,
         scale=scale,
     )
-    sums = SoftmaxState(
+    sums = EncoderSoftmaxState(
         peak=tl.full((lanes,), NEGATIVE, tl.float32),
         main=tl.zeros((lanes, main_block), tl.float32),
         beside=tl.zeros((lanes, beside_block), tl.float32),
@@ -178,7 +179,7 @@ def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr)
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     v_beside = tl.load(rows.v_beside + line + tl.arange(0, beside_block)[None, :])
     beside = sums.beside * decay + tl.dot(weights, v_beside, input_precision="ieee")
-    return SoftmaxState(peak=highest, main=of_main, beside=beside)
+    return EncoderSoftmaxState(peak=highest, main=of_main, beside=beside)
 
 
 @triton.jit

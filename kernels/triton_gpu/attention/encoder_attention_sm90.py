@@ -43,7 +43,7 @@ _MULTIPLYING_REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 
 
-class KVPipeline(NamedTuple):
+class EncoderPipeline(NamedTuple):
     """Queries, and tiles of keys and values, in shared memory: both blocks of each.
 
     Attributes:
@@ -71,7 +71,7 @@ class Weighed(NamedTuple):
     decay: Any
 
 
-class Cut(NamedTuple):
+class EncoderTileConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:
@@ -126,7 +126,7 @@ def attend_all_described(
     _attend_all_described_kernel[(triton.cdiv(R, groups * LANES.value), heads)](
         *(*blocks, out, count, R),
         scale=scale,
-        cut=Cut(
+        cut=EncoderTileConfig(
             heads=heads,
             groups=groups,
             stages=tiles.described,
@@ -158,7 +158,7 @@ def _attend_all_described_kernel(
             _store_block(out_at, first + i * LANES, num_rows, head, zeros, beside, cut)
         return
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = KVPipeline(
+    ring = EncoderPipeline(
         q=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, MAIN], main_of.layout),
         q_rest=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, BESIDE], beside_of.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, MAIN], main_of.layout),

@@ -15,7 +15,7 @@ def commit(
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> None:
-    """Same as `shared.spec.attention.commit_window`, in place; requests share no window page.
+    """Same as `shared.spec.attention.compact_accepted_kv`, in place; requests share no window page.
 
     Raises:
       ValueError: The pools are not contiguous.

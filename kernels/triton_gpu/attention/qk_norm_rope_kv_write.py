@@ -18,7 +18,7 @@ from kernels.triton_gpu.gemm.sum_of_squares import add_up
 _ROWS = 16  # of a program
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """Sizes of a layer's heads, of which those of keys and of values are as many.
 
     Attributes:
@@ -99,8 +99,8 @@ def place(
 ) -> Float[Tensor, "R Hq D"]:
     """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
 
-    The parts of `shared.spec.attention_layer.mix` before its attention, or `mix_keys`, whose
-    projection has no queries.
+    The parts of `shared.spec.attention_layer.attention_layer` before its attention, or `mix_keys`,
+    whose projection has no queries.
 
     Args:
       projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
@@ -132,7 +132,7 @@ def place(
         q,
         num_rows=R,
         columns=table.shape[1],
-        heads=Heads(q_heads=q_heads, k_heads=k_heads, D=D, page=page, gated=gated),
+        heads=HeadSizes(q_heads=q_heads, k_heads=k_heads, D=D, page=page, gated=gated),
         turning=Turning(half=half, has_norms=k_norm is not None, digits=digits),
         rows=_ROWS,
         num_warps=4,
@@ -176,7 +176,7 @@ def _place_kernel(
     offset = row.to(tl.int64) * (heads.q_heads * each + 2 * heads.k_heads * D)
     if head < heads.q_heads:
         offset += head * each
-        q = turned(projected, projected.q_norm, offset, row, is_row, heads, turning)
+        q = with_mrope(projected, projected.q_norm, offset, row, is_row, heads, turning)
         at = (row.to(tl.int64) * heads.q_heads + head)[:, None] * D + columns_of(D)[None, :]
         tl.store(q_at + at, q.to(q_at.dtype.element_ty), mask=in_head(is_row[:, None], D))
     else:
@@ -198,7 +198,7 @@ def write_pair(
     """
     D: tl.constexpr = heads.D
     offset = offset + (heads.q_heads * (1 + heads.gated) + head) * D
-    k = turned(projected, projected.k_norm, offset, row, is_in, heads, turning)
+    k = with_mrope(projected, projected.k_norm, offset, row, is_in, heads, turning)
     column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     values_at = projected.rows + (offset + heads.k_heads * D)[:, None] + column
     v = tl.load(values_at, mask=keep, other=0.0)
@@ -210,7 +210,7 @@ def write_pair(
 
 
 @triton.jit
-def turned(
+def with_mrope(
     projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
 ):  # fmt: skip
     """A head of some rows after its norm and the rotation, [rows, D] in float32."""
@@ -242,7 +242,7 @@ def fetch(
 
 @triton.jit
 def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
-    """See `turned`."""
+    """See `with_mrope`."""
     x, other = fetched.x.to(tl.float32), fetched.other.to(tl.float32)
     if turning.has_norms:
         mean = add_up(x * x, turning.digits) * (1.0 / heads.D)

@@ -26,7 +26,7 @@ class TreeWindow(NamedTuple):
     any_high: Any
 
 
-def reach(
+def compute_row_bounds(
     row_starts: Int[Tensor, " B1"],
     places: Int[Tensor, " R"],
     first: Int[Tensor, " R"],
@@ -36,7 +36,7 @@ def reach(
     max_rows: int,
     k_heads: int,
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Same as `shared.spec.attention_layer.reach`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.compute_row_bounds`, and zeros to count by.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
@@ -107,7 +107,7 @@ def _store_bounds(at, bounds):
 
 @triton.jit
 def bounds_of(bounds_at, request):
-    """Returns the bounds that `reach` computed for a request."""
+    """Returns the bounds that `compute_row_bounds` computed for a request."""
     at = bounds_at + request * _BOUNDS
     return RowBounds(
         low=tl.load(at),
@@ -119,7 +119,7 @@ def bounds_of(bounds_at, request):
 
 
 @triton.jit
-def pack(window_at, rows, nodes: tl.constexpr):
+def pack_window_bits(window_at, rows, nodes: tl.constexpr):
     """Each lane's window as the bits of two numbers, and that of all lanes together."""
     low, any_low = tl.zeros(rows.shape, tl.int32), 0
     high, any_high = low, 0
@@ -140,7 +140,7 @@ def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
 
 
 @triton.jit
-def sees(position, first, until, window, nodes: tl.constexpr):
+def visible(position, first, until, window, nodes: tl.constexpr):
     """Returns the mask of positions that each lane attends to, [lanes, positions]."""
     position = position[None, :]
     seen = (position >= first[:, None]) & (position < until[:, None])

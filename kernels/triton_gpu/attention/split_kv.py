@@ -22,7 +22,7 @@ class SplitPartials(NamedTuple):
 
 
 @triton.jit
-def store_unit(parts, at, sums, is_lane, D: tl.constexpr):
+def store_partial(parts, at, sums, is_lane, D: tl.constexpr):
     """Stores the sums over a unit of the positions."""
     column = columns_of(D)[None, :]
     tl.store(parts.sums + at[:, None] * D + column, sums.value, mask=in_head(is_lane[:, None], D))

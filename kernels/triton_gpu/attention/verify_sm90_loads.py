@@ -23,7 +23,7 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
 
 
-class VisibleRange(NamedTuple):
+class RowVisibility(NamedTuple):
     """Attention bounds of rows, and the first row of each request."""
 
     starts: Any

@@ -30,7 +30,7 @@ _PART = gl.constexpr(32)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-class Block(NamedTuple):
+class WarpgroupPairs(NamedTuple):
     """Pairs of a warpgroup and its part of their values.
 
     Attributes:
@@ -132,7 +132,7 @@ class Left(NamedTuple):
     totals: Any
 
 
-class Cut(NamedTuple):
+class VerifyTileConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:

@@ -52,8 +52,8 @@ class PeerArgs(NamedTuple):
     Attributes:
       place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
         what does not come; 0 looks do not wait, as where no other rank may have begun.
-      clock: Calls of the steps so far, which `tick` counts.
-      error: What `tick` finds that was missing; see `kernels.peer_buffers.Missing`.
+      clock: Calls of the steps so far, which `advance_sequence` counts.
+      error: What `advance_sequence` finds that was missing; see `kernels.peer_buffers.PeerTimeout`.
     """
 
     place: Int64[Tensor, " ranks_and_2"]
@@ -126,7 +126,7 @@ class GatherSizes(NamedTuple):
     at_once: int
 
 
-def gathered(
+def all_gather(
     values: Shaped[Tensor, "R share"],
     sums: Shaped[Tensor, "R chunks"] | None,
     mail: PeerArgs,
@@ -207,7 +207,7 @@ def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
     return x.view(torch.int32)
 
 
-def tick(mail: PeerArgs, calls: int) -> None:
+def advance_sequence(mail: PeerArgs, calls: int) -> None:
     """Counts the calls of a step, after all of them, and says what was missing so far."""
     ranks = len(mail.place) - 2
     _tick_kernel[(1,)](

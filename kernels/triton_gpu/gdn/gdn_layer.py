@@ -20,7 +20,7 @@ from kernels.tiles import GDNLayerTiles
 from kernels.triton_gpu.attention.attention import clear_padding
 from kernels.triton_gpu.gdn.gdn_rows import (
     WINDOW,
-    GDNWeights,
+    GDNLayerWeights,
     Inputs,
     States,
     check_contiguous,
@@ -146,7 +146,7 @@ def verify(
         _verify_kernel[(H * (V // work.columns), B)](
             projected,
             out,
-            GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
+            GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
             States(recurrent=recurrent[layer], window=window[layer]),
             GDNRequests(slots=slots, starts=row_starts, parents=trees),
             kept_of(fields, inputs),

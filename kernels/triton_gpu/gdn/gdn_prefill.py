@@ -31,7 +31,7 @@ from kernels.triton_gpu.gdn.gdn_chunk import (
 from kernels.triton_gpu.gdn.gdn_rows import (
     LOG2_E,
     WINDOW,
-    GDNWeights,
+    GDNLayerWeights,
     Inputs,
     States,
     check_contiguous,
@@ -54,7 +54,7 @@ class PrefillRequests(NamedTuple):
     save: Any
 
 
-class Chunks(NamedTuple):
+class ChunkOutputs(NamedTuple):
     """Intermediate results between kernels, by row or by chunk."""
 
     keys: Any
@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
     read: Any
 
 
-def feed(
+def prefill(
     projected: Float[Tensor, "R outputs"],
     conv: Float[Tensor, "C 4"],
     a_log: Float[Tensor, " H"],
@@ -85,7 +85,7 @@ def feed(
     digits: int,
     tiles: GDNPrefillTiles,
 ) -> Float[Tensor, "R values"]:
-    """Same as `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
+    """Same as `shared.spec.gdn_layer.prefill`, for rows in bfloat16 that lie together by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
@@ -110,7 +110,7 @@ def feed(
     R, B, sizes = len(projected), len(slots), sizes_of(recurrent, window)
     H, V, places = sizes.H, sizes.V, R // CHUNK + B
     columns, projected = min(tiles.columns, V), projected.contiguous()
-    weights = GDNWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
+    weights = GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
     states = States(recurrent=recurrent[layer], window=window[layer])
     requests = PrefillRequests(
         slots=slots.contiguous(),
@@ -122,7 +122,7 @@ def feed(
         partial(torch.empty, dtype=x, device=projected.device)
         for x in (torch.bfloat16, torch.float32)
     )
-    chunks = Chunks(
+    chunks = ChunkOutputs(
         keys=half(R, 3 * sizes.key_heads * sizes.K),
         v=single(R, H, V),
         solved=half(places, H, 2, CHUNK, CHUNK),

@@ -44,7 +44,7 @@ def sizes_of(
     return GDNSizes(H=H, K=K, V=V, C=C, key_heads=(C - H * V) // (2 * K), width=C + H * V + 2 * H)
 
 
-class GDNWeights(NamedTuple):
+class GDNLayerWeights(NamedTuple):
     """Of a layer."""
 
     conv: Any

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.triton_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
-class ReplayInputs(NamedTuple):
+class NodeReplay(NamedTuple):
     """Replay inputs of each node: its row of the recurrence and of the convolution."""
 
     k: Any
@@ -23,10 +23,10 @@ class ReplayInputs(NamedTuple):
     inputs: Any
 
 
-def kept_of(fields: Sequence[Tensor], inputs: Tensor) -> ReplayInputs:
+def kept_of(fields: Sequence[Tensor], inputs: Tensor) -> NodeReplay:
     """Where there are inputs only, they stand for the others too, unread."""
     k, v, log_decay, beta = fields or [inputs] * 4
-    return ReplayInputs(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
+    return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
 class FirstNode(NamedTuple):

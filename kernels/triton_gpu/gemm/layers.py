@@ -87,12 +87,12 @@ def _gelu(x: Float[Tensor, "R size"], *, is_tanh: bool) -> Float[Tensor, "R size
     return out
 
 
-def blended(
+def bilinear_pos_embed(
     table: Float[Tensor, "places hidden"],
     corners: Int[Tensor, "R 4"],
     shares: Float[Tensor, "R 4"],
 ) -> Float[Tensor, "R hidden"]:
-    """Implements `shared.spec.layers.blended`, summed in the order of the corners."""
+    """Implements `shared.spec.layers.bilinear_pos_embed`, summed in the order of the corners."""
     R, hidden = len(corners), table.shape[1]
     out, block = table.new_empty((R, hidden)), triton.next_power_of_2(hidden)
     given = (table, corners.contiguous(), shares.contiguous(), out)

@@ -20,7 +20,7 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import (
     AllGatherArgs,
     PeerLayout,
-    gathered,
+    all_gather,
     number_of,
     rank_of,
 )
@@ -28,10 +28,10 @@ from kernels.triton_gpu.gemm import linear_sm90
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_blocks, width_of
 from kernels.triton_gpu.gemm.fp8_w8a16 import widened
 from kernels.triton_gpu.gemm.linear_epilogue import (
-    Chunks,
-    Cut,
-    Ends,
+    GemmOperands,
     GemmSizes,
+    GemmTileConfig,
+    SquaresChunks,
     share_result,
     store_result,
 )
@@ -92,8 +92,9 @@ def product(
       order: Reduction order of squares.
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
-      asks: Outputs needed from an LM head, of `lm_head_epilogue.asking`. The result is float32; it
-        is stored for blocks of rows in which some row needs logits, and undefined elsewhere.
+      asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
+        float32; it is stored for blocks of rows in which some row needs logits, and undefined
+        elsewhere.
 
     Returns:
       The result. With `added`, also the result times `norm`, if there is one, and its sums of
@@ -146,7 +147,7 @@ def product(
     # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.
     is_persistent = tiles.persistent and asks is None or is_wide
     programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
-    ends = Ends(
+    ends = GemmOperands(
         # Triton requires a pointer, even if nothing reads it.
         squares=x if squares is None else squares,
         bias=x if bias is None else bias,
@@ -181,14 +182,14 @@ def product(
             box=PeerLayout.of(gather.boxes) if gather is not None and joins else None,
             pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
-        "squares": Chunks(
+        "squares": SquaresChunks(
             count=chunks,
             spread=triton.next_power_of_2(max(chunks, 1)),
             length=order.chunk,
             digits=order.digits,
             digits_of_chunks=order.digits_of_chunks,
         ),
-        "cut": Cut(
+        "cut": GemmTileConfig(
             rows=rows,
             columns=tiles.columns,
             depth=depth,
@@ -219,7 +220,7 @@ def product(
     if gather is None:
         return out, scaled, sums, leaves
     if every is None:
-        every, all_sums = gathered(
+        every, all_sums = all_gather(
             out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
         )
     return (every, None, None, None) if added is None else (out, every, all_sums, None)

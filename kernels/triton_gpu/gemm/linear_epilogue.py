@@ -15,7 +15,7 @@ from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
 from shared.models.fp8_packing import ScaleLayout
 
 
-class Ends(NamedTuple):
+class GemmOperands(NamedTuple):
     """Inputs of the prologue and the epilogue, and outputs.
 
     Attributes:
@@ -24,7 +24,7 @@ class Ends(NamedTuple):
       added, norm: Added to the result, and the scale that multiplies it for the next norm.
       out, scaled, sums: The result, the result times `norm`, and its sums of squares per chunk.
       eps: Epsilon of the norm.
-      asks, warmth, tokens, keys, ids, bad, peaks, masses: See `lm_head_epilogue.Leaves`.
+      asks, temperature, tokens, keys, ids, bad, peaks, masses: See `lm_head_epilogue.Leaves`.
       all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
       mail, clock, call: See `all_gather.Gather`.
     """
@@ -38,7 +38,7 @@ class Ends(NamedTuple):
     sums: Any
     eps: Any
     asks: Any
-    warmth: Any
+    temperature: Any
     tokens: Any
     keys: Any
     ids: Any
@@ -81,7 +81,7 @@ class GemmSizes(NamedTuple):
     pack: int
 
 
-class Chunks(NamedTuple):
+class SquaresChunks(NamedTuple):
     """Reduction order of squares.
 
     Attributes:
@@ -97,7 +97,7 @@ class Chunks(NamedTuple):
     digits_of_chunks: int
 
 
-class Cut(NamedTuple):
+class GemmTileConfig(NamedTuple):
     """Tile config, and whether every block of rows is full."""
 
     rows: int

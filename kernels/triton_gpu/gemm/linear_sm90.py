@@ -27,7 +27,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.gemm.linear_epilogue import Chunks, Cut, Ends, GemmSizes
+from kernels.triton_gpu.gemm.linear_epilogue import (
+    GemmOperands,
+    GemmSizes,
+    GemmTileConfig,
+    SquaresChunks,
+)
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
 """Weight columns of the two products."""
@@ -80,14 +85,14 @@ def takes(
 def launch(
     x: Float[Tensor, "R inputs"],
     weight: Float[Tensor, "stored inputs"],
-    ends: Ends,
+    ends: GemmOperands,
     row_blocks: int,
     blocks: int,
     *,
     programs: int,
     sizes: GemmSizes,
-    squares: Chunks,
-    cut: Cut,
+    squares: SquaresChunks,
+    cut: GemmTileConfig,
     warps: int,
     **launching: bool,
 ) -> None:

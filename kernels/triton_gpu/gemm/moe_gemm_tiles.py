@@ -37,7 +37,7 @@ class ExpertGemmSizes(NamedTuple):
     is_scaled: bool
 
 
-class Cut(NamedTuple):
+class ExpertGemmConfig(NamedTuple):
     """Tile config of a GEMM; lanes of a tile, and whether tiles are expert blocks."""
 
     lanes: int

@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
-    Cut,
+    ExpertGemmConfig,
     ExpertGemmSizes,
     ExpertWeights,
     product_of,
@@ -30,7 +30,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
 )
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
-from kernels.triton_gpu.moe.router import LOG2_E, Chosen, Chunks, route, scale_of
+from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
 from shared.models.fp8_packing import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
@@ -43,7 +43,7 @@ class ExpertStream(NamedTuple):
     squares: Any
 
 
-class Ends(NamedTuple):
+class ExpertEpilogue(NamedTuple):
     """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm."""
 
     rows: Any
@@ -74,7 +74,7 @@ def experts(
     *,
     gathered: Callable[[Tensor], Tensor],
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
@@ -115,7 +115,7 @@ def experts(
         tiles=tiles,
     )
     lists = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
-    inner = gated_product(
+    inner = silu_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales),
@@ -126,7 +126,7 @@ def experts(
         squares_order=squares_order,
         tiles=tiles,
     )
-    return added_product(
+    return linear_add(
         gathered(inner),
         ExpertWeights(down, down_scales),
         chosen,
@@ -140,7 +140,7 @@ def experts(
     )
 
 
-def gated_product(
+def silu_and_mul_linear(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     gate_up: ExpertWeights,
@@ -148,7 +148,7 @@ def gated_product(
     lists: ExpertBlocks | None,
     *,
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Float[Tensor, "all_slots inner"]:
@@ -159,7 +159,7 @@ def gated_product(
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
     chunks = squares.shape[1]
-    cut = Cut(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
+    cut = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
     sizes = _sizes(gate_up, N, hidden, routing, cut, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
@@ -171,7 +171,7 @@ def gated_product(
         inner,
         eps,
         sizes=sizes,
-        chunks=Chunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
+        chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
         cut=cut,
         num_warps=tiles.warps,
         **launching(scaled),
@@ -179,22 +179,24 @@ def gated_product(
     return inner
 
 
-def added_product(
+def linear_add(
     inner: Float[Tensor, "all_slots inner"],
     down: ExpertWeights,
-    chosen: Chosen,
+    chosen: RouterSelection,
     lists: ExpertBlocks | None,
     rows: Float[Tensor, "R hidden"],
     next_norm: Float[Tensor, " hidden"] | None,
     arrivals: Int[Tensor, " counters"],
     *,
-    routing: Routing,
+    routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> ExpertStream:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
-    cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped)
+    cut = ExpertGemmConfig(
+        tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped
+    )
     sizes = _sizes(down, N, K, routing, cut, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
@@ -204,7 +206,7 @@ def added_product(
         scaled=out if next_norm is None else torch.empty_like(rows),
         squares=parts.new_empty((R, chunks)),
     )
-    ends = Ends(
+    ends = ExpertEpilogue(
         rows=rows,
         weights=chosen.weights,
         norm=parts if next_norm is None else next_norm,
@@ -240,7 +242,7 @@ def added_product(
     return stream
 
 
-def _tiles(rows: int, routing: Routing, tiles: ExpertsTiles) -> int:
+def _tiles(rows: int, routing: RoutingSettings, tiles: ExpertsTiles) -> int:
     return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
@@ -254,7 +256,13 @@ def _stored(stored: ExpertWeights) -> ExpertWeights:
 
 
 def _sizes(
-    stored: ExpertWeights, outputs: int, inputs: int, routing: Routing, cut: Cut, *, is_scaled: bool
+    stored: ExpertWeights,
+    outputs: int,
+    inputs: int,
+    routing: RoutingSettings,
+    cut: ExpertGemmConfig,
+    *,
+    is_scaled: bool,
 ) -> ExpertGemmSizes:
     """Returns the sizes of a GEMM.
 

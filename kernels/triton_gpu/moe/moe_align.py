@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 
@@ -44,7 +44,7 @@ def group(
     ids: Int[Tensor, "R slots"],
     arrivals: Int[Tensor, " counters"],
     *,
-    routing: Routing,
+    routing: RoutingSettings,
     tiles: ExpertsTiles,
 ) -> ExpertBlocks:
     """Lists the slots of each expert and cuts them into tiles.
@@ -85,7 +85,7 @@ def group(
     return lists
 
 
-def most_tiles(rows: int, routing: Routing, slots: int) -> int:
+def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.routing import Routing
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
@@ -21,7 +21,7 @@ _OUTPUTS = 16
 """Logits per program: the fewest that a tensor core supports, so that there are many programs."""
 
 
-class Chosen(NamedTuple):
+class RouterSelection(NamedTuple):
     """Experts of each row by ascending number, the shared one last, and their weights.
 
     Padding rows have -1 in every slot.
@@ -49,7 +49,7 @@ class PartialLogits(NamedTuple):
     arrivals: Any
 
 
-class Chunks(NamedTuple):
+class RouterChunks(NamedTuple):
     """Chunks of a row's squares, lanes that read them, and the bits of their fixed-point units."""
 
     count: int
@@ -57,8 +57,10 @@ class Chunks(NamedTuple):
     digits: int
 
 
-class Choice(NamedTuple):
-    """Fields of `Routing`, lanes of all and of selected experts, and bits of the weights."""
+class RoutingConfig(NamedTuple):
+    """Fields of `RoutingSettings`, lanes of all and of selected experts, and bits of the
+    weights.
+    """
 
     experts: int
     top: int
@@ -77,7 +79,7 @@ class Choice(NamedTuple):
     digits: int
 
 
-class Cut(NamedTuple):
+class RouterTileConfig(NamedTuple):
     """Tile config: inputs, inputs of a segment and of a step, and the rows of a program."""
 
     hidden: int
@@ -98,11 +100,11 @@ def route(
     arrivals: Int[Tensor, " counters"],
     *,
     eps: float,
-    routing: Routing,
+    routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
-) -> Chosen:
+) -> RouterSelection:
     """Selects the experts of each row: the highest scores, and the lower number among equal ones.
 
     Args:
@@ -133,11 +135,11 @@ def route(
             eps=eps,
         ),
         PartialLogits(parts=parts, arrivals=arrivals),
-        Chosen(ids=ids, weights=weights),
+        RouterSelection(ids=ids, weights=weights),
         R,
         blocks,
-        chunks=Chunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
-        choice=Choice(
+        chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
+        choice=RoutingConfig(
             experts=routing.experts,
             top=routing.top,
             groups=routing.groups,
@@ -154,7 +156,7 @@ def route(
             lanes=triton.next_power_of_2(routing.top),
             digits=order.digits,
         ),
-        cut=Cut(
+        cut=RouterTileConfig(
             hidden=hidden,
             segment=order.segment(hidden),
             segments=order.segments,
@@ -166,7 +168,7 @@ def route(
         num_warps=tiles.router_warps,
         **launching(scaled),
     )
-    return Chosen(ids=ids, weights=weights)
+    return RouterSelection(ids=ids, weights=weights)
 
 
 @triton.jit(do_not_specialize=["num_rows", "blocks"])

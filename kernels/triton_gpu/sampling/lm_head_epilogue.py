@@ -21,21 +21,23 @@ from kernels.triton_gpu.sampling.logits_processing import (
     first_token,
     inputs_of,
     key_of,
+    row_sampling,
     score_of,
     sizes_of,
     weight_of,
-    wish_of,
 )
 
 GROUP = 2 * PAIRS.value
-NOTHING, SCORES, MASSES, GROUPS = (tl.constexpr(kind) for kind in range(4))
+ARGMAX_ONLY, LOGITS, GROUP_SUMEXP, GROUP_SUMEXP_AND_LOGITS = (
+    tl.constexpr(kind) for kind in range(4)
+)
 
 
 class BlockPartials(NamedTuple):
     """Block partials of an LM-head GEMM.
 
     Attributes:
-      asks, warmth, tokens: See `RowOutputs`.
+      asks, temperature, tokens: See `RowOutputs`.
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
@@ -43,7 +45,7 @@ class BlockPartials(NamedTuple):
     """
 
     asks: Int32[Tensor, " R"]
-    warmth: Float32[Tensor, " R"]
+    temperature: Float32[Tensor, " R"]
     tokens: Int32[Tensor, "1"]
     keys: Int32[Tensor, "R blocks"]
     ids: Int32[Tensor, "R blocks"]
@@ -73,18 +75,19 @@ class RowOutputs(NamedTuple):
     """Outputs that each row needs from the LM head.
 
     Attributes:
-      asks: `NOTHING`: the argmax only. `SCORES`: the logits. `MASSES`: sums of exponentials per
-        group of tokens. `GROUPS`: logits and group sums, the logits for a second pass.
-      warmth: Temperature of rows with logits and group sums at once; 1 for other rows.
+      asks: `ARGMAX_ONLY`: the argmax only. `LOGITS`: the logits. `GROUP_SUMEXP`: sums of
+        exponentials per group of tokens. `GROUP_SUMEXP_AND_LOGITS`: logits and group sums, the
+        logits for a second pass.
+      temperature: Temperature of rows with logits and group sums at once; 1 for other rows.
       tokens: Number of outputs that are tokens: the shard of a rank may have padding.
     """
 
     asks: Int32[Tensor, " R"]
-    warmth: Float32[Tensor, " R"]
+    temperature: Float32[Tensor, " R"]
     tokens: Int32[Tensor, "1"]
 
 
-def asking(
+def row_outputs(
     seen: Any,
     positions: Int[Tensor, " R"],
     sampling: Any,
@@ -107,17 +110,17 @@ def asking(
     """
     R, given = len(seen.slots), (seen, positions, sampling, request, None)
     asks = torch.empty(R, dtype=torch.int32, device=positions.device)
-    warmth, tokens = torch.empty_like(asks, dtype=torch.float32), asks.new_empty(1)
-    rest = (NOTHING, MASSES, GROUPS)[min(width, 2)].value
+    temperature, tokens = torch.empty_like(asks, dtype=torch.float32), asks.new_empty(1)
+    rest = (ARGMAX_ONLY, GROUP_SUMEXP, GROUP_SUMEXP_AND_LOGITS)[min(width, 2)].value
     _asking_kernel[(R,)](
-        inputs_of(warmth, *given, None, positions, 0, None),
-        *(asks, warmth, tokens, num_tokens),
+        inputs_of(temperature, *given, None, positions, 0, None),
+        *(asks, temperature, tokens, num_tokens),
         sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, nodes, None),
         rest=rest,
         is_warm_whole=is_warm_whole,
         num_warps=1,
     )
-    return RowOutputs(asks, warmth, tokens)
+    return RowOutputs(asks, temperature, tokens)
 
 
 @triton.jit
@@ -128,13 +131,13 @@ def _asking_kernel(
     """One program per row."""
     row = tl.program_id(0)
     tl.store(tokens_at, num_tokens)
-    wish = wish_of(inputs, row, sizes)
-    is_edited = wish.has_penalty | wish.is_short | (wish.biases > 0)
+    wish = row_sampling(inputs, row, sizes)
+    is_edited = wish.has_penalty | wish.below_min_length | (wish.biases > 0)
     if is_warm_whole:
         is_edited |= wish.temperature > 0
     is_warm = (wish.temperature > 0) & (is_edited == 0)
-    asks = tl.where(is_edited, SCORES, rest)
-    tl.store(asks_at + row, tl.where(is_warm, GROUPS, asks))
+    asks = tl.where(is_edited, LOGITS, rest)
+    tl.store(asks_at + row, tl.where(is_warm, GROUP_SUMEXP_AND_LOGITS, asks))
     tl.store(warmth_at + row, tl.where(is_warm, wish.temperature, 1.0))
 
 
@@ -153,12 +156,12 @@ def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
     tl.store(ends.ids + at, ids, mask=is_row)
     tl.store(ends.bad + at, is_bad.to(tl.int32), mask=is_row)
     asks = tl.load(ends.asks + row, mask=is_row, other=0)
-    if tl.max(asks & SCORES) > 0:
+    if tl.max(asks & LOGITS) > 0:
         place = row.to(tl.int64)[:, None] * sizes.N + column[None, :]
         tl.store(ends.out + place, out, mask=is_row[:, None] & is_column)
-    if tl.max(asks & MASSES) > 0:
-        warmth = tl.load(ends.warmth + row, mask=is_row, other=1.0)
-        _store_groups(out / warmth[:, None], ends, row, column, block, num_rows, sizes)
+    if tl.max(asks & GROUP_SUMEXP) > 0:
+        temperature = tl.load(ends.temperature + row, mask=is_row, other=1.0)
+        _store_groups(out / temperature[:, None], ends, row, column, block, num_rows, sizes)
 
 
 @triton.jit
@@ -182,7 +185,7 @@ def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
 @triton.jit
 def asked_of(leaves, row, num_leaves: tl.constexpr):
     """Returns the outputs that a row needs; the logits if there are no block partials."""
-    asks = tl.full((), SCORES, tl.int32)
+    asks = tl.full((), LOGITS, tl.int32)
     if num_leaves > 0:
         asks = tl.load(leaves.asks + row)
     return asks

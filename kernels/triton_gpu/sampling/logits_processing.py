@@ -106,7 +106,7 @@ class RowSampling(NamedTuple):
     temperature: Any
     is_filtered: Any
     has_penalty: Any
-    is_short: Any
+    below_min_length: Any
     biases: Any
 
 
@@ -185,7 +185,7 @@ def sizes_of(
 
 
 @triton.jit
-def wish_of(inputs, row, sizes: tl.constexpr):
+def row_sampling(inputs, row, sizes: tl.constexpr):
     """Loads the sampling parameters of a row."""
     request = row // sizes.nodes if sizes.nodes > 0 else row
     named = request  # positions and keys are per request or per row
@@ -217,7 +217,7 @@ def wish_of(inputs, row, sizes: tl.constexpr):
         temperature=temperature,
         is_filtered=is_filtered,
         has_penalty=has_penalty,
-        is_short=position < tl.load(inputs.min_length + request),
+        below_min_length=position < tl.load(inputs.min_length + request),
         biases=biases,
     )
 
@@ -279,7 +279,9 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
     x, tokens = raw, ids
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
-        asked_until = tl.where(wish.has_penalty | wish.is_short | (wish.biases > 0), sizes.vocab, 0)
+        asked_until = tl.where(
+            wish.has_penalty | wish.below_min_length | (wish.biases > 0), sizes.vocab, 0
+        )
         tokens = tl.load(inputs.columns + ids, mask=ids < asked_until, other=0)
     if wish.has_penalty:
         seen = tl.load(
@@ -299,7 +301,7 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
         x = tl.where(
             tokens == tl.load(inputs.bias_ids + request * sizes.num_bias + j), x + value, x
         )
-    if wish.is_short:
+    if wish.below_min_length:
         for j in range(sizes.num_stops):
             is_stop = tokens == tl.load(inputs.stop_ids + request * sizes.num_stops + j)
             x = tl.where(is_stop, -float("inf"), x)

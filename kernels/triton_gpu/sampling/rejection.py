@@ -114,7 +114,7 @@ class Lengths(NamedTuple):
     part_lanes: int
 
 
-def judge(
+def rejection_sample(
     tokens: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
     choices: Int[Tensor, "B N"],

@@ -119,7 +119,7 @@ def rank(
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
       leaves: Block partials of the LM head, for rows that may lack logits. They come from
-        `lm_head_epilogue.asking` with this width, and include the logits of rows with a
+        `lm_head_epilogue.row_outputs` with this width, and include the logits of rows with a
         temperature.
     """
     B, k, _ = logits.shape
@@ -157,7 +157,7 @@ def leave(
     tiles: SamplingTiles,
     leaves: BlockPartials | None = None,
 ) -> tuple[Int32[Tensor, "R words"], Int32[Tensor, "R groups"], Float[Tensor, "R groups"]]:
-    """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.join`.
+    """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.merge_topk`.
 
     Args:
       logits: Logits of this rank's tokens.
@@ -169,7 +169,7 @@ def leave(
       nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
         requests.
       tiles: Tile config.
-      leaves: Block partials of the LM head's shard, see `lm_head_epilogue.asking`.
+      leaves: Block partials of the LM head's shard, see `lm_head_epilogue.row_outputs`.
 
     Returns:
       Keys and ids of a row's best tokens of the shard, or of the whole vocabulary if it has a

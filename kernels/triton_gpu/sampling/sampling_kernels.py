@@ -5,8 +5,8 @@ import triton.language as tl
 
 from kernels.triton_gpu.sampling.gumbel_noise import log, noise_of_words
 from kernels.triton_gpu.sampling.lm_head_epilogue import (
-    NOTHING,
-    SCORES,
+    ARGMAX_ONLY,
+    LOGITS,
     asked_of,
     best_left,
     is_left_bad,
@@ -22,15 +22,15 @@ from kernels.triton_gpu.sampling.logits_processing import (
     is_own,
     key_of,
     next_token,
+    row_sampling,
     score_of,
     scores_of,
     sharpness_of,
     store_groups,
     total_of,
-    wish_of,
     words_at,
 )
-from kernels.triton_gpu.sampling.threshold_bracket import guess
+from kernels.triton_gpu.sampling.threshold_bracket import bracket_threshold
 from kernels.triton_gpu.sampling.topk import (
     Support,
     choose_in_tile,
@@ -46,7 +46,7 @@ from kernels.triton_gpu.sampling.topk_topp import (
     RowScratch,
     ScoreSource,
     bounds_of,
-    find_border,
+    find_threshold,
     list_near,
 )
 
@@ -76,7 +76,7 @@ def tiles_kernel(
         tl.store(partials.notes + note, note * 0)
     if num_leaves == 0:
         _look_at(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
-    elif asked_of(leaves, row, num_leaves) == SCORES:
+    elif asked_of(leaves, row, num_leaves) == LOGITS:
         for tile in range(share, num_tiles, tl.num_programs(0)):
             _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
 
@@ -93,7 +93,7 @@ def _look_at(
     tau: tl.constexpr,
     is_scored: tl.constexpr,
 ):
-    wish = wish_of(inputs, row, sizes)
+    wish = row_sampling(inputs, row, sizes)
     has_own = True
     if sizes.share > 0:
         first = tile * (groups * 2 * PAIRS) - inputs.first
@@ -156,7 +156,7 @@ def border_kernel(
 ):
     """One program per split of a row with a filter; the last to finish finds the threshold."""
     share, row = tl.program_id(0), tl.program_id(1)
-    source = ScoreSource(inputs, row, wish_of(inputs, row, sizes))
+    source = ScoreSource(inputs, row, row_sampling(inputs, row, sizes))
     if source.wish.is_filtered:
         num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
         first, group = row * num_groups, tl.arange(0, group_lanes)
@@ -170,7 +170,7 @@ def border_kernel(
         )
         low, high = bounds.low, bounds.high
         if high > KEY_OF_NOTHING:
-            low, high = guess(peaks, masses, bounds, source, sampled, sizes)
+            low, high = bracket_threshold(peaks, masses, bounds, source, sampled, sizes)
             is_flat = tl.sum((peaks >= low).to(tl.int32)) * 2 > num_groups
             list_near(
                 *(low, high, bounds.highest, is_flat, share, source, memory),
@@ -178,7 +178,9 @@ def border_kernel(
             )
         tl.debug_barrier()  # all stores of this program are in memory
         if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
+            border, limit = find_threshold(
+                low, high, bounds, source, memory, at_once, listed, sizes
+            )
             tl.store(memory.notes, border)
             tl.store(memory.notes + 1, limit)
             tl.store(memory.notes + 2, key_of(bounds.highest))
@@ -206,27 +208,30 @@ def rows_kernel(
     One of a row's programs reduces the tiles: the last to finish, if all have work.
     """
     share, row = tl.program_id(0), tl.program_id(1)
-    partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
+    partials, wish = (
+        row_of(partials, row, num_tiles, width, sizes),
+        row_sampling(inputs, row, sizes),
+    )
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     is_last = share == 0
     if num_leaves > 0:
         asks = asked_of(leaves, row, num_leaves)
-        if (asks != SCORES) & is_last:
+        if (asks != LOGITS) & is_last:
             store_bad(best, row, is_left_bad(leaves, row, num_leaves, leaf_lanes), width, sizes)
-        if (asks == NOTHING) & is_last:
+        if (asks == ARGMAX_ONLY) & is_last:
             key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
             if sizes.share > 0:
                 winner += inputs.first
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, width, sizes, None)
         if tau is None or sizes.share > 0:
-            is_last = is_last & (asks != NOTHING)
+            is_last = is_last & (asks != ARGMAX_ONLY)
         else:
-            if (asks != SCORES) & is_last:
+            if (asks != LOGITS) & is_last:
                 _rank_left(
                     *(row, inputs, partials, leaves, best),
                     *(leaf_lanes, group_lanes, sizes, width, tau, num_leaves),
                 )
-            is_last = is_last & (asks == SCORES)
+            is_last = is_last & (asks == LOGITS)
     if wish.is_filtered:
         support = Support(
             border=tl.load(partials.notes),
@@ -247,7 +252,7 @@ def rows_kernel(
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         place = tl.arange(0, tile_lanes)
-        if asked_of(leaves, row, num_leaves) == SCORES:
+        if asked_of(leaves, row, num_leaves) == LOGITS:
             bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
             store_bad(best, row, tl.max(bad), width, sizes)
         inside = place < num_tiles * width

@@ -32,7 +32,7 @@ class _Sample(NamedTuple):
 
 
 @triton.jit
-def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.constexpr):
+def bracket_threshold(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.constexpr):
     """Returns two keys that bracket the threshold.
 
     A threshold is too low if too many groups have their best token above it, or too much weight. It

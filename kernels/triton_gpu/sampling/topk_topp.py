@@ -188,7 +188,7 @@ def _peak_of(chunk, peaks_at, at_once: tl.constexpr, sizes: tl.constexpr):
 
 
 @triton.jit
-def find_border(
+def find_threshold(
     low,
     high,
     bounds,

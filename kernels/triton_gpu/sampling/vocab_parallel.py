@@ -43,7 +43,7 @@ from kernels.triton_gpu.sampling.logits_processing import number_of as sum_of
 GROUP = 2 * PAIRS.value
 
 
-def filtered(
+def rows_with_filters(
     sampling: Any, request: Int[Tensor, " named"], rows: int, nodes: int, vocab: int
 ) -> Int32[Tensor, " R_and_1"]:
     """Returns the rows with a filter, in order; the last entry is their number.
@@ -93,7 +93,7 @@ def gathered_rows(
 
     Args:
       values: This rank's columns, in float32.
-      rows: Rows to gather, from `filtered`, the same on all ranks.
+      rows: Rows to gather, from `rows_with_filters`, the same on all ranks.
       gathers: All-gathers of the step, among which the rows are divided.
 
     Raises:
@@ -165,7 +165,7 @@ def _gather_kernel(
             tl.store(at, got, mask=is_one)
 
 
-def totals(
+def sum_exp(
     left: Int32[Tensor, "R words_of_all"],
     peaks: Int32[Tensor, "R groups"],
     masses: Float[Tensor, "R groups"],
@@ -181,7 +181,7 @@ def totals(
     """Computes a rank's sum of exponentials relative to a row's best token, as three integers.
 
     Args:
-      left: Candidates of all ranks, see `join`.
+      left: Candidates of all ranks, see `merge_topk`.
       peaks, masses: Group sums of `sampling.leave`.
       temperature: Of the requests.
       first, share: First token of this rank's shard, and the shard's size.
@@ -227,7 +227,7 @@ def _totals_kernel(
     tl.store(found_at + row * 3 + 2, low)
 
 
-def join(
+def merge_topk(
     left: Int32[Tensor, "R words_of_all"],
     totals: Int32[Tensor, "R totals_of_all"] | None,
     temperature: Float[Tensor, " B"],
@@ -244,11 +244,11 @@ def join(
     Args:
       left: Keys and ids of each rank's best tokens of a row, and whether some logit is not finite.
         Rows with a filter are complete on every rank.
-      totals: Result of `totals` of each rank; None: no weights are returned.
+      totals: Result of `sum_exp` of each rank; None: no weights are returned.
       temperature: Of the requests.
       columns: Map from the draft vocabulary to the target's tokens.
       vocab: Tokens of all ranks.
-      ranks, width, tau, nodes: See `totals`; `tau` and `nodes` are ignored without `totals`.
+      ranks, width, tau, nodes: See `sum_exp`; `tau` and `nodes` are ignored without `sum_exp`.
     """
     R = len(left)
     ids, is_finite = left.new_empty((R, width)), left.new_empty(R, dtype=torch.bool)

@@ -55,7 +55,7 @@ class NgramSizes(NamedTuple):
     candidates: int
 
 
-def learn(
+def insert(
     tokens: Int[Tensor, "lengths groups ways"],
     checks: Int[Tensor, "lengths groups ways"],
     stamps: Int[Tensor, "lengths groups ways"],
@@ -65,7 +65,7 @@ def learn(
     scopes: Int[Tensor, "n 2"],
     is_real: Bool[Tensor, " n"],
 ) -> None:
-    """Implements `shared.spec.ngram.learn`, in place."""
+    """Implements `shared.spec.ngram.insert`, in place."""
     given = (x.contiguous() for x in (contexts, following, scopes, is_real))
     _learn_kernel[(len(clocks),)](
         Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
@@ -78,7 +78,7 @@ def learn(
 
 @triton.jit
 def _mix(values):
-    """Same as `shared.spec.ngram.mix`; a shift copies the sign bit, which is masked out."""
+    """Same as `shared.spec.ngram.hash_mix`; a shift copies the sign bit, which is masked out."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
     return mixed ^ ((mixed >> 16) & 0xFFFF)

@@ -12,12 +12,12 @@ from torch import Tensor
 _AT_ONCE = 64  # draft tokens compared per step
 
 
-def rank_weights(
+def log_acceptance(
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
-    """Implements `shared.spec.verify_budget.rank_weights`."""
+    """Implements `shared.spec.verify_budget.log_acceptance`."""
     (B, N), least = parents.shape, torch.empty_like(weights)
     _rank_weights_kernel[(B,)](
         *(x.contiguous() for x in (parents, weights, calibration)),
@@ -60,14 +60,14 @@ def _rank_weights_kernel(
     tl.store(least_at + request * nodes + node, least, mask=node < nodes)
 
 
-def share(
+def prune_to_budget(
     tokens: Int[Tensor, "B N"],
     parents: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
     rank_weights: Float[Tensor, "B N"],
     rows: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """Implements `shared.spec.verify_budget.share`."""
+    """Implements `shared.spec.verify_budget.prune_to_budget`."""
     B, N = tokens.shape
     kept_tokens, kept_parents = tokens.new_empty((2, B, N), dtype=torch.int32)
     kept_nodes = tokens.new_empty(B, dtype=torch.int32)

@@ -19,8 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from shared.engine.adaptive.acceptance_prior import FIRST_DEPTH, WALK, SharedPrior, chance, damping
-from shared.engine.adaptive.exploration import DraftForecast, TierArrays, trial_variances
+from shared.engine.adaptive.acceptance_prior import (
+    FIRST_DEPTH,
+    WALK,
+    SharedPrior,
+    logit_shrinkage,
+    sigmoid,
+)
+from shared.engine.adaptive.exploration import DraftForecast, TierArrays, exploration_variance
 from shared.engine.adaptive.tiers import Tier, families_of
 from shared.engine.jit import compiled
 
@@ -89,15 +95,15 @@ def _learn(
         for d in range(min(accepted[i] + 1, drafted[i])):
             won = 1.0 if d < accepted[i] else 0.0
             a, center = slopes[d], log_odds[d] + slopes[d] * (offset + moved)
-            known = damping(a * a * apart)
+            known = logit_shrinkage(a * a * apart)
             sums[0, d] += share
             sums[1, d] += share * share
             sums[2, d] += share * won
-            sums[3, d] += share * chance(known * center)
+            sums[3, d] += share * sigmoid(known * center)
             sums[4, d] += share * known
             sums[5, d] += share * a * moved * share
-            known = damping(a * a * (both - shared_variance) + variances[d])
-            p = chance(known * center)
+            known = logit_shrinkage(a * a * (both - shared_variance) + variances[d])
+            p = sigmoid(known * center)
             error, information = a * known * (won - p), (a * known) ** 2 * p * (1 - p)
             offset += of_row * error
             moved += of_all * error
@@ -144,8 +150,8 @@ def _forecast(
     """Fills the acceptance rate of each depth, given that all earlier ones were accepted."""
     for d in range(len(rate)):
         a = slopes[d]
-        known = damping(a * a * variance)
-        rate[d] = chance(known * (log_odds[d] + a * offset))
+        known = logit_shrinkage(a * a * variance)
+        rate[d] = sigmoid(known * (log_odds[d] + a * offset))
         gain = variance * a * known
         offset += gain * (1 - rate[d])
         variance -= gain * gain * rate[d] * (1 - rate[d])
@@ -290,7 +296,7 @@ class AcceptanceModel:
         other, none = AcceptanceModel(self._tiers), np.zeros(1, np.int64)
         rows = other.rows_of([0])
         other.learn(rows, 0, none, none)
-        other.expect(rows, none, none > 0, 1, [1.0] * len(self._tiers))
+        other.predict(rows, none, none > 0, 1, [1.0] * len(self._tiers))
 
     def _budgets(self, batch: int) -> Int64[np.ndarray, " tiers"]:
         if batch not in self._budgets_of:
@@ -301,7 +307,7 @@ class AcceptanceModel:
             self._budgets_of[batch] = np.array(budgets)
         return self._budgets_of[batch]
 
-    def expect(
+    def predict(
         self,
         rows: Int64[np.ndarray, " B"],
         most: Int64[np.ndarray, " B"],
@@ -334,7 +340,7 @@ class AcceptanceModel:
             known.shared_variance, tiers, expected,
         )  # fmt: skip
         narrowed, learnt = np.empty((count, count)), np.empty(count)
-        trial_variances(
+        exploration_variance(
             expected, most, np.array(seconds), known.slopes, known.covariance, tiers,
             narrowed, learnt,
         )  # fmt: skip

@@ -44,13 +44,13 @@ function of mean / (1 + v * DAMPING) ** 0.5."""
 
 
 @compiled
-def chance(log_odds: float) -> float:
+def sigmoid(log_odds: float) -> float:
     """Returns the probability p of log odds log(p / (1 - p))."""
     return 1 / (1 + np.exp(-log_odds))
 
 
 @compiled
-def damping(variance: float) -> float:
+def logit_shrinkage(variance: float) -> float:
     """Returns the factor by which log odds of this variance shrink in the mean probability."""
     return 1 / np.sqrt(1 + DAMPING * variance)
 
@@ -62,7 +62,7 @@ def _linked(log_odds: float, candidates: float) -> tuple[float, float]:
     """
     if candidates == 1:
         return log_odds, 1.0
-    hit = chance(log_odds)
+    hit = sigmoid(log_odds)
     miss = (1 - hit) ** candidates
     return np.log((1 - miss) / miss), candidates * hit / (1 - miss)
 
@@ -100,13 +100,13 @@ def _moved(
 
     Args:
       log_odds: Log odds before.
-      known: `damping` of the differences between single trials.
+      known: `logit_shrinkage` of the differences between single trials.
       variance: Variance of the log odds.
       trials, won: Number of trials and successes.
     """
     moved, information = 0.0, 0.0
     for _ in range(20):
-        p = chance(known * (log_odds + moved))
+        p = sigmoid(known * (log_odds + moved))
         information = known**2 * trials * p * (1 - p)
         wrong = variance * known * (won - trials * p) - moved
         step = min(max(wrong / (1 + variance * information), -1.5), 1.5)
@@ -130,7 +130,8 @@ def _learn(
     Args:
       family: Family of the step's tier.
       sums: Sums over draft tokens by depth: of the fractions by which a row moves with all, of
-        their squares, and weighted by these: successes, predicted probabilities, `damping` of rows,
+        their squares, and weighted by these: successes, predicted probabilities, `logit_shrinkage`
+          of rows,
         and the shift of the log odds by the row's earlier depths.
       slopes: See `SharedPrior`.
       mean, covariance: The distribution; updated.

@@ -15,7 +15,7 @@ from shared.engine.adaptive.acceptance import AcceptanceModel
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.policy import Policy, PolicyInput
 from shared.engine.adaptive.tiers import Shapes, Tier
-from shared.engine.adaptive.trace import Trace
+from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
@@ -68,7 +68,7 @@ class AdaptiveController:
         capacity: BackendLimits,
         policy: Policy,
         table: Mapping[int, Sequence[float]],
-        trace: Trace | None = None,
+        trace: TraceWriter | None = None,
         *,
         has_experts: bool,
     ) -> None:
@@ -87,11 +87,11 @@ class AdaptiveController:
         self.gauges: Gauges = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """Always False: rows continue from the device's state."""
         return False
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages, with the tier that the policy chooses."""
         batch = self.shapes.bucket(len(ready))
         situation, survivals = self.situation(ready)
@@ -121,7 +121,7 @@ class AdaptiveController:
         after_off = np.array([request.request_id in self._after_off for request in ready])
         batch = self.shapes.bucket(len(ready))
         seconds = self.costs.of(batch, len(ready))
-        expected, survivals = self.acceptance.expect(
+        expected, survivals = self.acceptance.predict(
             rows, most, after_off, batch, seconds or [1.0] * len(self.shapes.tiers)
         )
         situation = PolicyInput(
@@ -133,7 +133,7 @@ class AdaptiveController:
         )
         return situation, survivals
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Records the tier, and that rows of a plain step draft nothing in their next one."""
         ids = [request.request_id for request in rows.requests]
         if rows.work is StepKind.DRAFT:
@@ -151,7 +151,7 @@ class AdaptiveController:
         self._flights.append(_Flight(batch, self._chosen, is_whole, hopes))
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Updates costs from the step's time, and acceptance from draft tokens of running
         requests.
         """
@@ -170,23 +170,23 @@ class AdaptiveController:
         places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
         self.acceptance.learn(places, tier, drafted, accepted)
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Does nothing: `learned` has processed the tokens."""
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+        """Does nothing: `on_result` has processed the tokens."""
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Drops the request's estimates; its effect on the population stays."""
         self.acceptance.forget(request.request_id)
         self._after_off.discard(request.request_id)
         if self._trace is not None and self.acceptance.is_empty:
             self._trace.flush()
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Does nothing: no data is kept of a finished request."""
 
 
 def most_left(request: Request) -> int:
     """Returns the maximum tokens that a request can use after the steps in flight; at least 1."""
-    return max(request.sampling.max_tokens - len(request.output) - request.least_growth, 1)
+    return max(request.sampling.max_tokens - len(request.output) - request.min_in_flight_tokens, 1)
 
 
 def gauges_of(

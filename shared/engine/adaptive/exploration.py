@@ -50,7 +50,7 @@ class TierArrays(NamedTuple):
 
 
 @compiled
-def trial_variances(
+def exploration_variance(
     expected: DraftForecast,
     most: Int64[np.ndarray, " B"],
     seconds: Float64[np.ndarray, " tiers"],

@@ -84,7 +84,7 @@ class ExpectedValuePolicy:
             speed * rest - _switch_loss(situation, tier, then) for then, speed in enumerate(speeds)
         ]
         other = max((then for then in range(len(later)) if then != tier), key=later.__getitem__)
-        gain = mean_of_best(speeds[tier], expected.trial_gain[tier][other], speeds[other])
+        gain = expected_maximum(speeds[tier], expected.trial_gain[tier][other], speeds[other])
         gain -= max(speeds[tier], speeds[other])
         lifetime = expected.trial_lifetime_steps[tier] * seconds[other]
         return first + max(later) + lifetime * gain
@@ -101,7 +101,7 @@ def _switch_loss(situation: PolicyInput, first: int, then: int) -> float:
     return tokens[then] - situation.num_rows if first == off else 0.0
 
 
-def mean_of_best(mean: float, error: float, other: float) -> float:
+def expected_maximum(mean: float, error: float, other: float) -> float:
     """Returns the expected maximum of a normally distributed value and a constant."""
     if error <= 0:
         return max(mean, other)

@@ -20,7 +20,7 @@ from shared.engine.rows import ScheduledRows
 BUFFER_BYTES = 1 << 16
 
 
-class Trace:
+class TraceWriter:
     """Writes the steps of a controller to a file.
 
     Args:

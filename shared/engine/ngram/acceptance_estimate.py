@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
 from shared.engine.jit import compiled
-from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees, roots_of
+from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, NgramTreeBatch, roots_of
 
 MEMORY = 32.0
 """Steps with a kind of node over which its rate is averaged exponentially."""
@@ -24,7 +24,7 @@ MOST_RATE = 0.995
 
 @compiled
 def _score(
-    trees: Trees,
+    trees: NgramTreeBatch,
     row_of: Int64[np.ndarray, " B"],
     texts: Int32[np.ndarray, "B W"],
     counts: Int32[np.ndarray, " B"],
@@ -56,7 +56,7 @@ def _score(
 
 @compiled
 def _weigh(
-    trees: Trees,
+    trees: NgramTreeBatch,
     rates: Float64[np.ndarray, " kinds"],
     most: Int64[np.ndarray, " B"],
     weights: Float64[np.ndarray, "B N"],
@@ -102,7 +102,7 @@ def _take(
 
 
 @compiled
-def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], kept: Trees) -> None:
+def _cut(trees: NgramTreeBatch, taken: Bool[np.ndarray, "B N"], kept: NgramTreeBatch) -> None:
     """Copies the marked nodes, in their order."""
     for row in range(len(taken)):
         place, size = np.zeros(taken.shape[1], np.int64), 1
@@ -117,14 +117,14 @@ def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], kept: Trees) -> None:
 
 
 @compiled
-def select(
-    trees: Trees,
+def select_nodes(
+    trees: NgramTreeBatch,
     weights: Float64[np.ndarray, "B N"],
     nodes: Int64[np.ndarray, " sizes"],
     budgets: Int64[np.ndarray, " sizes"],
     costs: Float64[np.ndarray, " sizes"],
     gains: Float64[np.ndarray, " sizes"],
-    kept: Trees,
+    kept: NgramTreeBatch,
 ) -> int:
     """Selects the size of a step with the most tokens per cost, and prunes the trees to it.
 
@@ -172,11 +172,11 @@ class NodeAcceptance:
         zero, one = np.zeros(1, np.int64), np.ones(1)
         other.learn(roots, zero, roots.tokens, roots.num_nodes)
         weights = other.weights(roots, zero)
-        select(roots, weights, zero + 1, zero, one, np.zeros(1), roots_of(1, 1))
+        select_nodes(roots, weights, zero + 1, zero, one, np.zeros(1), roots_of(1, 1))
 
     def learn(
         self,
-        trees: Trees,
+        trees: NgramTreeBatch,
         row_of: Int64[np.ndarray, " B"],
         texts: Int32[np.ndarray, "B W"],
         counts: Int32[np.ndarray, " B"],
@@ -192,7 +192,9 @@ class NodeAcceptance:
         won = self._won + PRIOR_TRIES * self._prior
         self.rates = np.minimum(won / (self.tried + PRIOR_TRIES), MOST_RATE)
 
-    def weights(self, trees: Trees, most: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, "B N"]:
+    def weights(
+        self, trees: NgramTreeBatch, most: Int64[np.ndarray, " B"]
+    ) -> Float64[np.ndarray, "B N"]:
         """Returns the probability that each node is accepted, with all its ancestors.
 
         Args:

@@ -31,13 +31,13 @@ from shared.boundary.program import StepKind
 from shared.engine.adaptive.controller import gauges_of, most_left
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
-from shared.engine.adaptive.trace import Trace
+from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.controller import Gauges, Reserve
-from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select
+from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select_nodes
 from shared.engine.ngram.controller import index_gauges, rows_with
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.probe_schedule import LEAST_LOOK_SECONDS, ProbeSchedule
-from shared.engine.ngram.tree import Trees, roots_of
+from shared.engine.ngram.tree import NgramTreeBatch, roots_of
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
@@ -68,12 +68,12 @@ class BucketSizes:
 class PreparedTrees:
     """Trees, and the row of each request in them, until the following tokens are known."""
 
-    trees: Trees
+    trees: NgramTreeBatch
     row_of: dict[int, int]
 
 
 @dataclass(frozen=True)
-class Flight:
+class NgramStep:
     """A decode step in flight.
 
     Attributes:
@@ -96,15 +96,15 @@ class FinishedStep:
     Attributes:
       flight, rows, result: The step, its rows and its result.
       seconds: Its time including the host; None if unknown.
-      asleep: Median time of plain steps with drafting disabled, if this one completes a group.
+      disabled: Median time of plain steps with drafting disabled, if this one completes a group.
       made: Trees for its requests, or None.
     """
 
-    flight: Flight
+    flight: NgramStep
     rows: ScheduledRows
     result: StepResult
     seconds: float | None
-    asleep: float | None
+    disabled: float | None
     made: PreparedTrees | None
 
 
@@ -134,7 +134,7 @@ class AdaptiveNgramController:
         index: NgramIndex,
         table: Mapping[int, Sequence[float]],
         clock: Callable[[], float] = time.perf_counter,
-        trace: Trace | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.shapes = Shapes.of(capacity, host_draft=True)
         self.costs = Costs(table, self.shapes.batches, last_waits=False)
@@ -148,7 +148,7 @@ class AdaptiveNgramController:
         self._decoded_last: list[Request] = []
         self._planned, self._follows = (self.max_rows, 0), False
         self._hopes: dict[int, float] = {}  # per running request, only with a trace
-        self._flights, self._landings = deque[Flight](), deque[FinishedStep]()
+        self._flights, self._landings = deque[NgramStep](), deque[FinishedStep]()
         self._made: PreparedTrees | None = None
         self._trace = trace
         self._last: float | None = None
@@ -160,18 +160,18 @@ class AdaptiveNgramController:
         self.gauges: Gauges = {**index_gauges(index), **tiers, **asleep}
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """True if tokens for its next trees are not available yet."""
-        return not self.is_asleep and not all(r.is_settled for r in self._decoded_last)
+        return not self.is_asleep and not all(r.has_no_step_in_flight for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages; while drafting, those with known tokens."""
         self._follows = self.is_asleep
         if self.is_asleep:
             self._planned = self.shapes.bucket(len(ready)), self._asleep
             return self._rows(reserve(ready, self._shape(self._planned[0], 0).scratch), None)
-        known = [request for request in ready if request.is_settled]
-        if not known or self.waits:
+        known = [request for request in ready if request.has_no_step_in_flight]
+        if not known or self.needs_last_result:
             return None
         batch = self.shapes.bucket(len(known))
         requests = reserve(known, self._sizes[batch].scratch)
@@ -183,7 +183,7 @@ class AdaptiveNgramController:
         self._planned = batch, self._asleep if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
 
-    def _rows(self, requests: list[Request], trees: Trees | None) -> ScheduledRows | None:
+    def _rows(self, requests: list[Request], trees: NgramTreeBatch | None) -> ScheduledRows | None:
         self._decoded_last = requests
         if not requests:
             return None
@@ -198,7 +198,7 @@ class AdaptiveNgramController:
     def _shape(self, batch: int, tier: int) -> TreeShape:
         return self.shapes.by_size[batch, tier]
 
-    def _choose(self, requests: Sequence[Request], batch: int) -> tuple[int, Trees | None]:
+    def _choose(self, requests: Sequence[Request], batch: int) -> tuple[int, NgramTreeBatch | None]:
         """Returns the tier, and the trees pruned to it; None for a plain step."""
         trees, ids = self.index.trees(requests), [request.request_id for request in requests]
         self._made = PreparedTrees(trees, dict(zip(ids, range(len(ids)), strict=True)))
@@ -210,13 +210,13 @@ class AdaptiveNgramController:
         if tier == 0:
             return 0, None
         nodes = self._shape(batch, tier).nodes
-        return tier, Trees(
+        return tier, NgramTreeBatch(
             cut.tokens[:, :nodes], cut.parents[:, :nodes], cut.num_nodes, cut.evidence[:, :nodes]
         )
 
     def _best(
-        self, trees: Trees, weights: Float64[np.ndarray, "B N"], batch: int
-    ) -> tuple[int, Trees]:
+        self, trees: NgramTreeBatch, weights: Float64[np.ndarray, "B N"], batch: int
+    ) -> tuple[int, NgramTreeBatch]:
         """Returns the tier with the most tokens per second, and the nodes of the trees that it
         verifies.
         """
@@ -224,21 +224,21 @@ class AdaptiveNgramController:
         seconds = self.costs.of(batch, count)
         costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
         gains, cut = np.empty(self._asleep), roots_of(count, N)
-        tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
+        tier = select_nodes(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
             tokens, plain = 1 + float(gains[tier]) / count, seconds[self._asleep]
             saved, wait = tokens - seconds[tier] / plain, seconds[0] / plain - 1
-            self.is_asleep = not self.sleep.pays(saved, wait, self.is_asleep)
+            self.is_asleep = not self.sleep.should_draft(saved, wait, self.is_asleep)
         return tier, cut
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Processes results and tokens while the device runs."""
         self._learn_behind(rows)
         self._submitted_at = self._clock()
 
     def _learn_behind(self, rows: ScheduledRows) -> None:
         for chunk in rows.chunks:
-            self.index.see_prompt(chunk.request, chunk.end)
+            self.index.add_prompt(chunk.request, chunk.end)
         self._learn()
         if not _is_own(rows):
             if self._enters_at_once:
@@ -247,7 +247,7 @@ class AdaptiveNgramController:
         batch, tier = self._planned
         hopes = self._hopes
         known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
-        self._flights.append(Flight(batch, tier, self._follows, known))
+        self._flights.append(NgramStep(batch, tier, self._follows, known))
         self._chosen = 0 if tier == self._asleep else tier
         self.steps[tier] += 1
         if tier != self._asleep:
@@ -268,9 +268,9 @@ class AdaptiveNgramController:
         began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
-        self.sleep.looked(self._clock() - began)
+        self.sleep.on_probe(self._clock() - began)
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Records the time of a step; the rest is processed after the next submission."""
         now, last, self._last = self._clock(), self._last, None
         if not _is_own(rows):
@@ -280,7 +280,7 @@ class AdaptiveNgramController:
             self._is_host_late = now - self._submitted_at < LEAST_LOOK_SECONDS
         seconds, self._last = None if last is None else now - last, now
         # Excludes the step that disabled drafting, which waited for the previous one.
-        asleep = self.sleep.stepped(flight.batch, seconds) if flight.follows else None
+        asleep = self.sleep.on_step(flight.batch, seconds) if flight.follows else None
         made, self._made = self._made, None
         tells = not flight.follows or asleep is not None or made is not None
         if tells or self._trace is not None:
@@ -296,9 +296,9 @@ class AdaptiveNgramController:
             where = flight.batch, len(rows.requests)
             if flight.tier != self._asleep:
                 self.costs.observe(*where, flight.tier, landing.seconds)
-            self.costs.observe(*where, self._asleep, landing.asleep)
+            self.costs.observe(*where, self._asleep, landing.disabled)
             if not flight.follows:
-                self.sleep.gained(self._gain(landing))
+                self.sleep.on_gain(self._gain(landing))
             if self._trace is not None:
                 self._trace.step(
                     flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
@@ -323,11 +323,11 @@ class AdaptiveNgramController:
             trees, texts = np.ascontiguousarray(np.array(places).T)
             self.evidence.learn(made.trees, trees, result.tokens[texts], result.counts[texts])
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Adds new output tokens of a request."""
-        self.index.see(request, tokens)
+        self.index.add_tokens(request, tokens)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Keeps the output of a finished request."""
         self.index.end(request, is_learnt=self._enters_at_once)
         if self._trace is not None:
@@ -336,9 +336,9 @@ class AdaptiveNgramController:
             if not self._hopes:
                 self._trace.flush()
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Removes tokens that do not belong to the output."""
-        self.index.cut(request_id, num_tokens)
+        self.index.truncate(request_id, num_tokens)
 
 
 def _is_own(rows: ScheduledRows) -> bool:

@@ -29,12 +29,12 @@ class Backoff:
         self.left, self._next = self._next, min(2 * self._next, LONGEST)
         self._paid = 0
 
-    def passed(self) -> bool:
+    def on_plain_step(self) -> bool:
         """Counts a plain step; returns True if it is the last of the pause."""
         self.left -= 1
         return self.left == 0
 
-    def paid(self) -> None:
+    def on_success(self) -> None:
         """Counts a step whose drafts are expected to pay; ends a pause."""
         self.left, self._paid = 0, self._paid + 1
         if self._paid >= PAID_STEPS:

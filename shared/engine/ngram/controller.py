@@ -10,7 +10,7 @@ from functools import partial
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
 from shared.engine.ngram.index import NgramIndex, host_draft_of
-from shared.engine.ngram.tree import Trees, corpus_nodes
+from shared.engine.ngram.tree import NgramTreeBatch, corpus_nodes
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
@@ -27,7 +27,7 @@ def index_gauges(index: NgramIndex) -> Gauges:
     }
 
 
-def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> ScheduledRows:
+def rows_with(requests: list[Request], shape: TreeShape, trees: NgramTreeBatch) -> ScheduledRows:
     """Returns the rows of a step that verifies trees of an index."""
     origin = partial(corpus_nodes, trees)
     return ScheduledRows.decode(requests, shape, drafts=host_draft_of(trees), corpus_nodes=origin)
@@ -64,16 +64,16 @@ class NgramController:
         self.gauges: Gauges = index_gauges(index)
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """True if tokens of the previous decode step are not available yet."""
-        return not all(request.is_settled for request in self._decoded_last)
+        return not all(request.has_no_step_in_flight for request in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests with known tokens, once those of the previous step are
         known.
         """
-        known = [request for request in ready if request.is_settled]
-        if not known or self.waits:
+        known = [request for request in ready if request.has_no_step_in_flight]
+        if not known or self.needs_last_result:
             return None
         requests = reserve(known, smallest_that_holds(self._trees, len(known)).scratch)
         self._decoded_last = requests
@@ -85,23 +85,23 @@ class NgramController:
             return ScheduledRows.decode(requests, smallest_that_holds(self._plain, len(requests)))
         return rows_with(requests, smallest_that_holds(self._trees, len(requests)), trees)
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
-            self.index.see_prompt(chunk.request, chunk.end)
+            self.index.add_prompt(chunk.request, chunk.end)
         self.index.learn()
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Does nothing: the next trees depend on tokens only."""
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Adds new output tokens of a request."""
-        self.index.see(request, tokens)
+        self.index.add_tokens(request, tokens)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Inserts the output of a finished request."""
         self.index.end(request, is_learnt=True)
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Removes tokens that do not belong to the output."""
-        self.index.cut(request_id, num_tokens)
+        self.index.truncate(request_id, num_tokens)

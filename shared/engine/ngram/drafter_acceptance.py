@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from shared.engine.jit import compiled
-from shared.engine.ngram.tree import Trees
+from shared.engine.ngram.tree import NgramTreeBatch
 
 MEMORY = 1 / 64
 """Weight of a new observation in the rate of a depth."""
@@ -19,7 +19,7 @@ PRIOR_RATE = 0.7
 
 @compiled
 def _best_by_level(
-    trees: Trees, chances: Float64[np.ndarray, "B N"], best: Float64[np.ndarray, "B N"]
+    trees: NgramTreeBatch, chances: Float64[np.ndarray, "B N"], best: Float64[np.ndarray, "B N"]
 ) -> None:
     """Fills the highest probability of each level; zeros beyond the last."""
     levels = np.zeros(chances.shape[1], np.int64)
@@ -51,7 +51,7 @@ class DrafterAcceptance:
         self._seen = np.full(drafted_depth, 1 / MEMORY)
         self.depth = depth
 
-    def doubt(self) -> None:
+    def decay_confidence(self) -> None:
         """Reduces the confidence in the rates, so that a few observations can change them."""
         self.rates[:], self._seen[:] = np.maximum(self.rates, PRIOR_RATE), FEW
 
@@ -75,12 +75,15 @@ class DrafterAcceptance:
             self.rates[level] += max(MEMORY, 1 / self._seen[level]) * (won - self.rates[level])
 
     @property
-    def alone(self) -> float:
+    def expected_tokens(self) -> float:
         """Expected tokens of a step of the drafter per request."""
         return 1 + float(self.survivals.sum())
 
-    def tokens_of(
-        self, trees: Trees, chances: Float64[np.ndarray, "B N"], ahead: Int64[np.ndarray, " B"]
+    def expected_tokens_of_tree(
+        self,
+        trees: NgramTreeBatch,
+        chances: Float64[np.ndarray, "B N"],
+        ahead: Int64[np.ndarray, " B"],
     ) -> tuple[float, float, float]:
         """Returns the expected tokens of a step per request, averaged over a batch.
 
@@ -100,7 +103,7 @@ class DrafterAcceptance:
         within = np.where(levels < most, within, 0.0)
         copied, drafted = within.sum(axis=1), self.survivals
         joined = np.maximum(within, drafted).sum(axis=1)
-        return self.alone, 1 + float(joined.mean()), 1 + float(copied.mean())
+        return self.expected_tokens, 1 + float(joined.mean()), 1 + float(copied.mean())
 
 
 def drafter_levels(

@@ -18,7 +18,7 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import HostDraft
 from shared.engine.checks import check_ids
-from shared.engine.image_inputs import without
+from shared.engine.image_inputs import text_tokens
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
 from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
@@ -86,7 +86,7 @@ def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
     return rows, tokens, ends
 
 
-def host_draft_of(trees: tree.Trees) -> HostDraft:
+def host_draft_of(trees: tree.NgramTreeBatch) -> HostDraft:
     """Converts trees to the inputs of a plan."""
     return HostDraft(
         tokens=trees.tokens,
@@ -108,7 +108,7 @@ class NgramIndex:
       ahead: Maximum tokens by which a sequence may have grown when its tree is verified; limits of
         draft tokens count from there.
       path: Nodes of the path that a tree starts with, which may be longer than any n-gram; 0 for
-        none. See `tree.go_on`.
+        none. See `tree.extend_path`.
 
     Attributes:
       nodes, depth: N and S.
@@ -177,11 +177,11 @@ class NgramIndex:
         index.add_corpus("", Corpus.build(words))
         for number in range(2):
             text = Request(request_id=number, prompt=(), sampling=SamplingParams())
-            index.see(text, [0, 0])
+            index.add_tokens(text, [0, 0])
             index.draft([text])
-            text.commit([0])
+            text.append_tokens([0])
             index.end(text, is_learnt=True)
-            index.cut(number, 0)
+            index.truncate(number, 0)
         index.trie.drop(index.trie.new_root())
 
     # Texts
@@ -191,18 +191,18 @@ class NgramIndex:
         """Number of n-grams in the index."""
         return self.trie.num_nodes - len(self.scopes)
 
-    def see_prompt(self, request: Request, end: int) -> None:
+    def add_prompt(self, request: Request, end: int) -> None:
         """Adds the context of a request up to position `end`, as far as it is new.
 
         Image tokens are skipped: a run of one repeated token is no text.
         """
         text = self._text(request)
         if end > text.length:
-            new = without(request.pictures, request.context[text.length : end], text.length)
+            new = text_tokens(request.pictures, request.context[text.length : end], text.length)
             self._prompts.append((text.row, new.tolist()))
             text.length = end
 
-    def see(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Adds tokens that were committed to a request's output."""
         text = self._text(request)
         text.length += len(tokens)
@@ -264,7 +264,7 @@ class NgramIndex:
             del self.scopes[text.scope]
 
     def _keep(self, request: Request, name: str, scope: IndexScope, num_left_out: int) -> None:
-        prompt = without(request.pictures, request.tokens()[: len(request.prompt)], 0)
+        prompt = text_tokens(request.pictures, request.tokens()[: len(request.prompt)], 0)
         before = prompt[-self._anchors.shape[1] :]
         learnt = request.output[: len(request.output) - num_left_out]
         tokens = np.array([*before, *learnt], np.int32)
@@ -279,7 +279,7 @@ class NgramIndex:
         self.num_ended_tokens -= 0 if ended is None else len(ended.tokens)
         return ended
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def truncate(self, request_id: int, num_tokens: int) -> None:
         """Removes all but the first tokens of a finished request's output from the trie.
 
         A stop string is found after its tokens were inserted, possibly after the request has ended
@@ -342,11 +342,11 @@ class NgramIndex:
         """Returns the draft trees of requests; the root alone without a match."""
         return host_draft_of(self.trees(requests))
 
-    def ends(self, requests: Sequence[Request]) -> Int32[np.ndarray, " B"]:
+    def last_positions(self, requests: Sequence[Request]) -> Int32[np.ndarray, " B"]:
         """Returns the position of each request's last known token."""
         return np.array([self._text(request).length - 1 for request in requests], np.int32)
 
-    def trees(self, requests: Sequence[Request]) -> tree.Trees:
+    def trees(self, requests: Sequence[Request]) -> tree.NgramTreeBatch:
         """Returns the draft trees of requests, with the kind of each node."""
         B, N = len(requests), self.nodes
         rows = np.array([self._text(request).row for request in requests], np.int32)
@@ -361,7 +361,7 @@ class NgramIndex:
         trees = tree.roots_of(B, N)
         if self._path:
             paths = np.minimum(limits - 1, self._path)
-            tree.go_on(
+            tree.extend_path(
                 self.trie.nodes, self.trie.buckets, anchors, rows, paths, self._growth, trees
             )
         tree.draft(

@@ -29,7 +29,7 @@ from shared.engine.ngram.backoff import Backoff
 from shared.engine.ngram.controller import index_gauges
 from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.tree import Trees, corpus_nodes
+from shared.engine.ngram.tree import NgramTreeBatch, corpus_nodes
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
 from shared.engine.rows import ScheduledRows
 from shared.engine.step_trace import accepted_path, origins_of
@@ -58,7 +58,7 @@ class _Flight:
       kind: Kind of the step.
     """
 
-    trees: Trees
+    trees: NgramTreeBatch
     known: list[int]
     kind: str
 
@@ -127,15 +127,15 @@ class MergedDraftController:
         self.index.warm_up()
         self.evidence.warm_up()
         none = np.zeros((1, 1), np.int32)
-        root = Trees(none, none, np.ones(1, np.int32), none)
-        self.worth.tokens_of(root, np.ones((1, 1)), np.zeros(1, np.int64))
+        root = NgramTreeBatch(none, none, np.ones(1, np.int32), none)
+        self.worth.expected_tokens_of_tree(root, np.ones((1, 1)), np.zeros(1, np.int64))
 
     @property
-    def waits(self) -> bool:
+    def needs_last_result(self) -> bool:
         """Always False: rows continue from the device's state."""
         return False
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns all ready requests that have pages, with n-gram drafts if they pay."""
         widest = smallest_that_holds(self._shapes["merged"], len(ready))
         requests = reserve(ready, widest.scratch)
@@ -144,7 +144,7 @@ class MergedDraftController:
         trees = self.index.trees(requests)
         chances = self.evidence.weights(trees, np.full(len(requests), trees.tokens.shape[1]))
         ahead = np.array([self._ahead(request) for request in requests])
-        tokens = self.worth.tokens_of(trees, chances, ahead)
+        tokens = self.worth.expected_tokens_of_tree(trees, chances, ahead)
         kind = self.kind_of(dict(zip(KINDS, tokens, strict=True)), len(requests))
         self._planned = _Flight(trees, [len(request.output) for request in requests], kind)
         shape = smallest_that_holds(self._shapes[kind], len(requests))
@@ -158,7 +158,7 @@ class MergedDraftController:
                 parents=trees.parents,
                 num_nodes=trees.num_nodes,
                 weights=np.log(np.maximum(chances, np.exp(-60.0))).astype(np.float32),
-                at=self.index.ends(requests),
+                at=self.index.last_positions(requests),
             ),
             corpus_nodes=partial(corpus_nodes, trees),
         )
@@ -190,12 +190,12 @@ class MergedDraftController:
         kinds = ("ngram",) if is_paused else KINDS
         best = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
         if tokens[best] / seconds[best] > 1 / seconds[OFF]:
-            self.pause.paid()
+            self.pause.on_success()
             return best
         if not is_paused:
             self.pause.begin()
-        if self.pause.passed():
-            self.worth.doubt()
+        if self.pause.on_plain_step():
+            self.worth.decay_confidence()
         return OFF
 
     def _ahead(self, request: Request) -> int:
@@ -205,9 +205,9 @@ class MergedDraftController:
         A step that verifies n-gram drafts ends at their end, or at a token that they do not
         contain; then they no longer match. A step of the drafter adds its expected tokens.
         """
-        if request.most_growth <= 1:
-            return request.most_growth
-        steps = request.least_growth  # each adds at least one
+        if request.max_in_flight_tokens <= 1:
+            return request.max_in_flight_tokens
+        steps = request.min_in_flight_tokens  # each adds at least one
         kinds = [flight.kind for flight in self._flights][-steps:]
         reach = self._reach
         return max(1, sum(reach[kind] for kind in kinds))
@@ -216,19 +216,19 @@ class MergedDraftController:
     def _reach(self) -> dict[str, int]:
         """Tokens that a step of each kind must add for that."""
         whole = self.worth.depth + 1
-        return {"model": round(self.worth.alone), "merged": whole, "ngram": whole, OFF: 1}
+        return {"model": round(self.worth.expected_tokens), "merged": whole, "ngram": whole, OFF: 1}
 
-    def submitted(self, rows: ScheduledRows) -> None:
+    def on_submit(self, rows: ScheduledRows) -> None:
         """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
-            self.index.see_prompt(chunk.request, chunk.end)
+            self.index.add_prompt(chunk.request, chunk.end)
         self.index.learn()
         if _is_own(rows):
-            assert self._planned is not None  # set by `rows_for`
+            assert self._planned is not None  # set by `select_rows`
             self._flights.append(self._planned)
             self.steps[self._planned.kind] += 1
 
-    def learned(self, rows: ScheduledRows, result: StepResult) -> None:
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Updates the acceptance estimates of n-gram drafts and of the drafter."""
         if not _is_own(rows):
             return
@@ -260,17 +260,17 @@ class MergedDraftController:
         self.drafts.update(origins)
         self.accepted.update(origins[node - 1] for node in path)
 
-    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Adds new output tokens of a request."""
-        self.index.see(request, tokens)
+        self.index.add_tokens(request, tokens)
 
-    def ended(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """Inserts the output of a finished request."""
         self.index.end(request, is_learnt=True)
 
-    def cut(self, request_id: int, num_tokens: int) -> None:
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
         """Removes tokens that do not belong to the output."""
-        self.index.cut(request_id, num_tokens)
+        self.index.truncate(request_id, num_tokens)
 
 
 class MeasuredStepTimes:

@@ -53,7 +53,7 @@ class ProbeSchedule:
         self._loss, self._good_after_poor = 1.0, 0.5
         self._times: dict[int, list[float]] = {}
 
-    def pays(self, saved: float, wait: float, is_asleep: bool) -> bool:
+    def should_draft(self, saved: float, wait: float, is_asleep: bool) -> bool:
         """Returns True if drafting should be enabled now.
 
         Args:
@@ -77,7 +77,7 @@ class ProbeSchedule:
         self._add(MAX_DEBT_PROBES * step_s)
         return self._budget_s >= self._look_s
 
-    def gained(self, seconds: float) -> None:
+    def on_gain(self, seconds: float) -> None:
         """Credits the time that a drafting step saved; negative if it was slower.
 
         Losses are a debt that gains repay in full, before a fraction of them counts.
@@ -94,13 +94,13 @@ class ProbeSchedule:
         most, least = MOST_LOOKS * self._look_s, -MOST_DEBT * self._look_s
         self._budget_s = min(max(self._budget_s + seconds, min(self._budget_s, least)), most)
 
-    def looked(self, took_s: float) -> None:
+    def on_probe(self, took_s: float) -> None:
         """Subtracts the time of a probe from the budget."""
         took_s = max(took_s, LEAST_LOOK_SECONDS)
         self._budget_s -= took_s
         self._look_s += SMOOTHING * (took_s - self._look_s)
 
-    def stepped(self, batch: int, seconds: float | None) -> float | None:
+    def on_step(self, batch: int, seconds: float | None) -> float | None:
         """Records the time of a plain step of a batch bucket; None is ignored.
 
         Returns:

@@ -59,7 +59,7 @@ class CorpusContinuations(NamedTuple):
     matched: Int32[np.ndarray, "n C"]
 
 
-class Trees(NamedTuple):
+class NgramTreeBatch(NamedTuple):
     """Trees of n sequences, see `HostDraft`; node 0 is the root.
 
     Attributes:
@@ -73,13 +73,13 @@ class Trees(NamedTuple):
     evidence: Int32[np.ndarray, "n N"]
 
 
-def roots_of(count: int, nodes: int) -> Trees:
+def roots_of(count: int, nodes: int) -> NgramTreeBatch:
     """Returns trees with only a root, with room for `nodes` nodes."""
     tokens, parents, evidence = np.zeros((3, count, nodes), np.int32)
-    return Trees(tokens, parents, np.ones(count, np.int32), evidence)
+    return NgramTreeBatch(tokens, parents, np.ones(count, np.int32), evidence)
 
 
-def corpus_nodes(trees: Trees, row: int) -> list[int]:
+def corpus_nodes(trees: NgramTreeBatch, row: int) -> list[int]:
     """Returns the nodes of a row's tree that come from an external corpus."""
     kinds = trees.evidence[row, 1 : trees.num_nodes[row]] // ELDERS % COUNTS
     return (1 + np.flatnonzero(kinds == 0)).tolist()
@@ -298,14 +298,14 @@ def _add_by_frequency(
 
 
 @compiled
-def go_on(
+def extend_path(
     nodes: Nodes,
     buckets: Buckets,
     anchors: Int32[np.ndarray, "texts D 2"],
     texts: Int32[np.ndarray, " n"],
     most: Int32[np.ndarray, " n"],
     growth: TreeParams,
-    trees: Trees,
+    trees: NgramTreeBatch,
 ) -> None:
     """Starts each tree with one path that treats its own tokens as part of the sequence.
 
@@ -374,7 +374,7 @@ def draft(
     limits: Int32[np.ndarray, " n"],
     continuations: CorpusContinuations,
     growth: TreeParams,
-    trees: Trees,
+    trees: NgramTreeBatch,
 ) -> None:
     """Fills the trees of n sequences.
 

@@ -27,8 +27,8 @@ def digest_of(start: ValidatedStartup) -> str:
         blueprint.dtype,
         blueprint.on_gpu,
         blueprint.captured,
-        sorted(blueprint.in_words),
-        sorted(blueprint.in_codes),
+        sorted(blueprint.as_w8a16),
+        sorted(blueprint.as_w8a8),
         [_sampled(path) for each in opened if isinstance(each, Checkpoint) for path in each.files],
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Protocol
 from shared import children
 from shared.options.flags import ConfigError
 from shared.process.device import HIDDEN
-from shared.process.signals import held_back
+from shared.process.signals import block_stop_signals
 
 FOLLOWER = "shared.process.tp.worker"
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -84,7 +84,7 @@ class LocalLauncher:
         environment = children.environment() | ({} if gpu is None else {GPUS: gpu})
         ours, theirs = socket.socketpair()
         command = children.command(FOLLOWER, module, str(rank), str(count))
-        with held_back():
+        with block_stop_signals():
             process = subprocess.Popen(
                 [*command, "--fd", str(theirs.fileno())],
                 cwd=children.FOLDER,
@@ -141,7 +141,7 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def end_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Requests SIGKILL for this process when the thread that started it ends
     (`PR_SET_PDEATHSIG`).
     """

@@ -156,7 +156,7 @@ class TPStartup:
             found[f"tp_rank_startup_free_bytes{label}"] = lambda each=each: each.free_bytes
         return found
 
-    def standing(self) -> str:
+    def progress_report(self) -> str:
         """Describes the progress of the worker ranks; empty with one rank."""
         ranks = self._followers.ranks if self._followers else ()
         return "".join(f"; {each.name} has finished {each.ended} steps" for each in ranks)

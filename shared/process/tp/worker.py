@@ -33,7 +33,7 @@ from shared.process import gc_freeze
 from shared.process.device import Device
 from shared.process.start import Platform, ValidatedStartup, prepare
 from shared.process.tp.digest import digest_of
-from shared.process.tp.launchers import end_with_parent
+from shared.process.tp.launchers import set_parent_death_signal
 from shared.process.tp.plan_broadcast import EXCHANGE_S
 from shared.process.tp.shm_ring_buffer import Reader
 from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError, boot
@@ -136,7 +136,7 @@ class Rank:
         backend.prepare([programs[index] for index in indices], tell)
         if self._mailboxes is not None:
             self._mailboxes.wait_s = EXCHANGE_S
-        gc_freeze.settle()
+        gc_freeze.freeze_gc()
         retiring = threading.Thread(target=self._retire, name="results", daemon=True)
         retiring.start()
         self._at(SERVING)
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     how.add_argument("--fd", type=int, help="of a socket that was inherited")
     how.add_argument("--connect", help="host:port to call, with the word that stdin holds")
     flags = parser.parse_args(argv)
-    end_with_parent()
+    set_parent_death_signal()
     connection = socket.socket(fileno=flags.fd) if flags.fd else _call(flags.connect)
     rank = Rank(Link(connection), flags.rank, flags.count)
     try:

@@ -31,7 +31,7 @@ from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText, Tok
 from shared.server.api.transport import BodyLimit
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.generation import Generator
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.prompts import PromptReader
 from shared.server.engine_link.body_thread import BodyParsingThread
@@ -104,7 +104,7 @@ def make_apps(
     tokenizer: Tokenizer | None,
     renderer: Renderer | None,
     opener: ImageDecoderPool | None,
-    grammars: Grammars,
+    grammars: GrammarChecks,
     tracing: Sequence[RequestObserver],
     has_admin_listener: bool,
 ) -> Apps:
@@ -211,7 +211,7 @@ def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
         path="/v1/models/{name:path}",
         method="GET",
         handler=routes.model,
-        answer=answers.Model,
+        answer=answers.ModelCard,
         errors=(404,),
     )
 
@@ -224,7 +224,7 @@ def _state_routes(routes: Routes) -> Iterator[Route]:
         handler=routes.capabilities,
         answer=answers.Capabilities,
     )
-    yield Route(path="/version", method="GET", handler=routes.version, answer=answers.Version)
+    yield Route(path="/version", method="GET", handler=routes.version, answer=answers.ServerVersion)
     yield from _health_routes(routes)
 
 
@@ -252,14 +252,14 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
             method="POST",
             handler=handler,
             bodies=(body,),
-            answer=answers.Corpora,
+            answer=answers.CorpusList,
             errors=(503,),
         )
     yield Route(
         path="/list_external_corpora",
         method="GET",
         handler=admin.list_corpora,
-        answer=answers.Corpora,
+        answer=answers.CorpusList,
         errors=(503,),
     )
 

@@ -21,7 +21,7 @@ class RequestLog:
     def __init__(self, tokenizer: Tokenizer | None, tells_texts: bool) -> None:
         self._tokenizer, self._tells_texts = tokenizer, tells_texts
 
-    def ended(self, end: RequestSummary) -> None:
+    def on_request_end(self, end: RequestSummary) -> None:
         """Writes the line of a request."""
         first = end.first_token_s
         texts = self._texts(end) if self._tells_texts else {}

@@ -153,7 +153,7 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options requires stream: true", "stream_options")
     _check_form(request)
-    if request.max_tokens == 0 and not request.tells_prompt:
+    if request.max_tokens == 0 and not request.wants_prompt_logprobs:
         message = "max_tokens 0 requests no output"
         raise ApiError(
             400,
@@ -180,7 +180,7 @@ def _check_form(request: CompletionRequest | ChatRequest) -> None:
 def _check_choice(request: ChatRequest) -> None:
     names = {tool.function.name for tool in request.usable_tools}
     unknown = (request.chosen_names or set()) - names
-    if unknown or (request.must_call and not names):
+    if unknown or (request.requires_tool_call and not names):
         message = "tool_choice requests a call of a function that is not in tools"
         if isinstance(request.tool_choice, AllowedChoice):
             message = f"tool_choice allows {min(unknown)!r:.80}, which is not in tools"

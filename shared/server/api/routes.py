@@ -21,7 +21,13 @@ from shared.server.api.transport import MAX_BODY_BYTES, EventStream, read_json, 
 from shared.server.completions.generation import Generation, Generator
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.prompts import check_model
-from shared.server.completions.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
+from shared.server.completions.responses import (
+    SSE_DONE,
+    ChatForm,
+    ChoiceFormat,
+    CompletionForm,
+    sse,
+)
 from shared.server.completions.traces import MAX_TRACES
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.engine_link.server_metrics import ServerMetrics
@@ -134,7 +140,7 @@ class Routes:
             "tp_size": facts.ranks,
         }
 
-    async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
+    async def _answer(self, request: Request, kind: type[Body], form: ChoiceFormat) -> Response:
         sent = await read_json(request)
         body = await self._work.do(len(sent), parse, sent, kind)
         generation = await self._generator.start(body, form, request.headers, len(sent))

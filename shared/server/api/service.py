@@ -24,7 +24,7 @@ from shared.server.api.admin import load_start_corpus
 from shared.server.api.app import make_apps
 from shared.server.api.connection import ConnectionLimit, HttpConfig
 from shared.server.completions.chat_renderer import Renderer
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.engine_client import End, EngineClient, EngineLost
 from shared.server.engine_link.request_end import ClosableWatcher
@@ -65,7 +65,7 @@ class Service:
     ) -> None:
         facts, templates = client.facts, tokenizer.templates if tokenizer else None
         self._client, self._listeners = client, listeners
-        grammars, renderer = Grammars(facts), Renderer(templates) if templates else None
+        grammars, renderer = GrammarChecks(facts), Renderer(templates) if templates else None
         opener = ImageDecoderPool(facts.pictures) if facts.pictures else None
         self._workers = [each for each in (grammars, renderer, opener) if each is not None]
         self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
@@ -121,7 +121,7 @@ class Service:
         message = f"{model} is served at {' and '.join(clients)}"
         if admin:
             message += f", metrics and admin routes at {' and '.join(admin)}"
-        logs.announce(message)
+        logs.log_always(message)
 
 
 def _rooms(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
@@ -157,7 +157,7 @@ async def serve(
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
     client.ended.add_done_callback(lambda ended: _end_frozen(ended.result(), engine_pid))
     service = Service(client, tokenizer, listeners)
-    gc_freeze.settle()
+    gc_freeze.freeze_gc()
     await service.run()
     end = client.ended.result()
     log.log(

@@ -41,7 +41,7 @@ class Tracing:
         """Spans leave in batches, from a thread of their own; one that fails is logged."""
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 
-    def ended(self, end: RequestSummary) -> None:
+    def on_request_end(self, end: RequestSummary) -> None:
         """The span of a request."""
         span = self._tracer.start_span(
             SPAN_NAME,

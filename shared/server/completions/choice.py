@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.engine.request import Event, FinishReason
-from shared.server.completions.logprobs import PromptText, TokenLogprob
+from shared.server.completions.logprobs import PromptText, ScoredToken
 from shared.server.parsing.delta import Delta, OutputParser
 from shared.text.tokenizer import Detokenizer
 
@@ -28,11 +28,11 @@ class ChoiceUpdate:
 
     delta: Delta
     tokens: list[int]
-    logprobs: list[TokenLogprob]
+    logprobs: list[ScoredToken]
     finish_reason: str | None
     texts: list[str] = field(default_factory=list)
     step: dict[str, Any] | None = None
-    prompt: list[TokenLogprob] = field(default_factory=list)
+    prompt: list[ScoredToken] = field(default_factory=list)
 
 
 @dataclass
@@ -168,9 +168,9 @@ class Choice:
     echo: str
     stop_ids: Collection[int]
     prompt_text: PromptText | None = None
-    prompt: list[TokenLogprob] = field(default_factory=list)
+    prompt: list[ScoredToken] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
     cached_tokens: int = 0
     _num_characters: int = 0
@@ -223,7 +223,7 @@ class Choice:
         self.tokens.append(token)
         if event.logprobs is not None:
             logprob, best = event.logprobs[index]
-            self.logprobs.append(TokenLogprob(token, logprob, best, self._num_characters))
+            self.logprobs.append(ScoredToken(token, logprob, best, self._num_characters))
 
     def _read(self, token: int, is_stop_token: bool) -> tuple[str, bool]:
         if self.detokenizer is None or is_stop_token:

@@ -12,11 +12,11 @@ from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, InvalidRequestError, SamplingParams
 from shared.options.unsupported_fields import CHAT, COMPLETIONS
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
-from shared.server.completions.grammars import Grammars
+from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.logprobs import PromptText, TokenNames, offsets_in
 from shared.server.completions.parsers import Parsers
 from shared.server.completions.prompts import PromptReader, ReadPrompt, check_model
-from shared.server.completions.responses import Answer, Form
+from shared.server.completions.responses import ChoiceFormat, ResponseWriter
 from shared.server.completions.sampling import make_sampling
 from shared.server.completions.traces import Traces
 from shared.server.engine_link.engine_client import (
@@ -25,11 +25,11 @@ from shared.server.engine_link.engine_client import (
     Draining,
     EngineClient,
     EngineLost,
-    Prompt,
     QueueFull,
     Refused,
     SlowClientError,
     Submission,
+    SubmittedPrompt,
 )
 from shared.server.engine_link.request_end import RequestObserver, RequestSummary
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
@@ -53,7 +53,7 @@ class Generation:
     def __init__(
         self,
         submission: Submission,
-        answer: Answer,
+        answer: ResponseWriter,
         request: CompletionRequest | ChatRequest,
         arrival: RequestContext,
         watchers: Sequence[RequestObserver],
@@ -76,7 +76,7 @@ class Generation:
             self._is_closed = True
             end = self._end()
             for watcher in self._watchers:
-                watcher.ended(end)
+                watcher.on_request_end(end)
 
     def _end(self) -> RequestSummary:
         answer, arrival = self.answer, self._arrival
@@ -179,7 +179,7 @@ class Generator:
         self,
         client: EngineClient,
         reader: PromptReader,
-        grammars: Grammars,
+        grammars: GrammarChecks,
         tokenizer: Tokenizer | None,
         metrics: ServerMetrics,
         watchers: Sequence[RequestObserver],
@@ -196,7 +196,7 @@ class Generator:
     async def start(
         self,
         request: CompletionRequest | ChatRequest,
-        form: Form,
+        form: ChoiceFormat,
         headers: Mapping[str, str],
         num_bytes: int,
     ) -> Generation:
@@ -225,12 +225,12 @@ class Generator:
         grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)
         prompts = [
-            Prompt(
+            SubmittedPrompt(
                 text.tokens, self._sampling(request, text, grammar), seeds, *whose, text.pictures
             )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
-        answer = Answer(
+        answer = ResponseWriter(
             form=form,
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
@@ -255,7 +255,7 @@ class Generator:
             answer.follow(self.traces, self._facts.drafter)
         return Generation(submission, answer, request, arrival, self._watchers)
 
-    def _submit(self, prompts: list[Prompt], arrival: RequestContext) -> Submission:
+    def _submit(self, prompts: list[SubmittedPrompt], arrival: RequestContext) -> Submission:
         try:
             return self.client.submit(prompts, arrival.times)
         except EngineLost as error:
@@ -280,7 +280,7 @@ class Generator:
         return sampling
 
     async def _prompt_text(
-        self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str
+        self, request: CompletionRequest | ChatRequest, prompt: SubmittedPrompt, text: str
     ) -> PromptText | None:
         """Returns the text of a prompt for prompt logprobs; None if not requested."""
         if prompt.sampling.prompt_logprobs is None:
@@ -294,7 +294,7 @@ class Generator:
     def _choice(
         self,
         request: CompletionRequest | ChatRequest,
-        prompt: Prompt,
+        prompt: SubmittedPrompt,
         text: str,
         prompt_text: PromptText | None,
     ) -> Choice:
@@ -309,7 +309,9 @@ class Generator:
             prompt_text,
         )
 
-    def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:
+    def _echo(
+        self, request: CompletionRequest | ChatRequest, prompt: SubmittedPrompt, text: str
+    ) -> str:
         """Returns the echoed prompt of a choice."""
         if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
             return ""

@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 1 << 23
 """Maximum bytes of cached requests and their grammars."""
 
 
-class Grammars(WorkerPool):
+class GrammarChecks(WorkerPool):
     """Proves grammars, each within a deadline.
 
     Args:
@@ -94,15 +94,15 @@ def held_calls(request: ChatRequest, style: str | None) -> ToolCallSpec | None:
       style: Of the model's calls; None: it has none.
     """
     tools = request.callable_tools
-    if not tools or style is None or not request.holds_calls:
+    if not tools or style is None or not request.constrains_tool_calls:
         return None
-    free = None if request.must_call else "text" if request.form is None else "answer"
+    free = None if request.requires_tool_call else "text" if request.form is None else "answer"
     return ToolCallSpec(
         style=style,
         tools=[
-            (tool.function.name, tool.function.arguments_schema(request.must_call))
+            (tool.function.name, tool.function.arguments_schema(request.requires_tool_call))
             for tool in tools
         ],
-        many=request.most_calls is None,
+        many=request.max_tool_calls is None,
         free=free,
     )

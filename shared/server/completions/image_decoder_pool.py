@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.images.header import MAX_PIXELS
 from shared.images.worker_protocol import (
     DEADLINE_S,
@@ -51,23 +51,25 @@ class ImageDecoderPool(WorkerPool):
     @property
     def bounds(self) -> dict[str, int]:
         """Returns the limits of images; see `shared.server.protocol.response_types.ImageLimits`."""
-        per_row = self._config.factor**2
+        per_row = self._config.multiple**2
         return {
             "max_images": MAX_PICTURES,
             "max_pixels": MAX_PIXELS,
             "max_bytes": MAX_BYTES,
             "pixels_per_token": per_row,
-            "min_tokens": self._config.least // per_row,
+            "min_tokens": self._config.min_pixels // per_row,
         }
 
     def num_tokens(self, picture: OpenedPicture) -> int:
         """Rows of the prompt that a picture takes."""
         return self._config.num_tokens(picture.height, picture.width)
 
-    def placed(self, opened: Sequence[OpenedPicture], firsts: Sequence[int]) -> tuple[Picture, ...]:
+    def placed(
+        self, opened: Sequence[OpenedPicture], firsts: Sequence[int]
+    ) -> tuple[PromptImage, ...]:
         """Pictures whose rows begin at these positions of a prompt; makes their digests."""
         return tuple(
-            Picture.of(first, each.pixels, self._config.factor)
+            PromptImage.of(first, each.pixels, self._config.multiple)
             for each, first in zip(opened, firsts, strict=True)
         )
 
@@ -89,7 +91,7 @@ class ImageDecoderPool(WorkerPool):
         opened: list[OpenedPicture] = []
         for each in sent:
             try:
-                answer = await self.ask_bytes(*pack_address(each.url, each.is_low))
+                answer = await self.call_bytes(*pack_address(each.url, each.is_low))
             except WorkerError as error:
                 raise ApiError(400, str(error), each.place) from error
             opened.append(unpack_picture(answer))

@@ -11,7 +11,7 @@ from shared.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
+class ScoredToken:
     """A token of the output, or of the prompt, and what the model gave it.
 
     Attributes:
@@ -43,9 +43,9 @@ class PromptText:
     tokens: Sequence[int]
     offsets: Sequence[int]
 
-    def entries(self, scores: PromptLogprobs | None) -> list[TokenLogprob]:
+    def entries(self, scores: PromptLogprobs | None) -> list[ScoredToken]:
         """An entry per token; there are no scores of a prompt of one token."""
-        first = TokenLogprob(self.tokens[0], None, [], self.offsets[0])
+        first = ScoredToken(self.tokens[0], None, [], self.offsets[0])
         if scores is None:
             return [first]
         lists = [part.tolist() for part in scores]
@@ -53,7 +53,7 @@ class PromptText:
         return [
             first,
             *(
-                TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), offset, rank)
+                ScoredToken(token, chosen, list(zip(ids, values, strict=True)), offset, rank)
                 for token, offset, chosen, rank, ids, values in others
             ),
         ]
@@ -104,12 +104,12 @@ def offsets_in(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     return offsets
 
 
-def cut(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
+def cut(entries: list[ScoredToken], most: int) -> list[ScoredToken]:
     """With at most so many of the best tokens."""
     return [replace(entry, best=entry.best[:most]) for entry in entries]
 
 
-def for_completion(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+def for_completion(entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/completions: four lists, an entry per token."""
     return {
         "tokens": [names.name(entry.token) for entry in entries],
@@ -121,7 +121,7 @@ def for_completion(entries: list[TokenLogprob], names: TokenNames) -> dict[str, 
     }
 
 
-def _by_name(entry: TokenLogprob, names: TokenNames) -> dict[str, float | None]:
+def _by_name(entry: ScoredToken, names: TokenNames) -> dict[str, float | None]:
     """The best tokens, and the chosen one where it is not among them, as OpenAI does."""
     by_name: dict[str, float | None] = {}
     for token, logprob in _with_own(entry).items():
@@ -131,16 +131,16 @@ def _by_name(entry: TokenLogprob, names: TokenNames) -> dict[str, float | None]:
     return by_name
 
 
-def _with_own(entry: TokenLogprob) -> dict[int, float | None]:
+def _with_own(entry: ScoredToken) -> dict[int, float | None]:
     return dict(entry.best) | {entry.token: entry.logprob}
 
 
-def for_prompt(entries: list[TokenLogprob], names: TokenNames) -> list[dict[str, Any] | None]:
+def for_prompt(entries: list[ScoredToken], names: TokenNames) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` as vLLM writes them: by id, the best ones and the token itself."""
     return [None if entry.logprob is None else _by_id(entry, names) for entry in entries]
 
 
-def _by_id(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:
+def _by_id(entry: ScoredToken, names: TokenNames) -> dict[str, Any]:
     ranks = {token: rank for rank, (token, _) in enumerate(entry.best, start=1)}
     return {
         str(token): {
@@ -152,7 +152,7 @@ def _by_id(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:
     }
 
 
-def for_chat(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+def for_chat(entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/chat/completions: an object per token."""
     content = [
         {

@@ -44,6 +44,6 @@ class Parsers:
         name, begun = self._reasoning, request.begun
         return new_parser(
             self._tool_calls if functions else None,
-            Said(schemas, request.most_calls, request.holds_calls),
+            Said(schemas, request.max_tool_calls, request.constrains_tool_calls),
             None if name is None else is_open_after(prompt, name, begun),
         )

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from shared.engine.checks import TOO_LONG, RequestLimits
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.images.placeholders import expanded
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.completions.chat_renderer import Renderer
@@ -42,7 +42,7 @@ class ReadPrompt:
 
     tokens: list[int]
     text: str
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[PromptImage, ...] = ()
 
 
 class PromptReader:

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 from shared.engine.request import Event
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation
 from shared.server.completions.logprobs import (
-    TokenLogprob,
+    ScoredToken,
     TokenNames,
     cut,
     for_chat,
     for_completion,
     for_prompt,
 )
-from shared.server.completions.traces import Trace, Traces, step_json
-from shared.server.parsing.delta import Delta, ToolCall
+from shared.server.completions.traces import RequestTrace, Traces, step_json
+from shared.server.parsing.delta import Delta, ToolCallDelta
 from shared.server.protocol.response_types import STREAM_END
 
 
-class Form(Protocol):
+class ChoiceFormat(Protocol):
     """Format of a choice in an endpoint.
 
     Attributes:
@@ -43,7 +43,7 @@ class Form(Protocol):
         """The fields of a choice in a stream that hold what it says anew."""
         ...
 
-    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+    def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
         """The `logprobs` of a choice."""
         ...
 
@@ -64,7 +64,7 @@ class CompletionForm:
         """`text`, the new one."""
         return {"text": delta.text}
 
-    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+    def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
         """Lists of equal length."""
         return for_completion(entries, names)
 
@@ -88,7 +88,7 @@ class ChatForm:
         calls = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
         return {"delta": {**role, **_said(delta, calls)}}
 
-    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+    def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
         """`content`, an object per token."""
         return for_chat(entries, names)
 
@@ -100,7 +100,7 @@ def _said(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCallDelta) -> dict[str, Any]:
     """A call, or the part of one that follows its name."""
     if not call.call_id:
         return {"function": {"arguments": call.arguments}}
@@ -109,7 +109,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 @dataclass
-class Answer:
+class ResponseWriter:
     """Writes one response.
 
     Attributes:
@@ -129,7 +129,7 @@ class Answer:
       trace: Takes the steps of the request; None where nobody asked.
     """
 
-    form: Form
+    form: ChoiceFormat
     model: str
     num_prompt_tokens: int
     num_image_tokens: int
@@ -142,7 +142,7 @@ class Answer:
     num_echoed: int | None = None
     num_of_prompt: int | None = None
     ignored: tuple[str, ...] = ()
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)

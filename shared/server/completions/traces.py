@@ -19,7 +19,7 @@ MAX_TRACE_BYTES = 32 << 20
 TARGET, BONUS = "target", "bonus"
 
 
-class Trace:
+class RequestTrace:
     """The steps of one HTTP request, as they are written into its answer.
 
     Args:
@@ -88,10 +88,10 @@ class Traces:
 
     def __init__(self, max_traces: int = MAX_TRACES, max_bytes: int = MAX_TRACE_BYTES) -> None:
         self._max_traces, self._max_bytes = max_traces, max_bytes
-        self._kept: OrderedDict[str, Trace] = OrderedDict()
+        self._kept: OrderedDict[str, RequestTrace] = OrderedDict()
         self._num_bytes = 0
 
-    def open(self, name: str, head: dict[str, Any], num_choices: int) -> Trace:
+    def open(self, name: str, head: dict[str, Any], num_choices: int) -> RequestTrace:
         """Begins the trace of a request.
 
         Args:
@@ -99,17 +99,17 @@ class Traces:
           head: What else a reader should know of it.
           num_choices: Choices of all prompts.
         """
-        trace = Trace(self, {"id": name, "object": "request.trace", **head}, num_choices)
+        trace = RequestTrace(self, {"id": name, "object": "request.trace", **head}, num_choices)
         self._kept[name] = trace
         if len(self._kept) > self._max_traces:
             self._drop_oldest()
         return trace
 
-    def find(self, name: str) -> Trace | None:
+    def find(self, name: str) -> RequestTrace | None:
         """The trace of a request, if it is kept."""
         return self._kept.get(name)
 
-    def bound(self, trace: Trace, num_bytes: int) -> None:
+    def bound(self, trace: RequestTrace, num_bytes: int) -> None:
         """Counts a step that was added to a trace, and drops what is too much with it."""
         if trace not in self._kept.values():
             trace.clear()

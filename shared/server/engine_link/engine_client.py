@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.image_inputs import Picture
+from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Event, SamplingParams
 from shared.process.ipc_messages import (
     FrameReader,
@@ -23,7 +23,7 @@ from shared.process.ipc_messages import (
     picture_to_field,
     sampling_to_fields,
 )
-from shared.process.signals import stopped_by
+from shared.process.signals import stop_reason
 from shared.server.engine_link.chunked_write import write_in_pieces
 from shared.server.engine_link.server_metrics import TokenTimes
 
@@ -93,7 +93,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SubmittedPrompt:
     """A prompt with the choices that are made for it: one seed each, and whose turn they are.
 
     Attributes:
@@ -105,7 +105,7 @@ class Prompt:
     seeds32: list[int]
     tenant: str
     priority: int
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[PromptImage, ...] = ()
 
     @property
     def picture_bytes(self) -> int:
@@ -245,7 +245,7 @@ class EngineClient:
         """True if no request is open."""
         return not self._submissions
 
-    def submit(self, prompts: list[Prompt], times: TokenTimes) -> Submission:
+    def submit(self, prompts: list[SubmittedPrompt], times: TokenTimes) -> Submission:
         """Sends prompts to the engine.
 
         Raises:
@@ -382,7 +382,7 @@ class EngineClient:
             with contextlib.suppress(BlockingIOError):
                 number = self._last_word.recv(1, socket.MSG_DONTWAIT)
         if number:
-            self._take_end(stopped_by(number[0]), False)
+            self._take_end(stop_reason(number[0]), False)
         else:
             self._take_end("the engine process exited without a message (killed or crashed)", True)
 

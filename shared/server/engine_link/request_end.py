@@ -51,7 +51,7 @@ class RequestSummary:
 class RequestObserver(Protocol):
     """Observer of finished requests."""
 
-    def ended(self, end: RequestSummary) -> None:
+    def on_request_end(self, end: RequestSummary) -> None:
         """A request has ended."""
         ...
 

@@ -43,7 +43,7 @@ class ServerMetrics:
         self._output_tokens = self._histogram("request_generation_tokens", _TOKENS)
         self._image_tokens = self._counter("prompt_image_tokens")
 
-    def ended(self, end: RequestSummary) -> None:
+    def on_request_end(self, end: RequestSummary) -> None:
         """A request has ended; one that was cut short says nothing of how long requests take."""
         self._image_tokens.inc(end.image_tokens)
         if not {"abort", "error"} & set(end.finish_reasons):

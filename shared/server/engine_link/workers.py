@@ -40,10 +40,10 @@ class WorkerPool:
             self._free.put_nowait(None)
 
     async def ask(self, message: bytes) -> str:
-        """The text that a worker answers; raises as `ask_bytes`."""
-        return str(await self.ask_bytes(message), "utf-8")
+        """The text that a worker answers; raises as `call_bytes`."""
+        return str(await self.call_bytes(message), "utf-8")
 
-    async def ask_bytes(self, *message: bytes) -> memoryview:
+    async def call_bytes(self, *message: bytes) -> memoryview:
         """Returns the response of a worker without copying it.
 
         Args:

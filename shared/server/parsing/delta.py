@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ToolCallDelta:
     """A part of a call.
 
     Attributes:
@@ -28,7 +28,7 @@ class Delta:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
         """Returns True if it says anything."""
@@ -44,7 +44,7 @@ class Delta:
         return Delta(text, reasoning, tuple(calls.values()))
 
 
-def _joined(begun: ToolCall, part: ToolCall) -> ToolCall:
+def _joined(begun: ToolCallDelta, part: ToolCallDelta) -> ToolCallDelta:
     return replace(begun, arguments=begun.arguments + part.arguments)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from shared.server.parsing.arguments import from_json, to_json
 from shared.server.parsing.json_object import JsonObject
-from shared.server.parsing.output_parser import ParserStep, Said, Source
+from shared.server.parsing.output_parser import ParserStep, Said, TextCursor
 
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
-def read_json_call(source: Source, said: Said, lead: str) -> ParserStep[bool]:
+def read_json_call(source: TextCursor, said: Said, lead: str) -> ParserStep[bool]:
     """Reads a call as a JSON object of a name and arguments.
 
     The arguments are said while they are read where the name stands before them, as models are
@@ -40,7 +40,7 @@ def read_json_call(source: Source, said: Said, lead: str) -> ParserStep[bool]:
         if opens and _begin(held.removeprefix(lead), said):
             has_begun, is_arguing, held = True, True, ""
         if is_arguing:
-            said.argue(char)
+            said.add_arguments(char)
             is_arguing = scan.depth > 1
             if not is_arguing:
                 said.end_call()
@@ -50,7 +50,7 @@ def read_json_call(source: Source, said: Said, lead: str) -> ParserStep[bool]:
         return True
     if not has_begun and _say_whole(held.removeprefix(lead), said):
         return True
-    said.say(held)
+    said.add_text(held)
     return has_begun
 
 
@@ -74,7 +74,7 @@ def _say_whole(text: str, said: Said) -> bool:
     if not (call.keys() <= _KEYS and said.takes(call.get("name")) and isinstance(arguments, dict)):
         return False
     said.begin(call["name"])
-    said.argue(to_json(arguments))
+    said.add_arguments(to_json(arguments))
     said.end_call()
     return True
 

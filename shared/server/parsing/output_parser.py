@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shared.server.parsing.delta import Delta, ToolCall
+from shared.server.parsing.delta import Delta, ToolCallDelta
 
 Result = TypeVar("Result")
 ParserStep = Generator[None, str, Result]
@@ -55,7 +55,7 @@ class Said:
         """Returns True if a call of this function may begin."""
         return isinstance(name, str) and name in self.tools and self.num_calls != self._most_calls
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Text that is of no call."""
         (self._reasoning if self.is_thinking else self._text).append(text)
         self._is_behind_call &= not text
@@ -67,7 +67,7 @@ class Said:
         and the reason of the end tells that more was to come. Else it is text.
         """
         if not (self.was_cut and self._is_behind_call):
-            self.say(mark)
+            self.add_text(mark)
 
     def begin(self, name: str) -> None:
         """A call has begun."""
@@ -75,7 +75,7 @@ class Said:
         self.num_calls += 1
         self.is_thinking, self._is_behind_call = False, True
 
-    def argue(self, arguments: str) -> None:
+    def add_arguments(self, arguments: str) -> None:
         """The next part of the arguments of the call that began last."""
         part = self._calls.setdefault(self.num_calls - 1, _Call("", ""))
         part.arguments.append(arguments)
@@ -87,7 +87,7 @@ class Said:
     def take(self) -> Delta:
         """All of it, once."""
         calls = tuple(
-            ToolCall(index, call.call_id, call.name, "".join(call.arguments))
+            ToolCallDelta(index, call.call_id, call.name, "".join(call.arguments))
             for index, call in self._calls.items()
         )
         delta = Delta("".join(self._text), "".join(self._reasoning), calls)
@@ -95,7 +95,7 @@ class Said:
         return delta
 
 
-class Source:
+class TextCursor:
     """The characters of a text, of which some may be read once more.
 
     Attributes:
@@ -141,7 +141,7 @@ class Source:
     def rest(self, said: Said) -> ParserStep[None]:
         """Says all that is left as text."""
         while char := (yield from self.next()):
-            said.say(char)
+            said.add_text(char)
 
     def skip_space(self) -> ParserStep[str]:
         """The white space that comes next."""
@@ -157,18 +157,18 @@ class Source:
         held, first = "", {mark[0] for mark in marks}
         while char := (yield from self.next()):
             if not held and char not in first and not char.isspace():  # most of a text
-                said.say(char)
+                said.add_text(char)
                 continue
             held += char
             while len(held) > MAX_HELD or not _may_begin(held.lstrip(), marks):
-                said.say(held[0])
+                said.add_text(held[0])
                 held = held[1:]
             if held.endswith(marks):
                 return held
         if held.strip():
             said.leave(held)
         elif not said.num_calls:  # white space behind a call is of no text
-            said.say(held)
+            said.add_text(held)
         return ""
 
     def expect(self, mark: str) -> ParserStep[str]:
@@ -185,7 +185,7 @@ class Source:
     def give_up(self, text: str, said: Said) -> None:
         """Says as text what was read and is no call; white space at its end is read once more."""
         words = text.rstrip()
-        said.say(words)
+        said.add_text(words)
         self.put_back(text[len(words) :])
 
     def close(self, mark: str, said: Said) -> ParserStep[None]:
@@ -204,10 +204,10 @@ def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
     return any(mark.startswith(text) for mark in marks)
 
 
-ReadAll = Callable[[Source, Said], ParserStep[None]]
+ReadAll = Callable[[TextCursor, Said], ParserStep[None]]
 """Reads a text to its end."""
 
-ReadCall = Callable[[Source, Said, str], ParserStep[bool]]
+ReadCall = Callable[[TextCursor, Said, str], ParserStep[bool]]
 """Reads a call behind the mark that begins it, which is its last argument, with the white space
 before; whether there was one. All that is not of it is said as text, or left to be read."""
 
@@ -222,7 +222,7 @@ class TextReader:
 
     def __init__(self, read: ReadAll, said: Said) -> None:
         self._said = said
-        self._reading = read(Source(), said)
+        self._reading = read(TextCursor(), said)
         next(self._reading)
 
     @property

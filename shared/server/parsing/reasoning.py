@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.server.parsing.output_parser import ParserStep, ReadCall, Said, Source
+from shared.server.parsing.output_parser import ParserStep, ReadCall, Said, TextCursor
 from shared.text.delimiters import CALL, THINK, THINK_END
 
 ALWAYS_OPEN = "deepseek-r1"
@@ -10,7 +10,7 @@ ALWAYS_OPEN = "deepseek-r1"
 
 
 def read_reasoning(
-    source: Source, said: Said, is_open: bool, read_call: ReadCall | None
+    source: TextCursor, said: Said, is_open: bool, read_call: ReadCall | None
 ) -> ParserStep[None]:
     """Reads the reasoning with which a text begins, if it does; what is left is the answer.
 
@@ -37,7 +37,7 @@ def read_reasoning(
             return
 
 
-def _read_more_calls(source: Source, said: Said, read_call: ReadCall) -> ParserStep[None]:
+def _read_more_calls(source: TextCursor, said: Said, read_call: ReadCall) -> ParserStep[None]:
     """Reads what may follow a call within the reasoning: more calls, and then its end."""
     while lead := (yield from source.expect(CALL)):
         if not (yield from read_call(source, said, lead)):

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
 from shared.text.grammar import InvalidGrammarError
-from shared.text.json_schema_refs import target
+from shared.text.json_schema_refs import resolve_pointer
 
 MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
 MAX_DEPTH = 64
@@ -112,7 +112,7 @@ class ParameterSchemas:
             return True
         self._spend(len(reference) // 8)  # some for each of its names
         try:
-            return target(self._document, reference)
+            return resolve_pointer(self._document, reference)
         except InvalidGrammarError:
             return True
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from shared.server.parsing.arguments import argument_json, to_json
 from shared.server.parsing.json_tool_call import read_json_call
-from shared.server.parsing.output_parser import ParserStep, ReadAll, ReadCall, Said, Source
+from shared.server.parsing.output_parser import ParserStep, ReadAll, ReadCall, Said, TextCursor
 from shared.server.parsing.text_schema import ParameterSchemas
 from shared.text.delimiters import (
     CALL,
@@ -35,20 +35,20 @@ _HEADER = re.compile(
 )
 
 
-def read_tagged(source: Source, said: Said) -> ParserStep[None]:
+def read_tagged(source: TextCursor, said: Said) -> ParserStep[None]:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, of Hermes and Qwen."""
     while lead := (yield from source.up_to((CALL,), said)):
         yield from _read_tagged_call(source, said, lead)
 
 
-def _read_tagged_call(source: Source, said: Said, lead: str) -> ParserStep[bool]:
+def _read_tagged_call(source: TextCursor, said: Said, lead: str) -> ParserStep[bool]:
     if (yield from read_json_call(source, said, lead)):
         yield from source.close(CALL_END, said)
         return True
     return False
 
 
-def read_bare(source: Source, said: Said) -> ParserStep[None]:
+def read_bare(source: TextCursor, said: Said) -> ParserStep[None]:
     """`{"name": ..., "parameters": ...}`, of Llama 3: the whole text, or several behind `;`."""
     lead = yield from source.skip_space()
     if (yield from source.expect(PYTHON_TAG)):
@@ -61,7 +61,7 @@ def read_bare(source: Source, said: Said) -> ParserStep[None]:
     yield from source.rest(said)
 
 
-def read_elements(source: Source, said: Said) -> ParserStep[None]:
+def read_elements(source: TextCursor, said: Said) -> ParserStep[None]:
     """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`, of Qwen3
     Coder and Qwen3.5.
 
@@ -74,7 +74,7 @@ def read_elements(source: Source, said: Said) -> ParserStep[None]:
         yield from _read_function(source, said, lead)
 
 
-def _read_function(source: Source, said: Said, lead: str) -> ParserStep[bool]:
+def _read_function(source: TextCursor, said: Said, lead: str) -> ParserStep[bool]:
     if lead.endswith(_FUNCTION):
         lead = lead.removesuffix(_FUNCTION)
         source.put_back(_FUNCTION)
@@ -84,7 +84,7 @@ def _read_function(source: Source, said: Said, lead: str) -> ParserStep[bool]:
         arguments = yield from _read_arguments(source, said, said.tools[name])
         if arguments is not None:
             said.begin(name)
-            said.argue(arguments)
+            said.add_arguments(arguments)
             said.end_call()
             yield from source.close(CALL_END, said)
             return True
@@ -96,7 +96,9 @@ def _read_function(source: Source, said: Said, lead: str) -> ParserStep[bool]:
     return False
 
 
-def _read_arguments(source: Source, said: Said, schema: dict[str, Any]) -> ParserStep[str | None]:
+def _read_arguments(
+    source: TextCursor, said: Said, schema: dict[str, Any]
+) -> ParserStep[str | None]:
     """The arguments as JSON; None where what comes is no list of parameters with an end."""
     schemas = ParameterSchemas(schema)
     entries: list[str] = []
@@ -111,7 +113,7 @@ def _read_arguments(source: Source, said: Said, schema: dict[str, Any]) -> Parse
     return f"{{{', '.join(entries)}}}" if is_whole else None
 
 
-def _read_tag(source: Source, opening: str) -> ParserStep[str | None]:
+def _read_tag(source: TextCursor, opening: str) -> ParserStep[str | None]:
     """The name in a tag such as `<function=NAME>`; "" where the tag is broken.
 
     Reads nothing and returns None where other text comes next.
@@ -127,7 +129,7 @@ def _read_tag(source: Source, opening: str) -> ParserStep[str | None]:
     return name
 
 
-def _read_value(source: Source, said: Said, missing: Collection[str]) -> ParserStep[str | None]:
+def _read_value(source: TextCursor, said: Said, missing: Collection[str]) -> ParserStep[str | None]:
     """The text of a parameter; None where it has no end.
 
     A value within the reasoning does not reach beyond the end of that: it was a draft of a call.
@@ -152,7 +154,7 @@ def _read_value(source: Source, said: Said, missing: Collection[str]) -> ParserS
     return _trimmed(value.removesuffix(mark)) if mark else None
 
 
-def _later_mark(source: Source, value: str, openings: tuple[str, ...]) -> ParserStep[str]:
+def _later_mark(source: TextCursor, value: str, openings: tuple[str, ...]) -> ParserStep[str]:
     """The mark with which a text ends, if it shows that the one of the value's end is missing.
 
     A text may speak of the marks that end a call, so they count where the call is seen to end.
@@ -165,7 +167,7 @@ def _later_mark(source: Source, value: str, openings: tuple[str, ...]) -> Parser
     return ""
 
 
-def _comes_next(source: Source, marks: tuple[str, ...]) -> ParserStep[bool]:
+def _comes_next(source: TextCursor, marks: tuple[str, ...]) -> ParserStep[bool]:
     """Returns True if one of the marks comes next, or the end of the text; reads nothing."""
     for mark in marks:
         if text := (yield from source.expect(mark)):

@@ -37,7 +37,7 @@ _OTHER = {
 """Why a part whose type has this word in its name is not taken."""
 
 
-def few_pictures(messages: Any) -> Any:
+def check_image_count(messages: Any) -> Any:
     """Messages as a client has sent them, which may be anything, before one of them is read.
 
     Raises:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Pri
 
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.protocol.chat_messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
-from shared.server.protocol.content import few_pictures
+from shared.server.protocol.content import check_image_count
 from shared.server.protocol.fields import (
     BIAS_SCHEMA,
     ID_FORMAT,
@@ -177,7 +177,7 @@ class GenerationRequest(Strict):
         return "logprobs", None
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """True if an answer says something of the prompt."""
         return self.prompt_logprobs is not None
 
@@ -220,9 +220,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """True if an answer says something of the prompt."""
-        return bool(self.echo) or super().tells_prompt
+        return bool(self.echo) or super().wants_prompt_logprobs
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -241,7 +241,7 @@ class ChatPrompt(Strict):
     messages: Annotated[
         list[Message],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(few_pictures),
+        BeforeValidator(check_image_count),
     ]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: (
@@ -296,17 +296,17 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Fields that have no effect; a form has none where an answer is calls alone."""
-        return (*super().ignored, *(self.forms if self.must_call else ()))
+        return (*super().ignored, *(self.forms if self.requires_tool_call else ()))
 
     @property
-    def must_call(self) -> bool:
+    def requires_tool_call(self) -> bool:
         """True if an answer has to be a call."""
         choice = self.tool_choice
         is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
         return choice == "required" or isinstance(choice, NamedTool) or is_required
 
     @property
-    def holds_calls(self) -> bool:
+    def constrains_tool_calls(self) -> bool:
         """True if a grammar holds the calls of an answer, if it has tools."""
         is_strict = any(tool.function.strict for tool in self.callable_tools)
         return is_strict or self._names_calls or self.form is not None
@@ -314,7 +314,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     @property
     def _names_calls(self) -> bool:
         """True if `tool_choice` says what has to be called, or what alone may be."""
-        return self.must_call or isinstance(self.tool_choice, AllowedChoice)
+        return self.requires_tool_call or isinstance(self.tool_choice, AllowedChoice)
 
     @property
     def chosen_names(self) -> set[str] | None:
@@ -335,12 +335,12 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     @property
     def grammar_field(self) -> str:
         """The field that asks for a grammar, where one does."""
-        if self.must_call:
+        if self.requires_tool_call:
             return "tool_choice"
         return next(iter(self.forms), "tool_choice" if self._names_calls else "tools")
 
     @property
-    def most_calls(self) -> int | None:
+    def max_tool_calls(self) -> int | None:
         """Calls that a choice may have; None for any number."""
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
         return 1 if is_one else None

@@ -12,13 +12,13 @@ STREAM_END = "[DONE]"
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """No field is there that is not told of."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorFields(Answer):
+class ErrorFields(ResponseModel):
     """Error message, with the field and a code."""
 
     message: str
@@ -27,20 +27,20 @@ class ErrorFields(Answer):
     code: str | None
 
 
-class Error(Answer):
+class Error(ResponseModel):
     """Every error of every route; within a stream it is an event."""
 
     error: ErrorFields
 
 
-class PromptDetails(Answer):
+class PromptDetails(ResponseModel):
     """Prompt tokens found in the prefix cache, and image tokens."""
 
     cached_tokens: int
     image_tokens: int
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     """Tokens of all prompts, each counted once, and of all choices."""
 
     prompt_tokens: int
@@ -49,7 +49,7 @@ class Usage(Answer):
     prompt_tokens_details: PromptDetails
 
 
-class Speculative(Answer):
+class Speculative(ResponseModel):
     """Acceptance figures; entry i of the histogram counts the steps that accepted i drafts."""
 
     verify_steps: int
@@ -57,7 +57,7 @@ class Speculative(Answer):
     accept_length_histogram: list[int]
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(ResponseModel):
     """Lists of equal length, an entry per token, those of an echoed prompt too.
 
     The first token of a prompt follows nothing and has none.
@@ -69,7 +69,7 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class PromptLogprob(Answer):
+class PromptLogprob(ResponseModel):
     """A token at a place of the prompt: what the model gave it, and its place among all tokens."""
 
     logprob: float
@@ -82,7 +82,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 first follows nothing and has null. In a stream the first event of a choice has them."""
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(ResponseModel):
     """A token, and what the model gave it."""
 
     token: str
@@ -96,14 +96,14 @@ class ChatTokenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     """An object per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class TracedToken(Answer):
+class TracedToken(ResponseModel):
     """A token of the text: of what kind it is, and the draft that it was.
 
     A token that no draft was accepted for is the target's own: the first of an answer, the bonus
@@ -119,7 +119,7 @@ class TracedToken(Answer):
     depth: int
 
 
-class TracedDraft(Answer):
+class TracedDraft(ResponseModel):
     """A node of the draft tree; `parent` 0 is the newest token before the step."""
 
     node: int
@@ -131,7 +131,7 @@ class TracedDraft(Answer):
     accepted: bool
 
 
-class TracedStep(Answer):
+class TracedStep(ResponseModel):
     """Step trace of one choice.
 
     `step` counts the engine's, `time_ms` begins when the engine had the request, `host_ms` is from
@@ -148,7 +148,7 @@ class TracedStep(Answer):
     tokens: list[TracedToken]
 
 
-class TracedChoice(Answer):
+class TracedChoice(ResponseModel):
     """The steps of a choice; why it ended is null while it runs."""
 
     index: int
@@ -156,7 +156,7 @@ class TracedChoice(Answer):
     steps: list[TracedStep]
 
 
-class RequestTrace(Answer):
+class RequestTrace(ResponseModel):
     """Every step of a request; `dropped_steps` of its first ones were too many to keep."""
 
     id: str
@@ -168,7 +168,7 @@ class RequestTrace(Answer):
     choices: list[TracedChoice]
 
 
-class ChoiceBase(Answer):
+class ChoiceBase(ResponseModel):
     """Fields of all choices; `token_ids` and `trace` if requested."""
 
     index: int
@@ -185,14 +185,14 @@ class CompletionChoice(ChoiceBase):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class FunctionCall(Answer):
+class FunctionCall(ResponseModel):
     """A call: its name, where it begins, and JSON text."""
 
     name: str | None = None
     arguments: str
 
 
-class ToolCall(Answer):
+class ToolCall(ResponseModel):
     """A call of a tool, or the part of one that `index` tells; the first part has `id`."""
 
     index: int | None = None
@@ -201,7 +201,7 @@ class ToolCall(Answer):
     function: FunctionCall
 
 
-class ChatMessage(Answer):
+class ChatMessage(ResponseModel):
     """A message, or what a step added to it."""
 
     role: Literal["assistant"] | None = None
@@ -224,7 +224,7 @@ class ChatPart(ChoiceBase):
     logprobs: ChatLogprobs | None
 
 
-class ResponseHeader(Answer):
+class ResponseHeader(ResponseModel):
     """First fields of all responses."""
 
     id: str
@@ -270,7 +270,7 @@ class ChatEvent(Result):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Model(Answer):
+class ModelCard(ResponseModel):
     """The model that is served; `created` is when the server began to serve it, in seconds."""
 
     id: str
@@ -282,14 +282,14 @@ class Model(Answer):
     tp_size: int
 
 
-class Models(Answer):
+class Models(ResponseModel):
     """All models: one."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokenized(Answer):
+class Tokenized(ResponseModel):
     """Tokens of a prompt."""
 
     count: int
@@ -298,13 +298,13 @@ class Tokenized(Answer):
     token_strs: list[str] | None
 
 
-class Detokenized(Answer):
+class Detokenized(ResponseModel):
     """Text of tokens."""
 
     prompt: str
 
 
-class UnsupportedFeature(Answer):
+class UnsupportedFeature(ResponseModel):
     """Unsupported combination or field: reason, hint and example."""
 
     reason: str
@@ -312,7 +312,7 @@ class UnsupportedFeature(Answer):
     example: dict[str, Any]
 
 
-class Limits(Answer):
+class Limits(ResponseModel):
     """The bounds of a request; null: there is none, or what is bounded is not served."""
 
     context_length: int
@@ -330,7 +330,7 @@ class Limits(Answer):
     max_header_bytes: int
 
 
-class ImageLimits(Answer):
+class ImageLimits(ResponseModel):
     """The bounds of the pictures of a request.
 
     A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
@@ -345,7 +345,7 @@ class ImageLimits(Answer):
     min_tokens: int
 
 
-class IgnoredField(Answer):
+class IgnoredField(ResponseModel):
     """A field of requests that has no effect: a request that has it is served all the same."""
 
     field: str
@@ -353,7 +353,7 @@ class IgnoredField(Answer):
     neutral: list[Any]
 
 
-class Capabilities(Answer):
+class Capabilities(ResponseModel):
     """Supported methods, unsupported combinations and limits.
 
     `ignored` is empty where the server was started with `--strict-fields`. The parsers are those in
@@ -372,13 +372,13 @@ class Capabilities(Answer):
     images: ImageLimits | None
 
 
-class Version(Answer):
+class ServerVersion(ResponseModel):
     """The version of the server."""
 
     version: str
 
 
-class Corpora(Answer):
+class CorpusList(ResponseModel):
     """Tokens of each external corpus."""
 
     corpora: dict[str, int]

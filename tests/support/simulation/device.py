@@ -77,7 +77,8 @@ def simulated_capacity(
 def with_host_drafts(capacity: BackendLimits, vocab: int) -> BackendLimits:
     """The same sizes, where trees come from the host and texts have so many different tokens."""
     programs = (
-        p.having({ProgramFeature.HOST_DRAFT: not p.shape.is_plain}) for p in capacity.programs
+        p.with_features({ProgramFeature.HOST_DRAFT: not p.shape.is_plain})
+        for p in capacity.programs
     )
     return replace(capacity, programs=tuple(programs), vocab=vocab)
 
@@ -145,7 +146,7 @@ class _Clock:
         return Known(
             StepResult(
                 tokens=self._tokens(plan, counts), counts=counts.astype(np.int32),
-                failed=zeros, saved=zeros, drafts=trees, parents=trees,
+                failed=zeros, snapshot_saved=zeros, drafts=trees, parents=trees,
                 num_nodes=nodes.astype(np.int32), logprobs=None, scores=None,
                 device_seconds=seconds,
             ),

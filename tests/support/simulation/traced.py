@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import Policy
-from shared.engine.adaptive.trace import Trace
+from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.simulation.device import SimulatedBackend, simulated_capacity
@@ -25,7 +25,7 @@ def traced(path: Path, policy: Policy) -> tuple[Engine, AdaptiveController]:
     capacity = simulated_capacity(TIERS, BATCHES, overlap=1)
     backend = SimulatedBackend(capacity, SECONDS, law, noise=0.02)
     table = {batch: [SECONDS(batch, tier) for tier in TIERS] for batch in BATCHES}
-    trace = Trace(path, TIERS, table)
+    trace = TraceWriter(path, TIERS, table)
     controller = AdaptiveController(capacity, policy, table, trace, has_experts=False)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     serve(engine, phases, lambda: backend.clock)

@@ -1,6 +1,6 @@
 """Attention over paged KV; same results as `shared.spec.attention`. Pools are written in place.
 
-On a GPU `flatten_tree` and `commit_window` are kernels; see `torch_impl.ops`.
+On a GPU `flatten_tree` and `compact_accepted_kv` are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from torch import Tensor
 from shared.spec.attention import QUERIES
 from shared.spec.gated_delta import CHUNK
 from shared.spec.reduction_order import ATTENTION
-from torch_impl.ops import Kernels, at_most, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, clamp_rows, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.trees import draft_tree
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """Same as the class of this name in the specification, with at most `most_rows` per request.
 
     Request b has the rows from `row_starts[b]` to `row_starts[b + 1]`. Later rows are padding and
@@ -44,16 +44,16 @@ def causal_rows(
     draft_from: Int[Tensor, " B"],
     page_table: Int[Tensor, "B table"],
     tokens: int,
-) -> Rows:
+) -> AttentionRows:
     """Returns rows at consecutive positions of each request, with causal visibility.
 
     On a CPU, rows past the last chunk are omitted.
     """
-    tokens = at_most(row_starts[-1], tokens, CHUNK)
+    tokens = clamp_rows(row_starts[-1], tokens, CHUNK)
     request, is_real = draft_tree.request_of(row_starts, tokens)
     row = torch.arange(tokens, dtype=torch.int32, device=row_starts.device)
     positions = torch.where(is_real, first_positions[request] + row - row_starts[request], 0)
-    return Rows(
+    return AttentionRows(
         request=request,
         positions=positions,
         places=positions,
@@ -63,13 +63,15 @@ def causal_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=row_starts,
-        most_rows=at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
+        most_rows=clamp_rows((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
     )
 
 
 @dataclass(frozen=True)
 class FlatNodes:
-    """Flat rows of the nodes of draft trees: fields of `Rows`, and the node of each row."""
+    """Flat rows of the nodes of draft trees: fields of `AttentionRows`, and the node of each
+    row.
+    """
 
     row_starts: Int[Tensor, " B1"]
     request: Int[Tensor, " R"]
@@ -120,7 +122,7 @@ def kernel_flat_nodes(
     return FlatNodes(*kernels.flatten_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
 
 
-flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)
+flat_nodes = kernel_or_reference(kernel_flat_nodes, plain_flat_nodes)
 
 
 def tree_rows(
@@ -130,9 +132,9 @@ def tree_rows(
     page_table: Int[Tensor, "B table"],
     rows: int,
     is_chain: bool,
-) -> tuple[Rows, Int[Tensor, " R"]]:
+) -> tuple[AttentionRows, Int[Tensor, " R"]]:
     flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
-    flat_rows = Rows(
+    flat_rows = AttentionRows(
         request=flat.request,
         positions=flat.positions,
         places=flat.places,
@@ -147,7 +149,7 @@ def tree_rows(
     return flat_rows, flat.node
 
 
-def turned(rows: Rows, delta: Int[Tensor, " B"]) -> Rows:
+def with_mrope(rows: AttentionRows, delta: Int[Tensor, " B"]) -> AttentionRows:
     """Adds M-RoPE positions to text rows that may follow images.
 
     Args:
@@ -157,7 +159,7 @@ def turned(rows: Rows, delta: Int[Tensor, " B"]) -> Rows:
     return replace(rows, turns=torch.stack([turn] * 3, dim=1))
 
 
-def last_seen(
+def sliding_bounds(
     first: Int[Tensor, " R"], until: Int[Tensor, " R"], window: Bool[Tensor, "R N"], size: int
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, "R N"]]:
     slid = torch.maximum(first, until + window.sum(1, dtype=torch.int32) - size)
@@ -166,10 +168,10 @@ def last_seen(
     return torch.minimum(slid, until), window
 
 
-def windowed(rows: Rows, size: int | None) -> Rows:
+def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
     if size is None:
         return rows
-    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
     return replace(rows, first=first, window=window)
 
 
@@ -199,7 +201,7 @@ def _page_of(
     return page_table[request, number], places - number * page_size
 
 
-def visible(
+def attention_mask(
     first: Int[Tensor, "*rows"],
     until: Int[Tensor, "*rows"],
     window: Bool[Tensor, "*rows N"],
@@ -233,18 +235,18 @@ def attend(
     Args:
       q, k_pages, v_pages, page_table, request, first, until, window, scale: As in the
         specification.
-      row_starts, most_rows: See `Rows`.
+      row_starts, most_rows: See `AttentionRows`.
     """
     grid, back = _grid(request, row_starts, most_rows)
     page_size = k_pages.shape[1]
-    num_pages = at_most(
+    num_pages = clamp_rows(
         torch.div(until.max() + window.shape[1] + page_size - 1, page_size, rounding_mode="floor"),
         page_table.shape[1],
         1,
     )
     page_table, num_positions = page_table[:, :num_pages], num_pages * page_size
     position = torch.arange(num_positions, dtype=torch.int32, device=first.device)
-    seen = visible(first[grid], until[grid], window[grid], position)
+    seen = attention_mask(first[grid], until[grid], window[grid], position)
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
     factor = q.shape[2] ** -0.5 if scale is None else scale
@@ -319,11 +321,11 @@ def kernel_attend_all(
 ) -> Float[Tensor, "R hidden"]:
     size, tile = 2 * cos.shape[1], ATTENTION.tile
     tiles = kernels.tiles.encoder_attention.of(item_bytes=2, rows=len(qkv), head_size=size)
-    attend = kernels.encoder_attention.attend_all
+    attend = kernels.encoder_attention.bidirectional_attention
     return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
 
 
-attend_all = kernel_or_plain(kernel_attend_all, plain_attend_all, is_bfloat16)
+bidirectional_attention = kernel_or_reference(kernel_attend_all, plain_attend_all, is_bfloat16)
 
 
 def plain_commit_window(
@@ -358,4 +360,4 @@ def kernel_commit_window(
     return pages
 
 
-commit_window = kernel_or_plain(kernel_commit_window, plain_commit_window)
+compact_accepted_kv = kernel_or_reference(kernel_commit_window, plain_commit_window)

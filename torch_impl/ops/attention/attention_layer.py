@@ -2,7 +2,7 @@
 
 Pools are written in place.
 
-On a GPU `attention_layer` and `mix_keys` are kernels; see `torch_impl.ops`.
+On a GPU `attention_layer` and `write_kv` are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES
-from torch_impl.ops import Kernels, kernel_or_plain
-from torch_impl.ops.attention.attention import Rows, attend, write
+from torch_impl.ops import Kernels, kernel_or_reference
+from torch_impl.ops.attention.attention import AttentionRows, attend, write
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers
 
@@ -41,7 +41,7 @@ class Angles:
 
 
 def _no_bounds(
-    rows: Rows, num_kv_heads: int
+    rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
@@ -49,7 +49,7 @@ def _no_bounds(
 
 
 def plain_reach(
-    rows: Rows, num_kv_heads: int
+    rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """Computes the row bounds for the fused attention kernel, once for all layers.
 
@@ -59,16 +59,18 @@ def plain_reach(
 
 
 def kernel_reach(
-    kernels: Kernels, rows: Rows, num_kv_heads: int
+    kernels: Kernels, rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """Same as `plain_reach`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
-    return kernels.row_bounds.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
+    return kernels.row_bounds.compute_row_bounds(
+        *given, max_rows=rows.most_rows, k_heads=num_kv_heads
+    )
 
 
-reach = kernel_or_plain(kernel_reach, plain_reach)
+row_bounds = kernel_or_reference(kernel_reach, plain_reach)
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ class PagedKV:
     arrivals: Int[Tensor, "B counters"]
 
     @classmethod
-    def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":
+    def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: AttentionRows) -> "PagedKV":
         """Builds the KV pools for a pass over the rows."""
-        return cls(pools, *reach(rows, pools.shape[4]))
+        return cls(pools, *row_bounds(rows, pools.shape[4]))
 
 
 def plain_mix(
@@ -96,7 +98,7 @@ def plain_mix(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
@@ -133,7 +135,7 @@ def kernel_mix(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
@@ -163,7 +165,7 @@ def kernel_mix(
     q = None
     if tiles.placed or tiles.described:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
-    return kernels.attention_layer.mix(
+    return kernels.attention_layer.attention_layer(
         qkv,
         *((None, None) if norms is None else (norms.q, norms.k)),
         angles.cos,
@@ -191,10 +193,10 @@ def kernel_mix(
     )
 
 
-mix = kernel_or_plain(kernel_mix, plain_mix)
+attention_layer = kernel_or_reference(kernel_mix, plain_mix)
 
 
-def normed_rows(
+def full_width_qk_norm(
     qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: TPGroup
 ) -> Float[Tensor, "R outputs"]:
     """Applies RMS norms over all query heads and all key heads of a row.
@@ -205,13 +207,13 @@ def normed_rows(
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
     num_copies = keys * group.count // len(norms.k)
-    q = layers.rms_norm(all_gather.gathered(group, q), norms.q, norms.eps)
-    k = layers.rms_norm(all_gather.gathered_keys(group, k, num_copies), norms.k, norms.eps)
-    own = all_gather.own(group, q), all_gather.own_keys(group, k, num_copies)
+    q = layers.rms_norm(all_gather.all_gather(group, q), norms.q, norms.eps)
+    k = layers.rms_norm(all_gather.all_gather_kv_heads(group, k, num_copies), norms.k, norms.eps)
+    own = all_gather.local_columns(group, q), all_gather.own_keys(group, k, num_copies)
     return torch.cat([*own, v], dim=1)
 
 
-def grown_rows(
+def scale_queries(
     qkv: Float[Tensor, "R outputs"], heads: Heads, growth: Float[Tensor, " R"]
 ) -> Float[Tensor, "R outputs"]:
     keys = 2 * heads.num_kv_heads * heads.head_size
@@ -224,7 +226,7 @@ def plain_mix_keys(
     heads: Heads,
     norms: HeadNorms,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> None:
@@ -240,14 +242,14 @@ def kernel_mix_keys(
     heads: Heads,
     norms: HeadNorms,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> None:
     _place(kernels, projected, heads, norms, angles, rows, kv, layer)
 
 
-mix_keys = kernel_or_plain(kernel_mix_keys, plain_mix_keys)
+write_kv = kernel_or_reference(kernel_mix_keys, plain_mix_keys)
 
 
 def _place(
@@ -256,7 +258,7 @@ def _place(
     heads: Heads,
     norms: HeadNorms | None,
     angles: Angles,
-    rows: Rows,
+    rows: AttentionRows,
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
@@ -280,7 +282,7 @@ def _place(
 
 def _write_pair(
     pools: Float[Tensor, "2 pages page Hk D"],
-    rows: Rows,
+    rows: AttentionRows,
     k: Float[Tensor, "R Hk D"],
     v: Float[Tensor, "R Hk D"],
 ) -> None:

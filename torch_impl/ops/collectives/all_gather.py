@@ -15,15 +15,15 @@ from shared.boundary.tp_group import TPGroup
 from shared.spec.reduction_order import SQUARES
 
 
-def gathered(ranks: TPGroup, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
+def all_gather(ranks: TPGroup, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
     """Gathers whole rows; each rank has the same number of columns, in the order of ranks.
 
     All ranks must call it in the same order.
 
     Raises:
-      RankMissingError: See `shared.boundary.shm_allgather.Mailboxes.exchange`; between hosts too.
+      RankMissingError: See `shared.boundary.shm_allgather.Mailboxes.all_gather`; between hosts too.
     """
-    if ranks.is_alone:
+    if ranks.is_single:
         return values
     if ranks.on_device is not None:
         return ranks.on_device.gathered(values)
@@ -33,28 +33,28 @@ def gathered(ranks: TPGroup, values: Shaped[Tensor, "... share"]) -> Shaped[Tens
 def gathered_rows(
     ranks: TPGroup, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
 ) -> Float[Tensor, "R size"]:
-    """Same as `gathered`, for the listed rows only; other rows are undefined."""
+    """Same as `all_gather`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
         return ranks.on_device.gathered_rows(values, rows)
-    return gathered(ranks, values)
+    return all_gather(ranks, values)
 
 
-def own(ranks: TPGroup, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
-    return rows if ranks.is_alone else rows.chunk(ranks.count, dim=-1)[ranks.rank]
+def local_columns(ranks: TPGroup, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
+    return rows if ranks.is_single else rows.chunk(ranks.count, dim=-1)[ranks.rank]
 
 
 def own_keys(
     ranks: TPGroup, rows: Shaped[Tensor, "... size"], num_copies: int
 ) -> Shaped[Tensor, "... share"]:
-    if ranks.is_alone:
+    if ranks.is_single:
         return rows
     return rows.chunk(ranks.count // num_copies, dim=-1)[ranks.rank // num_copies]
 
 
-def gathered_keys(
+def all_gather_kv_heads(
     ranks: TPGroup, values: Shaped[Tensor, "... share"], num_copies: int
 ) -> Shaped[Tensor, "... size"]:
-    if ranks.is_alone:
+    if ranks.is_single:
         return values
     if ranks.on_device is not None:
         shares = ranks.on_device.gathered(values).unflatten(-1, (ranks.count, -1))
@@ -76,7 +76,7 @@ def kept(
     ranks: TPGroup, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
-    columns = own(ranks, rows)
+    columns = local_columns(ranks, rows)
     return columns if norm is not None and gathers_beside(ranks, columns) else rows
 
 
@@ -84,9 +84,9 @@ def norm_beside(
     ranks: TPGroup, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, " share"] | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
-    if norm is None or ranks.is_alone:
+    if norm is None or ranks.is_single:
         return norm
-    return own(ranks, norm) if gathers_beside(ranks, columns) else None
+    return local_columns(ranks, norm) if gathers_beside(ranks, columns) else None
 
 
 def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... size"]:
@@ -106,5 +106,5 @@ def _shares(
             raise AllGatherTimeout(f"rank {ranks.rank} could not exchange: {error}") from error
     else:
         assert ranks.mailboxes is not None  # set for processes of one host
-        given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat.numpy()))
+        given = torch.from_numpy(ranks.mailboxes.all_gather(ranks.rank, flat.numpy()))
     return given.view(values.dtype).view(ranks.count, *values.shape)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import at_most
+from torch_impl.ops import clamp_rows
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.trees import draft_tree
 
@@ -186,7 +186,7 @@ def _chunks(
     """
     lengths = row_starts[1:] - row_starts[:-1]
     ends = torch.div(lengths + (CHUNK - 1), CHUNK, rounding_mode="floor").cumsum(0)
-    number = torch.arange(at_most(ends[-1], most, 1), device=row_starts.device)
+    number = torch.arange(clamp_rows(ends[-1], most, 1), device=row_starts.device)
     owner = torch.searchsorted(ends, number, right=True).clamp(max=len(lengths) - 1)
     first = ends[owner] - torch.div(lengths[owner] + (CHUNK - 1), CHUNK, rounding_mode="floor")
     start = row_starts[owner] + (number - first) * CHUNK

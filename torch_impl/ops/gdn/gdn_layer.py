@@ -12,14 +12,14 @@ from torch import Tensor
 
 from shared.models.layers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
-from torch_impl.ops import Kernels, any_row, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, any_row_set, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gdn.gdn_state import (
     GDNState,
     GDNWeights,
     ReplayInputs,
-    mix_chunks,
-    mix_step,
-    mix_tree,
+    gdn_decode,
+    gdn_prefill,
+    gdn_verify_tree,
     path_window,
     replay,
 )
@@ -100,14 +100,14 @@ def plain_feed(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    """Runs `mix_chunks` on a layer's states in their slots.
+    """Runs `gdn_prefill` on a layer's states in their slots.
 
     Args:
       states, snapshots: States of all slots and of all snapshots.
       save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new, saved = mix_chunks(inputs, weights, sizes, *held, row_starts, request, save_after)
+    out, *new, saved = gdn_prefill(inputs, weights, sizes, *held, row_starts, request, save_after)
     states.recurrent[layer, slots], states.window[layer, slots] = new
     if snapshots.recurrent.shape[1] > 1:  # the first is reserved for padding
         snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
@@ -128,7 +128,7 @@ def kernel_feed(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    return kernels.gdn_prefill.feed(
+    return kernels.gdn_prefill.prefill(
         inputs,
         conv=weights.conv,
         a_log=weights.a_log,
@@ -149,7 +149,7 @@ def kernel_feed(
     )
 
 
-feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
+prefill = kernel_or_reference(kernel_feed, plain_feed, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -162,7 +162,7 @@ def plain_verify(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """Runs `mix_tree` on a layer's states in their slots, which are not changed.
+    """Runs `gdn_verify_tree` on a layer's states in their slots, which are not changed.
 
     Args:
       states: States of all slots and layers.
@@ -171,7 +171,7 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, kept_nodes = mix_tree(inputs, weights, sizes, *held, *where)
+    out, kept_nodes = gdn_verify_tree(inputs, weights, sizes, *held, *where)
     for memory, new in zip(_arrays_of(scratch.kept), _arrays_of(kept_nodes), strict=True):
         memory[layer] = new[0]
     return out
@@ -210,7 +210,7 @@ def kernel_verify(
     )
 
 
-verify = kernel_or_plain(kernel_verify, plain_verify)
+verify = kernel_or_reference(kernel_verify, plain_verify)
 
 
 def plain_advance(
@@ -223,20 +223,20 @@ def plain_advance(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
+    """Runs `gdn_decode` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
       nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
+    out, states.recurrent[layer, slots], _ = gdn_decode(inputs, weights, sizes, *held)
     (memory,) = _arrays_of(scratch.kept)
     memory[layer, :, 0] = inputs[:, : sizes.channels]
     return out
 
 
 kernel_advance = kernel_verify
-advance = kernel_or_plain(kernel_advance, plain_advance)
+decode = kernel_or_reference(kernel_advance, plain_advance)
 
 
 def plain_commit(
@@ -264,7 +264,7 @@ def plain_commit(
         saved, window = None, states.window[:, slots]
         states.window[:, slots] = path_window(window, kept, counts)
         saved_window = path_window(window, kept, torch.where(is_saved, counts, 0))
-    if any_row(is_saved):
+    if any_row_set(is_saved):
         recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
         places = torch.where(is_saved, save, 0)  # 0 for all others
         put(snapshots, places, GDNState(recurrent, saved_window))
@@ -290,7 +290,7 @@ def kernel_commit(
     return states, snapshots
 
 
-commit = kernel_or_plain(kernel_commit, plain_commit)
+commit = kernel_or_reference(kernel_commit, plain_commit)
 
 
 def _arrays_of(kept: ReplayInputs | Tensor) -> tuple[Tensor, ...]:

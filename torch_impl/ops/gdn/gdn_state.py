@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.models.layers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.gdn_state import WINDOW
-from torch_impl.ops import any_row, at_most
+from torch_impl.ops import any_row_set, clamp_rows
 from torch_impl.ops.gdn import gated_delta
 from torch_impl.ops.gemm import layers
 
@@ -130,7 +130,7 @@ def replay(
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
 ) -> tuple[GDNState, GDNState, Bool[Tensor, " B"]]:
-    path = path[:, : at_most(counts.max(), path.shape[1], 1)]
+    path = path[:, : clamp_rows(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
     k, v, log_decay, beta, inputs = (
         x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
@@ -142,7 +142,7 @@ def replay(
         token = (x[:, :, i] for x in (k, v, log_decay, beta))
         token = (torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0) for x in token)
         recurrent = gated_delta.update(recurrent, *token)
-        if any_row(is_saved := save_after == i + 1):
+        if any_row_set(is_saved := save_after == i + 1):
             saved = torch.where(is_saved[None, :, None, None, None], recurrent, saved)
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
@@ -156,7 +156,7 @@ def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> 
     return (save_after > 0) & (save_after <= num_tokens) & is_border
 
 
-def mix_chunks(
+def gdn_prefill(
     inputs: Float[Tensor, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -193,7 +193,7 @@ def mix_chunks(
     return _normed(out, z, weights), new, end, (saved, saved_end)
 
 
-def mix_tree(
+def gdn_verify_tree(
     inputs: Float[Tensor, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -217,7 +217,7 @@ def mix_tree(
     return _normed(out[request, node], z, weights), kept
 
 
-def mix_step(
+def gdn_decode(
     inputs: Float[Tensor, "B outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.spec.reduction_order import SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gemm.layers import plain_rms_norm
 
 
@@ -58,7 +58,7 @@ def kernel_before(
     return kernels.convolution.before(normed, base, moved, size)
 
 
-before = kernel_or_plain(kernel_before, plain_before, is_bfloat16)
+before = kernel_or_reference(kernel_before, plain_before, is_bfloat16)
 
 
 def plain_behind(
@@ -88,4 +88,4 @@ def kernel_behind(
     return kernels.convolution.behind(given, base, moved, size, x, norm, eps, order=SQUARES)
 
 
-behind = kernel_or_plain(kernel_behind, plain_behind, is_bfloat16)
+behind = kernel_or_reference(kernel_behind, plain_behind, is_bfloat16)

@@ -1,6 +1,7 @@
 """Row-wise layer operations: norms and RoPE angles are float32 for any model dtype.
 
-Same as `shared.spec.layers`. On a GPU norms, GELU and `blended` are kernels for bfloat16.
+Same as `shared.spec.layers`. On a GPU norms, GELU and `bilinear_pos_embed` are kernels for
+bfloat16.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.spec.reduction_order import SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 
 PIECE = 32
 """Outputs of a product that a CPU makes at a time."""
@@ -86,7 +87,7 @@ class ImageEmbeds:
     sources: Int[Tensor, " R"]
 
 
-def embedded(
+def embed_tokens(
     table: Float[Tensor, "vocab hidden"],
     tokens: Int[Tensor, " R"],
     shown: ImageEmbeds | None,
@@ -115,7 +116,7 @@ def kernel_rms_norm(
     return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).view(x.shape)
 
 
-rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
+rms_norm = kernel_or_reference(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
 def plain_layer_norm(
@@ -139,7 +140,7 @@ def kernel_layer_norm(
     return kernels.layers.layer_norm(rows, weight, bias, eps, order=SQUARES).reshape(x.shape)
 
 
-layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
+layer_norm = kernel_or_reference(kernel_layer_norm, plain_layer_norm, is_bfloat16)
 
 
 def plain_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -150,7 +151,7 @@ def kernel_gelu(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor, "...
     return kernels.layers.gelu(x)
 
 
-gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
+gelu = kernel_or_reference(kernel_gelu, plain_gelu, is_bfloat16)
 
 
 def plain_gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -161,7 +162,7 @@ def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor,
     return kernels.layers.gelu_tanh(x)
 
 
-gelu_tanh = kernel_or_plain(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
 def plain_blended(
@@ -178,10 +179,10 @@ def kernel_blended(
     corners: Int[Tensor, "R 4"],
     shares: Float[Tensor, "R 4"],
 ) -> Float[Tensor, "R hidden"]:
-    return kernels.layers.blended(table, corners, shares)
+    return kernels.layers.bilinear_pos_embed(table, corners, shares)
 
 
-blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
+bilinear_pos_embed = kernel_or_reference(kernel_blended, plain_blended, is_bfloat16)
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
@@ -202,7 +203,7 @@ def rotary_angles(
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
-def query_growth(positions: Int[Tensor, " R"], beta: float, context: int) -> Float[Tensor, " R"]:
+def query_scaling(positions: Int[Tensor, " R"], beta: float, context: int) -> Float[Tensor, " R"]:
     return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import fp8_activations, layers
 
@@ -92,7 +92,7 @@ class NormedStream:
         """Returns the input of GEMM kernels: the rows times the scale of their norm."""
         return self.rows if self.scaled is None else self.scaled
 
-    def followed(
+    def with_next_norm(
         self,
         rows: Float[Tensor, "R columns"],
         norm: Float[Tensor, " hidden"] | None = None,
@@ -104,12 +104,12 @@ class NormedStream:
     @property
     def own(self) -> Float[Tensor, "R share"]:
         """Returns this rank's columns of the rows."""
-        return self.rows if self.is_share else all_gather.own(self.group, self.rows)
+        return self.rows if self.is_share else all_gather.local_columns(self.group, self.rows)
 
     @property
     def whole(self) -> Float[Tensor, "R hidden"]:
         """Returns the rows with the columns of all ranks."""
-        return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
+        return all_gather.all_gather(self.group, self.rows) if self.is_share else self.rows
 
 
 def plain_stream(
@@ -134,7 +134,7 @@ def kernel_stream(
     )
 
 
-stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
+stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16)
 
 
 def plain_product(
@@ -153,7 +153,7 @@ def kernel_product(
     return _multiplied(kernels, x, weight.rows(first)).rows
 
 
-product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+product = kernel_or_reference(kernel_product, plain_product, is_bfloat16)
 
 
 def plain_product_float32(
@@ -176,7 +176,7 @@ def kernel_product_float32(
     return _multiplied(kernels, x, weight, factor=factor, out_type=torch.float32).rows
 
 
-product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+product_float32 = kernel_or_reference(kernel_product_float32, plain_product_float32, is_bfloat16)
 
 
 def plain_normed_product(
@@ -192,7 +192,7 @@ def kernel_normed_product(
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
-normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+rmsnorm_linear = kernel_or_reference(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
 def plain_added_product(
@@ -203,7 +203,7 @@ def plain_added_product(
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
     own = stream.own + _times(product(x, weight), factor)
-    return stream.followed(all_gather.gathered(stream.group, own), norm)
+    return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
 def kernel_added_product(
@@ -230,30 +230,30 @@ def ended(
       added: This rank's columns; with `gathers_beside` also the scaled rows and squares of all.
     """
     group, rows = stream.group, added.rows
-    if not (group.is_alone or all_gather.gathers_beside(group, rows)):
-        rows = all_gather.gathered(group, rows)
+    if not (group.is_single or all_gather.gathers_beside(group, rows)):
+        rows = all_gather.all_gather(group, rows)
         begun = kernel_stream(kernels, rows, norm)
-        return stream.followed(rows, norm, begun.scaled, begun.squares)
+        return stream.with_next_norm(rows, norm, begun.scaled, begun.squares)
     if norm is None:
-        rows = rows if group.is_alone else added.scaled
-        return stream.followed(rows, squares=added.squares)
-    return stream.followed(rows, norm, added.scaled, added.squares)
+        rows = rows if group.is_single else added.scaled
+        return stream.with_next_norm(rows, squares=added.squares)
+    return stream.with_next_norm(rows, norm, added.scaled, added.squares)
 
 
-added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
+linear_add = kernel_or_reference(kernel_added_product, plain_added_product, is_bfloat16)
 
 
 def added_norm(
     x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: NormedStream
 ) -> NormedStream:
-    return stream.followed(stream.whole + layers.rms_norm(x, norm, eps))
+    return stream.with_next_norm(stream.whole + layers.rms_norm(x, norm, eps))
 
 
 def plain_gated_product(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
-    gate, up = normed_product(stream, eps, weight).chunk(2, dim=-1)
-    return all_gather.gathered(stream.group, layers.silu(gate) * up)
+    gate, up = rmsnorm_linear(stream, eps, weight).chunk(2, dim=-1)
+    return all_gather.all_gather(stream.group, layers.silu(gate) * up)
 
 
 def kernel_gated_product(
@@ -262,10 +262,10 @@ def kernel_gated_product(
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
         return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
-    return all_gather.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
-gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+silu_and_mul_linear = kernel_or_reference(kernel_gated_product, plain_gated_product, is_bfloat16)
 
 
 def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
@@ -282,7 +282,7 @@ def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
     if stream.squares is not None:
         return stream
     begun = kernel_stream(kernels, stream.whole, stream.norm)
-    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
+    return stream.with_next_norm(begun.rows, begun.norm, begun.scaled, begun.squares)
 
 
 def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R outputs"]:

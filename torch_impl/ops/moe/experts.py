@@ -13,7 +13,7 @@ from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.layers import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
@@ -32,7 +32,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedExperts:
     """Selected experts of each row, in ascending order, and their weights."""
 
     ids: Int[Tensor, "R chosen"]
@@ -43,13 +43,13 @@ def choose(
     logits: Float32[Tensor, "R experts"],
     config: MoEConfig,
     bias: Float32[Tensor, " experts"] | None,
-) -> Chosen:
+) -> SelectedExperts:
     scores = torch.sigmoid(logits) if config.scores == "sigmoid" else logits
     ranked = scores if bias is None else scores + bias
     ranked = torch.where(ranked.isnan(), -torch.inf, ranked)
     if config.num_groups > 1:
         ranked = torch.where(_in_best_groups(ranked, config), ranked, -torch.inf)
-    ids = _best(ranked, config.num_chosen).sort(dim=1).values
+    ids = _best(ranked, config.top_k).sort(dim=1).values
     of_chosen = scores.gather(1, ids)
     if config.scores == "softmax":
         among = of_chosen if config.is_renormalised else logits
@@ -60,7 +60,7 @@ def choose(
         weights = of_chosen / (_summed(of_chosen) + 1e-20)
     else:
         weights = of_chosen
-    return Chosen(ids.int(), weights * config.routed_factor)
+    return SelectedExperts(ids.int(), weights * config.routed_factor)
 
 
 def _in_best_groups(
@@ -110,7 +110,7 @@ def experts(
     return out
 
 
-def _in_use(chosen: Chosen, config: MoEConfig) -> Iterable[int]:
+def _in_use(chosen: SelectedExperts, config: MoEConfig) -> Iterable[int]:
     """Returns the experts that any row selected, or all if reading them would synchronise."""
     if chosen.ids.is_cuda:
         return range(config.num_experts)
@@ -135,7 +135,7 @@ def _mlp(
     x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
     gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
-    inner = all_gather.gathered(group, (layers.silu(gate) * up).to(x.dtype))
+    inner = all_gather.all_gather(group, (layers.silu(gate) * up).to(x.dtype))
     return linear.product_float32(inner, down)
 
 
@@ -150,7 +150,7 @@ def kernel_counted(kernels: Kernels, stream: NormedStream) -> NormedStream:
     return replace(stream, arrivals=arrivals)
 
 
-counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16)
+counted = kernel_or_reference(kernel_counted, plain_counted, is_bfloat16)
 
 
 def plain_added_experts(
@@ -162,8 +162,8 @@ def plain_added_experts(
 ) -> NormedStream:
     rows = stream.whole
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
-    own = (all_gather.own(stream.group, rows) + added).to(rows.dtype)
-    return stream.followed(all_gather.gathered(stream.group, own), norm)
+    own = (all_gather.local_columns(stream.group, rows) + added).to(rows.dtype)
+    return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
 def kernel_added_experts(
@@ -196,7 +196,7 @@ def kernel_added_experts(
         next_norm=all_gather.norm_beside(group, own, norm),
         live=count,
         arrivals=stream.arrivals,
-        gathered=partial(all_gather.gathered, group),
+        gathered=partial(all_gather.all_gather, group),
         eps=eps,
         routing=routing_of(config),
         order=ROUTER,
@@ -209,4 +209,4 @@ def kernel_added_experts(
     return linear.ended(kernels, stream, added, norm)
 
 
-added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)
+added_experts = kernel_or_reference(kernel_added_experts, plain_added_experts, is_bfloat16)

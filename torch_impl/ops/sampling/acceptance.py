@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gumbel_noise import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
-from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops import Kernels, any_row_set, kernel_or_reference
 from torch_impl.ops.sampling.gumbel_noise import uniforms
 from torch_impl.ops.sampling.sampling import (
     Sampling,
@@ -30,7 +30,7 @@ from torch_impl.ops.sampling.vocab_parallel import (
 )
 
 
-def force(
+def force_chain(
     tokens: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
     choices: Int[Tensor, "B N"],
@@ -66,7 +66,7 @@ def simulate(
     return choices, node + 1
 
 
-def walk(
+def accept_greedy_path(
     tokens: Int[Tensor, "B N"],
     parents: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
@@ -129,7 +129,7 @@ def plain_follow(
     depth: int,
     is_chain: bool = False,
 ) -> AcceptedPath:
-    path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
+    path, counts = accept_greedy_path(tokens, parents, num_nodes, choices, depth, is_chain)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = torch.where(is_row & ~has_failed, counts, 0)
     rows = row_of.gather(1, path.long())
@@ -153,20 +153,20 @@ def kernel_follow(
     return AcceptedPath(*kernels.acceptance.follow(*given, depth))
 
 
-follow = kernel_or_plain(kernel_follow, plain_follow)
+follow = kernel_or_reference(kernel_follow, plain_follow)
 
 
-def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vocab"]:
+def one_hot_q(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vocab"]:
     ids = torch.arange(vocab, dtype=torch.int32, device=tokens.device)
     return (tokens[:, 1:, None] == ids).float()
 
 
-def sampled_law(
+def draft_probs(
     scores: Float[Tensor, "B S vocab"], tokens: Int[Tensor, "B N"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "B S vocab"]:
     q = probabilities(scores.flatten(0, 1), vocabulary)
     is_law = all_of(q.isfinite().all(dim=1), vocabulary).view(*scores.shape[:2], 1)
-    return torch.where(is_law, q.view_as(scores), certain_law(tokens, scores.shape[2]))
+    return torch.where(is_law, q.view_as(scores), one_hot_q(tokens, scores.shape[2]))
 
 
 def rejection_choices(
@@ -246,10 +246,10 @@ def plain_judge(
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
     after = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
     choices = best(after.flatten(0, 1), vocabulary).view_as(tokens)
-    if not any_row(sampling.temperature > 0):
+    if not any_row_set(sampling.temperature > 0):
         return choices, is_finite(logits, vocabulary)
     p = probabilities(scores.flatten(0, 1), vocabulary).view_as(scores)
-    law = sampled_law(drafted, tokens, vocabulary)
+    law = draft_probs(drafted, tokens, vocabulary)
     choices = JUDGES[rule](tokens, num_nodes, choices, p, law, sampling, lengths, vocabulary)
     return choices, is_finite(logits, vocabulary)
 
@@ -276,7 +276,7 @@ def kernel_judge(
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    choices = kernels.rejection.judge(
+    choices = kernels.rejection.rejection_sample(
         *(tokens, num_nodes, chosen[row_of], row_of, scores, drafted),
         *(sampling.temperature, sampling.seed, lengths),
         is_block=rule == "block",
@@ -286,7 +286,7 @@ def kernel_judge(
     return choices, is_finite
 
 
-judge = kernel_or_plain(kernel_judge, plain_judge)
+rejection_sample = kernel_or_reference(kernel_judge, plain_judge)
 
 
 def _of_drafts(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.spec.gumbel_noise import ACCEPT_STREAM, PARITY, ROTATIONS
-from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops import Kernels, kernel_or_reference
 
 _PARITY = int(PARITY)  # as int32 bits
 
@@ -58,7 +58,7 @@ def kernel_uniforms(
     return kernels.gumbel_noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
 
 
-uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
+uniforms = kernel_or_reference(kernel_uniforms, plain_uniforms)
 
 
 def gumbel(

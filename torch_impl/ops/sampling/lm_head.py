@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
 from torch_impl import ops
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gemm.linear import Matrix, kernel_products, product_float32
 from torch_impl.ops.sampling import sampling
 from torch_impl.ops.sampling.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
@@ -56,10 +56,10 @@ def kernel_joined(
     vocabulary: Vocabulary = ALL,
 ) -> SampledTokens:
     """Same as `plain_choose`."""
-    rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
+    rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_single
     tokens = weight.num_outputs if is_alone else num_tokens_of(vocabulary)
     how = {"num_tokens": tokens, "is_warm_whole": not is_alone}
-    asks = kernels.lm_head_epilogue.asking(seen, positions, params, request, **how)
+    asks = kernels.lm_head_epilogue.row_outputs(seen, positions, params, request, **how)
     how = {"factor": projection.factor, "out_type": torch.float32, "asks": asks}
     logits, _, _, left = kernel_products(kernels, rows, weight, **how)
     given = (logits, seen, positions, params, request, None)
@@ -74,7 +74,7 @@ def kernel_joined(
     return SampledTokens(*chosen)
 
 
-joined = kernel_or_plain(kernel_joined, plain_choose, is_bfloat16)
+fused_choose = kernel_or_reference(kernel_joined, plain_choose, is_bfloat16)
 
 
 def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
@@ -83,7 +83,7 @@ def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).joined
 
 
-_choose_from = kernel_or_plain(kernel_joined, plain_choose, _pays)
+_choose_from = kernel_or_reference(kernel_joined, plain_choose, _pays)
 
 
 def choose(
@@ -130,7 +130,7 @@ def kernel_ranked(
     """Same as `plain_ranked`."""
     rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
     how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
-    asks = kernels.lm_head_epilogue.asking(seen, positions, params, positions, **how)
+    asks = kernels.lm_head_epilogue.row_outputs(seen, positions, params, positions, **how)
     how = {"factor": projection.factor, "out_type": torch.float32, "asks": asks}
     logits, _, _, left = kernel_products(kernels, rows, weight, **how)
     ranked = kernels.sampling.rank(
@@ -143,7 +143,7 @@ def kernel_ranked(
     return RankedCandidates(*ranked)
 
 
-ranked = kernel_or_plain(kernel_ranked, plain_ranked, is_bfloat16)
+fused_rank = kernel_or_reference(kernel_ranked, plain_ranked, is_bfloat16)
 
 
 def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
@@ -152,7 +152,7 @@ def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).ranked
 
 
-_rank_from = kernel_or_plain(kernel_ranked, plain_ranked, _ranking_pays)
+_rank_from = kernel_or_reference(kernel_ranked, plain_ranked, _ranking_pays)
 
 
 def rank(
@@ -170,7 +170,7 @@ def rank(
     """Same as the specification; not fused for a sharded LM head or for sampled drafts."""
     given = (projection, seen, positions, params, keys, stream, width)
     is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
-    if is_sampled or is_other or not vocabulary.group.is_alone:
+    if is_sampled or is_other or not vocabulary.group.is_single:
         return rank_apart(*given, is_sampled, columns, vocabulary)
     return _rank_from(*given, columns)
 

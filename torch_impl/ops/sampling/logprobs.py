@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops import any_row
+from torch_impl.ops import any_row_set
 from torch_impl.ops.sampling.vocab_parallel import (
     ALL,
     Vocabulary,
@@ -30,7 +30,7 @@ def top(
     return ids, log_probabilities(values, norm(rows, vocabulary))
 
 
-def reported(
+def output_logprobs(
     logits: Float[Tensor, "R share"],
     row_of: Int[Tensor, "B W"],
     tokens: Int[Tensor, "B W"],
@@ -42,7 +42,7 @@ def reported(
     """Computes the logprobs of a step's tokens, 0 for other rows; a CPU may skip it."""
     B, W = tokens.shape
     is_reported = (torch.arange(W, device=tokens.device) < counts[:, None]) & reports[:, None]
-    if not any_row(is_reported):
+    if not any_row_set(is_reported):
         zeros = logits.new_zeros(B, W, k)
         return zeros[:, :, 0], zeros.int(), zeros
     rows, is_top = spread(logits[row_of.flatten()], vocabulary), is_reported[:, :, None]
@@ -55,7 +55,7 @@ def reported(
     )
 
 
-def scored(
+def prompt_logprobs(
     logits: Float[Tensor, "R share"], ids: Int[Tensor, " R"], k: int, vocabulary: Vocabulary = ALL
 ) -> tuple[Float[Tensor, " R"], Int[Tensor, " R"], Int[Tensor, "R k"], Float[Tensor, "R k"]]:
     rows = spread(logits, vocabulary)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
-from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops import Kernels, any_row_set, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.sampling.gumbel_noise import gumbel
 from torch_impl.ops.sampling.vocab_parallel import (
@@ -144,13 +144,13 @@ def _edited(
     allowed: Bool[Tensor, "R vocab"] | None,
 ) -> Float[Tensor, "R vocab"]:
     """Applies penalties, biases and masks, which precede the division by the temperature."""
-    if any_row(sampling.has_penalty):
+    if any_row_set(sampling.has_penalty):
         logits = penalized(logits, seen_rows(seen), sampling.rows(request))
-    if any_row(sampling.bias_values != 0):
+    if any_row_set(sampling.bias_values != 0):
         ids, values = sampling.bias_ids.long()[request], sampling.bias_values[request]
         logits = logits.scatter_add(1, ids, values)
     too_short = positions < sampling.min_length[request]
-    if any_row(too_short):
+    if any_row_set(too_short):
         logits = _without_stops(logits, sampling.stop_ids[request], too_short)
     return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
@@ -171,17 +171,17 @@ def _supported(
 ) -> Float[Tensor, "R vocab"]:
     """Divides by the temperature and excludes tokens outside the top-k, top-p and min-p filters."""
     sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
-    if not any_row(sampled):
+    if not any_row_set(sampled):
         return logits
     scaled = logits / torch.where(sampled, sampling.temperature, 1)[request, None]
     filters = (top_k < scaled.shape[1]) | (top_p < 1) | (sampling.min_p > 0)
-    if not any_row(filters & sampled):
+    if not any_row_set(filters & sampled):
         return scaled
     keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request], vocabulary)
     return scaled.masked_fill(~keep & sampled[request, None], -torch.inf)
 
 
-def perturbed(
+def add_gumbel_noise(
     processed: Float[Tensor, "R vocab"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
@@ -189,7 +189,7 @@ def perturbed(
     stream: int,
 ) -> Float[Tensor, "R vocab"]:
     warm = sampling.temperature > 0
-    if not any_row(warm):
+    if not any_row_set(warm):
         return processed
     noise = _noise(sampling.seed, request, keys, processed.shape[1], stream)
     return processed + torch.where(warm[request, None], noise, 0)
@@ -212,9 +212,9 @@ def _noise(
 def perturbed_alike(
     processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
 ) -> Float[Tensor, "B k vocab"]:
-    """Same as `perturbed`, with one row of noise for the k rows of a request."""
+    """Same as `add_gumbel_noise`, with one row of noise for the k rows of a request."""
     warm = sampling.temperature > 0
-    if not any_row(warm):
+    if not any_row_set(warm):
         return processed
     noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
     return processed + torch.where(warm[:, None], noise, 0)[:, None]
@@ -240,7 +240,7 @@ def plain_choose(
     """Chooses the target's token of each row, from whole logits or this rank's shard."""
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
-    noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
+    noisy = add_gumbel_noise(scores, sampling, request, positions, TARGET_STREAM)
     return SampledTokens(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
@@ -279,29 +279,32 @@ def of_parts(
     vocabulary: Vocabulary,
     **how: Any,
 ) -> tuple[Int[Tensor, "R width"], Float[Tensor, "R width"], Bool[Tensor, " R"]]:
-    """Combines the partial results of all vocabulary shards with `kernels.vocab_parallel.join`.
+    """Combines the partial results of all vocabulary shards with
+    `kernels.vocab_parallel.merge_topk`.
 
     Args:
       logits, seen, positions, sampling, request, allowed, keys, columns: See `sampling.leave`.
       how: RNG stream, and `width`, `tau`, `nodes` and `leaves` of `sampling.leave`.
     """
     group, size = vocabulary.group, vocabulary.size
-    rows = kernels.vocab_parallel.filtered(sampling, request, len(logits), how["nodes"], size)
+    rows = kernels.vocab_parallel.rows_with_filters(
+        sampling, request, len(logits), how["nodes"], size
+    )
     every = all_gather.gathered_rows(group, logits, rows)
-    part = kernels.sampling.Part(size, group.count, first_of(vocabulary), every)
+    part = kernels.sampling.VocabShard(size, group.count, first_of(vocabulary), every)
     left, *held = kernels.sampling.leave(
         *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
         **how,
     )
-    left, totals = all_gather.gathered(group, left), None
+    left, totals = all_gather.all_gather(group, left), None
     same = {"ranks": group.count} | {name: how[name] for name in ("width", "tau", "nodes")}
     if how["tau"] is not None:
         of_groups = (left, *held, sampling.temperature, part.first)
-        totals = kernels.vocab_parallel.totals(*of_groups, share=vocabulary.share, **same)
-        totals = all_gather.gathered(group, totals)
+        totals = kernels.vocab_parallel.sum_exp(*of_groups, share=vocabulary.share, **same)
+        totals = all_gather.all_gather(group, totals)
     joined = (left, totals, sampling.temperature, columns)
-    return kernels.vocab_parallel.join(*joined, vocab=size, **same)
+    return kernels.vocab_parallel.merge_topk(*joined, vocab=size, **same)
 
 
 def choose_parts(
@@ -322,7 +325,7 @@ def choose_parts(
     return SampledTokens(ids[:, 0], is_finite)
 
 
-choose = kernel_or_plain(kernel_choose, plain_choose)
+choose = kernel_or_reference(kernel_choose, plain_choose)
 
 
 def is_finite(logits: Float[Tensor, "R share"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
@@ -369,8 +372,8 @@ def plain_rank(
     noisy = perturbed_alike(by_node, sampling, keys, stream).flatten(0, 1)
     noisy = noisy if columns is None else noisy[:, columns]
     values, ids = best_of(noisy, width, vocabulary)
-    warmth = sampling.temperature[request]
-    weights = draft_weights(noisy, values, warmth, DRAFT_TAU, vocabulary)
+    temperature = sampling.temperature[request]
+    weights = draft_weights(noisy, values, temperature, DRAFT_TAU, vocabulary)
     ids = ids if columns is None else columns[ids]
     target = Vocabulary(vocab, vocabulary.group)
     kept = moved(scores, columns, vocabulary, target) if is_sampled else None
@@ -413,7 +416,7 @@ def kernel_rank(
     return RankedCandidates(*ranked)
 
 
-rank = kernel_or_plain(kernel_rank, plain_rank)
+rank = kernel_or_reference(kernel_rank, plain_rank)
 
 
 def draft_weights(

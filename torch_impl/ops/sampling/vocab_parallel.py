@@ -51,24 +51,24 @@ def num_tokens_of(vocabulary: Vocabulary) -> int:
 
 def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
     """Returns True if kernels sample this many rows from partial results, not from whole rows."""
-    return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
+    return not vocabulary.group.is_single and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(
     part: Float[Tensor, "... share"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "... size"]:
     """Gathers the logits of all tokens."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return part
-    return all_gather.gathered(vocabulary.group, part)[..., : vocabulary.size]
+    return all_gather.all_gather(vocabulary.group, part)[..., : vocabulary.size]
 
 
 def part(rows: Float[Tensor, "... size"], vocabulary: Vocabulary) -> Float[Tensor, "... share"]:
     """Returns this rank's shard of the logits of all tokens."""
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return rows
-    return all_gather.own(group, _resized(rows, vocabulary.share * group.count))
+    return all_gather.local_columns(group, _resized(rows, vocabulary.share * group.count))
 
 
 def spread(
@@ -76,7 +76,7 @@ def spread(
 ) -> Float[Tensor, "... size"]:
     """Expands a shard to all tokens, with the tokens of other ranks excluded."""
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return part
     first, end = vocab_section(vocabulary.size).run(group.rank, group.count)
     rows = part.new_full((*part.shape[:-1], vocabulary.size), -torch.inf)
@@ -97,10 +97,10 @@ def moved(
     if columns is None and vocabulary == target:
         return rows
     group = vocabulary.group
-    if not group.is_alone:
-        rows = _resized(all_gather.gathered(group, part(rows, vocabulary)), rows.shape[1])
+    if not group.is_single:
+        rows = _resized(all_gather.all_gather(group, part(rows, vocabulary)), rows.shape[1])
     rows = over_tokens(rows, columns, target.size)
-    if group.is_alone:
+    if group.is_single:
         return rows
     first, end = vocab_section(target.size).run(group.rank, group.count)
     return spread(rows[:, first:end], target)
@@ -127,9 +127,9 @@ def _resized(rows: Float[Tensor, "... size"], size: int) -> Float[Tensor, "... r
 
 def all_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
     """Returns True for rows whose flag is set on all ranks."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return flags
-    return all_gather.gathered(vocabulary.group, flags.int()[:, None]).bool().all(dim=1)
+    return all_gather.all_gather(vocabulary.group, flags.int()[:, None]).bool().all(dim=1)
 
 
 def any_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
@@ -142,16 +142,16 @@ def at(
 ) -> Float[Tensor, "R some"]:
     """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
     own, group = scores.gather(1, ids.long()), vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return own
-    return all_gather.gathered(group, own).unflatten(1, (group.count, -1)).amax(dim=1)
+    return all_gather.all_gather(group, own).unflatten(1, (group.count, -1)).amax(dim=1)
 
 
 def added(numbers: Int[Tensor, "R some"], vocabulary: Vocabulary = ALL) -> Int[Tensor, "R some"]:
     """Sums integers over all shards."""
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         return numbers
-    each = all_gather.gathered(vocabulary.group, numbers).unflatten(1, (-1, numbers.shape[1]))
+    each = all_gather.all_gather(vocabulary.group, numbers).unflatten(1, (-1, numbers.shape[1]))
     return each.sum(dim=1, dtype=numbers.dtype)
 
 
@@ -171,13 +171,13 @@ class Norm(NamedTuple):
 def norm(scores: Float[Tensor, "R size"], vocabulary: Vocabulary = ALL) -> Norm:
     """Computes the normaliser from the groups of all shards; each rank computes its own groups."""
     group, most = vocabulary.group, -(-scores.shape[1] // VOCAB_GROUP) * VOCAB_GROUP
-    if not group.is_alone:
+    if not group.is_single:
         most = vocabulary.share * group.count
-    tokens = all_gather.own(group, _resized(scores, most)).unflatten(1, (-1, VOCAB_GROUP))
+    tokens = all_gather.local_columns(group, _resized(scores, most)).unflatten(1, (-1, VOCAB_GROUP))
     peaks = tokens.amax(dim=2)
     units = (_weights(tokens, peaks) * 2.0**GROUP_BITS + 0.5).floor().int()
     masses = units.sum(dim=2, dtype=torch.int32).float() * 2.0**-GROUP_BITS
-    peaks, masses = all_gather.gathered(group, torch.stack([peaks, masses]))
+    peaks, masses = all_gather.all_gather(group, torch.stack([peaks, masses]))
     highest = peaks.amax(dim=1)
     shares = masses * _weights(peaks, highest) * (1 / VOCAB_GROUP)
     return Norm(highest, _of_units(_in_units(shares).sum(dim=1)) * VOCAB_GROUP)
@@ -195,14 +195,14 @@ def best_of(
     Raises:
       ValueError: With TP, k exceeds the tokens that the first rank is certain to have.
     """
-    if not vocabulary.group.is_alone and k > VOCAB_GROUP:
+    if not vocabulary.group.is_single and k > VOCAB_GROUP:
         raise ValueError(f"ranks leave at most {VOCAB_GROUP} tokens of a row, got {k}")
     ids = _top(scores, k)
     values, group = scores.gather(1, ids.long()), vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return values, ids
     left = torch.stack([values.view(torch.int32), ids], dim=1)
-    left = all_gather.gathered(group, left).contiguous()
+    left = all_gather.all_gather(group, left).contiguous()
     values, ids = left[:, 0].view(torch.float32), left[:, 1]
     # Ties are in the order of ranks, which is the order of ids.
     places = _top(values, k).long()
@@ -257,7 +257,7 @@ def support(
         return ((counts >= most) | (masses >= bound)).sum(dim=1, keepdim=True)
 
     border = keys.new_zeros(R, 1)
-    if vocabulary.group.is_alone:
+    if vocabulary.group.is_single:
         # The lowest token within the limits, if any is outside. Ties count as above earlier ties,
         # which changes the index but not the value found there. With zero mass none is within.
         counts = torch.arange(size - 1, -1, -1, device=keys.device)[None]
@@ -278,9 +278,9 @@ def support(
 def _before(own: Int[Tensor, "R 1"], vocabulary: Vocabulary = ALL) -> Int[Tensor, "R 1"]:
     """Sums the values of the ranks before this one."""
     group = vocabulary.group
-    if group.is_alone:
+    if group.is_single:
         return torch.zeros_like(own)
-    return all_gather.gathered(group, own)[:, : group.rank].sum(dim=1, keepdim=True)
+    return all_gather.all_gather(group, own)[:, : group.rank].sum(dim=1, keepdim=True)
 
 
 def _keys(x: Float[Tensor, "R some"]) -> Int[Tensor, "R some"]:

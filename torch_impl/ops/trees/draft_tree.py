@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops import Kernels, kernel_or_reference
 
 
 def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
@@ -32,7 +32,7 @@ def kernel_ancestors(kernels: Kernels, parents: Int[Tensor, "B N"]) -> Bool[Tens
     return kernels.draft_tree.ancestors(parents)
 
 
-ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
+ancestors = kernel_or_reference(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[Tensor, "B C"], count: int) -> Int[Tensor, "B count"]:
@@ -110,7 +110,7 @@ def kernel_next_level(
     return parents, weights, Level(*level_arrays)
 
 
-next_level = kernel_or_plain(kernel_next_level, plain_next_level)
+next_level = kernel_or_reference(kernel_next_level, plain_next_level)
 
 
 Kept = tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]
@@ -162,7 +162,7 @@ def kernel_keep_best(
     )
 
 
-keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
+keep_best = kernel_or_reference(kernel_keep_best, plain_keep_best)
 
 
 def plain_chains(
@@ -190,7 +190,7 @@ def kernel_chains(
     return kernels.draft_tree.chains(drafts, newest, max_drafts, can_draft)
 
 
-chains = kernel_or_plain(kernel_chains, plain_chains)
+chains = kernel_or_reference(kernel_chains, plain_chains)
 
 
 def flatten(

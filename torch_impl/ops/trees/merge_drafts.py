@@ -58,7 +58,7 @@ class _Below:
     weights: Float[Tensor, "B M"]
 
 
-def aligned(
+def align_to_newest(
     copies: NgramTrees, newest: Int[Tensor, " B"], lengths: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
     M = copies.tokens.shape[1]
@@ -69,7 +69,7 @@ def aligned(
     return torch.where(found, node, M).amin(dim=1)
 
 
-def join(
+def merge(
     grown: DraftedTrees,
     copies: NgramTrees,
     lengths: Int[Tensor, " B"],
@@ -112,7 +112,7 @@ def join(
         nodes=nodes,
     )
     if rows < B * nodes:
-        chosen, joined_parents, num_nodes = verify_budget.share(
+        chosen, joined_parents, num_nodes = verify_budget.prune_to_budget(
             chosen, joined_parents, num_nodes, kept_weights, rows
         )
     of_drafts = torch.where(same, number, 0).amax(dim=2)
@@ -132,7 +132,7 @@ def join(
 def _below(
     grown: DraftedTrees, copies: NgramTrees, lengths: Int[Tensor, " B"], depth: int
 ) -> _Below:
-    M, root = copies.tokens.shape[1], aligned(copies, grown.tokens[:, 0], lengths)
+    M, root = copies.tokens.shape[1], align_to_newest(copies, grown.tokens[:, 0], lengths)
     node = torch.arange(M, dtype=torch.int32, device=lengths.device)
     place, is_root = root.clamp(max=M - 1).long()[:, None], node == root[:, None]
     ancestors = draft_tree.ancestors(copies.parents)

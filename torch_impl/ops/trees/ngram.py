@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.ngram import LATEST, LENGTHS, MOST_AGE, MULTIPLIERS, UNITS, WAYS, WINDOW, cost
-from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops import Kernels, kernel_or_reference
 
 _NONE = 2**30
 """The cost of no candidate."""
@@ -41,7 +41,7 @@ class Grown:
     weights: Float[Tensor, "B N"]
 
 
-def mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+def hash_mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """Mixes all 32 bits of a hash; the mask clears the sign bits that the shift copies in."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
@@ -60,7 +60,7 @@ def keys(
         for place in range(WINDOW):
             longer = key * multiplier + contexts[:, place, None] + 1
             key = torch.where(place >= WINDOW - lengths, longer, key)
-        found.append(mix(key))
+        found.append(hash_mix(key))
     return found[0], found[1], is_there
 
 
@@ -75,7 +75,7 @@ def plain_learn(
     first, second, is_there = keys(contexts, scopes)
     length = torch.arange(len(LENGTHS), device=contexts.device)
     entry = (length * groups + (first & (groups - 1))) * WAYS
-    entry = entry + (mix(following + 1) & (WAYS - 1))[:, None]
+    entry = entry + (hash_mix(following + 1) & (WAYS - 1))[:, None]
     order = torch.arange(n, dtype=torch.int32, device=contexts.device)[:, None]
     stamp = (table.clocks + order) & LATEST
     is_written = is_there & is_real[:, None]
@@ -104,10 +104,10 @@ def kernel_learn(
     is_real: Bool[Tensor, " n"],
 ) -> None:
     held = (table.tokens, table.checks, table.stamps, table.clocks)
-    kernels.ngram.learn(*held, contexts, following, scopes, is_real)
+    kernels.ngram.insert(*held, contexts, following, scopes, is_real)
 
 
-learn = kernel_or_plain(kernel_learn, plain_learn)
+insert = kernel_or_reference(kernel_learn, plain_learn)
 
 
 def _children(
@@ -188,7 +188,7 @@ def kernel_draft(
     return Grown(*kernels.ngram.draft(*held, contexts, scopes, max_drafts, nodes, depth, width))
 
 
-draft = kernel_or_plain(kernel_draft, plain_draft)
+draft = kernel_or_reference(kernel_draft, plain_draft)
 
 
 def windows(
@@ -199,7 +199,7 @@ def windows(
     return stream.unfold(1, WINDOW, 1)[:, : tokens.shape[1]]
 
 
-def tails_after(
+def update_tails(
     tails: Int[Tensor, "B window"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, " B"]
 ) -> Int[Tensor, "B window"]:
     """Returns the last tokens of each row after the new tokens."""
@@ -233,7 +233,7 @@ def learn_prompts(
     scopes: Int[Tensor, "B 2"],
     is_real: Bool[Tensor, " T"],
 ) -> None:
-    learn(memory.table, windows, following, scopes[request], is_real)
+    insert(memory.table, windows, following, scopes[request], is_real)
     newest = following[last][:, None]
     memory.tails[slots] = torch.cat([windows[last][:, 1:], newest], dim=1)
 
@@ -248,5 +248,5 @@ def learn_outputs(
     W, held = tokens.shape[1], memory.tails[slots]
     is_real = torch.arange(W, device=tokens.device) < counts[:, None]
     before, of_rows = windows(held, tokens).flatten(0, 1), scopes.repeat_interleave(W, dim=0)
-    learn(memory.table, before, tokens.flatten(), of_rows, is_real.flatten())
-    memory.tails[slots] = tails_after(held, tokens, counts)
+    insert(memory.table, before, tokens.flatten(), of_rows, is_real.flatten())
+    memory.tails[slots] = update_tails(held, tokens, counts)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops import Kernels, kernel_or_reference
 
 
 def count(
@@ -78,7 +78,7 @@ def kernel_commit(
     return lengths, newest, seen, draft_from
 
 
-commit = kernel_or_plain(kernel_commit, plain_commit)
+commit = kernel_or_reference(kernel_commit, plain_commit)
 
 
 def plain_restore(
@@ -106,4 +106,4 @@ def kernel_restore(
     return memory
 
 
-restore = kernel_or_plain(kernel_restore, plain_restore)
+restore = kernel_or_reference(kernel_restore, plain_restore)

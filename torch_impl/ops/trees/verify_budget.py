@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops import Kernels, kernel_or_reference
 from torch_impl.ops.trees import draft_tree
 
 
@@ -37,10 +37,10 @@ def kernel_rank_weights(
     weights: Float[Tensor, "B N"],
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
-    return kernels.verify_budget.rank_weights(parents, weights, calibration)
+    return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 
 
-rank_weights = kernel_or_plain(kernel_rank_weights, plain_rank_weights)
+log_acceptance = kernel_or_reference(kernel_rank_weights, plain_rank_weights)
 
 
 def plain_share(
@@ -75,7 +75,7 @@ def kernel_share(
     rank_weights: Float[Tensor, "B N"],
     rows: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    return kernels.verify_budget.share(tokens, parents, num_nodes, rank_weights, rows)
+    return kernels.verify_budget.prune_to_budget(tokens, parents, num_nodes, rank_weights, rows)
 
 
-share = kernel_or_plain(kernel_share, plain_share)
+prune_to_budget = kernel_or_reference(kernel_share, plain_share)

@@ -196,7 +196,7 @@ def _commit_case(B: int, W: int, heads: int, D: int, page: int, layers: int) -> 
     sizes = {"heads": heads, "D": D, "page": page, "layers": layers}
     return OpCase(
         op="attention",
-        function="commit_window",
+        function="compact_accepted_kv",
         name=f"{B} x {W} rows of {heads} x {D}, {layers} layers",
         make=partial(commit_arguments, B=B, W=W, **sizes),
         dtype="bfloat16" if layers > 2 else "float32",
@@ -233,7 +233,7 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: i
         described = f"described by {tiles['groups']}, " if tiles["described"] else "by pointers, "
     return OpCase(
         op="attention",
-        function="attend_all",
+        function="bidirectional_attention",
         name=f"{described}{R} patches, {spare} of padding, {heads} heads of {D}",
         make=partial(picture_arguments, R=R, heads=heads, D=D, spare=spare),
         dtype=dtype,
@@ -241,7 +241,7 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: i
         is_large=dtype == "bfloat16",
         tiles=tiles,
         real_rows=lambda arguments: np.arange(arguments["count"][0]),
-        specify=lambda arguments, rows: [spec.attend_all(**arguments)[rows]],
+        specify=lambda arguments, rows: [spec.bidirectional_attention(**arguments)[rows]],
     )
 
 

@@ -1,5 +1,5 @@
-"""Cases of `attention_layer.mix`: a projection, the rows that it is of, and the pools behind
-them.
+"""Cases of `attention_layer.attention_layer`: a projection, the rows that it is of, and the pools
+behind them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class MixCase:
     heads: attention_layer.Heads
     norms: attention_layer.HeadNorms | None
     angles: attention_layer.Angles
-    rows: attention.Rows
+    rows: attention.AttentionRows
     row_starts: np.ndarray
     most_rows: int
     k_pages: np.ndarray
@@ -59,7 +59,7 @@ class MixCase:
 
 
 @dataclass(frozen=True)
-class Rows(attention.Rows):
+class Rows(attention.AttentionRows):
     """As the backends' own."""
 
     row_starts: np.ndarray
@@ -88,7 +88,9 @@ def arguments(case: MixCase) -> Arguments:
         "k_pages": case.k_pages,
         "v_pages": case.v_pages,
         "kv": PagedKV(
-            pools, attention_layer.reach(case.rows, case.row_starts), np.zeros(counts, np.int32)
+            pools,
+            attention_layer.row_bounds(case.rows, case.row_starts),
+            np.zeros(counts, np.int32),
         ),
         "layer": 0,
     }
@@ -99,11 +101,11 @@ PER_ROW = ("positions", "places", "first", "until", "window", "is_real")
 
 def specified(case: MixCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     given = (case.qkv, case.heads, case.norms, case.angles, case.rows)
-    return attention_layer.mix(*given, case.k_pages, case.v_pages)
+    return attention_layer.attention_layer(*given, case.k_pages, case.v_pages)
 
 
 def mix_case(
-    rows: attention.Rows,
+    rows: attention.AttentionRows,
     row_starts: Sequence[int],
     most_rows: int,
     *,
@@ -340,11 +342,11 @@ def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]
     heads, angles, rows = (arguments[name] for name in ("heads", "angles", "rows"))
     keys = arguments["qkv"][:, -2 * heads.num_kv_heads * heads.head_size :]
     pools = (arguments["k_pages"], arguments["v_pages"])
-    pools = attention_layer.mix_keys(keys, heads, arguments["norms"], angles, rows, *pools)
+    pools = attention_layer.write_kv(keys, heads, arguments["norms"], angles, rows, *pools)
     kept = {name: getattr(rows, name)[chosen] for name in ("request", *PER_ROW)}
     angles = attention_layer.Angles(angles.cos[chosen], angles.sin[chosen])
     some = (arguments["qkv"][chosen], heads, arguments["norms"], angles, replace(rows, **kept))
-    return [attention_layer.mix(*some, *pools)[0]]
+    return [attention_layer.attention_layer(*some, *pools)[0]]
 
 
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
@@ -370,7 +372,7 @@ def _op_case(
 ) -> OpCase:
     return OpCase(
         op="attention_layer",
-        function="mix",
+        function="attention_layer",
         name=name,
         make=lambda seed: arguments(make(seed=seed)),
         dtype=dtype,

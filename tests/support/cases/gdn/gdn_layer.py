@@ -205,7 +205,7 @@ def _cases() -> list[OpCase]:
         *((B, 16, MODEL, False) for B in (1, 8, 32)),
         (1, 40, MODEL, False),
     ):
-        function, kind = "advance" if N == 1 else "verify", "chain" if is_chain else "tree"
+        function, kind = "decode" if N == 1 else "verify", "chain" if is_chain else "tree"
         make = partial(arguments, B=B, N=N, sizes=sizes, is_chain=is_chain)
         is_large = sizes is MODEL
         dtype = "bfloat16" if is_large else "float32"

@@ -1,4 +1,4 @@
-"""Cases of `delta_mix.feed`: prompts, alone and several at once."""
+"""Cases of `delta_mix.prefill`: prompts, alone and several at once."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -41,7 +41,7 @@ def arguments(
 def _specified(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
     """The outputs of some rows."""
     names = ("inputs", "weights", "sizes", "states", "layer", "slots", "row_starts")
-    return [as_list(spec.feed(*(arguments[name] for name in names)))[0][chosen]]
+    return [as_list(spec.prefill(*(arguments[name] for name in names)))[0][chosen]]
 
 
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
@@ -55,7 +55,7 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
 def _case(name: str, lengths: Sequence[int], sizes: GatedDeltaConfig, is_large: bool) -> OpCase:
     return OpCase(
         op="gdn_layer",
-        function="feed",
+        function="prefill",
         name=name,
         make=partial(arguments, lengths=lengths, sizes=sizes),
         dtype="bfloat16" if is_large else "float32",

@@ -65,7 +65,7 @@ OF_TOWERS = [
         ("layer_norm", layer_norm_arguments, 1152),
         ("gelu", gelu_arguments, 4304),
         ("gelu_tanh", gelu_arguments, 4304),
-        ("blended", blend_arguments, 1152),
+        ("bilinear_pos_embed", blend_arguments, 1152),
     )
 ]
 TABLE = [*NORMS, *OF_TOWERS]

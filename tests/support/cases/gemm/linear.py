@@ -26,8 +26,8 @@ def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) ->
     shape = fp8.scale_shape(wide.shape, granularity)
     sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
     scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
-    codes = fp8.scaled(wide.copy(), 1 / scales.astype(np.float32))
-    words = fp8_packing.packed(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    codes = fp8.apply_scales(wide.copy(), 1 / scales.astype(np.float32))
+    words = fp8_packing.pack(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
     return Matrix(words, scales=fp8_packing.packed_scales(scales))
 
 
@@ -75,9 +75,9 @@ def gated_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
 _MAKERS = {
     "product": product_arguments,
     "product_float32": product_arguments,
-    "added_product": added_arguments,
-    "normed_product": normed_arguments,
-    "gated_product": gated_arguments,
+    "linear_add": added_arguments,
+    "rmsnorm_linear": normed_arguments,
+    "silu_and_mul_linear": gated_arguments,
 }
 _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
@@ -86,16 +86,16 @@ _SMALL = {
 FP8 = {"FP8": Granularity.BLOCK, "FP8 by channels": Granularity.CHANNEL}
 # The products of a layer of Qwen3-8B, and its head; of Qwen3-32B what one of four ranks has.
 _LARGE = {
-    "normed_product": {"qkv": (4096, 6144)},
-    "added_product": {"out": (4096, 4096), "down": (12288, 4096), "32B down": (25600, 1280)},
-    "gated_product": {"gate and up": (4096, 12288)},
+    "rmsnorm_linear": {"qkv": (4096, 6144)},
+    "linear_add": {"out": (4096, 4096), "down": (12288, 4096), "32B down": (25600, 1280)},
+    "silu_and_mul_linear": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
 # Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, whose outputs are wide.
 _LARGE_FP8 = {
-    "normed_product": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
-    "added_product": {"out": (4096, 4096), "down": (12288, 4096)},
-    "gated_product": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
+    "rmsnorm_linear": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
+    "linear_add": {"out": (4096, 4096), "down": (12288, 4096)},
+    "silu_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
 _SOME_ROWS = {"head": (1, 32, 512), "32B down": (1, 32)}
@@ -126,7 +126,7 @@ TABLE += [
     )
     for function in _MAKERS
     for name, granularity in FP8.items()
-    if granularity is Granularity.BLOCK or function == "gated_product"
+    if granularity is Granularity.BLOCK or function == "silu_and_mul_linear"
 ]
 TABLE += [
     OpCase(

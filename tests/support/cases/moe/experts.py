@@ -29,7 +29,7 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
     }
     return MoEConfig(
         num_experts=num_experts,
-        num_chosen=num_chosen,
+        top_k=num_chosen,
         intermediate=intermediate,
         shared_intermediate=intermediate if shared else 0,
         shared_is_gated=shared,

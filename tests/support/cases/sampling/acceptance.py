@@ -1,4 +1,4 @@
-"""Cases of `acceptance.follow` and `acceptance.judge`.
+"""Cases of `acceptance.follow` and `acceptance.rejection_sample`.
 
 Trees whose choices are often drafts, and what fails among them; chains sampled from a drafter that
 is near the target.
@@ -10,7 +10,7 @@ import numpy as np
 
 from shared.spec.acceptance import follow
 from shared.spec.draft_tree import flat_rows
-from shared.spec.sampling import TokenCounts, perturbed
+from shared.spec.sampling import TokenCounts, add_gumbel_noise
 from tests.support.cases.sampling.sampling import asked
 from tests.support.op_case import Arguments, OpCase
 
@@ -74,7 +74,7 @@ def judge_arguments(
     tokens = rng.integers(0, vocab, (B, N)).astype(np.int32)
     if not is_large:
         flat, everyone = drafted.reshape(B * S, vocab), np.repeat(np.arange(B), S)
-        noisy = perturbed(flat, how, everyone, lengths[everyone], 7 + seed)
+        noisy = add_gumbel_noise(flat, how, everyone, lengths[everyone], 7 + seed)
         tokens[:, 1:] = noisy.argmax(axis=1).reshape(B, S)
     request = np.repeat(np.arange(B), num_nodes)
     request = np.pad(request, (0, B * N - len(request))).astype(np.int32)
@@ -131,7 +131,7 @@ TABLE = [
 ] + [
     OpCase(
         op="acceptance",
-        function="judge",
+        function="rejection_sample",
         name=f"{B} chains of {S} drafts, {rule}",
         # What follows the nodes of a chain means nothing, and is not the same on all sides.
         make=partial(

@@ -1,5 +1,5 @@
-"""Cases of `projection.joined` and `projection.ranked`: rows that ask for anything, and the head of
-Qwen3-8B."""
+"""Cases of `projection.fused_choose` and `projection.ranked`: rows that ask for anything, and the
+head of Qwen3-8B."""
 
 from dataclasses import replace
 from functools import partial
@@ -85,7 +85,7 @@ def _specified(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
     given = {name: arguments[name][rows] for name in ("positions", "request")}
     projection = replace(whole, rows=whole.rows[rows])
     params = arguments["params"]
-    chosen = spec.joined(projection, replace(seen, **fields), params=params, **given)
+    chosen = spec.fused_choose(projection, replace(seen, **fields), params=params, **given)
     return [chosen.ids, chosen.is_finite]
 
 
@@ -95,8 +95,10 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
     return (projection.rows.size + projection.weight.values.size) * item_bytes
 
 
-_CASE = partial(OpCase, op="lm_head", function="joined", wide=("seen", "params"), num_bytes=_bytes)
-_RANKED = partial(_CASE, function="ranked")
+_CASE = partial(
+    OpCase, op="lm_head", function="fused_choose", wide=("seen", "params"), num_bytes=_bytes
+)
+_RANKED = partial(_CASE, function="fused_rank")
 TABLE = [
     _CASE(name="any rows", make=partial(mixed_arguments, K=96, N=301)),
     _RANKED(name="children", make=partial(ranked_arguments, B=10, k=2, K=96, N=301, width=3)),

@@ -26,7 +26,7 @@ def learnt(rng: np.random.Generator, count: int, groups: int, vocab: int) -> ngr
     """A table that has gone round its clock."""
     table = ngram.NgramTable.empty(groups)
     table.clocks[:] = ngram.LATEST - count // 2
-    return ngram.learn(table, **texts(rng, count, vocab))
+    return ngram.insert(table, **texts(rng, count, vocab))
 
 
 def learn_arguments(seed: int, *, n: int, groups: int, vocab: int) -> Arguments:
@@ -61,13 +61,13 @@ def _case(function: str, make: Callable[..., Arguments], is_large: bool, **sizes
         function=function,
         name=name,
         make=partial(make, **sizes),
-        in_place=("table",) if function == "learn" else (),
+        in_place=("table",) if function == "insert" else (),
         is_large=is_large,
     )
 
 
 TABLE = [
-    _case("learn", learn_arguments, n > 200, n=n, groups=groups, vocab=vocab)
+    _case("insert", learn_arguments, n > 200, n=n, groups=groups, vocab=vocab)
     for n, groups, vocab in ((1, 16, 9), (150, 2, 5), (256, 1 << 17, 999), (2048, 1 << 17, 999))
 ]
 TABLE += [

@@ -36,7 +36,7 @@ def rank_arguments(seed: int, *, B: int, N: int) -> Arguments:
 
 def share_arguments(seed: int, *, B: int, N: int, rows: int) -> Arguments:
     made = batch_arguments(seed, B=B, N=N)
-    ranked = verify_budget.rank_weights(made["parents"], made["weights"], made["calibration"])
+    ranked = verify_budget.log_acceptance(made["parents"], made["weights"], made["calibration"])
     trees = {name: made[name] for name in ("tokens", "parents", "num_nodes")}
     return trees | {"rank_weights": ranked, "rows": rows}
 
@@ -53,10 +53,10 @@ def _case(function: str, make: object, is_large: bool, **sizes: int) -> OpCase:
 
 
 TABLE = [
-    _case("rank_weights", rank_arguments, B > 5, B=B, N=N)
+    _case("log_acceptance", rank_arguments, B > 5, B=B, N=N)
     for B, N in ((2, 2), (4, 9), (5, 16), (32, 16), (32, 64))
 ]
 TABLE += [
-    _case("share", share_arguments, B > 5, B=B, N=N, rows=rows)
+    _case("prune_to_budget", share_arguments, B > 5, B=B, N=N, rows=rows)
     for B, N, rows in ((2, 2, 3), (4, 9, 4), (5, 16, 40), (32, 16, 128), (32, 64, 256))
 ]
