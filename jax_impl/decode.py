@@ -24,7 +24,7 @@ from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from jax_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from jax_impl.step_context import StepContext, behind_pictures, logprobs_of, ranking
+from jax_impl.step_context import StepContext, behind_images, logprobs_of, ranking
 from shared.boundary.program import Program, ProgramFeature
 from shared.spec.ngram import width_of
 
@@ -112,7 +112,7 @@ def build_trees(
     assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
-    deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
+    deltas = None if state.images is None else state.images.deltas[plan.slots]
     given = (state.draft, plan, newest, lengths, deltas)
     drafted, memory = machine.drafter.draft(*given, shape.drafter, rank)
     state = state._replace(draft=memory)
@@ -191,7 +191,7 @@ def verify(
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
     )
-    rows = behind_pictures(machine, state, plan, rows)
+    rows = behind_images(machine, state, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
@@ -392,7 +392,7 @@ def draft_extend(
     rank = ranking(machine, state, plan, lengths + counts, machine.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
-    rows = behind_pictures(machine, state, plan, rows)
+    rows = behind_images(machine, state, plan, rows)
     fed = ExtendRows(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)

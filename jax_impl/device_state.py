@@ -86,7 +86,7 @@ class DeviceState(NamedTuple):
       kv: KV pools of the target.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
-      pictures: None for a model without a vision encoder.
+      images: None for a model without a vision encoder.
       texts: N-gram table; None if no n-gram drafts are made on the device.
     """
 
@@ -97,7 +97,7 @@ class DeviceState(NamedTuple):
     delta: GDNState | None
     snapshots: GDNState | None
     draft: DraftState | None
-    pictures: ImageState | None
+    images: ImageState | None
     texts: ngram.NgramState | None
 
 
@@ -127,23 +127,23 @@ def allocate(
             delta=new_states(config, slots, dtype),
             snapshots=new_states(config, capacity.num_snapshots, dtype),
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
-            pictures=_new_pictures(capacity, dtype),
+            images=_new_images(capacity, dtype),
             texts=_new_texts(capacity),
         )
 
     return zeros()
 
 
-def _new_pictures(capacity: BackendLimits, dtype: np.dtype | type) -> ImageState | None:
-    pictures = capacity.pictures
-    if pictures is None:
+def _new_images(capacity: BackendLimits, dtype: np.dtype | type) -> ImageState | None:
+    images = capacity.images
+    if images is None:
         return None
-    vision, most, begun = pictures.vision, most_begun(capacity.programs, pictures.vision), None
+    vision, most, begun = images.vision, most_begun(capacity.programs, images.vision), None
     if most:
         cos, sin = (jnp.zeros((most, vision.head_size // 2)) for _ in range(2))
         begun = Begun(jnp.zeros((most, vision.hidden), dtype), cos, sin, jnp.zeros(1, np.int32))
     return ImageState(
-        pool=jnp.zeros((pictures.num_rows, vision.out), dtype),
+        pool=jnp.zeros((images.num_rows, vision.out), dtype),
         deltas=jnp.zeros(capacity.num_slots, np.int32),
         begun=begun,
     )
@@ -211,8 +211,8 @@ def new_kv(
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Image inputs of a prefill; see `shared.boundary.images.Pictures`."""
+class Images:
+    """Image inputs of a prefill; see `shared.boundary.images.Images`."""
 
     sources: Int[jax.Array, " T"]
     turns: Int[jax.Array, "T 3"]
@@ -240,7 +240,7 @@ class Prompt:
     first_positions: Int[jax.Array, " B"]
     ends_prompt: Bool[jax.Array, " B"]
     next_tokens: Int[jax.Array, " B"]
-    pictures: Pictures | None
+    images: Images | None
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Plan:
       drafts: Draft trees from the host; None without them.
       copies: N-gram drafts to merge into the drafter's trees; None without them.
       mask: Grammar token bitmask; None if the program takes no mask.
-      picture: Image of an encode step; None in other steps.
+      image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
     """
 
@@ -299,7 +299,7 @@ class Plan:
     drafts: HostDraft | None
     copies: NgramTrees | None
     mask: Mask | None
-    picture: ImageToEncode | None
+    image: ImageToEncode | None
     texts: NgramScopes | None
 
 
@@ -321,7 +321,7 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
         drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
         copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
-        picture=_read_picture(at) if program.work is StepKind.ENCODE else None,
+        image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )
 
@@ -343,7 +343,7 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         first_positions=at["first_positions"],
         ends_prompt=at.get("ends_prompt", nothing) != 0,
         next_tokens=at.get("next_tokens", nothing),
-        pictures=_read_pictures(at),
+        images=_read_images(at),
     )
 
 
@@ -351,20 +351,20 @@ def _read_texts(at: Fields) -> NgramScopes | None:
     return NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
-def _read_pictures(at: Fields) -> Pictures | None:
-    if "picture_sources" not in at:
+def _read_images(at: Fields) -> Images | None:
+    if "image_sources" not in at:
         return None
-    return Pictures(
-        sources=at["picture_sources"],
-        turns=at["picture_mrope_positions"],
-        next_sources=at["picture_next_embed_sources"],
-        deltas=at["picture_mrope_position_deltas"],
+    return Images(
+        sources=at["image_sources"],
+        turns=at["image_mrope_positions"],
+        next_sources=at["image_next_embed_sources"],
+        deltas=at["image_mrope_position_deltas"],
     )
 
 
-def _read_picture(at: Fields) -> ImageToEncode:
-    begins = "picture_bytes" in at
-    pixels = Pixels(*(at[f"picture_{name}"] for name in Pixels._fields)) if begins else None
+def _read_image(at: Fields) -> ImageToEncode:
+    begins = "image_bytes" in at
+    pixels = Pixels(*(at[f"image_{name}"] for name in Pixels._fields)) if begins else None
     return ImageToEncode(pixels, at["place"])
 
 

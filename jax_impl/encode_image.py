@@ -16,15 +16,15 @@ def encode(
 
     Padding writes row 0. The activations for later steps are stored in the device state.
     """
-    picture, held, pictures = plan.picture, state.pictures, machine.capacity.pictures
-    assert picture is not None  # set in an encode step
+    image, held, images = plan.image, state.images, machine.capacity.images
+    assert image is not None  # set in an encode step
     assert held is not None  # set with a vision encoder
-    assert pictures is not None
+    assert images is not None
     assert machine.tower is not None
-    vision = pictures.vision
-    if picture.pixels is not None:
+    vision = images.vision
+    if image.pixels is not None:
         begun = vision_encoder.embed_patches(
-            machine.tower, vision_encoder.patches(vision, picture.pixels)
+            machine.tower, vision_encoder.patches(vision, image.pixels)
         )
     else:
         begun = _kept(held, program.tokens)
@@ -35,9 +35,9 @@ def encode(
         rows = vision_encoder.project(vision, machine.tower, begun)
         number = jnp.arange(len(rows), dtype=jnp.int32)
         is_real = number * vision.merged < begun.count
-        place = jnp.where(is_real & (picture.place > 0), picture.place + number, 0)
+        place = jnp.where(is_real & (image.place > 0), image.place + number, 0)
         held = held._replace(pool=held.pool.at[place].set(rows))
-    return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
+    return state._replace(images=held), {"counts": jnp.zeros_like(plan.save_at)}
 
 
 def _kept(held: ImageState, size: int) -> Begun:

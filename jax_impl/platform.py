@@ -46,10 +46,10 @@ def load_backend(
         read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
         for each, rank in zip(together.devices, together.ranks, strict=True)
     ]
-    towers, pictures = [], blueprint.capacity.pictures
-    if pictures is not None:
+    towers, images = [], blueprint.capacity.images
+    if images is not None:
         assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # it has none
-        of_tower = (checkpoint, pictures.vision, jnp.dtype(blueprint.dtype))
+        of_tower = (checkpoint, images.vision, jnp.dtype(blueprint.dtype))
         for each in together.devices:  # the first's bytes are those that a start counts
             towers.append(load_tower(*of_tower, each, _unseen if towers else progress))
     of_drafts = [own for _, own in loaded if own is not None]

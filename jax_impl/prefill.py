@@ -44,9 +44,9 @@ def prefill(
     state, prompt = reset_slots(state, plan), plan.prompt
     assert prompt is not None  # a prefill has one
     prompts = PrefillChunks.of(plan, program)
-    if prompt.pictures is not None and state.pictures is not None:
-        deltas = state.pictures.deltas.at[plan.slots].set(prompt.pictures.deltas)
-        state = state._replace(pictures=state.pictures._replace(deltas=deltas))
+    if prompt.images is not None and state.images is not None:
+        deltas = state.images.deltas.at[plan.slots].set(prompt.images.deltas)
+        state = state._replace(images=state.images._replace(deltas=deltas))
     passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
     state = _count_prompts(machine, state, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
@@ -99,18 +99,18 @@ def _learnt_texts(
 
 def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[jax.Array, " T"] | None:
     """Returns the encoder-cache rows of those tokens."""
-    if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
+    if prompts.sources is None or plan.prompt is None or plan.prompt.images is None:
         return None
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
-    next_sources = plan.prompt.pictures.next_sources
+    next_sources = plan.prompt.images.next_sources
     return jnp.where(is_last, next_sources[request], jnp.roll(prompts.sources, -1))
 
 
 def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> ImageEmbeds | None:
     """Returns the image embeddings that replace token embeddings; None for a text-only model."""
-    pictures = state.pictures
-    return None if sources is None or pictures is None else ImageEmbeds(pictures.pool, sources)
+    images = state.images
+    return None if sources is None or images is None else ImageEmbeds(images.pool, sources)
 
 
 def _scores(

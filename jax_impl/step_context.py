@@ -78,10 +78,10 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(
+def behind_images(
     machine: StepContext, state: DeviceState, plan: Plan, rows: AttentionRows
 ) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
-    if state.pictures is None:
+    if state.images is None:
         return rows
-    return with_mrope(rows, state.pictures.deltas[plan.slots])
+    return with_mrope(rows, state.images.deltas[plan.slots])

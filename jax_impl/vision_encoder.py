@@ -45,25 +45,25 @@ class Begun(NamedTuple):
     count: Int[jax.Array, " 1"]
 
 
-def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+def patches(vision: VisionConfig, image: Pixels) -> Patches:
     """Cuts an image into patches; padding repeats the last patch."""
     size, merge = vision.patch_size, vision.merge_size
-    rows, columns = jnp.maximum(picture.sides, merge)
-    number = jnp.arange(vision.num_patches(len(picture.bytes)), dtype=jnp.int32)
+    rows, columns = jnp.maximum(image.sides, merge)
+    number = jnp.arange(vision.num_patches(len(image.bytes)), dtype=jnp.int32)
     number = jnp.minimum(number, rows * columns - 1)
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
     # The pixels of a patch in one row of the image are contiguous bytes.
-    pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
+    pieces = image.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
     piece = (row[:, None] * size + jnp.arange(size)) * columns + column[:, None]
     by_channel = pieces[piece].transpose(0, 3, 1, 2).astype(jnp.int32)  # [R, 3, rows, columns]
     channel = jnp.arange(0, 3 * 256, 256)
-    values = picture.levels.reshape(-1)[by_channel + channel[:, None, None]]
+    values = image.levels.reshape(-1)[by_channel + channel[:, None, None]]
     frames = jnp.repeat(values[:, :, None], vision.frames, axis=2)
     across = rows + column
-    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
-    cos, sin = (jnp.concatenate([x[row], x[across]], axis=1) for x in (picture.cos, picture.sin))
+    (top, left), (above, before) = ((x[row], x[across]) for x in (image.corners, image.shares))
+    cos, sin = (jnp.concatenate([x[row], x[across]], axis=1) for x in (image.cos, image.sin))
     return Patches(
         pixels=frames.reshape(len(number), -1),
         corners=(top[:, :, None] * vision.table_side + left[:, None]).reshape(-1, 4),
@@ -75,36 +75,36 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 
 
 def encoded(
-    config: VisionConfig, weights: TowerWeights, picture: Patches
+    config: VisionConfig, weights: TowerWeights, image: Patches
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return project(
-        config, weights, run_blocks(weights, embed_patches(weights, picture), range(config.depth))
+        config, weights, run_blocks(weights, embed_patches(weights, image), range(config.depth))
     )
 
 
-def embed_patches(weights: TowerWeights, picture: Patches) -> Begun:
+def embed_patches(weights: TowerWeights, image: Patches) -> Begun:
     """Computes the activations before the first block."""
-    x = linear.product(picture.pixels.astype(weights.places.dtype), weights.patches)
-    x = x + layers.bilinear_pos_embed(weights.places, picture.corners, picture.shares)
-    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+    x = linear.product(image.pixels.astype(weights.places.dtype), weights.patches)
+    x = x + layers.bilinear_pos_embed(weights.places, image.corners, image.shares)
+    return Begun(rows=x, cos=image.cos, sin=image.sin, count=image.count)
 
 
-def run_blocks(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
     """Runs the given blocks, which must be the next ones."""
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
-        return _block(_at(weights.blocks, place), x, picture), None
+        return _block(_at(weights.blocks, place), x, image), None
 
-    rows, _ = scan(block, picture.rows, jnp.arange(blocks.start, blocks.stop))
-    return picture._replace(rows=rows)
+    rows, _ = scan(block, image.rows, jnp.arange(blocks.start, blocks.stop))
+    return image._replace(rows=rows)
 
 
 def project(
-    config: VisionConfig, weights: TowerWeights, picture: Begun
+    config: VisionConfig, weights: TowerWeights, image: Begun
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings from the activations after the last block."""
-    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
+    merged = _normed(weights.merger_norm, image.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
 
@@ -126,10 +126,10 @@ def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
 
 
 def _block(
-    block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Begun
+    block: TowerBlock, x: Float[jax.Array, "R hidden"], image: Begun
 ) -> Float[jax.Array, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
-    mixed = attention.bidirectional_attention(qkv, picture.cos, picture.sin, picture.count)
+    mixed = attention.bidirectional_attention(qkv, image.cos, image.sin, image.count)
     x = x + linear.product(mixed, block.out)
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return x + linear.product(wide, block.down)

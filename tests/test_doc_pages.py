@@ -66,7 +66,7 @@ def invariants() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_starts_with_table_picture_or_code(name: str) -> None:
+def test_page_starts_with_table_image_or_code(name: str) -> None:
     lines = read(name).splitlines()
     assert lines[0].startswith(("# ", "<!--"))
     assert any(line.startswith(("|", "```", "![")) for line in lines[:12])

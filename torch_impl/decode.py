@@ -27,7 +27,7 @@ from torch_impl.ops.sampling.acceptance import AcceptedPath
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from torch_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from torch_impl.step_context import StepContext, behind_pictures, logprobs_of, ranking
+from torch_impl.step_context import StepContext, behind_images, logprobs_of, ranking
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def build_trees(
     assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
-    deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
+    deltas = None if state.images is None else state.images.deltas[plan.slots]
     drafted = machine.drafter.draft(state.draft, plan, newest, lengths, deltas, shape.drafter, rank)
     if plan.copies is not None:
         return _joined(drafted, plan, program, plan.copies, lengths)
@@ -194,7 +194,7 @@ def verify(
         shape.rows,
         program.is_chain,
     )
-    rows = behind_pictures(machine, plan, rows)
+    rows = behind_images(machine, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
@@ -384,7 +384,7 @@ def draft_extend(
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
     fed = ExtendRows(
-        rows=behind_pictures(machine, plan, rows),
+        rows=behind_images(machine, plan, rows),
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
         following=verified.accepted.tokens.flatten(),
         shown=None,

@@ -84,7 +84,7 @@ class DeviceState:
       kv: KV pools of the target.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
-      pictures: None for a model without a vision encoder.
+      images: None for a model without a vision encoder.
       texts: N-gram table; None if no n-gram drafts are made on the device.
     """
 
@@ -95,7 +95,7 @@ class DeviceState:
     delta: GDNState | None
     snapshots: GDNState | None
     draft: DraftState | None
-    pictures: ImageState | None
+    images: ImageState | None
     texts: ngram.NgramState | None
 
 
@@ -121,18 +121,18 @@ def allocate(
         delta=new_states(config, slots, dtype, device),
         snapshots=new_states(config, capacity.num_snapshots, dtype, device),
         draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
-        pictures=_new_pictures(capacity, dtype, device),
+        images=_new_images(capacity, dtype, device),
         texts=_new_texts(capacity, device),
     )
 
 
-def _new_pictures(
+def _new_images(
     capacity: BackendLimits, dtype: torch.dtype, device: torch.device
 ) -> ImageState | None:
-    pictures = capacity.pictures
-    if pictures is None:
+    images = capacity.images
+    if images is None:
         return None
-    vision, most = pictures.vision, most_begun(capacity.programs, pictures.vision)
+    vision, most = images.vision, most_begun(capacity.programs, images.vision)
 
     def new(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -142,7 +142,7 @@ def _new_pictures(
         half, count = (most, vision.head_size // 2), new(1, kind=torch.int32)
         begun = Begun(new(most, vision.hidden, kind=dtype), new(*half), new(*half), count)
     return ImageState(
-        pool=new(pictures.num_rows, vision.out, kind=dtype),
+        pool=new(images.num_rows, vision.out, kind=dtype),
         deltas=new(capacity.num_slots, kind=torch.int32),
         begun=begun,
     )
@@ -219,8 +219,8 @@ def new_kv(
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Image inputs of a prefill; see `shared.boundary.images.Pictures`."""
+class Images:
+    """Image inputs of a prefill; see `shared.boundary.images.Images`."""
 
     sources: Int[Tensor, " T"]
     turns: Int[Tensor, "T 3"]
@@ -248,7 +248,7 @@ class Prompt:
     first_positions: Int[Tensor, " B"]
     ends_prompt: Bool[Tensor, " B"]
     next_tokens: Int[Tensor, " B"]
-    pictures: Pictures | None
+    images: Images | None
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Plan:
       drafts: Draft trees from the host; None without them.
       copies: N-gram drafts to merge into the drafter's trees; None without them.
       mask: Grammar token bitmask; None if the program takes no mask.
-      picture: Image of an encode step; None in other steps.
+      image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
     """
 
@@ -307,7 +307,7 @@ class Plan:
     drafts: HostDraft | None
     copies: NgramTrees | None
     mask: Mask | None
-    picture: ImageToEncode | None
+    image: ImageToEncode | None
     texts: NgramScopes | None
 
 
@@ -336,7 +336,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
         drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
         copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
-        picture=_read_picture(at) if program.work is StepKind.ENCODE else None,
+        image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )
 
@@ -351,7 +351,7 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         first_positions=at["first_positions"],
         ends_prompt=at.get("ends_prompt", nothing) != 0,
         next_tokens=at.get("next_tokens", nothing),
-        pictures=_read_pictures(at),
+        images=_read_images(at),
     )
 
 
@@ -359,20 +359,20 @@ def _read_texts(at: Fields) -> NgramScopes | None:
     return NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
-def _read_pictures(at: Fields) -> Pictures | None:
-    if "picture_sources" not in at:
+def _read_images(at: Fields) -> Images | None:
+    if "image_sources" not in at:
         return None
-    return Pictures(
-        sources=at["picture_sources"],
-        turns=at["picture_mrope_positions"],
-        next_sources=at["picture_next_embed_sources"],
-        deltas=at["picture_mrope_position_deltas"],
+    return Images(
+        sources=at["image_sources"],
+        turns=at["image_mrope_positions"],
+        next_sources=at["image_next_embed_sources"],
+        deltas=at["image_mrope_position_deltas"],
     )
 
 
-def _read_picture(at: Fields) -> ImageToEncode:
-    begins = "picture_bytes" in at
-    pixels = Pixels(**{f.name: at[f"picture_{f.name}"] for f in fields(Pixels)}) if begins else None
+def _read_image(at: Fields) -> ImageToEncode:
+    begins = "image_bytes" in at
+    pixels = Pixels(**{f.name: at[f"image_{f.name}"] for f in fields(Pixels)}) if begins else None
     return ImageToEncode(pixels, at["place"])
 
 

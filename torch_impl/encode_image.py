@@ -14,15 +14,15 @@ def encode(machine: StepContext, plan: Plan, program: Program) -> Fields:
 
     Padding writes row 0. The activations for later steps are stored in the device state.
     """
-    picture, held, pictures = plan.picture, machine.state.pictures, machine.capacity.pictures
-    assert picture is not None  # set in an encode step
+    image, held, images = plan.image, machine.state.images, machine.capacity.images
+    assert image is not None  # set in an encode step
     assert held is not None  # set with a vision encoder
-    assert pictures is not None
+    assert images is not None
     assert machine.tower is not None
-    vision = pictures.vision
-    if picture.pixels is not None:
+    vision = images.vision
+    if image.pixels is not None:
         begun = vision_encoder.embed_patches(
-            machine.tower, vision_encoder.patches(vision, picture.pixels)
+            machine.tower, vision_encoder.patches(vision, image.pixels)
         )
     else:
         begun = _kept(held, program.tokens)
@@ -33,7 +33,7 @@ def encode(machine: StepContext, plan: Plan, program: Program) -> Fields:
         rows = vision_encoder.project(vision, machine.tower, begun)
         number = torch.arange(len(rows), device=rows.device)
         is_real = number * vision.merged < begun.count
-        place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
+        place = torch.where(is_real & (image.place > 0), image.place + number, 0)
         held.pool[place] = rows
     return {"counts": torch.zeros_like(plan.save_at)}
 

@@ -54,9 +54,9 @@ def load_backend(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),
     )
-    pictures, tower = blueprint.capacity.pictures, None
-    if pictures is not None:
-        tower = load_tower(checkpoint, pictures.vision, *placement)
+    images, tower = blueprint.capacity.images, None
+    if images is not None:
+        tower = load_tower(checkpoint, images.vision, *placement)
     if device.type == "cpu":
         set_cpu_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     return TorchBackend(

@@ -39,8 +39,8 @@ def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
     assert prompt is not None  # a prefill has one
     reset_slots(state, plan)
     prompts = PrefillChunks.of(plan, program)
-    if prompt.pictures is not None and state.pictures is not None:
-        state.pictures.deltas[plan.slots] = prompt.pictures.deltas
+    if prompt.images is not None and state.images is not None:
+        state.images.deltas[plan.slots] = prompt.images.deltas
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
@@ -97,18 +97,18 @@ def _learn_texts(
 
 def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[Tensor, " T"] | None:
     """Returns the encoder-cache rows of those tokens."""
-    if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
+    if prompts.sources is None or plan.prompt is None or plan.prompt.images is None:
         return None
     request = prompts.rows.request
     is_last = draft_tree.is_last(prompts.row_starts, request)
-    next_sources = plan.prompt.pictures.next_sources
+    next_sources = plan.prompt.images.next_sources
     return torch.where(is_last, next_sources[request], prompts.sources.roll(-1))
 
 
 def _shown(machine: StepContext, sources: Int[Tensor, " T"] | None) -> ImageEmbeds | None:
     """Returns the image embeddings that replace token embeddings; None for a text-only model."""
-    pictures = machine.state.pictures
-    return None if sources is None or pictures is None else ImageEmbeds(pictures.pool, sources)
+    images = machine.state.images
+    return None if sources is None or images is None else ImageEmbeds(images.pool, sources)
 
 
 def _scores(

@@ -84,7 +84,7 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_pictures(machine: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
+def behind_images(machine: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
-    pictures = machine.state.pictures
-    return rows if pictures is None else with_mrope(rows, pictures.deltas[plan.slots])
+    images = machine.state.images
+    return rows if images is None else with_mrope(rows, images.deltas[plan.slots])

@@ -47,25 +47,25 @@ class Begun:
     count: Int[Tensor, " 1"]
 
 
-def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+def patches(vision: VisionConfig, image: Pixels) -> Patches:
     """Cuts an image into patches; padding repeats the last patch."""
-    size, merge, device = vision.patch_size, vision.merge_size, picture.bytes.device
-    rows, columns = picture.sides.clamp(min=merge)
-    number = torch.arange(vision.num_patches(len(picture.bytes)), device=device)
+    size, merge, device = vision.patch_size, vision.merge_size, image.bytes.device
+    rows, columns = image.sides.clamp(min=merge)
+    number = torch.arange(vision.num_patches(len(image.bytes)), device=device)
     number = torch.minimum(number, rows * columns - 1)
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
     # The pixels of a patch in one row of the image are contiguous bytes.
-    pieces = picture.bytes[: len(number) * vision.patch_bytes].view(-1, size, 3)
+    pieces = image.bytes[: len(number) * vision.patch_bytes].view(-1, size, 3)
     piece = (row[:, None] * size + torch.arange(size, device=device)) * columns + column[:, None]
     by_channel = pieces[piece].permute(0, 3, 1, 2).int()  # [R, 3, rows of pixels, columns]
     channel = torch.arange(0, 3 * 256, 256, dtype=torch.int32, device=device)
-    values = picture.levels.flatten()[by_channel + channel[:, None, None]]
+    values = image.levels.flatten()[by_channel + channel[:, None, None]]
     frames = values[:, :, None].expand(-1, -1, vision.frames, -1, -1)
     across = rows + column
-    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
-    cos, sin = (torch.cat([x[row], x[across]], dim=1) for x in (picture.cos, picture.sin))
+    (top, left), (above, before) = ((x[row], x[across]) for x in (image.corners, image.shares))
+    cos, sin = (torch.cat([x[row], x[across]], dim=1) for x in (image.cos, image.sin))
     return Patches(
         pixels=frames.reshape(len(number), -1),
         corners=(top[:, :, None] * vision.table_side + left[:, None]).flatten(1),
@@ -77,46 +77,46 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 
 
 def encoded(
-    config: VisionConfig, weights: TowerWeights, picture: Patches
+    config: VisionConfig, weights: TowerWeights, image: Patches
 ) -> Float[Tensor, "tokens out"]:
     """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return project(
-        config, weights, run_blocks(weights, embed_patches(weights, picture), range(config.depth))
+        config, weights, run_blocks(weights, embed_patches(weights, image), range(config.depth))
     )
 
 
-def embed_patches(weights: TowerWeights, picture: Patches) -> Begun:
+def embed_patches(weights: TowerWeights, image: Patches) -> Begun:
     """Computes the activations before the first block."""
-    x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
-    x = x + layers.bilinear_pos_embed(weights.places, picture.corners, picture.shares)
-    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+    x = linear.product(image.pixels.to(weights.places.dtype), weights.patches)
+    x = x + layers.bilinear_pos_embed(weights.places, image.corners, image.shares)
+    return Begun(rows=x, cos=image.cos, sin=image.sin, count=image.count)
 
 
-def run_blocks(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
     """Runs the given blocks, which must be the next ones."""
-    x = picture.rows
+    x = image.rows
     for block in weights.blocks[blocks.start : blocks.stop]:
         # Two functions, so that each frees its arrays: the largest takes 141 MB for a large image.
-        x = x + _mixed(block, x, picture)
+        x = x + _mixed(block, x, image)
         x = x + _fed(block, x)
-    return replace(picture, rows=x)
+    return replace(image, rows=x)
 
 
 def project(
-    config: VisionConfig, weights: TowerWeights, picture: Begun
+    config: VisionConfig, weights: TowerWeights, image: Begun
 ) -> Float[Tensor, "tokens out"]:
     """Computes the image embeddings from the activations after the last block."""
-    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
+    merged = _normed(weights.merger_norm, image.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
 
 
 def _mixed(
-    block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Begun
+    block: TowerBlock, x: Float[Tensor, "R hidden"], image: Begun
 ) -> Float[Tensor, "R hidden"]:
     """Computes the attention output of a block."""
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
-    mixed = attention.bidirectional_attention(qkv, picture.cos, picture.sin, picture.count)
+    mixed = attention.bidirectional_attention(qkv, image.cos, image.sin, image.count)
     return linear.product(mixed, block.out)
 
 

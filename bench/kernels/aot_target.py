@@ -215,9 +215,9 @@ class AbsentStart:
                 jax.eval_shape(partial(read, device, lambda num_bytes: None, rank))
                 for device, rank in each
             ]
-            pictures, towers = blueprint.capacity.pictures, None
-            if pictures is not None:
-                of_tower = (begun.checkpoint, pictures.vision, jnp.dtype(blueprint.dtype))
+            images, towers = blueprint.capacity.images, None
+            if images is not None:
+                of_tower = (begun.checkpoint, images.vision, jnp.dtype(blueprint.dtype))
                 tower = partial(platform.load_tower, *of_tower)
                 towers = [
                     jax.eval_shape(partial(tower, device, lambda num_bytes: None))

@@ -120,8 +120,8 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise NoServer(no_answer(self._url, error)) from error
 
-    async def pictures(self) -> dict[str, int]:
-        """The bounds of pictures, as this project's server tells them.
+    async def images(self) -> dict[str, int]:
+        """The bounds of images, as this project's server tells them.
 
         Raises:
           NoServer: It tells none.
@@ -133,7 +133,7 @@ class Client:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise NoServer(no_answer(self._url, error)) from error
         if bounds is None:
-            raise NoServer(f"the model at {self._url} sees no pictures")
+            raise NoServer(f"the model at {self._url} sees no images")
         return bounds
 
     async def accept_counters(self) -> tuple[float, float] | None:

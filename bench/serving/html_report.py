@@ -24,7 +24,7 @@ SIZE = (5.4, 2.7)  # inches
 MOST_BARS = 400  # requests whose course is drawn one by one
 STYLE: dict[Any, Any] = {  # of matplotlib, whose names of settings are a type of its own
     "svg.fonttype": "none",  # letters stay letters, and the browser has their shapes
-    "svg.hashsalt": "tandem",  # ids in the picture are the same in each run
+    "svg.hashsalt": "tandem",  # ids in the image are the same in each run
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
@@ -58,21 +58,21 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _plots(found: dict[str, Any], replies: Replies, streams: bool):
-    """Pairs of a heading and a picture; what there is nothing to draw of is left out."""
+    """Pairs of a heading and an image; what there is nothing to draw of is left out."""
     good = [reply for reply in replies if reply.error is None]
     all_times = [times_of(reply, streams) for reply in good]
     for name, words in TIMES.items():
         values = [value for each in all_times for value in each[name]]
         if values:
-            yield words, picture(lambda axes, values=values: _distribution(axes, values))
+            yield words, image(lambda axes, values=values: _distribution(axes, values))
     if good:
-        yield "Requests over time", picture(lambda axes: course(axes, replies))
-        yield "Requests under way", picture(lambda axes: under_way(axes, replies))
+        yield "Requests over time", image(lambda axes: course(axes, replies))
+        yield "Requests under way", image(lambda axes: under_way(axes, replies))
     if histogram := found["summary"]["accepted"]["histogram"]:
-        yield "Drafts accepted by a verify step", picture(lambda axes: _bars(axes, histogram))
+        yield "Drafts accepted by a verify step", image(lambda axes: _bars(axes, histogram))
 
 
-def picture(draw: Callable[[Axes], None]) -> Markup:
+def image(draw: Callable[[Axes], None]) -> Markup:
     """A plot as an SVG element."""
     written = io.StringIO()
     with matplotlib.rc_context(STYLE):

@@ -44,7 +44,7 @@ TINY = data_url(stored(Image.new("RGB", (1, 1))))
 NAMES = ("bomb", "truncated", "svg", "wrong base64", "animated", "remote")
 
 Odd = dict[str, tuple[list[str], str]]
-"""The pictures of each request, and what its answer's error begins with."""
+"""The images of each request, and what its answer's error begins with."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Sender:
     rounds: int
 
     def send(self) -> dict[str, str]:
-        """The pictures that were answered otherwise than they should, and how."""
+        """The images that were answered otherwise than they should, and how."""
         return asyncio.run(self._send())
 
     async def _send(self) -> dict[str, str]:
@@ -87,11 +87,11 @@ class Sender:
         return wrong
 
 
-def odd_pictures(bounds: dict[str, int]) -> Odd:
-    """Pictures that are refused, and good ones of the fewest tokens that the model takes.
+def odd_images(bounds: dict[str, int]) -> Odd:
+    """Images that are refused, and good ones of the fewest tokens that the model takes.
 
     Args:
-      bounds: See `shared.server.protocol.response_types.PictureBounds`.
+      bounds: See `shared.server.protocol.response_types.ImageBounds`.
     """
     tokens, factor = bounds["min_tokens"], math.isqrt(bounds["pixels_per_token"])
     rows = next(count for count in range(math.isqrt(tokens), 0, -1) if tokens % count == 0)
@@ -115,7 +115,7 @@ def odd_pictures(bounds: dict[str, int]) -> Odd:
 
 
 def asking(model: str, urls: list[str], max_tokens: int) -> Ask:
-    """A question with pictures."""
+    """A question with images."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in urls]
     body = {"model": model, "messages": [{"role": "user", "content": [*parts, TEXT]}]}
     return Ask(CHAT, {**body, "max_tokens": max_tokens, "temperature": 0})
@@ -144,7 +144,7 @@ async def waits_beside(
 
 
 async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The waits alone and beside the pictures, and the pictures that were answered otherwise.
+    """The waits alone and beside the images, and the images that were answered otherwise.
 
     Raises:
       NoServer: Nobody answers, or not with a stream, or the model sees nothing.
@@ -152,7 +152,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
     where = (url_of(options), options.api_key, options.timeout)
     async with Client(*where) as client:
         model = options.model or await client.model()
-        sender = Sender(*where, model, odd_pictures(await client.pictures()), options.rounds)
+        sender = Sender(*where, model, odd_images(await client.images()), options.rounds)
         ask = asking(model, [], options.max_tokens).with_fields(ignore_eos=True)
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, get_context("spawn")) as process:

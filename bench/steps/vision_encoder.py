@@ -33,7 +33,7 @@ from shared.spec.vision_encoder import Pixels
 from tests.support.op_sides import SIDES
 from tests.support.vision_shapes import QWEN3_5
 
-PICTURES = ImageProcessorConfig(
+IMAGES = ImageProcessorConfig(
     multiple=32, min_pixels=1 << 16, max_pixels=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
 )
 SEED = 1
@@ -43,15 +43,15 @@ Rows = Float[np.ndarray, "tokens out"]
 Encoder = Callable[[], Rows]
 
 
-def picture_of(tokens: int, vision: VisionConfig) -> Pixels:
-    """A random picture that takes so many tokens, a square number of them."""
+def image_of(tokens: int, vision: VisionConfig) -> Pixels:
+    """A random image that takes so many tokens, a square number of them."""
     side = math.isqrt(tokens) * vision.patch_size * vision.merge_size
     pixels = np.random.default_rng(SEED).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return vision_encoder.pixels_of(pixels, vision, PICTURES)
+    return vision_encoder.pixels_of(pixels, vision, IMAGES)
 
 
 def products_of(patches: int, vision: VisionConfig) -> int:
-    """Multiplications for one picture, with those of every patch's attention to all."""
+    """Multiplications for one image, with those of every patch's attention to all."""
     outside = [p for p in tower_parameters(vision) if len(p.shape) == 2 and not p.stacked]
     sizes = {p.name: math.prod(p.shape) for p in outside if p.name != "vision.places"}
     of_merger = sum(size for name, size in sizes.items() if "merger" in name)
@@ -61,15 +61,15 @@ def products_of(patches: int, vision: VisionConfig) -> int:
 
 
 def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
-    """Loads the tower in torch; gives what encodes a picture that lies on the device."""
+    """Loads the tower in torch; gives what encodes an image that lies on the device."""
     torch, of_torch = import_module("torch"), import_module("torch_impl.vision_encoder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = import_module("torch_impl.weights").load_tower(
         _dummy(vision), vision, "bfloat16", device, _unseen
     )
 
-    def of(picture: Pixels) -> Encoder:
-        placed = {name: torch.from_numpy(x).to(device) for name, x in vars(picture).items()}
+    def of(image: Pixels) -> Encoder:
+        placed = {name: torch.from_numpy(x).to(device) for name, x in vars(image).items()}
         own = of_torch.Pixels(**placed)
 
         def encoded() -> Any:
@@ -112,12 +112,12 @@ def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     loaded = loading.load_tower(_dummy(vision), vision, jnp.bfloat16, device, _unseen)
 
     @jax.jit
-    def encoded(loaded: Any, picture: Any) -> Any:
-        patches = of_jax.patches(vision, picture)
+    def encoded(loaded: Any, image: Any) -> Any:
+        patches = of_jax.patches(vision, image)
         return of_jax.encoded(vision, loading.tower_of(loaded), patches).astype(jnp.float32)
 
-    def of(picture: Pixels) -> Encoder:
-        own = of_jax.Pixels(**jax.device_put(vars(picture), device))
+    def of(image: Pixels) -> Encoder:
+        own = of_jax.Pixels(**jax.device_put(vars(image), device))
         return lambda: np.asarray(encoded(loaded, own))
 
     return of
@@ -135,7 +135,7 @@ def _unseen(num_bytes: int) -> None:
 
 
 def measure(encode: Encoder, rounds: int, on_gpu: bool) -> tuple[Line, Rows]:
-    """Times of one picture, until its rows are in main memory, and the rows."""
+    """Times of one image, until its rows are in main memory, and the rows."""
     encode()
     rows, seconds = encode(), []
     with gpu_clock.watched(on_gpu) as watched:
@@ -148,7 +148,7 @@ def measure(encode: Encoder, rounds: int, on_gpu: bool) -> tuple[Line, Rows]:
 
 
 def run(options: argparse.Namespace, command: str) -> Line:
-    """Encodes the pictures that the options name on each backend."""
+    """Encodes the images that the options name on each backend."""
     found: Line = {"command": command, "versions": {}, "sides": {}, "lines": []}
     vision = replace(QWEN3_5, depth=options.depth)
     known: dict[int, Rows] = {}
@@ -161,9 +161,9 @@ def run(options: argparse.Namespace, command: str) -> Line:
         print(f"{name} on {side.device}, products {2 * rate / 1e12:.3g} TFLOP/s")
         encoder = ENCODERS[name](vision)
         for tokens in options.tokens:
-            picture = picture_of(tokens, vision)
-            line, rows = measure(encoder(picture), options.rounds, side.is_gpu)
-            limit = 1e3 * products_of(picture.num_patches, vision) / rate
+            image = image_of(tokens, vision)
+            line, rows = measure(encoder(image), options.rounds, side.is_gpu)
+            limit = 1e3 * products_of(image.num_patches, vision) / rate
             line |= {"backend": name, "tokens": len(rows), "products_ms": round(limit, 3)}
             first = known.setdefault(tokens, rows)
             line["equal_share"] = None if first is rows else round(float(np.mean(first == rows)), 4)

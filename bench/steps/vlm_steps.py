@@ -27,7 +27,7 @@ import numpy as np
 from bench.common import gpu_clock
 from bench.common.environment import write_results
 from bench.common.session import peak_bytes, reset_peak
-from bench.steps.vision_encoder import PICTURES, QWEN3_5
+from bench.steps.vision_encoder import IMAGES, QWEN3_5
 from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Request, SamplingParams
 from shared.models.image_processor import FILE, PROCESSORS
@@ -36,10 +36,10 @@ from tests.support.in_process_engine import Served, start
 from tests.support.op_sides import SIDES
 
 AROUND = 32
-"""Words before a picture, and as many behind it."""
+"""Words before an image, and as many behind it."""
 
 STEADY = 8
-"""Tokens that a stream has before a picture comes beside it."""
+"""Tokens that a stream has before an image comes beside it."""
 
 Line = dict[str, Any]
 
@@ -50,7 +50,7 @@ def write_seeing(model: Path, folder: Path, tokens: int) -> None:
     The model's heads turn as Qwen3.5's do, in the sections of a model that sees.
 
     Args:
-      tokens: Of the smallest picture; a start has no programs for smaller ones.
+      tokens: Of the smallest image; a start has no programs for smaller ones.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
@@ -73,33 +73,33 @@ def write_seeing(model: Path, folder: Path, tokens: int) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     processor = {
         "image_processor_type": PROCESSORS[0],
-        "image_mean": PICTURES.mean,
-        "image_std": PICTURES.deviation,
+        "image_mean": IMAGES.mean,
+        "image_std": IMAGES.deviation,
         "merge_size": QWEN3_5.merge_size,
         "patch_size": size,
         "temporal_patch_size": QWEN3_5.frames,
         "size": {
-            "shortest_edge": tokens * PICTURES.multiple**2,
-            "longest_edge": PICTURES.max_pixels,
+            "shortest_edge": tokens * IMAGES.multiple**2,
+            "longest_edge": IMAGES.max_pixels,
         },
     }
     (folder / FILE).write_text(json.dumps(processor), encoding="utf-8")
 
 
 def request_of(served: Served, tokens: int, seed: int, output: int, *, sees: bool) -> Request:
-    """A prompt with a square picture, or as many words; of one seed it is the same."""
-    pool = served.backend.capacity.pictures
+    """A prompt with a square image, or as many words; of one seed it is the same."""
+    pool = served.backend.capacity.images
     assert pool is not None  # it was given a tower
     side, image = math.isqrt(tokens), pool.vision.image_token
     rng = np.random.default_rng(seed)
     words = rng.integers(1, image, 2 * AROUND + side**2).tolist()
-    pictures = ()
+    images = ()
     if sees:
-        pixels = rng.integers(0, 256, (side * PICTURES.multiple,) * 2 + (3,), dtype=np.uint8)
-        pictures = (PromptImage.of(AROUND, pixels, PICTURES.multiple),)
-        words[AROUND : pictures[0].end] = [image] * pictures[0].count
+        pixels = rng.integers(0, 256, (side * IMAGES.multiple,) * 2 + (3,), dtype=np.uint8)
+        images = (PromptImage.of(AROUND, pixels, IMAGES.multiple),)
+        words[AROUND : images[0].end] = [image] * images[0].count
     sampling = SamplingParams(temperature=0.0, max_tokens=output)
-    return Request(request_id=seed, prompt=tuple(words), pictures=pictures, sampling=sampling)
+    return Request(request_id=seed, prompt=tuple(words), images=images, sampling=sampling)
 
 
 def asked(served: Served, request: Request) -> tuple[float, float]:
@@ -112,14 +112,14 @@ def asked(served: Served, request: Request) -> tuple[float, float]:
 
 
 def gaps_beside(served: Served, tokens: int, seed: int, output: int) -> list[float]:
-    """Milliseconds between the tokens of a stream until a new picture beside it is answered."""
+    """Milliseconds between the tokens of a stream until a new image beside it is answered."""
     length = served.memory.max_request_tokens - 2 * AROUND - 1
     stream = request_of(served, 1, 2 * seed, length, sees=False)
     other = request_of(served, tokens, 2 * seed + 1, output, sees=True)
     at: list[float] = []
     served.engine.add(stream)
     while other.finish_reason is None:
-        assert stream.finish_reason is None, "the stream outlives the picture's answer"
+        assert stream.finish_reason is None, "the stream outlives the image's answer"
         events = served.engine.step()
         at += [time.perf_counter() for event in events if event.request_id == stream.request_id]
         if len(at) == STEADY and not other.arrival:
@@ -131,7 +131,7 @@ def gaps_beside(served: Served, tokens: int, seed: int, output: int) -> list[flo
 
 
 def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
-    """One size of picture: medians."""
+    """One size of image: medians."""
     found: dict[str, list[tuple[float, float]]] = {"new": [], "kept": [], "text": []}
     with gpu_clock.watched(served.device == "gpu") as watched:
         for number in range(1 + rounds):
@@ -156,7 +156,7 @@ def format_line(line: Line) -> str:
     )
     return (
         f"{line['backend']:6}{line['tokens']:6} tokens: first {first[0]} ms, {first[1]} where the "
-        f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}; "
+        f"image is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}; "
         f"a stream's longest gap {line['gap_longest_ms']:.2f}, median {line['gap_median_ms']:.2f}"
         f"{gpu_clock.format_card(line['card'])}"
     )
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
             words = ["--model-path", folder, "--load-format", "dummy", *options.flags.split()]
             words += ["--max-image-tokens", str(max(options.tokens))]
             context = max(options.tokens) + 2 * AROUND + options.output
-            # Pictures come as pixels here: nothing is decoded, so nothing has to be installed.
+            # Images come as pixels here: nothing is decoded, so nothing has to be installed.
             with patch.object(image_startup, "find_spec", lambda name: True):
                 served = start(backend, words, batch=2, context=context, radix_cache=False)
             for tokens in options.tokens:

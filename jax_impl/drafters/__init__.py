@@ -66,8 +66,8 @@ class PrefillChunks(NamedTuple):
         row_starts, first = prompt.row_starts, prompt.first_positions
         no_bound, sources = jnp.zeros_like(first), None
         rows = attention.causal_rows(row_starts, first, no_bound, plan.page_table, program.tokens)
-        if prompt.pictures is not None:
-            rows, sources = rows._replace(turns=prompt.pictures.turns), prompt.pictures.sources
+        if prompt.images is not None:
+            rows, sources = rows._replace(turns=prompt.images.turns), prompt.images.sources
         return cls(
             tokens=prompt.tokens,
             row_starts=row_starts,

@@ -1,4 +1,4 @@
-"""What a run tells: a log of its metrics, a progress bar, and the curves as a picture."""
+"""What a run tells: a log of its metrics, a progress bar, and the curves as an image."""
 
 import json
 import math

@@ -17,7 +17,7 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
 - isolation: NaN in a row fails only that row and does not affect later owners of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is an error.
 - beginnings: a row starts in a prefill or count step; other steps reset and restore nothing.
-- pictures: an encode step writes as many encoder-cache rows as the image has tokens, from `place`
+- images: an encode step writes as many encoder-cache rows as the image has tokens, from `place`
   on. They do not depend on other rows of the cache. A prefill reads the rows that its plan names.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
@@ -78,7 +78,7 @@ class BackendLimits:
       accept_rule: Name of the rule in `shared.spec.acceptance.RULES`; all but "exact" need chains.
       accept_rates: Acceptance rate of each draft level if acceptance is simulated, else None; see
         `shared.spec.acceptance.simulate`.
-      pictures: Encoder cache; None for a text-only model, whose plans contain no images.
+      images: Encoder cache; None for a text-only model, whose plans contain no images.
       texts: N-gram table on the device; None if no program drafts from it.
 
     Raises:
@@ -100,7 +100,7 @@ class BackendLimits:
     max_scores: int = 0
     accept_rule: str = "exact"
     accept_rates: tuple[float, ...] | None = None
-    pictures: EncoderCacheSpec | None = None
+    images: EncoderCacheSpec | None = None
     texts: NgramTableSpec | None = None
 
     def __post_init__(self) -> None:
@@ -139,10 +139,10 @@ class BackendLimits:
     @cached_property
     def max_image_tokens(self) -> int:
         """Maximum prompt tokens of one image; 0 for a text-only model."""
-        if self.pictures is None:
+        if self.images is None:
             return 0
         most = max((p.tokens for p in self.programs if p.work is StepKind.ENCODE), default=0)
-        return most // self.pictures.vision.merged
+        return most // self.images.vision.merged
 
     @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:
@@ -233,7 +233,7 @@ class Prefill:
       first_positions: Position of each row's first token, equal to its slot's length so far.
       ends_prompt: 1 if the step samples the row's next token; 0 if the prompt continues.
       next_tokens: Prompt token after the row's chunk; not read where `ends_prompt` is 1.
-      pictures: Image inputs; None for a text-only model.
+      images: Image inputs; None for a text-only model.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -241,7 +241,7 @@ class Prefill:
     first_positions: Int32[np.ndarray, " B"]
     ends_prompt: Int32[np.ndarray, " B"]
     next_tokens: Int32[np.ndarray, " B"]
-    pictures: ImageInputs | None
+    images: ImageInputs | None
 
 
 @dataclass(frozen=True)

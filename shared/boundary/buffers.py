@@ -130,7 +130,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
     """Returns the buffer layout of a plan of `program`.
 
     Field names are those of the dataclasses. Prefixes: `draft_tree_` for `HostDraft`, `mask_` for
-    `GrammarBitmask`, `picture_` for `ImageInputs` and `Pixels`, `copies_` for `NgramTrees`, `text_`
+    `GrammarBitmask`, `image_` for `ImageInputs` and `Pixels`, `copies_` for `NgramTrees`, `text_`
     for `NgramScopes`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
@@ -141,7 +141,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
             ("first_positions", (B,)),
             ("ends_prompt", (B,)),
             ("next_tokens", (B,)),
-            *_picture_fields(program, capacity),
+            *_image_fields(program, capacity),
         ],
         StepKind.DECODE: [],
         StepKind.DRAFT: [],
@@ -178,16 +178,16 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
     return _lay_out([*ints, *sampling, *pixels, pages, *copies, *bits])
 
 
-def _picture_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
+def _image_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the fields of `ImageInputs` in a prefill; empty for a text-only model."""
-    if capacity.pictures is None:
+    if capacity.images is None:
         return []
     B, T = program.batch, program.tokens
     return [
-        ("picture_sources", (T,)),
-        ("picture_mrope_positions", (T, 3)),
-        ("picture_next_embed_sources", (B,)),
-        ("picture_mrope_position_deltas", (B,)),
+        ("image_sources", (T,)),
+        ("image_mrope_positions", (T, 3)),
+        ("image_next_embed_sources", (B,)),
+        ("image_mrope_position_deltas", (B,)),
     ]
 
 
@@ -195,17 +195,17 @@ def _pixel_layout(
     program: Program, capacity: BackendLimits
 ) -> list[tuple[str, tuple[int, ...], type]]:
     """Returns the fields of `Pixels`, for encode programs that run the first block."""
-    if program.work is not StepKind.ENCODE or program.blocks.start or capacity.pictures is None:
+    if program.work is not StepKind.ENCODE or program.blocks.start or capacity.images is None:
         return []
-    vision = capacity.pictures.vision
+    vision = capacity.images.vision
     lines, quarter = vision.most_lines(program.tokens), vision.head_size // 4
     return [
-        ("picture_bytes", (vision.picture_bytes(program.tokens),), np.uint8),
-        ("picture_sides", (2,), np.int32),
-        ("picture_levels", (vision.channels, 256), np.float32),
-        ("picture_corners", (lines, 2), np.int32),
-        ("picture_shares", (lines, 2), np.float32),
-        *((f"picture_{x}", (lines, quarter), np.float32) for x in ("cos", "sin")),
+        ("image_bytes", (vision.image_bytes(program.tokens),), np.uint8),
+        ("image_sides", (2,), np.int32),
+        ("image_levels", (vision.channels, 256), np.float32),
+        ("image_corners", (lines, 2), np.int32),
+        ("image_shares", (lines, 2), np.float32),
+        *((f"image_{x}", (lines, quarter), np.float32) for x in ("cos", "sin")),
     ]
 
 
@@ -294,13 +294,13 @@ def _work(
 ) -> Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage:
     match program.work:
         case StepKind.PREFILL:
-            sees = "picture_sources" in at
-            pictures = _prefixed(ImageInputs, "picture_", at) if sees else None
-            names = (f.name for f in fields(Prefill) if f.name != "pictures")
-            return Prefill(**{name: at[name] for name in names}, pictures=pictures)
+            sees = "image_sources" in at
+            images = _prefixed(ImageInputs, "image_", at) if sees else None
+            names = (f.name for f in fields(Prefill) if f.name != "images")
+            return Prefill(**{name: at[name] for name in names}, images=images)
         case StepKind.ENCODE:
-            begins = "picture_bytes" in at
-            return EncodeImage(_prefixed(Pixels, "picture_", at) if begins else None, at["place"])
+            begins = "image_bytes" in at
+            return EncodeImage(_prefixed(Pixels, "image_", at) if begins else None, at["place"])
         case StepKind.COUNT:
             return CountPromptTokens(**{f.name: at[f.name] for f in fields(CountPromptTokens)})
         case StepKind.DRAFT:

@@ -26,7 +26,7 @@ def check_capacity(
     """
     if drafts.with_mtp and not has_mtp:
         raise ValueError("drafter NEXTN requires a checkpoint with mtp.* tensors")
-    if has_tower != (capacity.pictures is not None):
+    if has_tower != (capacity.images is not None):
         raise ValueError(
             "a vision encoder requires an encoder cache, and an encoder cache a vision encoder"
         )
@@ -83,16 +83,16 @@ def _check_program(program: Program, drafts: DrafterSpec, most_scores: int) -> N
 
 
 def _check_encoding(program: Program, capacity: BackendLimits) -> None:
-    pictures = capacity.pictures
-    if pictures is None:
+    images = capacity.images
+    if images is None:
         raise ValueError(f"{program} requires a vision-language model")
-    merged = pictures.vision.merged
-    if program.tokens % merged or program.tokens // merged >= pictures.num_rows:
+    merged = images.vision.merged
+    if program.tokens % merged or program.tokens // merged >= images.num_rows:
         raise ValueError(
             f"encode sizes must be multiples of {merged} patches and fit into "
-            f"{pictures.num_rows - 1} encoder-cache rows, got {program}"
+            f"{images.num_rows - 1} encoder-cache rows, got {program}"
         )
-    depth, size = pictures.vision.depth, (StepKind.ENCODE, program.tokens)
+    depth, size = images.vision.depth, (StepKind.ENCODE, program.tokens)
     pieces = [p.blocks for p in capacity.programs if (p.work, p.tokens) == size]
     if [*chain(*sorted(pieces, key=lambda blocks: blocks.start))] != [*range(depth)]:
         raise ValueError(

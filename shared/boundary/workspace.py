@@ -76,9 +76,9 @@ def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:
 
     Fallback operations compute in float32, and their attention stores the scores of some rows.
     """
-    pictures = blueprint.capacity.pictures
-    assert pictures is not None  # only a vision-language model has the program
-    vision, rows = pictures.vision, program.tokens
+    images = blueprint.capacity.images
+    assert images is not None  # only a vision-language model has the program
+    vision, rows = images.vision, program.tokens
     # Attention: input rows, the projection, heads in blocks, and the output.
     widest = max(9 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
     numbers = 0 if program.blocks.start else vision.patch_numbers

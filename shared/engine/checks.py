@@ -52,7 +52,7 @@ class RequestLimits:
     def of(cls, capacity: BackendLimits, max_request_tokens: int) -> RequestLimits:
         """Returns the limits that a backend's capacity implies."""
         has_logprobs = any(program.has(ProgramFeature.LOGPROBS) for program in capacity.programs)
-        pictures = capacity.pictures
+        images = capacity.images
         return cls(
             context_length=capacity.context_length,
             max_request_tokens=max_request_tokens,
@@ -64,7 +64,7 @@ class RequestLimits:
             structured_outputs=any(
                 program.has(ProgramFeature.MASK) for program in capacity.programs
             ),
-            image_token=None if pictures is None else pictures.vision.image_token,
+            image_token=None if images is None else images.vision.image_token,
             max_image_tokens=capacity.max_image_tokens,
         )
 
@@ -81,7 +81,7 @@ def check(
     sampling: SamplingParams,
     limits: RequestLimits,
     names: Mapping[str, str] = OWN_NAMES,
-    pictures: Sequence[PromptImage] = (),
+    images: Sequence[PromptImage] = (),
 ) -> None:
     """Checks that a request is valid and supported.
 
@@ -89,13 +89,13 @@ def check(
       prompt, sampling: Prompt and parameters of the request.
       limits: Limits of the model and the engine.
       names: Field names of the API, for messages.
-      pictures: Images of the prompt.
+      images: Images of the prompt.
 
     Raises:
       Refusal: The request is invalid or unsupported; names the field.
     """
     _check_prompt(prompt, limits, names["prompt"])
-    _check_pictures(prompt, pictures, limits, names["prompt"])
+    _check_images(prompt, images, limits, names["prompt"])
     _check_length(len(prompt), sampling, limits, names["max_tokens"])
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequestError(
@@ -110,7 +110,7 @@ def check(
     _check_prompt_logprobs(sampling.prompt_logprobs, limits, names["prompt_logprobs"])
     if sampling.grammar is not None:
         _check_grammar(len(prompt), sampling, limits, names)
-        if pictures and pictures[-1].end == len(prompt):
+        if images and images[-1].end == len(prompt):
             name = names["prompt"]
             raise InvalidRequestError(
                 name, f"{name} must not end with an image when structured output is requested"
@@ -130,41 +130,41 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
     check_ids(name, prompt, limits.vocab_size)
 
 
-def _check_pictures(
-    prompt: Sequence[int], pictures: Sequence[PromptImage], limits: RequestLimits, name: str
+def _check_images(
+    prompt: Sequence[int], images: Sequence[PromptImage], limits: RequestLimits, name: str
 ) -> None:
     """Checks that the image tokens of a prompt match its images."""
     if limits.image_token is None:
-        if pictures:
+        if images:
             raise InvalidRequestError(
                 name, f"{name} contains an image, but this server serves a text-only model"
             )
         return
-    if not pictures and limits.image_token not in prompt:
+    if not images and limits.image_token not in prompt:
         return
-    for number, each in enumerate(pictures, start=1):
+    for number, each in enumerate(images, start=1):
         if each.count > limits.max_image_tokens:
             raise InvalidRequestError(
                 name,
                 f"image {number} of {name} has {each.count} tokens, at most "
                 f"{limits.max_image_tokens} are supported; send a smaller image",
             )
-    if not _are_in_place(prompt, pictures, limits.image_token):
+    if not _are_in_place(prompt, images, limits.image_token):
         raise InvalidRequestError(
             name,
             f"the image tokens ({limits.image_token}) of {name} do not match its "
-            f"{len(pictures)} images; text must not contain the image token",
+            f"{len(images)} images; text must not contain the image token",
         )
 
 
-def _are_in_place(prompt: Sequence[int], pictures: Sequence[PromptImage], image_token: int) -> bool:
+def _are_in_place(prompt: Sequence[int], images: Sequence[PromptImage], image_token: int) -> bool:
     """Returns True if the image tokens of a prompt are those of its images, in order."""
     end = 0
-    for each in pictures:
+    for each in images:
         if each.first < end or prompt[each.first : each.end].count(image_token) != each.count:
             return False
         end = each.end
-    return prompt.count(image_token) == sum(each.count for each in pictures)
+    return prompt.count(image_token) == sum(each.count for each in images)
 
 
 def _check_length(

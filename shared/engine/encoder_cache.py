@@ -69,7 +69,7 @@ class EncoderCache:
             an encode step, because an image counts as encoded once its last step is planned.
         """
         first = request.prefilled
-        named = list(overlapping(request.pictures, first, end + 1))
+        named = list(overlapping(request.images, first, end + 1))
         while sum(each.count for each in named) >= self._pool.num_rows:
             end = (named.pop().first - 1) // CHUNK * CHUNK
             named = list(overlapping(named, first, end + 1))
@@ -83,25 +83,25 @@ class EncoderCache:
         places = [self._held[key].start for key in keys]
         return Chunk(request, first, end, tuple(zip(named, places, strict=True)))
 
-    def _encode(self, key: Key, picture: PromptImage, beside: Collection[Key]) -> ScheduledRows:
+    def _encode(self, key: Key, image: PromptImage, beside: Collection[Key]) -> ScheduledRows:
         """Returns the next encode step of the image; its last step assigns the rows.
 
         If another image is in progress, it is discarded: its prompt has ended, was preempted, or
         waits for one of higher priority.
         """
-        patches, vision = picture.count * self._pool.vision.merged, self._pool.vision
+        patches, vision = image.count * self._pool.vision.merged, self._pool.vision
         pixels, place = None, 0
         if self._begun is not None and self._begun[0] == key:
             blocks, *left = self._begun[1]
             self._begun = None
         else:
-            pixels = vision_encoder.pixels_of(picture.pixels, vision, self._pool.processor)
+            pixels = vision_encoder.pixels_of(image.pixels, vision, self._pool.processor)
             blocks, *left = next(each for size, each in self._pieces.items() if size >= patches)
         if left:
             self._begun = key, left
         else:
-            place = self._take(picture.count, beside)
-            self._held[key] = range(place, place + picture.count)
+            place = self._take(image.count, beside)
+            self._held[key] = range(place, place + image.count)
             self.num_encoded += 1
         return ScheduledRows.encode(patches, blocks, pixels, place)
 

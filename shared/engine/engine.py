@@ -72,17 +72,15 @@ class Engine:
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
         self.cache = PrefixCache(capacity, self.allocator, cache, overlap)
-        self.pictures = (
-            None
-            if capacity.pictures is None
-            else EncoderCache(capacity.pictures, capacity.programs)
+        self.images = (
+            None if capacity.images is None else EncoderCache(capacity.images, capacity.programs)
         )
         self.scheduler = Scheduler(
             capacity,
             self.allocator,
             self.cache,
             controller,
-            self.pictures,
+            self.images,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
         )
@@ -100,7 +98,7 @@ class Engine:
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
                 **_lot(capacity),
-                **_picture_gauges(self.pictures),
+                **_image_gauges(self.images),
             },
             capacity.max_depth,
         )
@@ -122,10 +120,10 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequestError("request_id", f"request_id {request.request_id} is taken")
         limits = self._request_limits
-        check(request.prompt, request.sampling, limits, pictures=request.pictures)
-        if request.pictures:
+        check(request.prompt, request.sampling, limits, images=request.images)
+        if request.images:
             assert limits.image_token is not None  # checked above
-            request.mrope = MropePositions.of(request.prompt, limits.image_token, request.pictures)
+            request.mrope = MropePositions.of(request.prompt, limits.image_token, request.images)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -328,12 +326,12 @@ def _logprobs(
     ]
 
 
-def _picture_gauges(pictures: EncoderCache | None) -> Gauges:
-    if pictures is None:
+def _image_gauges(images: EncoderCache | None) -> Gauges:
+    if images is None:
         return {}
     return {
-        "mm_encoder_images_total": lambda: pictures.num_encoded,
-        "mm_encoder_cache_tokens": lambda: pictures.num_held,
+        "mm_encoder_images_total": lambda: images.num_encoded,
+        "mm_encoder_cache_tokens": lambda: images.num_held,
     }
 
 

@@ -25,7 +25,7 @@ class PromptImage:
     Attributes:
       first: Position of its first image token in the expanded prompt.
       grid: Rows and columns of its image tokens.
-      pixels: Pixels, resized by the image processor (`PictureConfig.fitted`).
+      pixels: Pixels, resized by the image processor (`ImageConfig.fitted`).
       digest: Digest of its size and pixels; see `of`.
     """
 
@@ -69,10 +69,10 @@ class MropePositions:
     delta: int
 
     @classmethod
-    def of(cls, prompt: Sequence[int], image_token: int, pictures: Sequence[PromptImage]) -> Self:
+    def of(cls, prompt: Sequence[int], image_token: int, images: Sequence[PromptImage]) -> Self:
         """Computes the positions of an expanded prompt with the image tokens of its images."""
         found, delta = mrope_positions(
-            np.array(prompt), image_token, [each.grid for each in pictures]
+            np.array(prompt), image_token, [each.grid for each in images]
         )
         return cls(found.astype(np.int32), delta)
 
@@ -82,31 +82,31 @@ class MropePositions:
         return np.concatenate([self.turns[first:end], behind[:, None].repeat(3, axis=1)])
 
 
-def overlapping(pictures: Sequence[PromptImage], first: int, end: int) -> Iterator[PromptImage]:
+def overlapping(images: Sequence[PromptImage], first: int, end: int) -> Iterator[PromptImage]:
     """Yields the images with a token at positions `first` to `end`."""
-    return (each for each in pictures if each.first < end and first < each.end)
+    return (each for each in images if each.first < end and first < each.end)
 
 
 def text_tokens(
-    pictures: Sequence[PromptImage], tokens: Int32[np.ndarray, " n"], first: int
+    images: Sequence[PromptImage], tokens: Int32[np.ndarray, " n"], first: int
 ) -> Int32[np.ndarray, " some"]:
     """Removes image tokens from tokens that start at position `first`."""
-    if not pictures:
+    if not images:
         return tokens
     is_text = np.ones(len(tokens), bool)
-    for each in overlapping(pictures, first, first + len(tokens)):
+    for each in overlapping(images, first, first + len(tokens)):
         is_text[max(0, each.first - first) : each.end - first] = False
     return tokens[is_text]
 
 
-def cache_key(pictures: Sequence[PromptImage], first: int, end: int) -> bytes:
+def cache_key(images: Sequence[PromptImage], first: int, end: int) -> bytes:
     """Returns the cache key of the images that overlap a range of positions; empty for text.
 
     It contains each image's digest and the offset of the range in the image.
     """
     return b"".join(
         each.digest + (first - each.first).to_bytes(4, "little", signed=True)
-        for each in overlapping(pictures, first, end)
+        for each in overlapping(images, first, end)
     )
 
 

@@ -118,7 +118,7 @@ class PrefixCache:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return PrefixMatch()
         most = request.max_cached_tokens // self._page_size
-        path = self.tree.path(request.tenant, request.tokens(), request.pictures)[:most]
+        path = self.tree.path(request.tenant, request.tokens(), request.images)[:most]
         if not self._interval:
             return self._prefix(path, 0)
         deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
@@ -194,7 +194,7 @@ class PrefixCache:
         most = min(request.max_cached_tokens, len(context) - self._policy.key_lookahead)
         differs = np.flatnonzero(tokens[:most] != context[:most])
         parted = int(differs[0]) if len(differs) else most + self._policy.key_lookahead
-        seen = first_difference(request.pictures, other.request.pictures)
+        seen = first_difference(request.images, other.request.images)
         parted = parted if seen is None else min(parted, seen)
         equal = min(most, parted - self._policy.key_lookahead)
         unit = self._unit if self._interval else self._page_size
@@ -265,7 +265,7 @@ class PrefixCache:
         """Attaches a prompt's snapshot to its node in the tree, or keeps it until the node
         exists.
         """
-        path = self.tree.path(request.tenant, request.context[: at + 1], request.pictures)
+        path = self.tree.path(request.tenant, request.context[: at + 1], request.images)
         if len(path) * self._page_size == at:
             self.tree.snapshots.attach(snapshot, path[-1])
         else:
@@ -348,7 +348,7 @@ class PrefixCache:
             return
         pages = self.allocator.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
-        known = (request.tenant, standing.node, tokens, pages, whole, request.pictures)
+        known = (request.tenant, standing.node, tokens, pages, whole, request.images)
         standing.node = self.tree.insert(*known, is_running=is_running)
 
     def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:

@@ -107,19 +107,19 @@ class RadixCache:
     # Reading
 
     def path(
-        self, salt: str, tokens: Int32[np.ndarray, " T"], pictures: Sequence[PromptImage] = ()
+        self, salt: str, tokens: Int32[np.ndarray, " T"], images: Sequence[PromptImage] = ()
     ) -> list[Node]:
         """Returns the nodes of the longest cached prefix of a sequence, first to last.
 
         Args:
           salt: Cache namespace; sequences of other namespaces do not match.
           tokens: The sequence; it determines which pages are full, including the lookahead.
-          pictures: Images of the sequence.
+          images: Images of the sequence.
         """
         node, nodes = self.roots.get(salt), []
         if node is None:
             return nodes
-        for key in self._keys(tokens, pictures, 0):
+        for key in self._keys(tokens, images, 0):
             node = node.children.get(key)
             if node is None:
                 break
@@ -127,15 +127,15 @@ class RadixCache:
         return nodes
 
     def _keys(
-        self, tokens: Int32[np.ndarray, " T"], pictures: Sequence[PromptImage], first: int
+        self, tokens: Int32[np.ndarray, " T"], images: Sequence[PromptImage], first: int
     ) -> Iterator[bytes]:
         """Yields the keys of a sequence's full pages from page `first` on."""
         raw, size = tokens.astype(np.int32, copy=False).tobytes(), 4 * self._page_size
         reach = 4 * self._key_reach
         for start in range(first * size, len(raw) - size - reach + 1, size):
             key = raw[start : start + size + reach]
-            if pictures:
-                key += cache_key(pictures, start // 4, (start + size + reach) // 4)
+            if images:
+                key += cache_key(images, start // 4, (start + size + reach) // 4)
             yield key
 
     # Running requests
@@ -166,7 +166,7 @@ class RadixCache:
         tokens: Int32[np.ndarray, " T"],
         pages: Int32[np.ndarray, " n"],
         is_whole: Sequence[bool],
-        pictures: Sequence[PromptImage] = (),
+        images: Sequence[PromptImage] = (),
         *,
         is_running: bool,
     ) -> Node | None:
@@ -178,7 +178,7 @@ class RadixCache:
           tokens: The sequence from its start.
           pages: Its pages from its start, each with an owner.
           is_whole: Flag per page, see `Node`.
-          pictures: Images of the sequence.
+          images: Images of the sequence.
           is_running: True if the pages stay in a slot too, so that none is inserted below another
             request's page.
 
@@ -189,7 +189,7 @@ class RadixCache:
         self._clock += 1
         added = []
         for place, key in enumerate(
-            self._keys(tokens, pictures, node.num_pages), start=node.num_pages
+            self._keys(tokens, images, node.num_pages), start=node.num_pages
         ):
             if place == len(pages):
                 break

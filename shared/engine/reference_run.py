@@ -58,7 +58,7 @@ class ReferenceRunner:
       backend: The device.
       planner, allocator, cache: Those of the engine. A run neither reads nor fills the prefix
         cache, but may evict from it.
-      pictures: Encoder cache of the engine, for a vision-language model.
+      images: Encoder cache of the engine, for a vision-language model.
 
     Raises:
       ValueError: The backend has no programs for plain steps with logprobs, or acceptance is
@@ -71,10 +71,10 @@ class ReferenceRunner:
         planner: Planner,
         allocator: Allocator,
         cache: PrefixCache,
-        pictures: EncoderCache | None,
+        images: EncoderCache | None,
     ) -> None:
         self._backend, self._planner = backend, planner
-        self._allocator, self._cache, self._pictures = allocator, cache, pictures
+        self._allocator, self._cache, self._images = allocator, cache, images
         self._most_tokens = _check_programs(backend.capacity)
         self._request: Request | None = None
 
@@ -99,7 +99,7 @@ class ReferenceRunner:
             prompt=request.prompt,
             sampling=sampling,
             tenant=request.tenant,
-            pictures=request.pictures,
+            images=request.images,
             mrope=request.mrope,
         )
         replay.assign_slot(self._allocator.take_slot())
@@ -134,8 +134,8 @@ class ReferenceRunner:
             self._reserve(request, request.length + PLAIN.scratch)
             return ScheduledRows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
-        if self._pictures is not None and request.pictures:
-            found = self._pictures.chunk_of(request, chunk.end, may_encode=True)
+        if self._images is not None and request.images:
+            found = self._images.chunk_of(request, chunk.end, may_encode=True)
             assert found is not None, "encode steps are allowed"
             chunk = found
         if isinstance(chunk, ScheduledRows):

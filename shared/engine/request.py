@@ -150,7 +150,7 @@ class Request:
       tenant: Tenant, which isolates its cached prefixes and n-grams from other tenants.
       priority: Lower values receive a slot first and are preempted last.
       constraint: Grammar state; None without a grammar.
-      pictures: Images of the prompt, in order; each has an image token per row of its embeddings.
+      images: Images of the prompt, in order; each has an image token per row of its embeddings.
       mrope: M-RoPE positions of its prompt; None without images.
       arrival: Number in the order of arrival.
       began: Time of creation, by the monotonic clock.
@@ -177,7 +177,7 @@ class Request:
     tenant: str = ""
     priority: int = 0
     constraint: GrammarState | None = None
-    pictures: tuple[PromptImage, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     mrope: MropePositions | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)

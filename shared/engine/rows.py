@@ -32,14 +32,14 @@ class Chunk:
     Attributes:
       request: The request.
       first, end: Range of positions.
-      pictures: Images with a token in the chunk or directly after it, each with the encoder-cache
+      images: Images with a token in the chunk or directly after it, each with the encoder-cache
         row of its first token.
     """
 
     request: Request
     first: int
     end: int
-    pictures: tuple[tuple[PromptImage, int], ...] = ()
+    images: tuple[tuple[PromptImage, int], ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -193,7 +193,7 @@ class ScheduledRows:
             assert self.counted is not None
             _lay_counted(plan, plan.work, self.counted)
         elif isinstance(plan.work, EncodeImage):
-            _lay_picture(plan.work, self.pixels, self.place)
+            _lay_image(plan.work, self.pixels, self.place)
         else:
             _check_prefilled(self.requests)
             _copy_known(plan, self)
@@ -209,8 +209,8 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
         work.row_starts[row + 1] = end
         work.first_positions[row] = chunk.first
         work.ends_prompt[row] = chunk.ends_prompt
-        if work.pictures is not None:
-            _lay_pictures(work.pictures, row, start, chunk)
+        if work.images is not None:
+            _lay_images(work.images, row, start, chunk)
         if plan.texts is not None and plan.texts.before is not None:
             before = context[max(0, chunk.first - WINDOW) : chunk.first]
             plan.texts.before[row] = -1
@@ -222,24 +222,24 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
     work.row_starts[len(chunks) + 1 :] = end
 
 
-def _lay_pictures(pictures: ImageInputs, row: int, start: int, chunk: Chunk) -> None:
+def _lay_images(images: ImageInputs, row: int, start: int, chunk: Chunk) -> None:
     """Writes the M-RoPE positions of a chunk, and the encoder-cache rows of its image tokens."""
     first, end, sight = chunk.first, chunk.end, chunk.request.mrope
-    turns = pictures.mrope_positions[start : start + end - first]
+    turns = images.mrope_positions[start : start + end - first]
     if sight is None:
         turns[:] = np.arange(first, end)[:, None]
         return
     turns[:] = sight.between(first, end)
-    pictures.mrope_position_deltas[row] = sight.delta
-    for picture, place in chunk.pictures:
-        from_, to = max(first, picture.first), min(end, picture.end)
-        at = place - picture.first
-        pictures.sources[start + from_ - first : start + to - first] = np.arange(from_, to) + at
-        if picture.first <= end < picture.end:
-            pictures.next_embed_sources[row] = end + at
+    images.mrope_position_deltas[row] = sight.delta
+    for image, place in chunk.images:
+        from_, to = max(first, image.first), min(end, image.end)
+        at = place - image.first
+        images.sources[start + from_ - first : start + to - first] = np.arange(from_, to) + at
+        if image.first <= end < image.end:
+            images.next_embed_sources[row] = end + at
 
 
-def _lay_picture(work: EncodeImage, pixels: Pixels | None, place: int) -> None:
+def _lay_image(work: EncodeImage, pixels: Pixels | None, place: int) -> None:
     if pixels is not None:
         for name, values in vars(pixels).items():
             getattr(work.pixels, name)[: len(values)] = values

@@ -28,7 +28,7 @@ class Scheduler:
       capacity, allocator, controller: Limits of the backend, its pages and slots, and the chooser
         of decode steps.
       cache: Prefix cache.
-      pictures: Encoder cache; None for a text-only model.
+      images: Encoder cache; None for a text-only model.
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Maximum prompt tokens of a step.
 
@@ -43,13 +43,13 @@ class Scheduler:
         allocator: Allocator,
         cache: PrefixCache,
         controller: Controller,
-        pictures: EncoderCache | None,
+        images: EncoderCache | None,
         *,
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
         self._capacity, self.allocator, self._controller = capacity, allocator, controller
-        self._cache, self._pictures = cache, pictures
+        self._cache, self._images = cache, images
         counts = (p.tokens for p in capacity.programs if p.work is StepKind.COUNT)
         self._most_counted = max(counts, default=0)
         self._num_arrived = 0
@@ -175,9 +175,9 @@ class Scheduler:
 
         None if it needs an encode step and is not the first of the step.
         """
-        if self._pictures is None or not request.pictures:
+        if self._images is None or not request.images:
             return Chunk(request, request.prefilled, end)
-        return self._pictures.chunk_of(request, end, may_encode=is_first)
+        return self._images.chunk_of(request, end, may_encode=is_first)
 
     def _decode_rows(self) -> ScheduledRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]

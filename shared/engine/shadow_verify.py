@@ -25,7 +25,7 @@ from shared.engine.request import Event, FinishReason, Request
 MOST_WAITING = 64
 """Maximum outputs that wait to be checked; further ones are dropped."""
 
-MOST_PICTURE_BYTES = 1 << 28
+MOST_IMAGE_BYTES = 1 << 28
 """Maximum bytes of pixels held for waiting checks; further ones are dropped."""
 
 MOST_STARTS = 4
@@ -83,7 +83,7 @@ class ShadowVerifier:
     ) -> None:
         self._engine, self._rate, self._report = engine, rate, report
         self._runner = ReferenceRunner(
-            backend, engine.planner, engine.allocator, engine.cache, engine.pictures
+            backend, engine.planner, engine.allocator, engine.cache, engine.images
         )
         self._may_redraw = backend.capacity.accept_rule != "exact"
         self._open: dict[int, Request] = {}
@@ -171,8 +171,8 @@ class ShadowVerifier:
     def _may_wait(self, request: Request) -> bool:
         """Returns True if an output and its images may be held in addition to those that wait."""
         cases = self._waiting if self._case is None else (*self._waiting, self._case)
-        pixels = sum(_picture_bytes(each) for each in (request, *(case.request for case in cases)))
-        return len(cases) < MOST_WAITING and pixels <= MOST_PICTURE_BYTES
+        pixels = sum(_image_bytes(each) for each in (request, *(case.request for case in cases)))
+        return len(cases) < MOST_WAITING and pixels <= MOST_IMAGE_BYTES
 
     def _cannot_be_checked(self, request: Request) -> SkipReason | None:
         """Returns the reason why plain decoding need not give the same output; None if it must."""
@@ -218,5 +218,5 @@ class ShadowVerifier:
             self._counts[DROPPED] += 1
 
 
-def _picture_bytes(request: Request) -> int:
-    return sum(picture.pixels.nbytes for picture in request.pictures)
+def _image_bytes(request: Request) -> int:
+    return sum(image.pixels.nbytes for image in request.images)

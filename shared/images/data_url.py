@@ -21,7 +21,7 @@ def data_of(url: str) -> bytes:
     The URL-safe alphabet is valid too.
 
     Raises:
-      PictureRefused: The URL is not a data URL, or its base64 is invalid. Nothing is fetched.
+      ImageRefused: The URL is not a data URL, or its base64 is invalid. Nothing is fetched.
 
     Source: RFC 2397; the data: URL processor of WHATWG Fetch, forgiving-base64 of WHATWG Infra;
     RFC 4648, section 5.

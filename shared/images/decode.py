@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from shared.images.header import MAX_PIXELS, Header, read_header
 from shared.images.metadata import without_metadata
-from shared.images.worker_protocol import OpenedPicture
+from shared.images.worker_protocol import OpenedImage
 from shared.models.image_processor import ImageProcessorConfig, InvalidImageError
 
 DEEP = "I;16"
@@ -34,11 +34,11 @@ _TURNS = {
 """Operation that makes an image upright, by EXIF orientation."""
 
 
-def opened(data: bytes, config: ImageProcessorConfig) -> OpenedPicture:
+def opened(data: bytes, config: ImageProcessorConfig) -> OpenedImage:
     """Decodes and resizes the image of a file.
 
     Raises:
-      PictureRefused: The image is invalid or unsupported; see above, and
+      ImageRefused: The image is invalid or unsupported; see above, and
         `ImageProcessorConfig.smart_resize`.
     """
     header = read_header(data)
@@ -54,7 +54,7 @@ def opened(data: bytes, config: ImageProcessorConfig) -> OpenedPicture:
         raise InvalidImageError(f"the image is an invalid {header.kind}: {error}") from error
     height, width = config.smart_resize(image.height, image.width)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC)
-    return OpenedPicture(height, width, fitted.tobytes())
+    return OpenedImage(height, width, fitted.tobytes())
 
 
 def _check(header: Header) -> None:

@@ -41,7 +41,7 @@ def read_header(data: bytes) -> Header:
     """Detects the format by the content.
 
     Raises:
-      PictureRefused: The file is not a PNG, JPEG, WebP or GIF, or its header is invalid.
+      ImageRefused: The file is not a PNG, JPEG, WebP or GIF, or its header is invalid.
 
     Source: PNG, third edition (W3C); ITU-T T.81; WebP container specification (RFC 9649); GIF89a
     specification (CompuServe, 1990).

@@ -14,7 +14,7 @@ def expanded(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> 
       counts: Embeddings of each image.
 
     Raises:
-      PictureRefused: The numbers of image tokens and images differ, for example because a text
+      ImageRefused: The numbers of image tokens and images differ, for example because a text
         contains the image token.
     """
     places = sum(token == image_token for token in tokens)

@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.images.data_url import data_of
 from shared.images.decode import opened
-from shared.images.worker_protocol import DEADLINE_S, PART, pack_picture, unpack_address
+from shared.images.worker_protocol import DEADLINE_S, PART, pack_image, unpack_address
 from shared.models.image_processor import ImageProcessorConfig, InvalidImageError
 from shared.text import worker
 from shared.text.worker import WorkerError
@@ -19,10 +19,10 @@ def begin(given: Any) -> Callable[[Any], bytes]:
     config = ImageProcessorConfig(**given)
     low = config.low_detail()
 
-    def open_picture(asked: Any) -> bytes:
+    def open_image(asked: Any) -> bytes:
         url, is_low = asked
         try:
-            return pack_picture(opened(data_of(url), low if is_low else config))
+            return pack_image(opened(data_of(url), low if is_low else config))
         except InvalidImageError as error:
             raise WorkerError(str(error), PART) from error
         except MemoryError:
@@ -30,7 +30,7 @@ def begin(given: Any) -> Callable[[Any], bytes]:
                 "the image takes too much memory to decode; send a smaller one", PART
             ) from None
 
-    return open_picture
+    return open_image
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ SIDES = struct.Struct("<II")
 
 
 @dataclass(frozen=True)
-class OpenedPicture:
+class OpenedImage:
     """Decoded image at the size of the model: red, green and blue of each pixel, row by row."""
 
     height: int
@@ -49,12 +49,12 @@ def unpack_address(message: bytes) -> tuple[str, bool]:
     return message[1:].decode(), message[:1] == b"1"
 
 
-def pack_picture(picture: OpenedPicture) -> bytes:
+def pack_image(image: OpenedImage) -> bytes:
     """Packs a decoded image."""
-    return SIDES.pack(picture.height, picture.width) + picture.rgb
+    return SIDES.pack(image.height, image.width) + image.rgb
 
 
-def unpack_picture(answer: bytes | memoryview) -> OpenedPicture:
-    """Reverses `pack_picture`."""
+def unpack_image(answer: bytes | memoryview) -> OpenedImage:
+    """Reverses `pack_image`."""
     height, width = SIDES.unpack_from(answer)
-    return OpenedPicture(height, width, answer[SIDES.size :])
+    return OpenedImage(height, width, answer[SIDES.size :])

@@ -52,7 +52,7 @@ GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=T
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", config_classes.MISTRAL, sliding_window=SlidingWindowRule.BY_SIZE)
 MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, scales_queries=True)
-OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], norms_behind=True)
+OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], post_norm=True)
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
@@ -61,7 +61,7 @@ OLMO3 = replace(
     scales_full_layers=True,
 )
 PHI3 = Family(
-    "phi3", config_classes.PHI3, stores_joined=True, sliding_window=SlidingWindowRule.BY_SIZE
+    "phi3", config_classes.PHI3, fused_projections=True, sliding_window=SlidingWindowRule.BY_SIZE
 )
 QWEN2 = Family(
     "qwen2", config_classes.QWEN2, input_bias=True, sliding_window=SlidingWindowRule.BY_FLAG
@@ -190,8 +190,8 @@ def config_from_dict(
         residual_factor=read_factor(text, family, "residual_multiplier"),
         logits_factor=1 / read_factor(text, family, "logits_scaling"),
         zero_centered_norms=family.is_hybrid,
-        post_norm=family.norms_behind,
-        fused_projections=family.stores_joined,
+        post_norm=family.post_norm,
+        fused_projections=family.fused_projections,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
         num_nextn_predict_layers=count(text, "num_nextn_predict_layers", MOST_NAMED)
         if family.routing

@@ -26,14 +26,14 @@ class Family:
       of: Config class with the fields of its config.json, their defaults and aliases.
       qk_norm: See `AttentionConfig`.
       is_hybrid: True for GDN layers, output gates, zero-centred norms, and an optional MTP layer.
-      drafts_trees, stores_joined: See `ModelConfig`.
+      drafts_trees, fused_projections: See `ModelConfig`.
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
       sliding_window: Fields that enable sliding windows.
       has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
       nope_layers: True if some layers have no rotary embedding (NoPE).
       scales_queries: True if queries may be scaled by position (long-context query scaling).
-      norms_behind: See `ModelConfig`; QK norms then span all heads.
+      post_norm: See `ModelConfig`; QK norms then span all heads.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
       norms_by_flag: True if `use_qk_norm` enables QK norms.
@@ -46,14 +46,14 @@ class Family:
     qk_norm: bool = False
     is_hybrid: bool = False
     drafts_trees: bool = False
-    stores_joined: bool = False
+    fused_projections: bool = False
     input_bias: bool = False
     biases: tuple[str, ...] = ()
     sliding_window: SlidingWindowRule = SlidingWindowRule.NEVER
     has_factors: bool = False
     nope_layers: bool = False
     scales_queries: bool = False
-    norms_behind: bool = False
+    post_norm: bool = False
     scales_full_layers: bool = False
     routing: Routing | None = None
     norms_by_flag: bool = False

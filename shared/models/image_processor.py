@@ -55,7 +55,7 @@ class ImageProcessorConfig:
         """Returns the height and width that an image is resized to ("smart resize").
 
         Raises:
-          PictureRefused: The aspect ratio is too large.
+          ImageRefused: The aspect ratio is too large.
 
         Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; rounding as in its processor.
         """
@@ -86,7 +86,7 @@ class ImageProcessorConfig:
         return height * width // self.multiple**2
 
 
-def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessorConfig:
+def images_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessorConfig:
     """Reads the image processor settings of a model folder.
 
     They are `image_processor` in `processor_config.json`, or else `preprocessor_config.json`.
@@ -101,17 +101,17 @@ def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProce
     """
     own, joint = Path(folder) / FILE, Path(folder) / JOINT
     if joint.is_file() and (settings := object_of(read_json(joint), FIELD, JOINT)):
-        return read_pictures(settings, vision, f"{FIELD} of {JOINT}")
+        return read_images(settings, vision, f"{FIELD} of {JOINT}")
     if not own.is_file():
         raise ValueError(
             f"the model folder {folder} has no image processor settings; add {FILE}, or {FIELD} "
             f"in {JOINT}"
         )
-    return read_pictures(read_json(own), vision)
+    return read_images(read_json(own), vision)
 
 
-def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> ImageProcessorConfig:
-    """Parses the settings of an image processor; raises the errors of `pictures_from_folder`.
+def read_images(config: Json, vision: VisionConfig, place: str = FILE) -> ImageProcessorConfig:
+    """Parses the settings of an image processor; raises the errors of `images_from_folder`.
 
     Args:
       config: The settings.

@@ -73,13 +73,13 @@ class VisionConfig:
         """Bytes of a patch in a plan, with one frame."""
         return self.channels * self.patch_size**2
 
-    def picture_bytes(self, num_patches: int) -> int:
+    def image_bytes(self, num_patches: int) -> int:
         """Returns the bytes of so many patches, rounded up to a multiple of 4."""
         return -(-num_patches * self.patch_bytes // 4) * 4
 
-    def num_patches(self, picture_bytes: int) -> int:
-        """Returns the number of patches; the inverse of `picture_bytes`."""
-        return picture_bytes // self.patch_bytes
+    def num_patches(self, image_bytes: int) -> int:
+        """Returns the number of patches; the inverse of `image_bytes`."""
+        return image_bytes // self.patch_bytes
 
     def most_lines(self, num_patches: int) -> int:
         """Returns the maximum of rows plus columns for an image of so many patches (the narrowest

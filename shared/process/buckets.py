@@ -55,7 +55,7 @@ def capacity_for(
     model: ModelConfig,
     device: Device,
     costs: ProgramCosts,
-    pictures: EncoderCacheSpec | None = None,
+    images: EncoderCacheSpec | None = None,
 ) -> BackendLimits:
     """Returns the limits of a backend: a number of pages, other pools, and one program per bucket.
 
@@ -86,8 +86,8 @@ def capacity_for(
                 StepKind.COUNT, 1, table, settled.prefill_chunk_size, plain, ProgramFeature.NONE
             )
         )
-    if pictures is not None:
-        programs += encode_programs(pictures, settled.reduced_buckets)
+    if images is not None:
+        programs += encode_programs(images, settled.reduced_buckets)
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
     return BackendLimits(
@@ -105,7 +105,7 @@ def capacity_for(
         max_scores=engine.max_prompt_logprobs,
         accept_rule=settled.draft.verification,
         accept_rates=settled.draft.accept_rates,
-        pictures=pictures,
+        images=images,
         texts=text_table(settled),
     )
 

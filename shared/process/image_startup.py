@@ -9,7 +9,7 @@ from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.encoder_cache import least_rows
 from shared.models.families import vision_from_folder
-from shared.models.image_processor import ImageProcessorConfig, pictures_from_folder
+from shared.models.image_processor import ImageProcessorConfig, images_from_folder
 from shared.models.vision_config import VisionConfig
 from shared.options.flags import ConfigError, spelling
 from shared.options.options import Options
@@ -21,7 +21,7 @@ TEXT_ALONE = "--language-model-only serves the model's text"
 DECODER = "PIL"
 """Package that decodes images in the server's worker processes; checked at startup."""
 
-KEPT_PICTURES = 4
+KEPT_IMAGES = 4
 """Default size of the encoder cache, in images of the largest size."""
 
 MOST_PRODUCTS = 3 * 10**12
@@ -85,21 +85,21 @@ def find_vision_encoder(
             "image input requires the package pillow; install the extra vision; " + TEXT_ALONE
         )
     try:
-        return VisionEncoder(vision, pictures_from_folder(folder, vision))
+        return VisionEncoder(vision, images_from_folder(folder, vision))
     except ValueError as error:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
-def picture_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheSpec:
+def image_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheSpec:
     """Returns the encoder cache of a server; limits the image size to `--max-image-tokens`.
 
     Raises:
       ConfigError: The flags leave no room for an image.
     """
     processor, per_row = tower.processor, tower.processor.multiple**2
-    most = max(1, min(settled.most_picture_tokens, processor.max_pixels // per_row))
+    most = max(1, min(settled.most_image_tokens, processor.max_pixels // per_row))
     wanted = settled.options.engine.mm_encoder_cache_tokens
-    rows, least = wanted or KEPT_PICTURES * most, least_rows(most)
+    rows, least = wanted or KEPT_IMAGES * most, least_rows(most)
     if wanted is not None and wanted < least:
         raise ConfigError(
             f"--mm-encoder-cache-tokens {wanted} is too small for one step, which needs "

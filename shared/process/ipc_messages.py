@@ -70,7 +70,7 @@ class ServerInfo:
       observing: Options of logs, metrics and traces.
       ranks: Number of tensor-parallel ranks.
       silence_s: Seconds without a message after which the engine counts as frozen.
-      pictures: Image processor config; None for a text-only model.
+      images: Image processor config; None for a text-only model.
     """
 
     model_name: str
@@ -95,7 +95,7 @@ class ServerInfo:
     observing: ObservingOptions = field(default_factory=ObservingOptions)
     ranks: int = 1
     silence_s: float = math.inf
-    pictures: ImageProcessorConfig | None = None
+    images: ImageProcessorConfig | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -140,9 +140,9 @@ class ServerInfo:
             parts[name] = None if fields[name] is None else tuple(fields[name])
         parts["allowed_origins"] = tuple(fields["allowed_origins"])
         parts["observing"] = ObservingOptions(**fields["observing"])
-        if (config := fields["pictures"]) is not None:
+        if (config := fields["images"]) is not None:
             lists = {name: tuple(config[name]) for name in ("mean", "deviation")}
-            parts["pictures"] = ImageProcessorConfig(**{**config, **lists})
+            parts["images"] = ImageProcessorConfig(**{**config, **lists})
         return cls(**{**fields, **parts})
 
 
@@ -254,12 +254,12 @@ def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
     return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})
 
 
-def picture_to_field(picture: PromptImage) -> list[Any]:
+def image_to_field(image: PromptImage) -> list[Any]:
     """Converts an image to a field without its pixels."""
-    return [picture.first, picture.grid, picture.pixels.shape, picture.digest]
+    return [image.first, image.grid, image.pixels.shape, image.digest]
 
 
-def picture_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> PromptImage:
+def image_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> PromptImage:
     """Restores an image from its field and pixels."""
     first, grid, shape, digest = field
     return PromptImage(first=first, grid=tuple(grid), pixels=pixels.reshape(shape), digest=digest)
@@ -271,11 +271,11 @@ def requests_of(
     choices: list[list[int]],
     tenant: str,
     priority: int,
-    pictures: list[list[Any]],
+    images: list[list[Any]],
     pixels: Sequence[UInt8[np.ndarray, " n"]] = (),
 ) -> Iterator[Request]:
     """Yields the requests of an `add` message, one per choice, which share its images."""
-    tokens, shown = tuple(prompt), tuple(map(picture_from_field, pictures, pixels))
+    tokens, shown = tuple(prompt), tuple(map(image_from_field, images, pixels))
     for request_id, seed32 in choices:
         yield Request(
             request_id=request_id,
@@ -283,5 +283,5 @@ def requests_of(
             sampling=sampling_from_fields(sampling, seed32),
             tenant=tenant,
             priority=priority,
-            pictures=shown,
+            images=shown,
         )

@@ -30,7 +30,7 @@ from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts, capacity_for, captured_step_kinds, pages_for
 from shared.process.device import Device
-from shared.process.image_startup import VisionEncoder, picture_pool
+from shared.process.image_startup import VisionEncoder, image_pool
 from shared.process.resolved_config import ResolvedConfig, resolve
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
@@ -138,8 +138,8 @@ def plan(
         raise ConfigError("--fp8-activations requires bfloat16; add --dtype bfloat16")
     keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not as_w8a8
     found = as_w8a16() if keeps_words else {}
-    pictures = None if tower is None else picture_pool(tower, settled)
-    sizing = PageCountSearch(settled, model, drafts, device, costs, found, as_w8a8, pictures)
+    images = None if tower is None else image_pool(tower, settled)
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, as_w8a8, images)
     return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
 
@@ -149,7 +149,7 @@ class PageCountSearch:
 
     Attributes:
       as_w8a16: Parameters stored as packed FP8.
-      pictures: Encoder cache of a vision-language model.
+      images: Encoder cache of a vision-language model.
     """
 
     settled: ResolvedConfig
@@ -159,7 +159,7 @@ class PageCountSearch:
     costs: ProgramCosts
     as_w8a16: InWords
     as_w8a8: frozenset[str]
-    pictures: EncoderCacheSpec | None
+    images: EncoderCacheSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """Returns the whole plan with a number of pages."""
@@ -180,7 +180,7 @@ class PageCountSearch:
             config=self.model,
             drafts=self.drafts,
             capacity=replace(
-                capacity_for(settled, pages, self.model, self.device, self.costs, self.pictures),
+                capacity_for(settled, pages, self.model, self.device, self.costs, self.images),
                 num_snapshots=1 + self._num_snapshots(),
             ),
             dtype=settled.dtype,
@@ -274,8 +274,8 @@ def _lines(
     share = blueprint.share
     yield from _page_lines(share)
     yield from _slot_lines(share)
-    if blueprint.capacity.pictures is not None:
-        yield _picture_line(blueprint, blueprint.capacity.pictures)
+    if blueprint.capacity.images is not None:
+        yield _image_line(blueprint, blueprint.capacity.images)
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_single or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
@@ -313,13 +313,13 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
-    if blueprint.capacity.pictures is not None:
-        yield _tower_line(blueprint, blueprint.capacity.pictures)
+    if blueprint.capacity.images is not None:
+        yield _tower_line(blueprint, blueprint.capacity.images)
 
 
-def _tower_line(blueprint: BackendSpec, pictures: EncoderCacheSpec) -> MemoryPlanEntry:
+def _tower_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the vision encoder, which is replicated on all ranks."""
-    return _weights_line("vision tower", blueprint.dtype, tower_parameters(pictures.vision), {})
+    return _weights_line("vision tower", blueprint.dtype, tower_parameters(images.vision), {})
 
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parameter]:
@@ -379,15 +379,15 @@ def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     yield MemoryPlanEntry("relay", f"{slots} slots", relay)
 
 
-def _picture_line(blueprint: BackendSpec, pictures: EncoderCacheSpec) -> MemoryPlanEntry:
+def _image_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the encoder cache and of the M-RoPE position delta of each slot."""
-    vision, item = pictures.vision, blueprint.item_bytes
-    num_bytes = pictures.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
-    detail = f"{pictures.num_rows - 1} image tokens, and a scratch row"
+    vision, item = images.vision, blueprint.item_bytes
+    num_bytes = images.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
+    detail = f"{images.num_rows - 1} image tokens, and a scratch row"
     if most := most_begun(blueprint.capacity.programs, vision):
         num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
         detail += f"; {most} patches of an image that is encoded in several steps"
-    return MemoryPlanEntry("picture rows", detail, num_bytes)
+    return MemoryPlanEntry("image rows", detail, num_bytes)
 
 
 def _state_lines(

@@ -113,5 +113,5 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         allowed_origins=server.origins,
         observing=options.observing,
         ranks=memory.blueprint.ranks.count,
-        pictures=capacity.pictures and capacity.pictures.processor,
+        images=capacity.images and capacity.images.processor,
     )

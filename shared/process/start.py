@@ -85,8 +85,8 @@ class ValidatedStartup:
         """Stored bytes that loading reads."""
         blueprint = self.memory.blueprint
         wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
-        if blueprint.capacity.pictures is not None:
-            wanted += tower_parameters(blueprint.capacity.pictures.vision)
+        if blueprint.capacity.images is not None:
+            wanted += tower_parameters(blueprint.capacity.images.vision)
         if (token_map := blueprint.drafts.token_map) is not None:
             wanted.append(draft_head(blueprint.config, token_map))
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes

@@ -126,10 +126,10 @@ class ReferenceBackend:
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         words = np.zeros(result_layout(plan.program, self.capacity).size, np.int32)
-        sees = self.capacity.pictures is not None
+        sees = self.capacity.images is not None
         batch = Batch.of(plan, self.state.turn_deltas if sees else None)
         if isinstance(plan.work, EncodeImage):
-            encode(plan.work, plan.program.blocks, self.capacity.pictures, self._tower, self.state)
+            encode(plan.work, plan.program.blocks, self.capacity.images, self._tower, self.state)
         elif len(batch.index):
             if isinstance(plan.work, Prefill | CountPromptTokens):
                 self._start(batch)
@@ -187,9 +187,9 @@ class ReferenceBackend:
     def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> Fields:
         spans = [slice(*work.row_starts[i : i + 2]) for i in batch.index]
         chunks = [work.tokens[span] for span in spans]
-        seen = [ImageContext.of(work.pictures, self.state.pool, span) for span in spans]
-        if work.pictures is not None:
-            self.state.turn_deltas[batch.slots] = work.pictures.mrope_position_deltas[batch.index]
+        seen = [ImageContext.of(work.images, self.state.pool, span) for span in spans]
+        if work.images is not None:
+            self.state.turn_deltas[batch.slots] = work.images.mrope_position_deltas[batch.index]
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
         passes = [
             self._prefill_row(batch, b, chunk, first[b], seen[b]) for b, chunk in enumerate(chunks)
@@ -207,8 +207,8 @@ class ReferenceBackend:
         for b in range(len(newest)):
             self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
-            if work.pictures is not None:
-                following = work.pictures.next_embed_sources[batch.index]
+            if work.images is not None:
+                following = work.images.next_embed_sources[batch.index]
                 seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
         if self.state.texts is not None:

@@ -50,7 +50,7 @@ class DeviceState:
 def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
     """Allocates zeroed memory for all slots, pages and snapshots."""
     num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
-    pictures = capacity.pictures
+    images = capacity.images
     return DeviceState(
         lengths=np.zeros(num_slots, np.int32),
         newest=np.zeros(num_slots, np.int32),
@@ -59,7 +59,7 @@ def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
         kv=model.new_kv(config, config.num_attention_layers, *pool),
         delta=model.new_state(config, num_slots),
         snapshots=model.new_state(config, capacity.num_snapshots),
-        pool=np.zeros((pictures.num_rows if pictures else 0, config.hidden), np.float32),
+        pool=np.zeros((images.num_rows if images else 0, config.hidden), np.float32),
         begun=None,
         turn_deltas=np.zeros(num_slots, np.int32),
         texts=_new_texts(capacity),

@@ -15,26 +15,26 @@ from shared.spec.model import Weights
 def encode(
     work: EncodeImage,
     blocks: range,
-    pictures: EncoderCacheSpec | None,
+    images: EncoderCacheSpec | None,
     weights: Weights | None,
     state: DeviceState,
 ) -> None:
     """Runs blocks of the vision encoder; after the last block, stores the embeddings in the
     cache.
     """
-    assert pictures is not None  # only a vision-language model has the program
+    assert images is not None  # only a vision-language model has the program
     assert weights is not None
-    vision, place = pictures.vision, int(work.place[0])
-    picture = state.begun
+    vision, place = images.vision, int(work.place[0])
+    image = state.begun
     if work.pixels is not None:
-        picture = vision_encoder.embed_patches(weights, vision_encoder.patches(vision, work.pixels))
-    assert picture is not None  # set by this step or an earlier one
-    picture = vision_encoder.run_blocks(weights, picture, blocks)
+        image = vision_encoder.embed_patches(weights, vision_encoder.patches(vision, work.pixels))
+    assert image is not None  # set by this step or an earlier one
+    image = vision_encoder.run_blocks(weights, image, blocks)
     if blocks.stop < vision.depth:
-        state.begun = picture
+        state.begun = image
     elif place:
-        count = int(picture.count[0]) // vision.merged
-        state.pool[place : place + count] = vision_encoder.project(vision, weights, picture)[:count]
+        count = int(image.count[0]) // vision.merged
+        state.pool[place : place + count] = vision_encoder.project(vision, weights, image)[:count]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class ImageContext:
 
     @classmethod
     def of(
-        cls, pictures: ImageInputs | None, pool: Float[np.ndarray, "rows hidden"], at: slice
+        cls, images: ImageInputs | None, pool: Float[np.ndarray, "rows hidden"], at: slice
     ) -> "ImageContext":
         """Returns the image inputs of a chunk's tokens."""
-        if pictures is None:
+        if images is None:
             return cls()
-        return cls(pictures.mrope_positions[at], ImageEmbeds(pool, pictures.sources[at]))
+        return cls(images.mrope_positions[at], ImageEmbeds(pool, images.sources[at]))
 
     def part(self, first: int, end: int | None) -> "ImageContext":
         """Returns the image inputs of a range of the rows; `end` None is the last row."""

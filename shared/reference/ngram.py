@@ -39,9 +39,9 @@ def learn_prompts(
     row_starts = np.concatenate([[0], np.cumsum(counts)])
     following = [np.append(chunk[1:], token) for chunk, token in zip(chunks, newest, strict=True)]
     is_real = np.ones(len(request), bool)
-    if work.pictures is not None:
-        own = [work.pictures.sources[span] for span in spans]
-        after = work.pictures.next_embed_sources[batch.index]
+    if work.images is not None:
+        own = [work.images.sources[span] for span in spans]
+        after = work.images.next_embed_sources[batch.index]
         later = [np.append(each[1:], last) for each, last in zip(own, after, strict=True)]
         is_real = (np.concatenate(own) == 0) & (np.concatenate(later) == 0)
     windows = ngram.prompt_windows(np.concatenate(chunks), row_starts, request, batch.texts.before)

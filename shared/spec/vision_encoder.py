@@ -60,7 +60,7 @@ class Pixels:
         lines = vision.most_lines(size) - len(self.corners)
         names = ("corners", "shares", "cos", "sin")
         longer = {name: np.pad(getattr(self, name), ((0, lines), (0, 0))) for name in names}
-        spare = vision.picture_bytes(size) - len(self.bytes)
+        spare = vision.image_bytes(size) - len(self.bytes)
         return replace(self, bytes=np.pad(self.bytes, (0, spare)), **longer)
 
 
@@ -100,23 +100,23 @@ class EncoderState:
 
 
 def pixels_of(
-    picture: UInt8[np.ndarray, "height width 3"],
+    image: UInt8[np.ndarray, "height width 3"],
     vision: VisionConfig,
-    pictures: ImageProcessorConfig,
+    images: ImageProcessorConfig,
 ) -> Pixels:
     """Builds the device format of an image whose size is a result of
     `ImageProcessorConfig.fitted`.
     """
-    sides = np.array(picture.shape[:2], np.int32) // vision.patch_size
+    sides = np.array(image.shape[:2], np.int32) // vision.patch_size
     places = np.concatenate([np.arange(side, dtype=np.int32) for side in sides])
     at = [np.linspace(0, vision.table_side - 1, side, dtype=np.float32) for side in sides]
     corners, shares = _table_lines(np.concatenate(at), vision.table_side)
     rotary = RotaryConfig(theta=THETA, width=vision.head_size // 2)
     cos, sin = layers.rotary_angles(places, rotary)
     return Pixels(
-        bytes=np.ascontiguousarray(picture).reshape(-1),
+        bytes=np.ascontiguousarray(image).reshape(-1),
         sides=sides,
-        levels=_levels(pictures),
+        levels=_levels(images),
         corners=corners,
         shares=shares,
         cos=cos,
@@ -124,10 +124,8 @@ def pixels_of(
     )
 
 
-def _levels(pictures: ImageProcessorConfig) -> Float32[np.ndarray, "3 256"]:
-    mean, deviation = (
-        np.array(x, np.float32)[:, None] for x in (pictures.mean, pictures.deviation)
-    )
+def _levels(images: ImageProcessorConfig) -> Float32[np.ndarray, "3 256"]:
+    mean, deviation = (np.array(x, np.float32)[:, None] for x in (images.mean, images.deviation))
     return (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / deviation
 
 
@@ -142,7 +140,7 @@ def _table_lines(
     return corners, np.stack([1 - share, share], axis=1)
 
 
-def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+def patches(vision: VisionConfig, image: Pixels) -> Patches:
     """Extracts the patches of an image, including padding patches.
 
     A still image is one frame, repeated over the frames of a patch. A padding patch repeats the
@@ -150,20 +148,20 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
     the size.
     """
     size, merge = vision.patch_size, vision.merge_size
-    rows, columns = np.maximum(picture.sides, merge)  # a padding plan has no patches
-    number = np.minimum(np.arange(vision.num_patches(len(picture.bytes))), rows * columns - 1)
+    rows, columns = np.maximum(image.sides, merge)  # a padding plan has no patches
+    number = np.minimum(np.arange(vision.num_patches(len(image.bytes))), rows * columns - 1)
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
     # A patch's part of a pixel row is contiguous in the image's bytes.
-    pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
+    pieces = image.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
     piece = (row[:, None] * size + np.arange(size)) * columns + column[:, None]
     by_channel = pieces[piece].transpose(0, 3, 1, 2)  # [R, 3, rows of pixels, columns]
-    values = picture.levels[np.arange(3)[:, None, None], by_channel]
+    values = image.levels[np.arange(3)[:, None, None], by_channel]
     frames = np.repeat(values[:, :, None], vision.frames, axis=2)
     across = rows + column
-    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
-    cos, sin = (np.concatenate([x[row], x[across]], axis=1) for x in (picture.cos, picture.sin))
+    (top, left), (above, before) = ((x[row], x[across]) for x in (image.corners, image.shares))
+    cos, sin = (np.concatenate([x[row], x[across]], axis=1) for x in (image.cos, image.sin))
     return Patches(
         pixels=frames.reshape(len(number), -1),
         corners=(top[:, :, None] * vision.table_side + left[:, None]).reshape(-1, 4),
@@ -175,39 +173,39 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 
 
 def encoded(
-    config: VisionConfig, weights: Weights, picture: Patches
+    config: VisionConfig, weights: Weights, image: Patches
 ) -> Float[np.ndarray, "tokens out"]:
     """Encodes an image to its embeddings, in the order of its image tokens.
 
     Args:
       config: Config of the vision encoder.
       weights: Arrays by the names of `shared.models.vision_parameters.tower_parameters`.
-      picture: Patches with any padding, whose output rows are undefined.
+      image: Patches with any padding, whose output rows are undefined.
     """
-    x = run_blocks(weights, embed_patches(weights, picture), range(config.depth))
+    x = run_blocks(weights, embed_patches(weights, image), range(config.depth))
     return project(config, weights, x)
 
 
-def embed_patches(weights: Weights, picture: Patches) -> EncoderState:
+def embed_patches(weights: Weights, image: Patches) -> EncoderState:
     """Embeds the patches: patch projection plus interpolated position embedding."""
-    x = linear.product(picture.pixels, _single(weights, "vision.patches"))
-    x = x + layers.bilinear_pos_embed(weights["vision.places"], picture.corners, picture.shares)
-    return EncoderState(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+    x = linear.product(image.pixels, _single(weights, "vision.patches"))
+    x = x + layers.bilinear_pos_embed(weights["vision.places"], image.corners, image.shares)
+    return EncoderState(rows=x, cos=image.cos, sin=image.sin, count=image.count)
 
 
-def run_blocks(weights: Weights, picture: EncoderState, blocks: range) -> EncoderState:
+def run_blocks(weights: Weights, image: EncoderState, blocks: range) -> EncoderState:
     """Runs the given blocks, which must be the next ones."""
-    x = picture.rows
+    x = image.rows
     for block in blocks:
-        x = _block(weights, block, x, picture)
-    return replace(picture, rows=x)
+        x = _block(weights, block, x, image)
+    return replace(image, rows=x)
 
 
 def project(
-    config: VisionConfig, weights: Weights, picture: EncoderState
+    config: VisionConfig, weights: Weights, image: EncoderState
 ) -> Float[np.ndarray, "tokens out"]:
     """Merges the patches into image embeddings, after the last block."""
-    x = _normed(weights, "vision.merger_norm", picture.rows)
+    x = _normed(weights, "vision.merger_norm", image.rows)
     wide = linear.product(
         x.reshape(-1, config.merged * config.hidden), _single(weights, "vision.merger.up")
     )
@@ -215,11 +213,11 @@ def project(
 
 
 def _block(
-    weights: Weights, block: int, x: Float[np.ndarray, "R hidden"], picture: EncoderState
+    weights: Weights, block: int, x: Float[np.ndarray, "R hidden"], image: EncoderState
 ) -> Float[np.ndarray, "R hidden"]:
     normed = _normed(weights, "vision.attention_norm", x, block)
     qkv = linear.product(normed, matrix(weights, "vision.attention.inputs", block))
-    mixed = attention.bidirectional_attention(qkv, picture.cos, picture.sin, picture.count)
+    mixed = attention.bidirectional_attention(qkv, image.cos, image.sin, image.count)
     x = x + linear.product(mixed, matrix(weights, "vision.attention.out", block))
     normed = _normed(weights, "vision.mlp_norm", x, block)
     wide = layers.gelu_tanh(linear.product(normed, matrix(weights, "vision.mlp.up", block)))

@@ -1,4 +1,4 @@
-"""The bench of odd pictures: it tells a stream's gaps, and what was answered otherwise."""
+"""The bench of odd images: it tells a stream's gaps, and what was answered otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bench.serving import image_interference
 from shared.images.data_url import data_of
 from shared.images.decode import opened
-from tests.support.http_fixtures import PICTURES, save_tokenizer, serving
+from tests.support.http_fixtures import IMAGES, save_tokenizer, serving
 from tests.support.images import REFUSED
 
 TEMPLATE = (
@@ -33,17 +33,17 @@ def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkey
         assert told["alone"]["events"] > 10
         assert told["first beside"]["longest_ms"] >= told["first beside"]["median_ms"] > 0
         as_good = {"svg": ([REFUSED["svg"][0]], image_interference.OK)}
-        monkeypatch.setattr(image_interference, "odd_pictures", lambda bounds: as_good)
+        monkeypatch.setattr(image_interference, "odd_images", lambda bounds: as_good)
         assert image_interference.main(words) == 1
         assert "svg was answered with 400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("most", [18, 64])
-def test_good_pictures_are_those_that_a_model_takes_which_takes_one_size_alone(most):
-    config = replace(PICTURES, multiple=32, min_pixels=most * 32**2, max_pixels=most * 32**2)
-    odd = image_interference.odd_pictures({"min_tokens": most, "pixels_per_token": 32**2})
+def test_good_images_are_those_that_a_model_takes_which_takes_one_size_alone(most):
+    config = replace(IMAGES, multiple=32, min_pixels=most * 32**2, max_pixels=most * 32**2)
+    odd = image_interference.odd_images({"min_tokens": most, "pixels_per_token": 32**2})
     good = [data_of(urls[0]) for urls, want in odd.values() if want == image_interference.OK]
     assert (len(odd), len(good)) == (12, 5)
     for data in good:
-        picture = opened(data, config)
-        assert config.num_tokens(picture.height, picture.width) == most
+        image = opened(data, config)
+        assert config.num_tokens(image.height, image.width) == most

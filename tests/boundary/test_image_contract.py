@@ -1,7 +1,7 @@
-"""Pictures at the boundary: encoded into the device's pool, read by prefills, behind them text.
+"""Images at the boundary: encoded into the device's pool, read by prefills, behind them text.
 
-On the golden model with pictures, whose greedy text is known. JAX has its turn with `-m matrix`:
-its programs of pictures are compiled for these tests alone.
+On the golden model with images, whose greedy text is known. JAX has its turn with `-m matrix`:
+its programs of images are compiled for these tests alone.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tests.support.golden_images import (
     MODEL,
     WANT,
     fitted,
+    image_config,
     patches_of,
-    picture_config,
     pixels_of,
     vision,
 )
-from tests.support.golden_models import Pictures as GoldenPictures
+from tests.support.golden_models import Images as GoldenImages
 from tests.support.golden_models import SpecModel
 from tests.support.vision_encoders import of_specification
 
 BATCH = 2
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(7, BATCH)
-"""So deep that drafts turned by their places, without the pictures' delta, would be others."""
+"""So deep that drafts turned by their places, without the images' delta, would be others."""
 
 PATCHES = 128
 ROWS = 101
-"""Of the pool: two prompts with two pictures each have 80."""
+"""Of the pool: two prompts with two images each have 80."""
 
 
 def program(
@@ -57,7 +57,7 @@ PIECES = [
     program(StepKind.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
     for blocks in (range(1), range(1, DEPTH))
 ]
-"""Of pictures up to another size, which are encoded in two steps."""
+"""Of images up to another size, which are encoded in two steps."""
 
 
 def capacity() -> BackendLimits:
@@ -79,7 +79,7 @@ def capacity() -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=0,
-        pictures=EncoderCacheSpec(vision(), picture_config(), ROWS),
+        images=EncoderCacheSpec(vision(), image_config(), ROWS),
     )
 
 
@@ -101,7 +101,7 @@ def host(backend) -> Host:
     return Host(backend, {})
 
 
-def picture_plan(host: Host, number: int, place: int, program: Program = ENCODE) -> StepPlan:
+def image_plan(host: Host, number: int, place: int, program: Program = ENCODE) -> StepPlan:
     plan = empty_plan(program, host.capacity)
     assert isinstance(plan.work, EncodeImage)
     if plan.work.pixels is not None:
@@ -118,7 +118,7 @@ def grid(number: int) -> tuple[int, int]:
 
 
 class Prompt:
-    """A golden prompt whose pictures have their rows at some place of the pool."""
+    """A golden prompt whose images have their rows at some place of the pool."""
 
     def __init__(self, name: str, numbers: tuple[int, ...], place: int) -> None:
         self.tokens, image = WANT[f"{name}_ids"], vision().image_token
@@ -130,7 +130,7 @@ class Prompt:
 
     def encode(self, host: Host) -> None:
         for number, place in zip(self.numbers, self.places, strict=False):
-            host.backend.submit(picture_plan(host, number, int(place)))
+            host.backend.submit(image_plan(host, number, int(place)))
 
     def plan(self, host: Host, request, first: int, end: int) -> StepPlan:
         plan = host.prefill_plan(Chunk(request, first, end))
@@ -139,12 +139,12 @@ class Prompt:
 
     def lay(self, plan: StepPlan, row: int, first: int, end: int) -> None:
         assert isinstance(plan.work, Prefill)
-        pictures, begins = plan.work.pictures, plan.work.row_starts[row]
-        assert isinstance(pictures, ImageInputs)
-        pictures.mrope_positions[begins : begins + end - first] = self.turns[first:end]
-        pictures.sources[begins : begins + end - first] = self.sources[first:end]
-        pictures.next_embed_sources[row] = self.sources[end] if end < len(self.tokens) else 0
-        pictures.mrope_position_deltas[row] = self.delta
+        images, begins = plan.work.images, plan.work.row_starts[row]
+        assert isinstance(images, ImageInputs)
+        images.mrope_positions[begins : begins + end - first] = self.turns[first:end]
+        images.sources[begins : begins + end - first] = self.sources[first:end]
+        images.next_embed_sources[row] = self.sources[end] if end < len(self.tokens) else 0
+        images.mrope_position_deltas[row] = self.delta
 
     def request(self, host: Host):
         return host.request(self.tokens.tolist(), positions=120)
@@ -155,7 +155,7 @@ TWO, ONE = Prompt("mm", (0, 1), 1), Prompt("one", (2,), 41)
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=["plain", "chain"])
 @pytest.mark.parametrize("ends", [(57,), (20, 57), (4, 36, 57)], ids=str)
-def test_a_prompt_with_pictures_has_its_text_however_it_is_cut_and_drafted(host, ends, shape):
+def test_a_prompt_with_images_has_its_text_however_it_is_cut_and_drafted(host, ends, shape):
     TWO.encode(host)
     request, futures = TWO.request(host), []
     for first, end in zip((0, *ends), ends, strict=False):
@@ -164,8 +164,8 @@ def test_a_prompt_with_pictures_has_its_text_however_it_is_cut_and_drafted(host,
     assert text == TWO.text
 
 
-def test_prompts_with_other_pictures_and_of_text_run_side_by_side(host):
-    """One slot held a prompt with pictures before: its delta is not the text's."""
+def test_prompts_with_other_images_and_of_text_run_side_by_side(host):
+    """One slot held a prompt with images before: its delta is not the text's."""
     host.allocator.free(TWO.request(host).slot)
     ONE.encode(host)
     TWO.encode(host)  # its last padding would reach into the other's rows
@@ -186,11 +186,11 @@ def test_prompts_with_other_pictures_and_of_text_run_side_by_side(host):
     assert [each[:10] for each in texts] == [ONE.text, text]
 
 
-def test_a_pictures_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_there(host):
+def test_an_images_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_there(host):
     texts = []
     for place, neighbour in ((1, None), (50, 1), (50, 2)):
         if neighbour is not None:
-            host.run(picture_plan(host, neighbour, 1))
+            host.run(image_plan(host, neighbour, 1))
         moved = Prompt("one", (2,), place)
         moved.encode(host)
         request = moved.request(host)
@@ -199,18 +199,18 @@ def test_a_pictures_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_t
     assert texts == [ONE.text] * 3
 
 
-def test_a_picture_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_them(host):
-    """Text is decoded between them, a smaller picture encoded, and a picture given up before."""
+def test_an_image_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_them(host):
+    """Text is decoded between them, a smaller image encoded, and an image given up before."""
     ONE.encode(host)
     beside = ONE.request(host)
     host.run(ONE.plan(host, beside, 0, len(ONE.tokens)))
     begins, goes_on = PIECES
-    host.run(picture_plan(host, 2, 0, begins))  # nobody ends it
+    host.run(image_plan(host, 2, 0, begins))  # nobody ends it
     for number, place in enumerate(TWO.places[:2].tolist()):
-        host.run(picture_plan(host, number, 0, begins))
+        host.run(image_plan(host, number, 0, begins))
         host.decode(beside, shape=CHAIN)
-        host.run(picture_plan(host, 2, 41))
-        host.run(picture_plan(host, number, place, goes_on))
+        host.run(image_plan(host, 2, 41))
+        host.run(image_plan(host, number, place, goes_on))
     request = TWO.request(host)
     result = host.run(TWO.plan(host, request, 0, len(TWO.tokens)))
     assert [*emitted(result, 0), *host.go_on(request, 9, CHAIN)] == TWO.text
@@ -226,9 +226,9 @@ def test_encodings_that_leave_out_a_block_are_refused_by_name():
         )
 
 
-def test_another_picture_of_the_same_size_gives_another_text(host):
+def test_another_image_of_the_same_size_gives_another_text(host):
     TWO.encode(host)
-    plan = picture_plan(host, 0, 1)
+    plan = image_plan(host, 0, 1)
     plan.work.pixels.bytes[:] = plan.work.pixels.bytes[::-1]
     host.run(plan)
     request = TWO.request(host)
@@ -240,22 +240,22 @@ def expected_drafts(prompt: Prompt, rows: np.ndarray) -> list[int]:
     """The newest token and the drafts behind it, by the golden specification's MTP layer."""
     model, end = SpecModel(MODEL), len(prompt.tokens)
     pool = np.concatenate([np.zeros((prompt.places[0], rows.shape[1]), np.float32), rows])
-    pictures = GoldenPictures(prompt.turns, prompt.delta, pool, prompt.sources)
-    passed = model.prefill(prompt.tokens, None, pictures)
+    images = GoldenImages(prompt.turns, prompt.delta, pool, prompt.sources)
+    passed = model.prefill(prompt.tokens, None, images)
     tokens = [int(passed.logits[-1].argmax())]
-    following = replace(pictures, sources=np.append(prompt.sources[1:], 0))
+    following = replace(images, sources=np.append(prompt.sources[1:], 0))
     named = np.append(prompt.tokens[1:], tokens)
     hidden, logits = model.mtp(named, passed.hidden, 0, following)
     for place in range(end, end + CHAIN.depth):
         tokens.append(int(logits[-1].argmax()))
         turn = np.full((1, 3), place + prompt.delta)
-        behind = GoldenPictures(turn, 0, pool, np.zeros(1, np.int32))
+        behind = GoldenImages(turn, 0, pool, np.zeros(1, np.int32))
         hidden, logits = model.mtp(np.array(tokens[-1:]), hidden[-1:], place, behind)
     return tokens
 
 
 @pytest.mark.parametrize("prompt", [TWO, ONE], ids=["two", "one"])
-def test_drafts_read_the_pictures_rows_and_turn_behind_them(host, prompt):
+def test_drafts_read_the_images_rows_and_turn_behind_them(host, prompt):
     """Of placeholders, or of turns by places, they would be others: see `expected_drafts`."""
     prompt.encode(host)
     request = prompt.request(host)
@@ -272,8 +272,8 @@ def test_a_start_without_a_tower_has_no_program_that_encodes():
     with pytest.raises(ValueError, match="a vision encoder requires an encoder cache"):
         make_seeing_backend("reference", None, config, weights, capacity())
     with pytest.raises(ValueError, match="encode of .* requires a vision-language model"):
-        make_seeing_backend("reference", None, config, weights, replace(capacity(), pictures=None))
-    small = replace(capacity(), pictures=replace(capacity().pictures, num_rows=PATCHES // 4))
+        make_seeing_backend("reference", None, config, weights, replace(capacity(), images=None))
+    small = replace(capacity(), images=replace(capacity().images, num_rows=PATCHES // 4))
     with pytest.raises(
         ValueError, match="encode sizes must be multiples of .*, got encode of 1 rows, 128 patches"
     ):

@@ -29,7 +29,7 @@ from shared.process.start import Platform
 from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import serve_reference
-from tests.support.golden_images import picture_config, vision
+from tests.support.golden_images import image_config, vision
 from tests.support.tiny_heads import tiny_pair_head
 from tests.support.tiny_models import tiny_model, write_tiny
 from torch_impl import platform as torch_platform
@@ -140,7 +140,7 @@ def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
 
 @each_platform
 def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
-    tower = VisionEncoder(vision(), picture_config())
+    tower = VisionEncoder(vision(), image_config())
     found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
     assert {*OF_TOWERS} <= found.keys()
     assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, got float32"}
@@ -235,7 +235,7 @@ def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
     for path in (ROOT / backend / "ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_call = isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 2
-            if is_call and ast.unparse(node.func) == "kernel_or_plain":
+            if is_call and ast.unparse(node.func) == "kernel_or_reference":
                 found.add(f"{path.stem}.{ast.unparse(node.args[0]).removeprefix('kernel_')}")
             elif isinstance(node, ast.FunctionDef) and node.name.startswith("kernel_"):
                 calls = (x for x in ast.walk(node) if isinstance(x, ast.Call))

@@ -55,7 +55,9 @@ def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes
 
     monkeypatch.setattr(module, "fence", looked)
     with ThreadPoolExecutor(2) as threads:
-        others = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0, 4)) for rank in (1, 2)]
+        others = [
+            threads.submit(mailboxes.all_gather, rank, given_by(rank, 0, 4)) for rank in (1, 2)
+        ]
         while min(numbers[1:]) < 1:
             time.sleep(0.001)
         mailboxes.all_gather(0, given_by(0, 0, 4))
@@ -75,7 +77,7 @@ def test_processes_exchange_as_threads_do(mailboxes):
 
 def test_a_rank_that_does_not_come_is_named(mailboxes):
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0)) for rank in (0, 1)]
+        waiting = [threads.submit(mailboxes.all_gather, rank, given_by(rank, 0)) for rank in (0, 1)]
         for rank, future in enumerate(waiting):
             error = (
                 rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
@@ -97,7 +99,7 @@ def test_a_rank_with_other_bytes_is_named(mailboxes):
     with ThreadPoolExecutor(3) as threads:
         sizes = (8, 8, 12)
         futures = [
-            threads.submit(mailboxes.exchange, rank, given_by(rank, 0, size))
+            threads.submit(mailboxes.all_gather, rank, given_by(rank, 0, size))
             for rank, size in enumerate(sizes)
         ]
         with pytest.raises(AllGatherTimeout, match="rank 2 of 3 sent 12 bytes in exchange 1"):

@@ -87,7 +87,7 @@ def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
     for folder in folders:
         assert sum(path.stat().st_size for path in folder.iterdir()) < MOST_BYTES
         if folder.name == "vlm":
-            continue  # of which a token is the place of a picture, see below
+            continue  # of which a token is the place of an image, see below
         for path in folder.glob("tokenizer*.json"):
             assert path.read_bytes() == (DEMO / path.name).read_bytes()
     for name in ARCHITECTURES:

@@ -302,7 +302,8 @@ def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bo
     """The op as it is bound where there is a GPU."""
     bind_kernels(monkeypatch, ops, modules, **mix)
     return ops.kernel_or_reference(
-        ops.attention.attention_layer.kernel_mix, ops.attention.attention_layer.plain_mix
+        ops.attention.attention_layer.kernel_attention_layer,
+        ops.attention.attention_layer.plain_attention_layer,
     )
 
 
@@ -385,7 +386,7 @@ def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
     arguments = op_arguments(
         case, torch_impl.ops, lambda x: torch.from_numpy(np.asarray(x)).to(device)
     )
-    got = torch_impl.ops.attention.attention_layer.kernel_mix(
+    got = torch_impl.ops.attention.attention_layer.kernel_attention_layer(
         torch_impl.ops.KERNELS, *arguments
     ).cpu()
     np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], atol=FLOAT32)

@@ -1,4 +1,4 @@
-"""Attention of pictures by a Hopper's wide matrix unit: the bits of `encoder_attention`, both
+"""Attention of images by a Hopper's wide matrix unit: the bits of `encoder_attention`, both
 languages.
 
 No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs it; what it is to give is what the
@@ -22,12 +22,12 @@ import torch
 from kernels.tiles import MEASURED, EncoderAttentionTiles, Tiles
 from shared.spec import layers
 from shared.spec.reduction_order import ATTENTION
-from tests.support.cases.attention.attention import picture_arguments
+from tests.support.cases.attention.attention import image_arguments
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 HEADS, D = 16, 72
 SIZES = [(1, 0), (64, 0), (65, 0), (130, 3), (640, 128), (1100, 40)]
-"""Rows of a picture, and of padding: tiles and blocks of rows that are whole, and cut ones."""
+"""Rows of an image, and of padding: tiles and blocks of rows that are whole, and cut ones."""
 WAYS = [(2, 2), (4, 2), (3, 3)]
 """Stages, and warpgroups that multiply."""
 
@@ -48,7 +48,7 @@ def tiles_of(language: str, rows: int, stages: int, groups: int) -> EncoderAtten
 
 
 def called(language: str, arguments: dict[str, np.ndarray], stages: int, groups: int) -> np.ndarray:
-    """What the patches of a picture get, in bfloat16, widened."""
+    """What the patches of an image get, in bfloat16, widened."""
     rows, count = len(arguments["qkv"]), int(arguments["count"][0])
     how: dict[str, Any] = {"tile": ATTENTION.tile, "scale": D**-0.5}
     how["tiles"] = tiles_of(language, rows, stages, groups)
@@ -63,24 +63,24 @@ def called(language: str, arguments: dict[str, np.ndarray], stages: int, groups:
 
 
 @cache
-def picture(rows: int, spare: int) -> dict[str, np.ndarray]:
-    return picture_arguments(rows, R=rows, heads=HEADS, D=D, spare=spare)
+def image(rows: int, spare: int) -> dict[str, np.ndarray]:
+    return image_arguments(rows, R=rows, heads=HEADS, D=D, spare=spare)
 
 
 @cache
 def today(language: str, rows: int, spare: int) -> np.ndarray:
     """What `encoder_attention` gives without the wide matrix unit's kernel."""
-    return called(language, picture(rows, spare), 0, 2)
+    return called(language, image(rows, spare), 0, 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("stages", "groups"), WAYS)
 @pytest.mark.parametrize(("rows", "spare"), SIZES)
-def test_a_described_picture_has_the_bits_of_attend_all(
+def test_a_described_image_has_the_bits_of_attend_all(
     rows: int, spare: int, stages: int, groups: int, on_hopper: str
 ) -> None:
     got, want = (
-        called(on_hopper, picture(rows, spare), stages, groups),
+        called(on_hopper, image(rows, spare), stages, groups),
         today("triton", rows, spare),
     )
     assert np.isfinite(want).all()
@@ -89,17 +89,17 @@ def test_a_described_picture_has_the_bits_of_attend_all(
 
 
 @pytest.mark.gpu
-def test_a_large_described_picture_has_the_bits_of_attend_all(on_hopper: str) -> None:
+def test_a_large_described_image_has_the_bits_of_attend_all(on_hopper: str) -> None:
     want = today(on_hopper, 4096, 1)
     for _ in range(3):  # a race need not show at once
-        np.testing.assert_array_equal(called(on_hopper, picture(4096, 1), 4, 2), want)
+        np.testing.assert_array_equal(called(on_hopper, image(4096, 1), 4, 2), want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"])
 def test_a_number_that_is_none_reaches_what_it_reaches_today(part: int, on_hopper: str) -> None:
     """A query's its own row, a key's and a value's every row, of one head; a value's one column."""
-    given = picture(300, 20)
+    given = image(300, 20)
     harmed = given["qkv"].copy()
     column = (part * HEADS + 5) * D + 70
     harmed[200, column] = np.nan
@@ -113,10 +113,10 @@ def test_a_number_that_is_none_reaches_what_it_reaches_today(part: int, on_hoppe
 
 
 @pytest.mark.gpu
-def test_pictures_one_after_the_other_do_not_see_each_other(on_hopper: str) -> None:
+def test_images_one_after_the_other_do_not_see_each_other(on_hopper: str) -> None:
     """The memory of one is the next one's."""
     sizes = [(1100, 40), (130, 3), (640, 128), (130, 3)]
-    found = [called(on_hopper, picture(*size), 4, 2) for size in sizes]
+    found = [called(on_hopper, image(*size), 4, 2) for size in sizes]
     for size, got in zip(sizes, found, strict=True):
         np.testing.assert_array_equal(got, today(on_hopper, *size))
 
@@ -135,7 +135,7 @@ def laid_of(module: ModuleType, given: dict[str, np.ndarray], rows: int) -> np.n
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("language", KERNELS)
 def test_heads_lie_in_blocks_and_the_last_patch_again_behind_it(language: str) -> None:
-    given = picture_arguments(3, R=21, heads=2, D=D, spare=4)
+    given = image_arguments(3, R=21, heads=2, D=D, spare=4)
     got = laid_of(KERNELS[language]["encoder_attention"], given, 32)
     patch = np.minimum(np.arange(32), 16)
     q, k, v = given["qkv"][patch].reshape(32, 3, 2, D).swapaxes(0, 1)

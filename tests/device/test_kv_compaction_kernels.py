@@ -93,6 +93,8 @@ def test_torch_commits_by_the_kernel_on_a_gpu_and_in_place(monkeypatch) -> None:
     arguments = commit_arguments(1, B=3, W=4, heads=2, D=16)
     device = "cuda" if ON_GPU else "cpu"
     given: list[Any] = [torch.tensor(x, device=device) for x in arguments.values()]
-    found = torch_impl.ops.attention.attention.kernel_commit_window(torch_impl.ops.KERNELS, *given)
+    found = torch_impl.ops.attention.attention.kernel_compact_accepted_kv(
+        torch_impl.ops.KERNELS, *given
+    )
     assert found is given[0]
     np.testing.assert_array_equal(found.cpu().numpy(), spec.compact_accepted_kv(**arguments))

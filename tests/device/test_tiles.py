@@ -118,15 +118,15 @@ def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
-def test_tiles_that_a_pictures_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
-    picture = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
-    write(tmp_path, MEASURED, [LINE], encoder_attention=[picture])
+def test_tiles_that_an_images_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
+    image = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
+    write(tmp_path, MEASURED, [LINE], encoder_attention=[image])
     assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).encoder_attention
     for wrong, told in (
         ({"described": 1}, "described .* 0, 2, .*, got 1"),
         ({"groups": 4}, "got 4"),
     ):
-        write(tmp_path, MEASURED, [LINE], encoder_attention=[picture | wrong])
+        write(tmp_path, MEASURED, [LINE], encoder_attention=[image | wrong])
         with pytest.raises(ValueError, match=f"encoder_attention, line 1: .*{told}"):
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 

@@ -1,4 +1,4 @@
-"""What steps of torch work on, a picture's above all, is held once, and no more than is planned.
+"""What steps of torch work on, an image's above all, is held once, and no more than is planned.
 
 Counted without a GPU, as `tests.support.torch_memory` does.
 """
@@ -32,7 +32,7 @@ from shared.models.fp8 import Granularity
 from shared.models.parameters import stack
 from shared.models.vision_parameters import tower_parameters
 from shared.process import image_startup
-from tests.support.golden_images import MODEL, picture_config
+from tests.support.golden_images import MODEL, image_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
 from tests.support.torch_memory import EAGER, LOADING, Memory, absent_gpu
 from tests.support.vision_shapes import QWEN3_5
@@ -49,7 +49,7 @@ from torch_impl.workspace import workspace
 
 VISION = replace(QWEN3_5, depth=4)
 TOKENS = 4096
-"""Of the largest picture, the largest of a start without flags."""
+"""Of the largest image, the largest of a start without flags."""
 
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels that run nothing are the interpreter's")
@@ -90,12 +90,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tower(kernels: None) -> Iterator[Tower]:
-    processor = replace(
-        picture_config(), multiple=32, min_pixels=1 << 16, max_pixels=TOKENS * 32**2
-    )
+    processor = replace(image_config(), multiple=32, min_pixels=1 << 16, max_pixels=TOKENS * 32**2)
     pool = EncoderCacheSpec(VISION, processor, 1 + TOKENS)
     programs = tuple(image_startup.encode_programs(pool, are_few=False)[-3:])  # of two sizes
-    capacity = replace(capacity_of("none", 2, 2), programs=programs, pictures=pool)
+    capacity = replace(capacity_of("none", 2, 2), programs=programs, images=pool)
     config = config_from_folder(MODEL)
     blueprint = BackendSpec(
         config=config, drafts=DrafterSpec.none(), capacity=capacity, dtype="bfloat16", on_gpu=True

@@ -20,7 +20,7 @@ from kernels.tiles import MEASURED, EncoderAttentionTiles, Tiles
 from shared.spec import attention as spec_attention
 from shared.spec import layers as spec
 from shared.spec.reduction_order import ATTENTION, SQUARES
-from tests.support.cases.attention.attention import picture_arguments
+from tests.support.cases.attention.attention import image_arguments
 from tests.support.cases.gemm.layers import blend_arguments, gelu_arguments, layer_norm_arguments
 from tests.support.kernels import (
     AS_WRITTEN,
@@ -100,7 +100,7 @@ def test_a_norm_is_as_exact_where_the_mean_is_far_from_0(language: str) -> None:
 @pytest.mark.parametrize(("R", "D", "spare"), [(21, 16, 5), (50, 48, 0), (50, 72, 3)])
 def test_patches_see_each_other_and_no_padding(R: int, D: int, spare: int, language: str) -> None:
     """A head of 48 or 72 columns is two blocks; tiles of patches are whole or not."""
-    given = picture_arguments(0, R=R, heads=2, D=D, spare=spare)
+    given = image_arguments(0, R=R, heads=2, D=D, spare=spare)
     got = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(D))
     count = R - spare
     np.testing.assert_allclose(
@@ -110,7 +110,7 @@ def test_patches_see_each_other_and_no_padding(R: int, D: int, spare: int, langu
 
 @each_language
 def test_a_patchs_bits_depend_neither_on_padding_nor_on_tiles(language: str) -> None:
-    given = picture_arguments(1, R=50, heads=2, D=72, spare=0)
+    given = image_arguments(1, R=50, heads=2, D=72, spare=0)
     alone = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(72))
     padded = {
         name: np.pad(x, ((0, 30), (0, 0)), constant_values=7) if x.ndim == 2 else x
@@ -133,9 +133,9 @@ def test_both_languages_give_the_same_bits(function: str, monkeypatch) -> None:
     module, how, given = "layers", how_of(function), ROWS.get(function, lambda seed: {})(2)
     if function == "bidirectional_attention":
         module, how = "encoder_attention", attention_how(72)
-        given = picture_arguments(2, R=24, heads=1, D=72, spare=3)
+        given = image_arguments(2, R=24, heads=1, D=72, spare=3)
     if ON_GPU and function == "bidirectional_attention":  # tiles, types and sizes of a real tower
-        given = picture_arguments(2, R=1100, heads=16, D=72, spare=40)
+        given = image_arguments(2, R=1100, heads=16, D=72, spare=40)
         tables = {x: Tiles.load(f"{x}_gpu", MEASURED).encoder_attention for x in KERNELS}
         sizes = {"item_bytes": 2, "rows": 1100, "head_size": 72}
         how |= {"tile": ATTENTION.tile}

@@ -1,4 +1,4 @@
-"""Pictures through the engine: encoded when a prompt needs them, known apart by the prefix cache.
+"""Images through the engine: encoded when a prompt needs them, known apart by the prefix cache.
 
 On the golden model that sees, against its greedy texts and against the golden specification, which
 reads a whole prompt at once and has no pages, no pool and no drafts.
@@ -49,11 +49,11 @@ from tests.support.vlm import (
 
 GOLDEN = {"mm": (0, 1), "one": (2,)}
 LONG = Prompt(words(20, 1), pixels(8, 10, 1), words(20, 1), pixels(9, 5, 2), words(9, 2))
-"""Its chunks of 64 tokens begin and end inside pictures."""
+"""Its chunks of 64 tokens begin and end inside images."""
 
 
 def golden(name: str) -> Prompt:
-    """A golden prompt, with the pixels that the golden pictures become here."""
+    """A golden prompt, with the pixels that the golden images become here."""
     tokens, numbers = WANT[f"{name}_ids"].tolist(), GOLDEN[name]
     parts: list[list[int] | np.ndarray] = [[]]
     left = [resized(WANT[f"image_{i}"]) for i in numbers]
@@ -83,15 +83,15 @@ FRAMEWORKS = [
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_golden_prompts_with_pictures_have_their_golden_texts_side_by_side(framework):
+def test_golden_prompts_with_images_have_their_golden_texts_side_by_side(framework):
     engine = engine_of(framework, "NEXTN")
     texts = served(engine, golden("mm"), golden("one"))
     assert [text[:10] for text in texts] == [WANT[f"{name}_greedy_ids"].tolist() for name in GOLDEN]
-    assert engine.pictures.num_encoded == 3
+    assert engine.images.num_encoded == 3
 
 
 def traffic() -> list[Prompt]:
-    """Prompts that share pictures and beginnings, and one of text."""
+    """Prompts that share images and beginnings, and one of text."""
     return [
         LONG,
         Prompt(words(70, 3), pixels(8, 10, 1), words(3, 1)),
@@ -117,7 +117,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("drafter", "frameworks"), CASES)
-def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, frameworks):
+def test_texts_with_images_are_plain_ones_cut_preempted_and_drafted(drafter, frameworks):
     """Few pages: requests give way in the middle, and find what is left of their prefix."""
     texts, drafted = [each.text() for each in traffic()], {}
     for framework in frameworks:
@@ -131,7 +131,7 @@ def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, f
                 outcomes[event.request_id].take(event)
             for which, is_done in sent_back.items():
                 sent_back[which] = is_done or preempted(engine, which)
-        assert all(sent_back.values()), "requests lose their pages in a picture and behind one"
+        assert all(sent_back.values()), "requests lose their pages in an image and behind one"
         assert [x.tokens for x in outcomes.values()] == texts
         steps = [event.step for x in outcomes.values() for event in x.traced]
         drafted[framework] = str([(step.drafts, step.parents, step.path) for step in steps if step])
@@ -141,13 +141,13 @@ def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, f
 
 
 def is_inside(request: Request) -> bool:
-    """Whether it is read up to the middle of a picture."""
-    inside = any(each.first < request.prefilled < each.end for each in request.pictures)
+    """Whether it is read up to the middle of an image."""
+    inside = any(each.first < request.prefilled < each.end for each in request.images)
     return inside and request.cached_tokens == 0
 
 
 def has_text(request: Request) -> bool:
-    return bool(request.pictures) and len(request.output) > 3
+    return bool(request.images) and len(request.output) > 3
 
 
 def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
@@ -160,19 +160,19 @@ def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
 
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_a_prompt_finds_the_same_picture_and_never_another_of_its_size(framework):
+def test_a_prompt_finds_the_same_image_and_never_another_of_its_size(framework):
     engine = engine_of(framework, "NEXTN")
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2))
     assert LONG.tokens == other.tokens
     assert served(engine, LONG) == [LONG.text()]
-    assert engine.pictures.num_encoded == 2
+    assert engine.images.num_encoded == 2
     found = cached(engine, LONG)
-    assert found > LONG.pictures[1].first, "its last state stands inside the second picture"
-    assert engine.pictures.num_encoded == 2, "the second turn encodes nothing"
-    assert cached(engine, other) == 0, "the first state stands behind the other picture's rows"
-    assert engine.pictures.num_encoded == 3
+    assert found > LONG.images[1].first, "its last state stands inside the second image"
+    assert engine.images.num_encoded == 2, "the second turn encodes nothing"
+    assert cached(engine, other) == 0, "the first state stands behind the other image's rows"
+    assert engine.images.num_encoded == 3
     assert cached(engine, LONG, tenant="another") == 0
-    assert engine.pictures.num_encoded == 5, "no tenant reads what another one's tower has made"
+    assert engine.images.num_encoded == 5, "no tenant reads what another one's tower has made"
 
 
 def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
@@ -182,8 +182,8 @@ def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
     return request.cached_tokens or 0
 
 
-def test_prompts_that_part_in_a_picture_do_not_wait_for_each_other():
-    """One waits for another's pages only where they are to hold the same pictures."""
+def test_prompts_that_part_in_an_image_do_not_wait_for_each_other():
+    """One waits for another's pages only where they are to hold the same images."""
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
     same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
     engine, outcomes = engine_of("reference", "none"), [Outcome() for _ in range(3)]
@@ -195,19 +195,19 @@ def test_prompts_that_part_in_a_picture_do_not_wait_for_each_other():
         for event in checked_step(engine):
             outcomes[event.request_id].take(event)
     assert [x.tokens for x in outcomes] == [same.text(), other.text(), same.text()]
-    assert engine.pictures.num_encoded == 2
+    assert engine.images.num_encoded == 2
 
 
 def test_a_pool_that_is_too_small_for_all_encodes_anew():
     many = Prompt(*(part for i in range(5) for part in (words(3, i), pixels(4, 6, i))), words(9, 1))
     large = Prompt(words(50, 1), pixels(8, 12, 8), pixels(8, 12, 9), words(5, 1))
-    fewer = replace(backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(96))
-    engine = engine_of("reference", "none", pictures=fewer)
+    fewer = replace(backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(96))
+    engine = engine_of("reference", "none", images=fewer)
     assert served(engine, many, large, many) == [many.text(), large.text(), many.text()]
-    assert engine.pictures.num_held <= least_rows(96)
+    assert engine.images.num_held <= least_rows(96)
 
 
-def test_a_picture_is_encoded_though_another_prompt_goes_before_it():
+def test_an_image_is_encoded_though_another_prompt_goes_before_it():
     """The first prompt of a step needs no encoding any more, and the second one's has to wait."""
     engine = engine_of("reference", "none")
     served(engine, Prompt(words(9, 1), pixels(3, 4, 1), words(5, 2)))
@@ -216,17 +216,17 @@ def test_a_picture_is_encoded_though_another_prompt_goes_before_it():
     assert served(engine, first, second) == [first.text(), second.text()]
 
 
-def test_a_picture_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
-    """Of short prompts one step reads several: a picture's is left out until it has its rows."""
+def test_an_image_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
+    """Of short prompts one step reads several: an image's is left out until it has its rows."""
     seen = [Prompt(words(3, n), pixels(2, 3, n % 2), words(5, n)) for n in range(3)]
     together = [Prompt(words(9, 7)), *seen]
     engine = engine_of("reference", "none")
     assert served(engine, *together) == [each.text() for each in together]
-    assert engine.pictures.num_encoded == 2
+    assert engine.images.num_encoded == 2
 
 
-def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go_before():
-    """One prompt ends when its picture has had a step; another's waits for a better priority's."""
+def test_a_stream_has_steps_between_those_of_an_image_that_others_give_up_or_go_before():
+    """One prompt ends when its image has had a step; another's waits for a better priority's."""
     engine, submitted = engine_of("reference", "none"), list[Program]()
     submit = engine.backend.submit
 
@@ -265,28 +265,28 @@ def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go
     assert (StepKind.ENCODE, StepKind.ENCODE) not in [*pairwise(works)]
     assert outcomes[0].tokens == stream.text(30)
     assert all(outcomes[n].tokens == large[n].text() for n in (2, 3))
-    assert engine.pictures.num_encoded == 2
+    assert engine.images.num_encoded == 2
 
 
 def test_what_cannot_be_served_is_refused_by_name():
-    engine, picture = engine_of("reference", "none"), PromptImage.of(1, pixels(2, 3, 1), FACTOR)
+    engine, image = engine_of("reference", "none"), PromptImage.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
 
-    def refused(words: str, prompt: list[int], *pictures: PromptImage) -> None:
+    def refused(words: str, prompt: list[int], *images: PromptImage) -> None:
         request = Request(
             request_id=1,
             prompt=tuple(prompt),
-            pictures=pictures,
+            images=images,
             sampling=given.request().sampling,
         )
         with pytest.raises(InvalidRequestError, match=words):
             engine.add(request)
 
-    refused("do not match its 1 images", given.tokens[:-2], picture)
+    refused("do not match its 1 images", given.tokens[:-2], image)
     refused("do not match its 0 images", [1, IMAGE, 2])
-    refused("do not match its 1 images", [*given.tokens, IMAGE], picture)
+    refused("do not match its 1 images", [*given.tokens, IMAGE], image)
     too_large = Prompt([1], pixels(10, 10, 1), [2])
-    refused("image 1 of prompt has 100 tokens, at most 96", too_large.tokens, *too_large.pictures)
+    refused("image 1 of prompt has 100 tokens, at most 96", too_large.tokens, *too_large.images)
     assert not engine.busy
 
 
@@ -295,13 +295,13 @@ def test_ranks_in_jax_see_as_one_does():
     jax_vlm_ranks.check()
 
 
-def test_seen_text_is_learnt_as_if_there_were_no_pictures():
+def test_seen_text_is_learnt_as_if_there_were_no_images():
     indices = []
     for parts in ((words(9, 1), words(5, 2)), (words(9, 1), pixels(2, 3, 1), words(5, 2))):
         index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=256, chain=False)
         request = Prompt(*parts).request()
         request.assign_slot(1)
-        for end in range(2, len(request.prompt) + 1, 2):  # some chunks end inside the picture
+        for end in range(2, len(request.prompt) + 1, 2):  # some chunks end inside the image
             index.add_prompt(request, end)
             index.learn()
         index.add_prompt(request, len(request.prompt))
@@ -318,11 +318,11 @@ def test_seen_text_is_learnt_as_if_there_were_no_pictures():
 # Rows of the pool
 
 
-def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
-    """Whatever was encoded before, and however it lies, the pictures of a chunk have rows apart."""
+def test_rows_are_given_to_images_that_a_chunk_names_at_once():
+    """Whatever was encoded before, and however it lies, the images of a chunk have rows apart."""
     rng = np.random.default_rng(0)
     pool = replace(
-        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+        backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
     )
     rows, sizes = (
         EncoderCache(pool, backend_of("reference", "none").capacity.programs),
@@ -344,17 +344,17 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
                 encoded += 1
                 assert encoded < 40, "no progress"
                 continue
-            spans = {(place, place + each.count) for each, place in chunk.pictures}
+            spans = {(place, place + each.count) for each, place in chunk.images}
             bounds = [bound for span in sorted(spans) for bound in span]
-            assert bounds == sorted(bounds), "two pictures have a row"
+            assert bounds == sorted(bounds), "two images have a row"
             assert all(0 < bound <= pool.num_rows for bound in bounds)
             encoded = 0
             request.prefill(chunk.end)
 
 
-def test_what_a_chunk_names_stays_for_its_other_pictures():
+def test_what_a_chunk_names_stays_for_its_other_images():
     pool = replace(
-        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+        backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
     )
     rows = EncoderCache(pool, backend_of("reference", "none").capacity.programs)
     first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
@@ -368,8 +368,8 @@ def test_what_a_chunk_names_stays_for_its_other_pictures():
         assert rows.num_encoded == encoded
 
 
-def test_the_page_before_a_picture_is_another_where_a_head_reads_the_row_behind_it():
-    """Its last row of draft KV is made of the picture's first."""
+def test_the_page_before_an_image_is_another_where_a_head_reads_the_row_behind_it():
+    """Its last row of draft KV is made of the image's first."""
     prompts = [Prompt(words(PAGE, 1), pixels(4, 6, seed), [1, 2]) for seed in (1, 2)]
     capacity = backend_of("reference", "none").capacity
     for key_reach in (0, 1):
@@ -377,12 +377,12 @@ def test_the_page_before_a_picture_is_another_where_a_head_reads_the_row_behind_
         tree, slot = RadixCache(allocator, key_reach), allocator.take_slot()
         allocator.reserve(slot, 4 * PAGE)
         tokens, pages = np.array(prompts[0].tokens, np.int32), allocator.page_table[slot, :4]
-        tree.insert("", None, tokens, pages, [True] * 4, prompts[0].pictures, is_running=True)
-        found = [len(tree.path("", tokens, prompt.pictures)) for prompt in prompts]
+        tree.insert("", None, tokens, pages, [True] * 4, prompts[0].images, is_running=True)
+        found = [len(tree.path("", tokens, prompt.images)) for prompt in prompts]
         assert found == [4, 1 - key_reach]
 
 
-def test_a_key_names_each_picture_and_the_place_in_it():
+def test_a_key_names_each_image_and_the_place_in_it():
     one, two = (PromptImage.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
     assert cache_key([one], 0, 3) == cache_key([one], 9, 12) == b""
     keys = [cache_key([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
@@ -390,7 +390,7 @@ def test_a_key_names_each_picture_and_the_place_in_it():
     assert first_difference([one], [one]) is None
     assert first_difference([one], [two]) == first_difference([one], []) == 3
     turned = PromptImage.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
-    assert turned.digest != one.digest, "the same bytes of other sides are another picture"
+    assert turned.digest != one.digest, "the same bytes of other sides are another image"
 
 
 def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
@@ -400,8 +400,8 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
     )  # none is checked here
     checked = ShadowVerifier(engine, engine.backend, rate=1.0, report=print)
     few, many = (Prompt(words(9, 1), pixels(rows, 4, 1), words(9, 2)) for rows in (2, 4))
-    most = sum(each.pictures[0].pixels.nbytes for each in (few, few, few))
-    monkeypatch.setattr(shadow_verify, "MOST_PICTURE_BYTES", most)
+    most = sum(each.images[0].pixels.nbytes for each in (few, few, few))
+    monkeypatch.setattr(shadow_verify, "MOST_IMAGE_BYTES", most)
     for number, prompt in enumerate((few, many, few)):
         checked.add(prompt.request(number, tokens=2 + 2 * number))  # they end one after the other
     while engine.busy:
@@ -412,16 +412,16 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [4, 8, 10])
-def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
+def test_a_chunk_lays_the_rows_of_images_and_of_the_token_behind_it(end):
     prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
     request, capacity = prompt.request(), backend_of("reference", "none").capacity
-    request.mrope = MropePositions.of(prompt.tokens, IMAGE, prompt.pictures)
+    request.mrope = MropePositions.of(prompt.tokens, IMAGE, prompt.images)
     request.assign_slot(1)
     program = next(p for p in capacity.programs if p.work is StepKind.PREFILL)
     plan = empty_plan(program, capacity)
-    ScheduledRows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
+    ScheduledRows.prefill([Chunk(request, 1, end, ((prompt.images[0], 7),))]).fill(plan)
     sources = [0, 0, 7, 8, 9, 10, 11, 12, 0, 0, 0]
-    laid, count = plan.work.pictures, end - 1
+    laid, count = plan.work.images, end - 1
     assert laid.sources[: count + 1].tolist() == [*sources[1:end], 0]
     assert laid.next_embed_sources.tolist() == [sources[end], 0, 0]
     found, delta = mrope_positions(np.array(prompt.tokens), IMAGE, [(2, 3)])

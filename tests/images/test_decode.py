@@ -1,4 +1,4 @@
-"""A picture is opened as it was drawn and brought to size, or refused before it is decoded."""
+"""An image is opened as it was drawn and brought to size, or refused before it is decoded."""
 
 import io
 import struct
@@ -18,7 +18,7 @@ from shared.images.decode import opened
 from shared.images.header import Header, read_header
 from shared.images.placeholders import expanded
 from shared.models.image_processor import InvalidImageError
-from tests.support.golden_images import WANT, patches_of, picture_config
+from tests.support.golden_images import WANT, image_config, patches_of
 from tests.support.images import (
     PATTERN,
     REFUSED,
@@ -39,12 +39,12 @@ CMYK = rgb().convert("CMYK")
 
 
 def opened_array(data: bytes) -> np.ndarray:
-    picture = opened(data, picture_config())
-    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+    image = opened(data, image_config())
+    return np.frombuffer(image.rgb, np.uint8).reshape(image.height, image.width, 3)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_picture_is_resized_bit_for_bit_as_the_reference_implementation(number):
+def test_an_image_is_resized_bit_for_bit_as_the_reference_implementation(number):
     got = opened_array(stored(rgb(WANT[f"image_{number}"])))
     pixels = patches_of(got).pixels
     np.testing.assert_array_equal(pixels, WANT[f"pixels_pil_{number}"])
@@ -70,14 +70,14 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_pictures_of_all_kinds_become_rgb(name):
+def test_images_of_all_kinds_become_rgb(name):
     data, want = PLAIN[name]
     if want is None:
         want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(opened_array(data), want)
 
 
-def test_a_picture_that_exif_turns_is_turned_before_its_sides_are_looked_at():
+def test_an_image_that_exif_turns_is_turned_before_its_sides_are_looked_at():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     got = opened_array(stored(rgb(), exif=exif))
@@ -94,7 +94,7 @@ def test_every_turn_of_exif_is_what_pillow_makes_of_it(turn):
 
 
 ODD = struct.pack("<4sIHHHIHHHHIfI", b"II*", 8, 2, 0x0112, 3, 1, 6, 0, 0x010E, 11, 1, 1.5, 0)
-"""EXIF of a picture that is turned, with a description that is a number and no text."""
+"""EXIF of an image that is turned, with a description that is a number and no text."""
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_side_of_one_pixel_is_lifted_to_the_least_that_a_model_sees():
 def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
     url, words = REFUSED[name]
     with pytest.raises(InvalidImageError) as refused:
-        opened(data_of(url), picture_config())
+        opened(data_of(url), image_config())
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -124,13 +124,13 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
 def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkeypatch):
     monkeypatch.setattr(decode.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
     with pytest.raises(InvalidImageError, match="16000 x 16000 pixels"):
-        opened(bomb(kind, 16_000), picture_config())
+        opened(bomb(kind, 16_000), image_config())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_a_moving_picture_is_refused(kind):
+def test_a_moving_image_is_refused(kind):
     with pytest.raises(InvalidImageError, match=f"an animated {kind}, and video is not supported"):
-        opened(animated(kind), picture_config())
+        opened(animated(kind), image_config())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -150,19 +150,19 @@ def test_a_header_tells_what_pillow_would(kind, lossless):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
     """Nothing else comes out of it, whatever its decoder makes of the rest."""
-    data, config = stored(rgb(), kind), replace(picture_config(), max_pixels=1024)
+    data, config = stored(rgb(), kind), replace(image_config(), max_pixels=1024)
     for end in [*range(0, 64), *range(64, len(data), 97)]:
         with suppress(InvalidImageError):
             assert opened(data[:end], config).height
 
 
 def test_a_server_of_text_needs_no_decoder():
-    """Pillow is an extra; what opens pictures is a process of its own."""
+    """Pillow is an extra; what opens images is a process of its own."""
     code = "import sys; sys.modules['PIL'] = None; import shared.server.api.service"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_each_picture_has_its_rows_in_the_prompt():
+def test_each_image_has_its_rows_in_the_prompt():
     assert expanded([5, 9, 6, 9], 9, [2, 3]) == [5, 9, 9, 6, 9, 9, 9]
     with pytest.raises(InvalidImageError, match="2 image tokens, and the request has 1 images"):
         expanded([5, 9, 6, 9], 9, [2])

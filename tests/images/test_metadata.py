@@ -13,7 +13,7 @@ from PIL import Image
 from shared.images.decode import opened
 from shared.images.metadata import MAX_TEXT_BYTES, without_metadata
 from shared.models.image_processor import InvalidImageError
-from tests.support.golden_images import picture_config
+from tests.support.golden_images import image_config
 from tests.support.images import PATTERN, rgb, stored
 
 LARGE = bytes(4 << 20)
@@ -70,7 +70,7 @@ FILES = {
 
 
 def opened_array(data: bytes) -> np.ndarray:
-    return opened(data, picture_config()).pixels
+    return opened(data, image_config()).pixels
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -109,7 +109,7 @@ def test_packed_texts_are_unpacked_within_a_bound():
 @pytest.mark.parametrize("name", ["zTXt", "jpeg exif", "jpeg MPF"])
 def test_file_cut_within_its_metadata_is_invalid(name: str):
     with pytest.raises(InvalidImageError):
-        opened(FILES[name][:400], picture_config())
+        opened(FILES[name][:400], image_config())
 
 
 def gif_of(*frames: Image.Image, **options: object) -> bytes:

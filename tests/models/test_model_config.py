@@ -309,7 +309,7 @@ def test_experts_that_cannot_be_served_are_refused_by_name(family, field, value)
 
 def test_experts_behind_which_something_else_stands_are_refused():
     config = config_from_dict(experts())
-    for change in ({"norms_behind": True}, {"residual_factor": 0.5}):
+    for change in ({"post_norm": True}, {"residual_factor": 0.5}):
         with pytest.raises(ValueError, match="MoE layers with post-norms"):
             replace(config, **change)
     with pytest.raises(ValueError, match="not supported with score biases or expert groups"):

@@ -10,16 +10,14 @@ from safetensors.numpy import load_file, save_file
 
 from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_dict, config_from_folder, vision_from_folder
-from shared.models.image_processor import pictures_from_folder, read_pictures
+from shared.models.image_processor import images_from_folder, read_images
 from shared.models.vision_config import read_vision
 from shared.models.vision_parameters import check_tower
-from tests.support.golden_images import MODEL, PICTURES, vision
+from tests.support.golden_images import IMAGES, MODEL, vision
 from tests.support.tiny_models import write_tiny
 
 TOWER = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
-PROCESSOR = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))[
-    "preprocessor_config"
-]
+PROCESSOR = json.loads((IMAGES / "config.json").read_text(encoding="utf-8"))["preprocessor_config"]
 
 
 def read(**changes):
@@ -138,7 +136,7 @@ def test_a_tower_with_a_fault_is_refused_by_the_tensors_name(fault, folder):
 
 
 def test_the_processors_settings_are_read_in_both_spellings(folder):
-    found = read_pictures(PROCESSOR, vision())
+    found = read_images(PROCESSOR, vision())
     assert (found.multiple, found.min_pixels, found.max_pixels, found.mean) == (
         8,
         512,
@@ -149,10 +147,10 @@ def test_the_processors_settings_are_read_in_both_spellings(folder):
     (folder / "preprocessor_config.json").write_text(
         json.dumps({**older, "min_pixels": 512, "max_pixels": 2048, "size": None})
     )
-    assert pictures_from_folder(folder, vision()) == found
-    both = read_pictures({**PROCESSOR, "max_pixels": 1024}, vision())
+    assert images_from_folder(folder, vision()) == found
+    both = read_images({**PROCESSOR, "max_pixels": 1024}, vision())
     assert (both.min_pixels, both.max_pixels) == (512, 1024), "as in transformers"
-    neither = read_pictures(older, vision())
+    neither = read_images(older, vision())
     assert (neither.min_pixels, neither.max_pixels) == (3136, 1_003_520)
 
 
@@ -163,14 +161,14 @@ def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers
     video = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}
     whole = {"processor_class": "Qwen3VLProcessor", "video_processor": video}
     joint.write_text(json.dumps({**whole, "image_processor": nested}))
-    assert pictures_from_folder(folder, vision()) == read_pictures(PROCESSOR, vision())
+    assert images_from_folder(folder, vision()) == read_images(PROCESSOR, vision())
     own.write_text(json.dumps({**PROCESSOR, "image_mean": [0.25] * 3}))
-    assert pictures_from_folder(folder, vision()).mean == (0.5,) * 3
+    assert images_from_folder(folder, vision()).mean == (0.5,) * 3
     joint.write_text(json.dumps({**whole, "image_processor": {**nested, "patch_size": 0}}))
     with pytest.raises(ValueError, match="patch_size in image_processor of processor_config.json"):
-        pictures_from_folder(folder, vision())
+        images_from_folder(folder, vision())
     joint.write_text(json.dumps(whole))
-    assert pictures_from_folder(folder, vision()).mean == (0.25,) * 3
+    assert images_from_folder(folder, vision()).mean == (0.25,) * 3
 
 
 @pytest.mark.parametrize(
@@ -192,17 +190,17 @@ def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers
 )
 def test_other_settings_of_the_processor_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):
-        read_pictures({**PROCESSOR, re.split("[: ]", field)[0]: value}, vision())
+        read_images({**PROCESSOR, re.split("[: ]", field)[0]: value}, vision())
 
 
 def test_bounds_of_pixels_that_contradict_each_other_are_refused():
     size = {"shortest_edge": 4096, "longest_edge": 512}
     with pytest.raises(ValueError, match=r"minimum pixels \(4096\) .* exceed the maximum \(512\)"):
-        read_pictures({**PROCESSOR, "size": size}, vision())
+        read_images({**PROCESSOR, "size": size}, vision())
 
 
 def test_a_folder_without_settings_of_the_processor_is_refused():
     with pytest.raises(
         ValueError, match="has no image processor settings; add preprocessor_config.json"
     ):
-        pictures_from_folder(MODEL, vision())
+        images_from_folder(MODEL, vision())

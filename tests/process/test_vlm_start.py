@@ -56,7 +56,7 @@ def sizes(start: ValidatedStartup) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
-def test_a_start_that_sees_serves_pictures(folder, name):
+def test_a_start_that_sees_serves_images(folder, name):
     start = started(folder, "--speculative-algorithm NEXTN", name)
     backend = start.load(PLATFORMS[name], lambda num_bytes: None)
     backend.prepare(start.memory.capacity.programs, lambda program: None)
@@ -75,8 +75,8 @@ def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
     backend = start.load(PLATFORMS["torch"], read.append)
     assert sum(read) == start.num_bytes, "the progress ends with the last byte"
     planned, other = sizes(start), sizes(without)
-    assert planned.keys() - other.keys() == {"vision tower", "picture rows"}
-    assert tensor_bytes(backend.state.pictures) == planned["picture rows"]
+    assert planned.keys() - other.keys() == {"vision tower", "image rows"}
+    assert tensor_bytes(backend.state.images) == planned["image rows"]
     assert tower_bytes(start) == planned["vision tower"]
     same = {"KV", "state", "weights", "seen", "relay", "decode workspace"}
     assert all(planned[line] == other[line] for line in same)
@@ -86,14 +86,14 @@ def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
 
 def tower_bytes(start: ValidatedStartup) -> int:
     """Of a tower as torch has it."""
-    vision, where = start.memory.capacity.pictures.vision, ("float32", torch.device("cpu"))
+    vision, where = start.memory.capacity.images.vision, ("float32", torch.device("cpu"))
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
 
 
 def test_every_rank_has_the_tower_and_the_pool_whole(folder):
     alone, shared = sizes(started(folder)), sizes(started(folder, "--tp-size 2"))
     assert shared["weights"] < alone["weights"]
-    assert all(shared[line] == alone[line] for line in ("vision tower", "picture rows"))
+    assert all(shared[line] == alone[line] for line in ("vision tower", "image rows"))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
@@ -102,28 +102,28 @@ def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder
     patches = [p.tokens for p in capacity.programs if p.work is StepKind.ENCODE]
     assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
     assert capacity.max_image_tokens == 32
-    assert capacity.pictures.num_rows == 1 + max(4 * 32, least_rows(32))
+    assert capacity.images.num_rows == 1 + max(4 * 32, least_rows(32))
 
 
-def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
+def test_memory_is_planned_for_an_image_between_two_steps(folder, monkeypatch):
     monkeypatch.setattr(image_startup, "MOST_PRODUCTS", 1)
     start = started(folder)
     backend = start.load(PLATFORMS["torch"], lambda num_bytes: None)
-    assert backend.state.pictures.begun is not None
-    assert tensor_bytes(backend.state.pictures) == sizes(start)["picture rows"]
+    assert backend.state.images.begun is not None
+    assert tensor_bytes(backend.state.images) == sizes(start)["image rows"]
     backend.close()
 
 
-def test_flags_bound_pictures_and_the_pool(folder):
-    pictures = started(folder, "--max-image-tokens 20").memory.capacity.pictures
-    assert pictures.processor.smart_resize(600, 600)[0] ** 2 <= 20 * 64
+def test_flags_bound_images_and_the_pool(folder):
+    images = started(folder, "--max-image-tokens 20").memory.capacity.images
+    assert images.processor.smart_resize(600, 600)[0] ** 2 <= 20 * 64
     below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
     assert below.max_image_tokens == 7
-    assert below.pictures.processor.smart_resize(600, 600) == (16, 16)
-    pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.pictures
+    assert below.images.processor.smart_resize(600, 600) == (16, 16)
+    pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.images
     assert pool.num_rows == 501
-    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["picture rows"]
-    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["picture rows"]
+    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["image rows"]
+    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["image rows"]
     assert more - less == 100 * 64 * 4
 
 
@@ -134,12 +134,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_leaves_no_room_for_pictures_is_refused_by_name(folder, flags):
+def test_what_leaves_no_room_for_images_is_refused_by_name(folder, flags):
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         started(folder, flags)
 
 
-def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(folder, tmp_path):
+def test_a_tower_without_settings_of_images_is_refused_and_its_text_served(folder, tmp_path):
     blind = write_seeing(tmp_path / "model")
     (blind / "preprocessor_config.json").unlink()
     fault = (
@@ -147,16 +147,16 @@ def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(fol
     )
     with pytest.raises(ConfigError, match=fault):
         started(blind)
-    assert started(blind, "--language-model-only").memory.capacity.pictures is None
+    assert started(blind, "--language-model-only").memory.capacity.images is None
 
 
-def test_a_model_that_sees_is_refused_where_nothing_decodes_pictures(folder, monkeypatch):
+def test_a_model_that_sees_is_refused_where_nothing_decodes_images(folder, monkeypatch):
     monkeypatch.setattr(image_startup, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"install the extra vision; --language-model-only serves"
     ):
         started(folder)
-    assert started(folder, "--language-model-only").memory.capacity.pictures is None
+    assert started(folder, "--language-model-only").memory.capacity.images is None
 
 
 @pytest.mark.parametrize("flags", ["", "--load-format dummy"])
@@ -169,7 +169,7 @@ def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, f
         ConfigError, match=r"deepstack_visual_indexes.*--language-model-only serves"
     ):
         started(other, flags)
-    assert started(other, f"{flags} --language-model-only").memory.capacity.pictures is None
+    assert started(other, f"{flags} --language-model-only").memory.capacity.images is None
 
 
 def test_a_dummy_has_a_tower_where_its_config_names_one(folder):

@@ -328,7 +328,7 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
 
 def test_a_client_that_sends_its_whole_body_first_gets_the_answer_too(server):
     host, port = server.url.removeprefix("http://").split(":")
-    size = 12 << 20  # as some clients do, say with a large picture
+    size = 12 << 20  # as some clients do, say with a large image
     for _ in range(3):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(post_head(COMPLETIONS, size) + b" " * size)

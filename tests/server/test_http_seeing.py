@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.golden_images import MODEL, PICTURES
+from tests.support.golden_images import IMAGES, MODEL
 from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, byte_letters, serving
 from tests.support.images import rgb, stored, url_of
 from tests.support.vlm import IMAGE, Prompt, pixels
@@ -54,7 +54,7 @@ def folder_with_a_tokenizer(folder: Path) -> Path:
     """The golden model with a tokenizer of bytes, of which the last ones give way to the marks."""
     shutil.copy(MODEL / "model.safetensors", folder)
     shutil.copy(MODEL / "config.json", folder)
-    settings = json.loads((PICTURES / "config.json").read_text())["preprocessor_config"]
+    settings = json.loads((IMAGES / "config.json").read_text())["preprocessor_config"]
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     letters = {letter: byte for byte, letter in enumerate(byte_letters()) if byte < IMAGE}
     tokenizer = Tokenizer(models.BPE(vocab=letters | SPECIAL, merges=[]))
@@ -99,13 +99,13 @@ def answer_to(server: Server, messages: list[dict[str, Any]], **more: Any) -> di
     return answer.json()
 
 
-def test_texts_of_pictures_are_those_of_the_specification(server):
-    """One and two pictures, some at the same time, one of which a chunk cuts."""
+def test_texts_of_images_are_those_of_the_specification(server):
+    """One and two images, some at the same time, one of which a chunk cuts."""
     asked = [
         conversation("what? ", ONE),
         conversation("a" * 40, ONE, "b", LONG, "and so on, and so on"),
         conversation("what? ", OTHER),
-        conversation("no picture"),
+        conversation("no image"),
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda one: answer_to(server, one[0]), asked))
@@ -116,8 +116,8 @@ def test_texts_of_pictures_are_those_of_the_specification(server):
         assert usage["prompt_tokens_details"]["image_tokens"] == prompt.tokens.count(IMAGE)
 
 
-def test_a_picture_is_encoded_once_and_never_taken_for_another(server):
-    rest = " and then some words, so that pages behind the picture are full"
+def test_an_image_is_encoded_once_and_never_taken_for_another(server):
+    rest = " and then some words, so that pages behind the image are full"
     (one, first), (two, second) = (conversation(each, rest) for each in (ONE, OTHER))
     assert first.tokens == second.tokens
     texts, cached = [], []
@@ -127,7 +127,7 @@ def test_a_picture_is_encoded_once_and_never_taken_for_another(server):
         texts.append(answer["choices"][0]["token_ids"])
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert texts == [first.text(TOKENS), second.text(TOKENS), first.text(TOKENS)]
-    assert cached[1] < 8, "another picture's page"
+    assert cached[1] < 8, "another image's page"
     assert cached[2] >= 16
     assert server.metrics()["tandem:mm_encoder_images_total"] == before
 
@@ -140,17 +140,17 @@ def held(server, request) -> Server:
     return server
 
 
-def test_a_text_behind_a_picture_is_held_to_a_grammar(held):
+def test_a_text_behind_an_image_is_held_to_a_grammar(held):
     texts = []
-    for picture in (ONE, OTHER):
-        messages, prompt = conversation("what? ", picture)
+    for image in (ONE, OTHER):
+        messages, prompt = conversation("what? ", image)
         answer = answer_to(held, messages, guided_regex="[a-p]{20}")
         texts.append(answer["choices"][0]["token_ids"])
         assert texts[-1] == prompt.text(TOKENS, range(ord("a"), ord("q")))
-    assert texts[0] != texts[1], "what the picture shows counts"
+    assert texts[0] != texts[1], "what the image shows counts"
 
 
-def test_a_function_is_called_behind_a_picture(held):
+def test_a_function_is_called_behind_an_image(held):
     parameters = {
         "type": "object",
         "properties": {"size": {"enum": ["small", "large"]}},
@@ -167,7 +167,7 @@ def test_a_function_is_called_behind_a_picture(held):
     assert json.loads(call["function"]["arguments"])["size"] in ("small", "large")
 
 
-def test_an_image_token_without_a_picture_is_refused(server):
+def test_an_image_token_without_an_image_is_refused(server):
     answer = server.post(COMPLETIONS, prompt=[1, IMAGE, 2], max_tokens=1)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "prompt")

@@ -37,21 +37,21 @@ FACTS = facts_of(
         max_logprobs=1,
     )
 )
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
 def body_of(parts: list[dict[str, Any]]) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
 
 
-def test_of_ten_thousand_pictures_none_is_read(monkeypatch):
+def test_of_ten_thousand_images_none_is_read(monkeypatch):
     read: list[Any] = []
     monkeypatch.setattr(content, "_read_part", lambda part, kinds: read.append(part) or part)
-    bodies.parse(body_of([PICTURE] * content.MAX_PICTURES), ChatRequest)
-    assert len(read) == content.MAX_PICTURES
+    bodies.parse(body_of([IMAGE] * content.MAX_IMAGES), ChatRequest)
+    assert len(read) == content.MAX_IMAGES
     with pytest.raises(ApiError, match="has 10000 images, at most 64 are supported"):
-        bodies.parse(body_of([PICTURE] * 10_000), ChatRequest)
-    assert len(read) == content.MAX_PICTURES
+        bodies.parse(body_of([IMAGE] * 10_000), ChatRequest)
+    assert len(read) == content.MAX_IMAGES
 
 
 def test_while_a_body_is_read_others_may_run_behind_each_object(monkeypatch):

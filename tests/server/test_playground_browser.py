@@ -63,9 +63,9 @@ def test_tokens_are_coloured_by_how_they_came(answered, tmp_path):
         page.one(".turn.assistant .text"),
     )
     assert "okens and steps" in words
-    picture = tmp_path / "playground.png"
-    assert page.driver.save_screenshot(str(picture))
-    assert picture.stat().st_size > 10_000
+    image = tmp_path / "playground.png"
+    assert page.driver.save_screenshot(str(image))
+    assert image.stat().st_size > 10_000
     assert page.complaints() == []
 
 

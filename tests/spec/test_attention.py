@@ -298,7 +298,7 @@ def test_implementations_write_and_commit_the_same_rows(implementation: Implemen
     )
 
 
-def picture_rows(num_rows: int) -> list[np.ndarray]:
+def image_rows(num_rows: int) -> list[np.ndarray]:
     """Queries, keys and values of three heads of 8, and angles."""
     rng = np.random.default_rng(num_rows)
     angles = rng.uniform(-3, 3, (num_rows, 4))
@@ -306,8 +306,8 @@ def picture_rows(num_rows: int) -> list[np.ndarray]:
     return [x.astype(np.float32) for x in (qkv, np.cos(angles), np.sin(angles))]
 
 
-def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
-    qkv, cos, sin = picture_rows(12)
+def test_a_row_of_an_image_sees_all_of_it_and_no_padding() -> None:
+    qkv, cos, sin = image_rows(12)
     qkv[9:, 24:48], qkv[9:, 48:] = 1e4, np.nan
     got = spec.bidirectional_attention(qkv, cos, sin, np.array([9]))
     q, k, v = qkv[:9].reshape(9, 3, 3, 8).swapaxes(0, 1)
@@ -320,10 +320,10 @@ def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("num_rows", [40, 600])
-def test_implementations_attend_over_a_picture_as_the_specification(
+def test_implementations_attend_over_an_image_as_the_specification(
     num_rows: int, implementation: Implementation
 ) -> None:
-    qkv, cos, sin = picture_rows(num_rows)
+    qkv, cos, sin = image_rows(num_rows)
     count = np.array([num_rows - 11])
     qkv[-11:, 24:48], qkv[-11:, 48:] = 1e4, np.nan
     got = implementation("attention").bidirectional_attention(qkv, cos, sin, count)

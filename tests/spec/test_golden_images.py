@@ -1,4 +1,4 @@
-"""A model sees: pictures stand in its prompt and turn as they lie, and its MTP layer reads them.
+"""A model sees: images stand in its prompt and turn as they lie, and its MTP layer reads them.
 
 The numbers are the reference implementation's, see golden/README.md; the weights are those of
 `qwen3_5_dense`.
@@ -12,7 +12,7 @@ import pytest
 from shared.spec import mrope
 from tests.support.golden_images import MODEL, WANT, fitted, patches_of, vision
 from tests.support.golden_implementations import IMPLEMENTATIONS
-from tests.support.golden_models import Pictures
+from tests.support.golden_models import Images
 from tests.support.vision_encoders import of_specification
 
 # As of text, see test_golden.py: the orders of float32 sums differ.
@@ -24,21 +24,21 @@ def implementation(request):
     return IMPLEMENTATIONS[request.param]
 
 
-def pictures_of(prompt: str, numbers: tuple[int, ...], rows: np.ndarray) -> Pictures:
+def images_of(prompt: str, numbers: tuple[int, ...], rows: np.ndarray) -> Images:
     """A golden prompt's, whose rows stand in the pool from row 1 on."""
     tokens, image = WANT[f"{prompt}_ids"], vision().image_token
     grids = [tuple(int(x) // 2 for x in WANT[f"grid_{i}"][1:]) for i in numbers]
     found, delta = mrope.mrope_positions(tokens, image, grids)
     is_image = tokens == image
     sources = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-    return Pictures(found, delta, np.concatenate([np.full_like(rows[:1], np.nan), rows]), sources)
+    return Images(found, delta, np.concatenate([np.full_like(rows[:1], np.nan), rows]), sources)
 
 
-TWO = pictures_of("mm", (0, 1), WANT["mm_embeds"])
+TWO = images_of("mm", (0, 1), WANT["mm_embeds"])
 
 
 @pytest.mark.parametrize("cuts", [(57,), (20, 37), (4, 3, 50)], ids=str)
-def test_a_prompt_with_pictures_gives_the_same_however_it_is_cut(cuts, implementation):
+def test_a_prompt_with_images_gives_the_same_however_it_is_cut(cuts, implementation):
     golden, begins, logits, hidden = implementation(MODEL), 0, [], []
     for count in cuts:
         at = slice(begins, begins + count)
@@ -61,7 +61,7 @@ def greedy(golden, logits, count):
     return text, scored
 
 
-def test_text_behind_pictures_turns_by_its_place_and_their_delta(implementation):
+def test_text_behind_images_turns_by_its_place_and_their_delta(implementation):
     golden = implementation(MODEL)
     logits = golden.prefill(WANT["mm_ids"], None, TWO).logits
     text, scored = greedy(golden, logits, 10)
@@ -69,24 +69,24 @@ def test_text_behind_pictures_turns_by_its_place_and_their_delta(implementation)
     close(scored, WANT["mm_greedy_logits"])
 
 
-def test_a_picture_may_stand_first(implementation):
+def test_an_image_may_stand_first(implementation):
     """Its rows are the specification's own, from pixels on."""
     rows = of_specification()(patches_of(fitted(2)))
-    pictures = pictures_of("one", (2,), rows)
+    images = images_of("one", (2,), rows)
     golden = implementation(MODEL)
-    logits = golden.prefill(WANT["one_ids"], None, pictures).logits
+    logits = golden.prefill(WANT["one_ids"], None, images).logits
     text, _ = greedy(golden, logits, 10)
     assert text == WANT["one_greedy_ids"].tolist()
 
 
-def test_the_mtp_layer_reads_the_picture_that_follows_and_turns_with_its_row(implementation):
+def test_the_mtp_layer_reads_the_image_that_follows_and_turns_with_its_row(implementation):
     sources = np.append(TWO.sources[1:], 0).astype(np.int32)
-    following = Pictures(TWO.turns, TWO.delta, TWO.pool, sources)
+    following = Images(TWO.turns, TWO.delta, TWO.pool, sources)
     given = (WANT["mtp_next_ids"], WANT["mm_hidden"], 0)
     hidden, logits = implementation(MODEL).mtp(*given, following)
     close(hidden, WANT["mtp_images_hidden"])
     close(logits, WANT["mtp_images_logits"])
-    of_ids = Pictures(TWO.turns, TWO.delta, TWO.pool, np.zeros_like(sources))
+    of_ids = Images(TWO.turns, TWO.delta, TWO.pool, np.zeros_like(sources))
     hidden, logits = implementation(MODEL).mtp(*given, of_ids)
     close(logits, WANT["mtp_ids_logits"])
     assert np.abs(logits - WANT["mtp_images_logits"]).max() > 1
@@ -96,6 +96,6 @@ def test_text_turns_the_same_with_three_turns_as_with_its_places(implementation)
     tokens = np.arange(1, 30)
     plain = implementation(MODEL).prefill(tokens, None)
     places = np.arange(29, dtype=np.int32)[:, None].repeat(3, axis=1)
-    nothing = Pictures(places, 0, TWO.pool, np.zeros(29, np.int32))
+    nothing = Images(places, 0, TWO.pool, np.zeros(29, np.int32))
     seen = implementation(MODEL).prefill(tokens, None, nothing)
     np.testing.assert_array_equal(seen.logits, plain.logits)

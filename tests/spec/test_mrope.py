@@ -1,4 +1,4 @@
-"""Rows of a prompt with pictures turn as the reference implementation's, and text as ever."""
+"""Rows of a prompt with images turn as the reference implementation's, and text as ever."""
 
 import time
 
@@ -15,17 +15,17 @@ def grid(number: int) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-@pytest.mark.parametrize(("prompt", "pictures"), [("mm", (0, 1)), ("one", (2,))])
-def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, pictures):
+@pytest.mark.parametrize(("prompt", "images"), [("mm", (0, 1)), ("one", (2,))])
+def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, images):
     tokens = WANT[f"{prompt}_ids"]
     found, delta = spec.mrope_positions(
-        tokens, vision().image_token, [grid(each) for each in pictures]
+        tokens, vision().image_token, [grid(each) for each in images]
     )
     np.testing.assert_array_equal(found.T, WANT[f"{prompt}_pos"])
     assert delta == WANT[f"{prompt}_delta"]
 
 
-def test_what_lies_between_pictures_goes_on_from_the_longer_side_of_each():
+def test_what_lies_between_images_goes_on_from_the_longer_side_of_each():
     rng = np.random.default_rng(0)
     for _ in range(50):
         tokens, want, turn, grids = [], [], 0, []
@@ -57,7 +57,7 @@ def test_text_turns_by_its_places():
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 4)], [(1, 3), (1, 1)], [(0, 3)]])
-def test_other_pictures_than_the_prompts_are_refused(grids):
+def test_other_images_than_the_prompts_are_refused(grids):
     with pytest.raises(ValueError, match="image tokens.* its images"):
         spec.mrope_positions(np.array([1, 250, 250, 250, 2]), 250, grids)
 

@@ -1,4 +1,4 @@
-"""The vision tower gives the reference implementation's numbers, for each picture alone."""
+"""The vision tower gives the reference implementation's numbers, for each image alone."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from shared.models.image_processor import InvalidImageError
 from shared.spec import vision_encoder as spec
 from tests.support.golden_images import (
     WANT,
+    image_config,
     patches_of,
-    picture_config,
     pixels_of,
     resized,
     vision,
@@ -32,7 +32,7 @@ def tower(request):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_picture_becomes_the_patches_of_the_reference_implementation(number):
+def test_an_image_becomes_the_patches_of_the_reference_implementation(number):
     got = patches(number)
     np.testing.assert_array_equal(got.pixels, WANT[f"pixels_pil_{number}"])
     assert got.count == WANT[f"grid_{number}"].prod()
@@ -41,10 +41,10 @@ def test_a_picture_becomes_the_patches_of_the_reference_implementation(number):
 
 
 @pytest.mark.parametrize("cutter", CUTTERS)
-def test_every_device_cuts_a_picture_as_the_specification(cutter):
+def test_every_device_cuts_an_image_as_the_specification(cutter):
     """To the bit, padding too; a plan of padding alone, as a start brings, is cut like others."""
-    for picture in (*map(pixels_of, map(resized, IMAGES)), NOTHING):
-        given = picture.padded(SIZE, vision())
+    for image in (*map(pixels_of, map(resized, IMAGES)), NOTHING):
+        given = image.padded(SIZE, vision())
         want, got = spec.patches(vision(), given), CUTTERS[cutter](given)
         for name, values in vars(want).items():
             np.testing.assert_array_equal(getattr(got, name), values, err_msg=name)
@@ -53,10 +53,10 @@ def test_every_device_cuts_a_picture_as_the_specification(cutter):
 @pytest.mark.parametrize(
     ("height", "width", "fitted_height", "fitted_width"), WANT["resize_cases"].tolist()
 )
-def test_a_picture_is_brought_to_the_size_of_the_released_settings(
+def test_an_image_is_brought_to_the_size_of_the_released_settings(
     height, width, fitted_height, fitted_width
 ):
-    released = replace(picture_config(), multiple=32, min_pixels=1 << 16, max_pixels=1 << 24)
+    released = replace(image_config(), multiple=32, min_pixels=1 << 16, max_pixels=1 << 24)
     if not fitted_height:
         with pytest.raises(InvalidImageError, match="one side must be at most 200 times the other"):
             released.smart_resize(height, width)
@@ -65,13 +65,13 @@ def test_a_picture_is_brought_to_the_size_of_the_released_settings(
 
 
 def test_the_tower_gives_the_embeddings_of_the_reference_implementation(tower):
-    pictures = [replace(patches(i), pixels=WANT[f"pixels_{i}"]) for i in (0, 1)]
-    rows = [tower(padded(each, SIZE))[: len(each.pixels) // 4] for each in pictures]
+    images = [replace(patches(i), pixels=WANT[f"pixels_{i}"]) for i in (0, 1)]
+    rows = [tower(padded(each, SIZE))[: len(each.pixels) // 4] for each in images]
     # Float32, numbers up to 3: the orders of the sums differ.
     np.testing.assert_allclose(np.concatenate(rows), WANT["mm_embeds"], rtol=0, atol=1e-5)
 
 
-def test_a_pictures_bits_depend_neither_on_its_padding_nor_on_other_pictures(tower):
+def test_an_images_bits_depend_neither_on_its_padding_nor_on_other_images(tower):
     first, second = padded(patches(0), SIZE), padded(patches(2), SIZE)
     count, alone = int(first.count[0]), tower(first)
     others = {

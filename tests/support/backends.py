@@ -109,7 +109,7 @@ def make_seeing_backend(
 ) -> PreparedOnUse:
     """As `make_backend`, or `make_gpu_backend`, of a model that sees by the tower in a folder."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
-    checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.pictures
+    checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.images
     if framework == "reference":
         read = None
         if checkpoint is not None and sees is not None:

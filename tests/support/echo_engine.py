@@ -36,7 +36,7 @@ def token_of(request: Request, index: int) -> int:
     """Token `index` of the output."""
     sampling = request.sampling
     at = index % len(request.prompt)
-    shown = {picture.first: int(picture.pixels[0, 0, 0]) for picture in request.pictures}
+    shown = {image.first: int(image.pixels[0, 0, 0]) for image in request.images}
     token = shown.get(at, request.prompt[at])
     if sampling.temperature and index == 0:
         token = ord("a") + sampling.seed32 % 26

@@ -1,4 +1,4 @@
-"""The golden pictures, and what the model that they are for says of them."""
+"""The golden images, and what the model that they are for says of them."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,14 @@ import numpy as np
 from PIL import Image
 
 from shared.models.families import vision_from_folder
-from shared.models.image_processor import ImageProcessorConfig, read_pictures
+from shared.models.image_processor import ImageProcessorConfig, read_images
 from shared.models.vision_config import VisionConfig
 from shared.spec import vision_encoder
 from shared.spec.vision_encoder import Patches, Pixels
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-MODEL, PICTURES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
-WANT = dict(np.load(PICTURES / "vectors.npz"))
+MODEL, IMAGES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
+WANT = dict(np.load(IMAGES / "vectors.npz"))
 
 
 def vision() -> VisionConfig:
@@ -23,23 +23,23 @@ def vision() -> VisionConfig:
     return found
 
 
-def picture_config() -> ImageProcessorConfig:
-    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
-    return read_pictures(given["preprocessor_config"], vision())
+def image_config() -> ImageProcessorConfig:
+    given = json.loads((IMAGES / "config.json").read_text(encoding="utf-8"))
+    return read_images(given["preprocessor_config"], vision())
 
 
-def resized(picture: np.ndarray) -> np.ndarray:
-    """A picture at the size that the checkpoint wants."""
-    height, width = picture_config().smart_resize(*picture.shape[:2])
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+def resized(image: np.ndarray) -> np.ndarray:
+    """An image at the size that the checkpoint wants."""
+    height, width = image_config().smart_resize(*image.shape[:2])
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def fitted(number: int) -> np.ndarray:
-    """A golden picture as the processor fits it that made the golden numbers, of 0 to 255.
+    """A golden image as the processor fits it that made the golden numbers, of 0 to 255.
 
     It resizes with another library than Pillow: one level of 255 here and there.
     """
-    config, size, merge = picture_config(), vision().patch_size, vision().merge_size
+    config, size, merge = image_config(), vision().patch_size, vision().merge_size
     patches = WANT[f"pixels_{number}"].reshape(-1, 3, vision().frames, size, size)[:, :, 0]
     of_channel = [np.array(x)[:, None, None] for x in (config.deviation, config.mean)]
     values = np.rint(255 * (patches * of_channel[0] + of_channel[1])).astype(np.uint8)
@@ -48,11 +48,11 @@ def fitted(number: int) -> np.ndarray:
     return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * merge * size, -1, 3)
 
 
-def pixels_of(picture: np.ndarray) -> Pixels:
-    """What a device is told of a picture that has the size that the checkpoint wants."""
-    return vision_encoder.pixels_of(picture, vision(), picture_config())
+def pixels_of(image: np.ndarray) -> Pixels:
+    """What a device is told of an image that has the size that the checkpoint wants."""
+    return vision_encoder.pixels_of(image, vision(), image_config())
 
 
-def patches_of(picture: np.ndarray) -> Patches:
-    """The patches of such a picture, by the specification."""
-    return vision_encoder.patches(vision(), pixels_of(picture))
+def patches_of(image: np.ndarray) -> Patches:
+    """The patches of such an image, by the specification."""
+    return vision_encoder.patches(vision(), pixels_of(image))

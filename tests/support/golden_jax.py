@@ -30,8 +30,8 @@ from tests.support.golden_models import (
     PAGE_SIZE,
     TABLE,
     Array,
+    Images,
     Pass,
-    Pictures,
     golden_head_files,
 )
 
@@ -67,16 +67,14 @@ class JaxModel:
         self._state = device_state.new_states(self._config, 1, np.float32)
         self._length, self._delta = 0, None
 
-    def prefill(
-        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
-    ) -> Pass:
+    def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
         count = len(tokens)
         turned = np.arange(self._length, self._length + count) if positions is None else positions
         words = (padded(ints(tokens), TOKENS), padded(ints(turned), TOKENS))
-        if pictures is not None:
-            self._delta = ints([pictures.delta])
+        if images is not None:
+            self._delta = ints([images.delta])
         passed, self._kv, self._state = self._passes.prefill(
-            self._kv, self._state, *words, count, self._length, _padded(pictures)
+            self._kv, self._state, *words, count, self._length, _padded(images)
         )
         self._length += count
         return _cut(passed, count)
@@ -104,12 +102,12 @@ class JaxModel:
         return k[0, : self._length], v[0, : self._length]
 
     def mtp(
-        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+        self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None
     ) -> tuple[Array, Array]:
         count = len(tokens)
         given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
         out, logits, self._mtp_kv = self._passes.mtp(
-            self._mtp_kv, *given, count, first_position, _padded(pictures)
+            self._mtp_kv, *given, count, first_position, _padded(images)
         )
         return np.asarray(out)[:count], np.asarray(logits)[:count]
 
@@ -139,9 +137,9 @@ class Passes:
             self._config, weights.weights_of(self._config, arrays, False), SINGLE_RANK
         )
 
-    def _prefill(self, arrays, kv, state, tokens, positions, count, length, pictures):
+    def _prefill(self, arrays, kv, state, tokens, positions, count, length, images):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
-        turns, shown = pictures
+        turns, shown = images
         rows = _causal_rows(count, length)._replace(positions=positions, turns=turns)
         mixer = None
         if state is not None:
@@ -175,19 +173,19 @@ class Passes:
             state, _ = gdn_layer.commit(*pools, kept, *where)
         return kv, state
 
-    def _mtp(self, arrays, kv, tokens, hidden, count, first, pictures):
-        head, (turns, shown) = heads.mtp(self._model(arrays)), pictures
+    def _mtp(self, arrays, kv, tokens, hidden, count, first, images):
+        head, (turns, shown) = heads.mtp(self._model(arrays)), images
         rows = _causal_rows(count, first)._replace(turns=turns)
         out, kv = head.forward(rows, tokens, shown, hidden, kv)
         return out, head.logits(out), kv
 
 
-def _padded(pictures: Pictures | None) -> tuple[jax.Array | None, ImageEmbeds | None]:
+def _padded(images: Images | None) -> tuple[jax.Array | None, ImageEmbeds | None]:
     """Turns, and what stands in the place of tokens, of as many rows as a pass has."""
-    if pictures is None:
+    if images is None:
         return None, None
-    turns, sources = (padded(ints(x), TOKENS) for x in (pictures.turns, pictures.sources))
-    return turns, ImageEmbeds(jnp.asarray(pictures.pool), sources)
+    turns, sources = (padded(ints(x), TOKENS) for x in (images.turns, images.sources))
+    return turns, ImageEmbeds(jnp.asarray(images.pool), sources)
 
 
 class JaxHead:

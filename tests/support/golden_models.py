@@ -43,13 +43,13 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """What the pictures of a prompt bring to it.
+class Images:
+    """What the images of a prompt bring to it.
 
     Attributes:
       turns: `[T, 3]`, of the prompt's rows.
       delta: What the turns of later tokens are above their positions.
-      pool: `[rows, hidden]`, rows of pictures; row 0 is nobody's.
+      pool: `[rows, hidden]`, rows of images; row 0 is nobody's.
       sources: `[T]`, the row in the place of each token's; 0: none.
     """
 
@@ -58,7 +58,7 @@ class Pictures:
     pool: Array
     sources: Array
 
-    def piece(self, at: slice) -> "Pictures":
+    def piece(self, at: slice) -> "Images":
         """Of a part of the prompt."""
         return replace(self, turns=self.turns[at], sources=self.sources[at])
 
@@ -70,9 +70,7 @@ class GoldenModel(Protocol):
         self, folder: Path, context_length: int | None = None, *, quantises: bool = False
     ) -> None: ...
 
-    def prefill(
-        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
-    ) -> Pass:
+    def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
         """Goes on with the prompt; `positions` are the rotation's, None takes them as they come."""
         ...
 
@@ -93,12 +91,12 @@ class GoldenModel(Protocol):
         ...
 
     def mtp(
-        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+        self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None
     ) -> tuple[Array, Array]:
         """Consecutive rows of the MTP layer: hidden states and logits, its KV grows.
 
         Args:
-          pictures: Sources of `tokens`, each of which is the one after its row's.
+          images: Sources of `tokens`, each of which is the one after its row's.
         """
         ...
 
@@ -140,16 +138,14 @@ class SpecModel:
         self._state = model.new_state(self.config, 1)
         self._length, self._delta = 0, None
 
-    def prefill(
-        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
-    ) -> Pass:
+    def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         if positions is not None:
             return self._prefill_at(tokens, positions)
         shown = turns = None
-        if pictures is not None:
-            shown, turns = layers.ImageEmbeds(pictures.pool, pictures.sources), pictures.turns
-            self._delta = np.array([pictures.delta])
+        if images is not None:
+            shown, turns = layers.ImageEmbeds(images.pool, images.sources), images.turns
+            self._delta = np.array([images.delta])
         where = (tokens, row_starts, first, TABLE, shown, turns)
         passed, self._state = model.prefill(
             self.config, self.weights, self._kv, self._state, *where
@@ -203,14 +199,14 @@ class SpecModel:
         return k[0], v[0]
 
     def mtp(
-        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+        self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None
     ) -> tuple[Array, Array]:
         row_starts, first = np.array([0, len(tokens)]), np.array([first_position])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         shown = None
-        if pictures is not None:
-            rows = replace(rows, turns=pictures.turns)
-            shown = layers.ImageEmbeds(pictures.pool, pictures.sources)
+        if images is not None:
+            rows = replace(rows, turns=images.turns)
+            shown = layers.ImageEmbeds(images.pool, images.sources)
         out, logits, self._mtp_kv = eagle.mtp(
             self.config, self.weights, rows, tokens, shown, hidden, self._mtp_kv
         )

@@ -19,8 +19,8 @@ from tests.support.golden_models import (
     PAGE_SIZE,
     TABLE,
     Array,
+    Images,
     Pass,
-    Pictures,
     golden_head_files,
 )
 from torch_impl import device_state, model, weights
@@ -76,16 +76,14 @@ class TorchModel:
         if self._state is not None:
             self._no_snapshot = gdn_layer.take(self._state, ints([0]))  # the sink
 
-    def prefill(
-        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
-    ) -> Pass:
+    def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
         count, row_starts = len(tokens), ints([0, len(tokens)])
         rows = causal_rows(self._table, count, self._length)
         if positions is not None:
             rows = replace(rows, positions=ints(positions))
-        rows, shown = _seen(rows, pictures)
-        if pictures is not None:
-            self._delta = ints([pictures.delta])
+        rows, shown = _seen(rows, images)
+        if images is not None:
+            self._delta = ints([images.delta])
         mixer = None
         if self._model.config.gated_delta:
             where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
@@ -127,10 +125,10 @@ class TorchModel:
         return pages[0].numpy(), pages[1].numpy()
 
     def mtp(
-        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+        self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None
     ) -> tuple[Array, Array]:
         head, rows = heads.mtp(self._model), causal_rows(self._table, len(tokens), first_position)
-        rows, shown = _seen(rows, pictures)
+        rows, shown = _seen(rows, images)
         given = torch.from_numpy(np.ascontiguousarray(hidden))
         out = head.forward(rows, ints(tokens), shown, given, self._mtp_kv)
         return out.numpy(), head.logits(out).numpy()
@@ -149,13 +147,13 @@ class TorchModel:
 
 
 def _seen(
-    rows: attention.AttentionRows, pictures: Pictures | None
+    rows: attention.AttentionRows, images: Images | None
 ) -> tuple[attention.AttentionRows, layers.ImageEmbeds | None]:
     """Rows with their turns, and what stands in the place of their tokens."""
-    if pictures is None:
+    if images is None:
         return rows, None
-    shown = layers.ImageEmbeds(torch.from_numpy(pictures.pool), ints(pictures.sources))
-    return replace(rows, turns=ints(pictures.turns)), shown
+    shown = layers.ImageEmbeds(torch.from_numpy(images.pool), ints(images.sources))
+    return replace(rows, turns=ints(images.turns)), shown
 
 
 class TorchHead:

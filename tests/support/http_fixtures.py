@@ -49,7 +49,7 @@ from tests.support.echo_engine import VOCAB, logprob_of, scores_of, step_of, tok
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|image|>"]
 END = 256  # the id of <|end|>, which only the tokenizer names as the end
-IMAGE = 259  # the id of <|image|>, for a picture where the engine is to see
+IMAGE = 259  # the id of <|image|>, for an image where the engine is to see
 CONFIG_END = 294  # the end that the model's settings name
 CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
@@ -69,14 +69,14 @@ _SWITCH: dict[str, Any] = {"action": "store_true"}
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
-PICTURES = ImageProcessorConfig(
+IMAGES = ImageProcessorConfig(
     multiple=8,
     min_pixels=8 * 8,
     max_pixels=64 * 64,
     mean=(0.5, 0.5, 0.5),
     deviation=(0.5, 0.5, 0.5),
 )
-"""How a `Repeater` that sees wants pictures."""
+"""How a `Repeater` that sees wants images."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -118,7 +118,7 @@ class Repeater:
     Token i of the output is token i of the prompt, but the first differs by seed: it is replaced by
     a letter of the seed, so that choices can be told apart. A positive bias makes its token every
     token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
-    -256, and the ids from it on are the best. The first token of a picture is how red its first
+    -256, and the ids from it on are the best. The first token of an image is how red its first
     pixel is.
 
     Args:
@@ -381,7 +381,7 @@ def main() -> int:
         max_logit_bias_entries=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
-        max_image_tokens=PICTURES.max_pixels // PICTURES.multiple**2 if flags.sees else 0,
+        max_image_tokens=IMAGES.max_pixels // IMAGES.multiple**2 if flags.sees else 0,
         image_token=IMAGE if flags.sees else None,
     )
     facts = ServerInfo(
@@ -405,7 +405,7 @@ def main() -> int:
         observing=ObservingOptions(
             **{i.name: getattr(flags, i.name) for i in fields(ObservingOptions)}
         ),
-        pictures=PICTURES if flags.sees else None,
+        images=IMAGES if flags.sees else None,
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater(flags.wrong_at)

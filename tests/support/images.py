@@ -1,4 +1,4 @@
-"""Pictures as clients might send them, good and bad."""
+"""Images as clients might send them, good and bad."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 PATTERN = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-"""A picture in RGB whose sides the golden settings leave as they are."""
+"""An image in RGB whose sides the golden settings leave as they are."""
 
 
 def stored(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -23,8 +23,8 @@ def url_of(data: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def rgb(picture: np.ndarray = PATTERN) -> Image.Image:
-    return Image.fromarray(picture)
+def rgb(image: np.ndarray = PATTERN) -> Image.Image:
+    return Image.fromarray(image)
 
 
 def deep_grey(values: np.ndarray) -> bytes:
@@ -52,12 +52,12 @@ def animated(kind: str) -> bytes:
 
 
 def several_in_a_jpeg() -> bytes:
-    """As cameras write them: a picture, and a smaller one behind it."""
+    """As cameras write them: an image, and a smaller one behind it."""
     return stored(rgb(), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))], quality=95)
 
 
 def bomb(kind: str, side: int) -> bytes:
-    """A small file that claims a picture of this side."""
+    """A small file that claims an image of this side."""
     small = stored(Image.new("RGB", (64, 64)), kind, **{"lossless": True} if kind == "WEBP" else {})
     if kind == "PNG":
         return small[:16] + struct.pack(">II", side, side) + small[24:]

@@ -28,7 +28,7 @@ ROOT, COUNT = Path(__file__).parents[2], 2
 
 
 def main() -> None:
-    """Serves a prompt with two pictures on one rank and on two, step by step."""
+    """Serves a prompt with two images on one rank and on two, step by step."""
     config = config_from_folder(MODEL)
     capacity = vlm.capacity_of("NEXTN", vlm.POOL_ROWS, vlm.NUM_PAGES)
     made = (config, load_all(MODEL, config, True), capacity, *drafts_of("NEXTN", config))

@@ -38,9 +38,9 @@ def load(
         lambda files, config: load_head(files, config, np.float32, progress).weights, read_model
     )
     made_for = (blueprint.capacity, blueprint.drafts, draft_weights)
-    pictures, tower = blueprint.capacity.pictures, None
-    if pictures is not None:
-        wanted = tower_parameters(pictures.vision)
+    images, tower = blueprint.capacity.images, None
+    if images is not None:
+        wanted = tower_parameters(images.vision)
         tower = {p.name: checkpoint.load(p, np.float32, progress) for p in wanted}
     return ReferenceBackend(model, read_model(checkpoint, model), *made_for, tower)
 

@@ -1,4 +1,4 @@
-"""The vision tower of the golden folders in every implementation, picture by picture."""
+"""The vision tower of the golden folders in every implementation, image by image."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -20,13 +20,13 @@ from torch_impl import vision_encoder as torch_tower
 from torch_impl import weights as torch_weights
 
 SIZE = 128
-"""Patches of a padded picture; the golden ones have 40 to 120."""
+"""Patches of a padded image; the golden ones have 40 to 120."""
 
 
 class Tower(Protocol):
     """An implementation: patches with their padding become rows, those of padding too."""
 
-    def __call__(self, picture: Patches) -> np.ndarray: ...
+    def __call__(self, image: Patches) -> np.ndarray: ...
 
 
 def padded(patches: Patches, size: int) -> Patches:
@@ -47,8 +47,8 @@ def of_torch() -> Tower:
     config, cpu = vision(), torch.device("cpu")
     weights = torch_weights.load_tower(open_checkpoint(MODEL), config, "float32", cpu, _unseen)
 
-    def encoded(picture: Patches) -> np.ndarray:
-        given = torch_tower.Patches(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
+    def encoded(image: Patches) -> np.ndarray:
+        given = torch_tower.Patches(**{x: torch.from_numpy(y) for x, y in vars(image).items()})
         return torch_tower.encoded(config, weights, given).numpy()
 
     return encoded
@@ -60,11 +60,11 @@ def of_jax() -> Tower:
     loaded = jax_weights.load_tower(open_checkpoint(MODEL), config, np.float32, cpu, _unseen)
 
     @partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
-    def program(arrays, picture):
-        return jax_tower.encoded(config, jax_weights.tower_of(arrays), picture)
+    def program(arrays, image):
+        return jax_tower.encoded(config, jax_weights.tower_of(arrays), image)
 
-    def encoded(picture: Patches) -> np.ndarray:
-        return np.asarray(program(loaded, jax_tower.Patches(**vars(picture))))
+    def encoded(image: Patches) -> np.ndarray:
+        return np.asarray(program(loaded, jax_tower.Patches(**vars(image))))
 
     return encoded
 
@@ -77,22 +77,22 @@ TOWERS = {"spec": of_specification, "torch": of_torch, "jax": of_jax}
 
 
 class Cutter(Protocol):
-    """An implementation: a picture becomes patches, with those of its padding."""
+    """An implementation: an image becomes patches, with those of its padding."""
 
-    def __call__(self, picture: Pixels) -> Patches: ...
+    def __call__(self, image: Pixels) -> Patches: ...
 
 
-def cut_by_torch(picture: Pixels) -> Patches:
-    given = torch_tower.Pixels(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
+def cut_by_torch(image: Pixels) -> Patches:
+    given = torch_tower.Pixels(**{x: torch.from_numpy(y) for x, y in vars(image).items()})
     found = torch_tower.patches(vision(), given)
     return Patches(**{name: x.numpy() for name, x in vars(found).items()})
 
 
-def cut_by_jax(picture: Pixels) -> Patches:
+def cut_by_jax(image: Pixels) -> Patches:
     cpu = jax.devices("cpu")[0]
     options = compiler_options(cpu, quick_compile=True)
     program = jax.jit(partial(jax_tower.patches, vision()), compiler_options=options)
-    found = program(jax_tower.Pixels(**vars(picture)))
+    found = program(jax_tower.Pixels(**vars(image)))
     return Patches(**{name: np.asarray(x) for name, x in found._asdict().items()})
 
 

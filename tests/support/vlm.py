@@ -1,4 +1,4 @@
-"""Serves prompts with pictures on the golden model that sees, and says what their texts must be."""
+"""Serves prompts with images on the golden model that sees, and says what their texts must be."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_seeing_backend
 from tests.support.cache_policies import policy_of
-from tests.support.golden_images import MODEL, PICTURES, patches_of, picture_config, vision
-from tests.support.golden_models import Pictures as GoldenPictures
+from tests.support.golden_images import IMAGES, MODEL, image_config, patches_of, vision
+from tests.support.golden_models import Images as GoldenImages
 from tests.support.golden_models import SpecModel
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.vision_encoders import of_specification
 
-IMAGE, FACTOR, PAGE = vision().image_token, picture_config().multiple, 8
+IMAGE, FACTOR, PAGE = vision().image_token, image_config().multiple, 8
 CHUNK, BATCH, LARGEST = 64, 3, 96
-"""Tokens of a step's prompts, requests that run, and tokens of the largest picture."""
+"""Tokens of a step's prompts, requests that run, and tokens of the largest image."""
 
 TOKENS = 12
 CONTEXT = 320
@@ -59,7 +59,7 @@ SHAPES = {
 
 @cache
 def pixels(rows: int, columns: int, seed: int) -> np.ndarray:
-    """A picture that stands for so many rows and columns of a prompt."""
+    """An image that stands for so many rows and columns of a prompt."""
     shape = (rows * FACTOR, columns * FACTOR, 3)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
@@ -69,49 +69,49 @@ TEXTS: dict[tuple, list[int]] = {}
 
 
 class Prompt:
-    """A prompt of words and pictures, and the plain text that follows it."""
+    """A prompt of words and images, and the plain text that follows it."""
 
     def __init__(self, *parts: list[int] | np.ndarray) -> None:
         self.tokens: list[int] = []
-        self.pictures: tuple[PromptImage, ...] = ()
+        self.images: tuple[PromptImage, ...] = ()
         for part in parts:
             if isinstance(part, list):
                 self.tokens += part
                 continue
-            picture = PromptImage.of(len(self.tokens), part, FACTOR)
-            self.tokens += [IMAGE] * picture.count
-            self.pictures += (picture,)
+            image = PromptImage.of(len(self.tokens), part, FACTOR)
+            self.tokens += [IMAGE] * image.count
+            self.images += (image,)
 
     def request(self, number: int = 0, tenant: str = "", tokens: int = TOKENS) -> Request:
         return Request(
             request_id=number,
             prompt=tuple(self.tokens),
-            pictures=self.pictures,
+            images=self.images,
             tenant=tenant,
             sampling=SamplingParams(max_tokens=tokens, temperature=0.0, traces=True),
         )
 
     def text(self, count: int = TOKENS, allowed: Sequence[int] | None = None) -> list[int]:
-        """By the golden specification alone, its pictures read in one go.
+        """By the golden specification alone, its images read in one go.
 
         Args:
           allowed: The only tokens that it may have; None: all.
         """
-        known = (*self.tokens, *(each.digest for each in self.pictures), count, allowed)
+        known = (*self.tokens, *(each.digest for each in self.images), count, allowed)
         if known not in TEXTS:
             TEXTS[known] = self._text(count, allowed)
         return TEXTS[known]
 
     def _text(self, count: int, allowed: Sequence[int] | None) -> list[int]:
         encoded = of_specification()
-        rows = [encoded(patches_of(each.pixels)) for each in self.pictures]
+        rows = [encoded(patches_of(each.pixels)) for each in self.images]
         tokens = np.array(self.tokens)
-        sight, is_image = MropePositions.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
+        sight, is_image = MropePositions.of(self.tokens, IMAGE, self.images), tokens == IMAGE
         pool = np.concatenate([np.zeros((1, vision().out), np.float32), *rows])
         sources = np.where(is_image, np.cumsum(is_image), 0)
         model = SpecModel(MODEL)
-        pictures = GoldenPictures(sight.turns, sight.delta, pool, sources)
-        logits, text = model.prefill(tokens, None, pictures).logits, []
+        images = GoldenImages(sight.turns, sight.delta, pool, sources)
+        logits, text = model.prefill(tokens, None, images).logits, []
         while len(text) < count:
             tokens = np.arange(logits.shape[1]) if allowed is None else np.array(allowed)
             text.append(int(tokens[logits[-1][tokens].argmax()]))
@@ -121,7 +121,7 @@ class Prompt:
 
 
 def words(count: int, seed: int) -> list[int]:
-    """Tokens without those of pictures, that repeat: so seen text has something to propose."""
+    """Tokens without those of images, that repeat: so seen text has something to propose."""
     return (np.random.default_rng(seed).integers(1, 240, 5).tolist() * count)[:count]
 
 
@@ -136,7 +136,7 @@ def _drafter(name: str) -> Drafter:
 
 
 def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
-    """A prefill, plain steps, the drafter's, and encodings: of small pictures, and in two steps."""
+    """A prefill, plain steps, the drafter's, and encodings: of small images, and in two steps."""
 
     def program(
         work: StepKind, shape: TreeShape, tokens: int, extras: ProgramFeature = ProgramFeature.NONE
@@ -182,7 +182,7 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=0,
-        pictures=EncoderCacheSpec(vision(), picture_config(), 1 + pool_rows),
+        images=EncoderCacheSpec(vision(), image_config(), 1 + pool_rows),
     )
 
 
@@ -206,7 +206,7 @@ def backend_of(framework: str, drafter: str) -> Backend:
 
 
 class Fewer:
-    """A backend that admits to fewer pages, or rows of pictures, than it has."""
+    """A backend that admits to fewer pages, or rows of images, than it has."""
 
     def __init__(self, backend: Backend, **fewer: object) -> None:
         self.capacity = replace(backend.capacity, **fewer)
@@ -252,7 +252,7 @@ def write_seeing(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(MODEL / name, folder / name)
-    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    given = json.loads((IMAGES / "config.json").read_text(encoding="utf-8"))
     processor = json.dumps(given["preprocessor_config"])
     (folder / "preprocessor_config.json").write_text(processor, encoding="utf-8")
     save_tokenizer(folder)

@@ -163,9 +163,9 @@ class PrefillChunks:
             row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
         )
         count, sources = len(rows.request), None
-        if prompt.pictures is not None:
-            rows = replace(rows, turns=prompt.pictures.turns[:count])
-            sources = prompt.pictures.sources[:count]
+        if prompt.images is not None:
+            rows = replace(rows, turns=prompt.images.turns[:count])
+            sources = prompt.images.sources[:count]
         return cls(
             tokens=prompt.tokens[:count],
             row_starts=row_starts,

@@ -359,7 +359,7 @@ def _with_block(
     )
 
 
-def plain_attend_all(
+def plain_bidirectional_attention(
     qkv: Float[jax.Array, "R columns"],
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
@@ -389,7 +389,7 @@ def plain_attend_all(
     return out.reshape(len(padded), -1)[: len(q)]
 
 
-def kernel_attend_all(
+def kernel_bidirectional_attention(
     kernels: Kernels,
     qkv: Float[jax.Array, "R columns"],
     cos: Float[jax.Array, "R half"],
@@ -402,10 +402,12 @@ def kernel_attend_all(
     return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
 
 
-bidirectional_attention = kernel_or_reference(kernel_attend_all, plain_attend_all, is_bfloat16)
+bidirectional_attention = kernel_or_reference(
+    kernel_bidirectional_attention, plain_bidirectional_attention, is_bfloat16
+)
 
 
-def plain_commit_window(
+def plain_compact_accepted_kv(
     pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],
     lengths: Int[jax.Array, " B"],
@@ -422,7 +424,7 @@ def plain_commit_window(
     return pages.at[..., to_page, target % page_size, :, :].set(moved)
 
 
-def kernel_commit_window(
+def kernel_compact_accepted_kv(
     kernels: Kernels,
     pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],
@@ -430,8 +432,8 @@ def kernel_commit_window(
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """Same as `plain_commit_window`; without a kernel XLA would copy all pools to scatter."""
+    """Same as `plain_compact_accepted_kv`; without a kernel XLA would copy all pools to scatter."""
     return kernels.kv_compaction.commit(pages, page_table, lengths, path, counts)
 
 
-compact_accepted_kv = kernel_or_reference(kernel_commit_window, plain_commit_window)
+compact_accepted_kv = kernel_or_reference(kernel_compact_accepted_kv, plain_compact_accepted_kv)

@@ -52,7 +52,7 @@ def _no_bounds(
     return jnp.zeros((B, BOUNDS), jnp.int32), counters
 
 
-def plain_reach(
+def plain_row_bounds(
     rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """Computes the row bounds for the fused attention kernel, once for all layers.
@@ -62,10 +62,10 @@ def plain_reach(
     return _no_bounds(rows, num_kv_heads)
 
 
-def kernel_reach(
+def kernel_row_bounds(
     kernels: Kernels, rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Same as `plain_reach`, for steps with few enough rows for the kernel."""
+    """Same as `plain_row_bounds`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
@@ -74,7 +74,7 @@ def kernel_reach(
     )
 
 
-row_bounds = kernel_or_reference(kernel_reach, plain_reach)
+row_bounds = kernel_or_reference(kernel_row_bounds, plain_row_bounds)
 
 
 class PagedKV(NamedTuple):
@@ -96,7 +96,7 @@ class PagedKV(NamedTuple):
         return cls(pools, *row_bounds(rows, pools.shape[4]))
 
 
-def plain_mix(
+def plain_attention_layer(
     qkv: Float[jax.Array, "R outputs"],
     heads: Heads,
     norms: HeadNorms | None,
@@ -136,7 +136,7 @@ def plain_mix(
     return out.reshape(len(qkv), -1), kv._replace(pools=pools)
 
 
-def kernel_mix(
+def kernel_attention_layer(
     kernels: Kernels,
     qkv: Float[jax.Array, "R outputs"],
     heads: Heads,
@@ -146,7 +146,7 @@ def kernel_mix(
     kv: PagedKV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
-    """Same as `plain_mix`, with one kernel for few rows and two kernels for more."""
+    """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
@@ -201,7 +201,7 @@ def kernel_mix(
     return out, PagedKV(pools, kv.bounds, arrivals)
 
 
-attention_layer = kernel_or_reference(kernel_mix, plain_mix)
+attention_layer = kernel_or_reference(kernel_attention_layer, plain_attention_layer)
 
 
 def full_width_qk_norm(
@@ -230,7 +230,7 @@ def scale_queries(
     return jnp.concatenate([(q * growth[:, None]).astype(qkv.dtype), kv], axis=1)
 
 
-def plain_mix_keys(
+def plain_write_kv(
     projected: Float[jax.Array, "R outputs"],
     heads: Heads,
     norms: HeadNorms,
@@ -246,7 +246,7 @@ def plain_mix_keys(
     return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
 
 
-def kernel_mix_keys(
+def kernel_write_kv(
     kernels: Kernels,
     projected: Float[jax.Array, "R outputs"],
     heads: Heads,
@@ -259,7 +259,7 @@ def kernel_mix_keys(
     return _place(kernels, projected, heads, norms, angles, rows, kv, layer)[1]
 
 
-write_kv = kernel_or_reference(kernel_mix_keys, plain_mix_keys)
+write_kv = kernel_or_reference(kernel_write_kv, plain_write_kv)
 
 
 def _place(

@@ -88,7 +88,7 @@ def followed(states: GDNState, inputs: Float[jax.Array, "L B one C"]) -> GDNStat
     return GDNState(states.recurrent, window)
 
 
-def plain_feed(
+def plain_prefill(
     inputs: Float[jax.Array, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -116,7 +116,7 @@ def plain_feed(
     return out, states, GDNState(*(x.at[layer, save].set(y) for x, y in parts))
 
 
-def kernel_feed(
+def kernel_prefill(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
     weights: GDNWeights,
@@ -152,7 +152,7 @@ def kernel_feed(
     return out, GDNState(recurrent, window), GDNState(*saved)
 
 
-prefill = kernel_or_reference(kernel_feed, plain_feed, takes=is_bfloat16)
+prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -194,7 +194,7 @@ def kernel_verify(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
-    """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
+    """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
         inputs,
@@ -220,7 +220,7 @@ def kernel_verify(
 verify = kernel_or_reference(kernel_verify, plain_verify)
 
 
-def plain_advance(
+def plain_decode(
     inputs: Float[jax.Array, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -243,8 +243,8 @@ def plain_advance(
     return out, GDNState(recurrent, states.window), scratch._replace(kept=kept)
 
 
-kernel_advance = kernel_verify
-decode = kernel_or_reference(kernel_advance, plain_advance)
+kernel_decode = kernel_verify
+decode = kernel_or_reference(kernel_decode, plain_decode)
 
 
 def plain_commit(

@@ -151,7 +151,7 @@ def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
-def plain_blended(
+def plain_bilinear_pos_embed(
     table: Float[jax.Array, "places hidden"],
     corners: Int[jax.Array, "R 4"],
     shares: Float[jax.Array, "R 4"],
@@ -160,7 +160,7 @@ def plain_blended(
     return (table[corners].astype(jnp.float32) * shares[..., None]).sum(axis=1).astype(table.dtype)
 
 
-def kernel_blended(
+def kernel_bilinear_pos_embed(
     kernels: Kernels,
     table: Float[jax.Array, "places hidden"],
     corners: Int[jax.Array, "R 4"],
@@ -169,7 +169,9 @@ def kernel_blended(
     return kernels.layers.bilinear_pos_embed(table, corners, shares)
 
 
-bilinear_pos_embed = kernel_or_reference(kernel_blended, plain_blended, is_bfloat16)
+bilinear_pos_embed = kernel_or_reference(
+    kernel_bilinear_pos_embed, plain_bilinear_pos_embed, is_bfloat16
+)
 
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:

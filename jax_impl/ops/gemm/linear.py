@@ -228,7 +228,7 @@ def kernel_product_float32(
 product_float32 = kernel_or_reference(kernel_product_float32, plain_product_float32, is_bfloat16)
 
 
-def plain_normed_product(
+def plain_rmsnorm_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
@@ -238,16 +238,16 @@ def plain_normed_product(
     return plain_product(rows, weight)
 
 
-def kernel_normed_product(
+def kernel_rmsnorm_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
-rmsnorm_linear = kernel_or_reference(kernel_normed_product, plain_normed_product, is_bfloat16)
+rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
 
 
-def plain_added_product(
+def plain_linear_add(
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
     stream: NormedStream,
@@ -263,7 +263,7 @@ def plain_added_product(
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
-def kernel_added_product(
+def kernel_linear_add(
     kernels: Kernels,
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
@@ -271,7 +271,7 @@ def kernel_added_product(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    """Same as `plain_added_product`, and also returns the fields for the next norm."""
+    """Same as `plain_linear_add`, and also returns the fields for the next norm."""
     group, own = stream.group, stream.own
     gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
     scale = all_gather.norm_beside(group, own, norm)
@@ -303,11 +303,11 @@ def _added_beside_kernels(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    return beside_kernels(plain_added_product(x, weight, stream, factor, norm))
+    return beside_kernels(plain_linear_add(x, weight, stream, factor, norm))
 
 
 linear_add = kernel_or_reference(
-    kernel_added_product, plain_added_product, is_bfloat16, _added_beside_kernels
+    kernel_linear_add, plain_linear_add, is_bfloat16, _added_beside_kernels
 )
 
 
@@ -318,15 +318,15 @@ def added_norm(
     return stream.with_next_norm(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
-def plain_gated_product(
+def plain_silu_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     """Computes silu(gate) * up of the normed rows; the weight holds gate rows, then up rows."""
-    gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
+    gate, up = jnp.split(plain_rmsnorm_linear(stream, eps, weight), 2, axis=-1)
     return all_gather.all_gather(stream.group, layers.silu(gate) * up)
 
 
-def kernel_gated_product(
+def kernel_silu_and_mul_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
@@ -335,7 +335,9 @@ def kernel_gated_product(
     return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
-silu_and_mul_linear = kernel_or_reference(kernel_gated_product, plain_gated_product, is_bfloat16)
+silu_and_mul_linear = kernel_or_reference(
+    kernel_silu_and_mul_linear, plain_silu_and_mul_linear, is_bfloat16
+)
 
 
 def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, "R outputs"]:

@@ -231,7 +231,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 """The rules that judge sampled drafts."""
 
 
-def plain_judge(
+def plain_rejection_sample(
     logits: Float[jax.Array, "R share"],
     seen: TokenCounts,
     positions: Int[jax.Array, " R"],
@@ -269,7 +269,7 @@ def plain_judge(
     return choices, is_finite(logits, vocabulary)
 
 
-def kernel_judge(
+def kernel_rejection_sample(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
     seen: TokenCounts,
@@ -285,7 +285,7 @@ def kernel_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """Same as `plain_judge`, with kernels that read both distributions as whole logits."""
+    """Same as `plain_rejection_sample`; the kernels read both distributions as whole logits."""
     chosen, is_finite, scores = kernels.sampling.score(
         *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
@@ -301,7 +301,7 @@ def kernel_judge(
     return choices, is_finite
 
 
-rejection_sample = kernel_or_reference(kernel_judge, plain_judge)
+rejection_sample = kernel_or_reference(kernel_rejection_sample, plain_rejection_sample)
 
 
 def _of_drafts(

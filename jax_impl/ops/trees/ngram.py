@@ -64,7 +64,7 @@ def keys(
     return found[0], found[1], contexts[:, begins] >= 0
 
 
-def plain_learn(
+def plain_insert(
     table: NgramTable,
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
@@ -98,7 +98,7 @@ def plain_learn(
     )
 
 
-def kernel_learn(
+def kernel_insert(
     kernels: Kernels,
     table: NgramTable,
     contexts: Int[jax.Array, "n window"],
@@ -109,7 +109,7 @@ def kernel_learn(
     return NgramTable(*kernels.ngram.insert(*table, contexts, following, scopes, is_real))
 
 
-insert = kernel_or_reference(kernel_learn, plain_learn)
+insert = kernel_or_reference(kernel_insert, plain_insert)
 
 
 def _children(

@@ -19,7 +19,7 @@ def chain_weights(edges: Float[jax.Array, "B S"]) -> Float[jax.Array, "B N"]:
     return jnp.stack(sums, axis=1)
 
 
-def plain_rank_weights(
+def plain_log_acceptance(
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
     calibration: Float[jax.Array, "B S_max"],
@@ -33,7 +33,7 @@ def plain_rank_weights(
     return jnp.where(is_above, node_weights[:, None, :], 0).min(axis=2)
 
 
-def kernel_rank_weights(
+def kernel_log_acceptance(
     kernels: Kernels,
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
@@ -42,10 +42,10 @@ def kernel_rank_weights(
     return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 
 
-log_acceptance = kernel_or_reference(kernel_rank_weights, plain_rank_weights)
+log_acceptance = kernel_or_reference(kernel_log_acceptance, plain_log_acceptance)
 
 
-def plain_share(
+def plain_prune_to_budget(
     tokens: Int[jax.Array, "B N"],
     parents: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
@@ -70,7 +70,7 @@ def plain_share(
     )
 
 
-def kernel_share(
+def kernel_prune_to_budget(
     kernels: Kernels,
     tokens: Int[jax.Array, "B N"],
     parents: Int[jax.Array, "B N"],
@@ -81,4 +81,4 @@ def kernel_share(
     return kernels.verify_budget.prune_to_budget(tokens, parents, num_nodes, rank_weights, rows)
 
 
-prune_to_budget = kernel_or_reference(kernel_share, plain_share)
+prune_to_budget = kernel_or_reference(kernel_prune_to_budget, plain_prune_to_budget)

@@ -198,7 +198,7 @@ class NgramIndex:
         """
         text = self._text(request)
         if end > text.length:
-            new = text_tokens(request.pictures, request.context[text.length : end], text.length)
+            new = text_tokens(request.images, request.context[text.length : end], text.length)
             self._prompts.append((text.row, new.tolist()))
             text.length = end
 
@@ -264,7 +264,7 @@ class NgramIndex:
             del self.scopes[text.scope]
 
     def _keep(self, request: Request, name: str, scope: IndexScope, num_left_out: int) -> None:
-        prompt = text_tokens(request.pictures, request.tokens()[: len(request.prompt)], 0)
+        prompt = text_tokens(request.images, request.tokens()[: len(request.prompt)], 0)
         before = prompt[-self._anchors.shape[1] :]
         learnt = request.output[: len(request.output) - num_left_out]
         tokens = np.array([*before, *learnt], np.int32)

@@ -66,7 +66,7 @@ class Service:
         facts, templates = client.facts, tokenizer.templates if tokenizer else None
         self._client, self._listeners = client, listeners
         grammars, renderer = GrammarChecks(facts), Renderer(templates) if templates else None
-        opener = ImageDecoderPool(facts.pictures) if facts.pictures else None
+        opener = ImageDecoderPool(facts.images) if facts.images else None
         self._workers = [each for each in (grammars, renderer, opener) if each is not None]
         self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
         watchers = (self._tracing,) if self._tracing else ()

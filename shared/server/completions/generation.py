@@ -226,7 +226,7 @@ class Generator:
         whose = (request.user or "", request.priority or 0)
         prompts = [
             SubmittedPrompt(
-                text.tokens, self._sampling(request, text, grammar), seeds, *whose, text.pictures
+                text.tokens, self._sampling(request, text, grammar), seeds, *whose, text.images
             )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
@@ -234,7 +234,7 @@ class Generator:
             form=form,
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
-            num_image_tokens=sum(picture.count for text in texts for picture in text.pictures),
+            num_image_tokens=sum(image.count for text in texts for image in text.images),
             choices=[
                 self._choice(request, prompt, text.text, prompt_text)
                 for prompt, text in zip(prompts, texts, strict=True)
@@ -274,7 +274,7 @@ class Generator:
         sampling = make_sampling(request, len(prompt.tokens), self._facts)
         sampling = replace(sampling, grammar=grammar)
         try:
-            check(prompt.tokens, sampling, limits, request.names, prompt.pictures)
+            check(prompt.tokens, sampling, limits, request.names, prompt.images)
         except InvalidRequestError as refusal:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling

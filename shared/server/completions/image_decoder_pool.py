@@ -10,14 +10,14 @@ from shared.images.header import MAX_PIXELS
 from shared.images.worker_protocol import (
     DEADLINE_S,
     PART,
-    OpenedPicture,
+    OpenedImage,
     pack_address,
     pack_config,
-    unpack_picture,
+    unpack_image,
 )
 from shared.models.image_processor import ImageProcessorConfig
 from shared.server.engine_link.workers import NUM_WORKERS, WorkerPool
-from shared.server.protocol.content import MAX_PICTURES, ImagePart
+from shared.server.protocol.content import MAX_IMAGES, ImagePart
 from shared.server.protocol.errors import ApiError
 from shared.text.worker import WorkerError
 
@@ -29,7 +29,7 @@ MAX_S = 30.0
 
 
 class ImageDecoderPool(WorkerPool):
-    """Opens pictures in processes of their own, each picture within a deadline.
+    """Opens images in processes of their own, each image within a deadline.
 
     Args:
       config: How the model wants them.
@@ -39,12 +39,12 @@ class ImageDecoderPool(WorkerPool):
         super().__init__(
             "shared.images.worker",
             pack_config(config),
-            name="picture",
+            name="image",
             deadline_s=DEADLINE_S,
             part=PART,
         )
         self._config = config
-        # As many requests open pictures as there are workers: what those that wait have sent is
+        # As many requests open images as there are workers: what those that wait have sent is
         # small, and what has been opened is not.
         self._turns = asyncio.Semaphore(NUM_WORKERS)
 
@@ -53,28 +53,28 @@ class ImageDecoderPool(WorkerPool):
         """Returns the limits of images; see `shared.server.protocol.response_types.ImageLimits`."""
         per_row = self._config.multiple**2
         return {
-            "max_images": MAX_PICTURES,
+            "max_images": MAX_IMAGES,
             "max_pixels": MAX_PIXELS,
             "max_bytes": MAX_BYTES,
             "pixels_per_token": per_row,
             "min_tokens": self._config.min_pixels // per_row,
         }
 
-    def num_tokens(self, picture: OpenedPicture) -> int:
-        """Rows of the prompt that a picture takes."""
-        return self._config.num_tokens(picture.height, picture.width)
+    def num_tokens(self, image: OpenedImage) -> int:
+        """Rows of the prompt that an image takes."""
+        return self._config.num_tokens(image.height, image.width)
 
     def placed(
-        self, opened: Sequence[OpenedPicture], firsts: Sequence[int]
+        self, opened: Sequence[OpenedImage], firsts: Sequence[int]
     ) -> tuple[PromptImage, ...]:
-        """Pictures whose rows begin at these positions of a prompt; makes their digests."""
+        """Images whose rows begin at these positions of a prompt; makes their digests."""
         return tuple(
             PromptImage.of(first, each.pixels, self._config.multiple)
             for each, first in zip(opened, firsts, strict=True)
         )
 
-    async def open(self, sent: Sequence[ImagePart]) -> list[OpenedPicture]:
-        """The pictures of a request, one after the other, so that a request has one worker.
+    async def open(self, sent: Sequence[ImagePart]) -> list[OpenedImage]:
+        """The images of a request, one after the other, so that a request has one worker.
 
         Raises:
           ApiError: They take too long or too much memory together; or one is refused, see
@@ -87,15 +87,15 @@ class ImageDecoderPool(WorkerPool):
             reason = f"decoding the images of the request takes longer than {MAX_S:g} s"
             raise ApiError(400, reason, "messages") from None
 
-    async def _open_all(self, sent: Sequence[ImagePart]) -> list[OpenedPicture]:
-        opened: list[OpenedPicture] = []
+    async def _open_all(self, sent: Sequence[ImagePart]) -> list[OpenedImage]:
+        opened: list[OpenedImage] = []
         for each in sent:
             try:
                 answer = await self.call_bytes(*pack_address(each.url, each.is_low))
             except WorkerError as error:
                 raise ApiError(400, str(error), each.place) from error
-            opened.append(unpack_picture(answer))
-            if sum(len(picture.rgb) for picture in opened) > MAX_BYTES:
+            opened.append(unpack_image(answer))
+            if sum(len(image.rgb) for image in opened) > MAX_BYTES:
                 reason = f"the images of the request have more than {MAX_BYTES} bytes of pixels"
                 raise ApiError(400, f"{reason}; send fewer or smaller ones", "messages")
         return opened

@@ -17,7 +17,7 @@ from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.chat_messages import for_template
-from shared.server.protocol.content import ImagePart, pictures_in
+from shared.server.protocol.content import ImagePart, images_in
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import MAX_CHOICES
 from shared.server.protocol.openai_types import ChatPrompt, ChatRequest, CompletionRequest
@@ -37,12 +37,12 @@ class ReadPrompt:
     Attributes:
       tokens: What the engine is given.
       text: What the tokens are of; "" of a prompt that came as tokens.
-      pictures: Those whose rows stand in it.
+      images: Those whose rows stand in it.
     """
 
     tokens: list[int]
     text: str
-    pictures: tuple[PromptImage, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 class PromptReader:
@@ -137,11 +137,11 @@ class PromptReader:
         tokens = await asyncio.to_thread(self._tokenizer.encode_more, text)
         if self._opener is None:
             return ReadPrompt(tokens, text)
-        return await self._with_pictures(ReadPrompt(tokens, text), sent, self._opener)
+        return await self._with_images(ReadPrompt(tokens, text), sent, self._opener)
 
     def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[ImagePart], bytes]:
-        """The pictures of a conversation, and what the renderer is asked; raises as `read`."""
-        sent = pictures_in(message.content for message in request.messages)
+        """The images of a conversation, and what the renderer is asked; raises as `read`."""
+        sent = images_in(message.content for message in request.messages)
         if sent and self._opener is None:
             reason = (
                 "is an image, and the served model does not support image input; send text only"
@@ -152,7 +152,7 @@ class PromptReader:
         return sent, pack_conversation(conversation)
 
     def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
-        """Refuses a text that would stand in the prompt as the place of a picture."""
+        """Refuses a text that would stand in the prompt as the place of an image."""
         token = self._limits.image_token
         name = None if token is None else tokenizer.bytes_of(token)
         if name is None:
@@ -162,10 +162,10 @@ class PromptReader:
             reason = f"a text contains {name.decode()}, the placeholder of images"
             raise ApiError(400, f"{reason}; remove it", "messages")
 
-    async def _with_pictures(
+    async def _with_images(
         self, prompt: ReadPrompt, sent: Sequence[ImagePart], opener: ImageDecoderPool
     ) -> ReadPrompt:
-        """A prompt in whose places for pictures these stand; raises as `read`."""
+        """A prompt in whose places for images these stand; raises as `read`."""
         token = self._limits.image_token
         assert token is not None, "a model that sees has one"
         places = [at for at, each in enumerate(prompt.tokens) if each == token]
@@ -178,8 +178,8 @@ class PromptReader:
         counts = list(map(opener.num_tokens, opened))
         grown = accumulate(counts, lambda rows, count: rows + count - 1, initial=0)
         firsts = [place + more for place, more in zip(places, grown, strict=False)]
-        pictures = await asyncio.to_thread(opener.placed, opened, firsts)
-        return replace(prompt, tokens=expanded(prompt.tokens, token, counts), pictures=pictures)
+        images = await asyncio.to_thread(opener.placed, opened, firsts)
+        return replace(prompt, tokens=expanded(prompt.tokens, token, counts), images=images)
 
     def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
         """Refuses a text that cannot fit before the time is spent that encoding takes."""

@@ -116,7 +116,7 @@ class ResponseWriter:
       form: Of the endpoint.
       model: Served name of the model.
       num_prompt_tokens: Of all prompts, each counted once.
-      num_image_tokens: Those of them that stand for pictures.
+      num_image_tokens: Those of them that stand for images.
       choices: Grow while the response is made; those of a prompt lie side by side.
       choices_of_prompt: How many each prompt has.
       names: Writes the tokens of logprobs.

@@ -19,8 +19,8 @@ from shared.process.ipc_messages import (
     FrameReader,
     ServerInfo,
     event_from_row,
+    image_to_field,
     in_parts,
-    picture_to_field,
     sampling_to_fields,
 )
 from shared.process.signals import stop_reason
@@ -30,7 +30,7 @@ from shared.server.engine_link.server_metrics import TokenTimes
 RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # between two looks whether the engine still says something
-MAX_OPEN_PICTURE_BYTES = 1 << 30
+MAX_OPEN_IMAGE_BYTES = 1 << 30
 """Maximum bytes of image data of all queued and running requests."""
 
 MAX_UNREAD_EVENTS = 4096
@@ -97,7 +97,7 @@ class SubmittedPrompt:
     """A prompt with the choices that are made for it: one seed each, and whose turn they are.
 
     Attributes:
-      pictures: Those whose rows stand in it.
+      images: Those whose rows stand in it.
     """
 
     tokens: list[int]
@@ -105,12 +105,12 @@ class SubmittedPrompt:
     seeds32: list[int]
     tenant: str
     priority: int
-    pictures: tuple[PromptImage, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     @property
-    def picture_bytes(self) -> int:
+    def image_bytes(self) -> int:
         """Bytes of image data, which the engine keeps until the choices have finished."""
-        return sum(picture.pixels.nbytes for picture in self.pictures)
+        return sum(image.pixels.nbytes for image in self.images)
 
 
 class Submission:
@@ -120,14 +120,14 @@ class Submission:
       client: Knows which of them the engine still works on.
       ids: The request of each choice, in their order and without gaps.
       times: Told when tokens come.
-      picture_bytes: Of the pictures that the engine keeps for it.
+      image_bytes: Of the images that the engine keeps for it.
     """
 
     def __init__(
-        self, client: EngineClient, ids: range, times: TokenTimes, picture_bytes: int
+        self, client: EngineClient, ids: range, times: TokenTimes, image_bytes: int
     ) -> None:
         self._client, self._ids, self._times = client, ids, times
-        self.picture_bytes = picture_bytes
+        self.image_bytes = image_bytes
         self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def next(self) -> tuple[int, Event]:
@@ -263,30 +263,30 @@ class EngineClient:
             raise QueueFull(
                 f"the server is full: at most {most} requests may run and wait; try again later"
             )
-        num_bytes = sum(prompt.picture_bytes for prompt in prompts)
-        self._check_pictures(num_bytes)
+        num_bytes = sum(prompt.image_bytes for prompt in prompts)
+        self._check_images(num_bytes)
         ids = self._take_ids(count)
         submission, following = Submission(self, ids, times, num_bytes), iter(ids)
         for prompt in prompts:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]
             sampling = sampling_to_fields(prompt.sampling)
-            pictures = list(map(picture_to_field, prompt.pictures))
+            images = list(map(image_to_field, prompt.images))
             whose = (prompt.tenant, prompt.priority)
-            pixels = [picture.pixels for picture in prompt.pictures]
-            message = ["add", prompt.tokens, sampling, choices, *whose, pictures]
+            pixels = [image.pixels for image in prompt.images]
+            message = ["add", prompt.tokens, sampling, choices, *whose, images]
             self._send(message, pixels, submission)
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
 
-    def _check_pictures(self, num_bytes: int) -> None:
-        """Refuses pictures for which there is no memory beside those of the open requests."""
+    def _check_images(self, num_bytes: int) -> None:
+        """Refuses images for which there is no memory beside those of the open requests."""
         if not num_bytes:
             return
         unsent = (submission for submission, _ in self._unsent if submission is not None)
         holding = {*self._submissions.values(), *unsent}
-        kept = sum(submission.picture_bytes for submission in holding)
-        if kept + num_bytes > MAX_OPEN_PICTURE_BYTES:
-            most = f"at most {MAX_OPEN_PICTURE_BYTES} bytes of image data may be queued or running"
+        kept = sum(submission.image_bytes for submission in holding)
+        if kept + num_bytes > MAX_OPEN_IMAGE_BYTES:
+            most = f"at most {MAX_OPEN_IMAGE_BYTES} bytes of image data may be queued or running"
             raise QueueFull(f"the server is full: {most}")
 
     async def metrics(self) -> dict[str, float]:

@@ -45,7 +45,7 @@ const asJson = (fields, signal) => ({
   signal,
 });
 
-/** The tokens of a chat, with those that stand for its pictures. */
+/** The tokens of a chat, with those that stand for its images. */
 export async function tokens(messages, signal) {
   const found = await (await ask("/tokenize", asJson({ messages }, signal))).json();
   return found.tokens;

@@ -2,7 +2,7 @@
 
 import { KeyNeeded, answer, capabilities, model, rememberKey, tokens } from "./api.js";
 import { drawStrip, showMeters, summary, title, told } from "./meters.js";
-import { Question, Tray, runsOf, takeFiles } from "./pictures.js";
+import { Question, Tray, runsOf, takeFiles } from "./images.js";
 import { AnswerView, element } from "./tokens.js";
 import { drawTree } from "./tree.js";
 
@@ -20,9 +20,9 @@ const $ = (id) => document.getElementById(id);
 let turns = []; // messages, and the views of answers
 let running = null; // the AbortController of the answer that is under way
 let shown = { view: null, step: null, pinned: false };
-let imageToken = null; // that stands for pictures
+let imageToken = null; // that stands for images
 const say = (id) => (text) => ($(id).textContent = text);
-const tray = new Tray($("pictures"), say("status"), say("alert"));
+const tray = new Tray($("images"), say("status"), say("alert"));
 
 // The inspector
 
@@ -76,8 +76,8 @@ async function send(question) {
   show(null, view);
   setRunning(new AbortController());
   try {
-    if (!body.messages && asked.pictures.length) throw new Error(TEXT_ALONE);
-    if (asked.pictures.length) showPlaces(body.messages, running.signal);
+    if (!body.messages && asked.images.length) throw new Error(TEXT_ALONE);
+    if (asked.images.length) showPlaces(body.messages, running.signal);
     for await (const event of answer(body, running.signal)) take(event, view);
     $("status").textContent = `Answer: ${view.said}`;
   } catch (error) {
@@ -88,12 +88,12 @@ async function send(question) {
   }
 }
 
-/** Notes beside the chat's pictures where they stand; without an answer to this there is no note. */
+/** Notes beside the chat's images where they stand; without an answer to this there is no note. */
 async function showPlaces(messages, signal) {
   const runs = await tokens(messages, signal).then((found) => runsOf(found, imageToken), () => []);
-  const asked = turns.filter((turn) => turn.pictures?.length);
-  if (runs.length !== asked.reduce((sum, turn) => sum + turn.pictures.length, 0)) return;
-  for (const turn of asked) turn.place(runs.splice(0, turn.pictures.length));
+  const asked = turns.filter((turn) => turn.images?.length);
+  if (runs.length !== asked.reduce((sum, turn) => sum + turn.images.length, 0)) return;
+  for (const turn of asked) turn.place(runs.splice(0, turn.images.length));
 }
 
 function take(event, view) {
@@ -122,7 +122,7 @@ function fail(error, view, asked) {
   view.element.remove();
   asked.element.remove();
   $("question").value = asked.text;
-  tray.putBack(asked.pictures);
+  tray.putBack(asked.images);
   $("welcome").hidden = turns.length > 0;
 }
 
@@ -161,7 +161,7 @@ async function introduce() {
     const { limits, images } = await capabilities();
     imageToken = limits.image_token;
     Object.assign(tray, { bounds: images, mostBytes: limits.max_body_bytes });
-    $("add-picture").hidden = !images;
+    $("add-image").hidden = !images;
     $("key-form").hidden = true;
     $("alert").textContent = "";
   } catch (error) {
@@ -209,7 +209,7 @@ function begin() {
     event.preventDefault();
     $("ask").requestSubmit();
   });
-  $("add-picture").addEventListener("click", () => $("files").click());
+  $("add-image").addEventListener("click", () => $("files").click());
   $("files").addEventListener("change", () => {
     tray.add([...$("files").files]);
     $("files").value = ""; // the same file may be chosen again

@@ -1,4 +1,4 @@
-// The draft tree of a step as a picture: the root above, what was accepted in colour.
+// The draft tree of a step as an image: the root above, what was accepted in colour.
 
 import { shade } from "./tokens.js";
 

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from shared.server.parsing.json_object import JsonObject
 from shared.server.parsing.json_tool_call import read_object
-from shared.server.protocol.content import AnswerContent, Content, without_pictures
+from shared.server.protocol.content import AnswerContent, Content, without_images
 from shared.server.protocol.fields import Nested, Strict, Text, check_depth
 from shared.text.tokenizer import is_text
 from shared.text.tool_call_grammar import arguments_schema
@@ -194,7 +194,7 @@ def for_template(message: TextMessage | AssistantMessage | ToolMessage) -> dict[
     What is null is left out, as transformers does, but for `content`: many templates put it into
     their text without a look, and an answer of calls or reasoning alone has none.
     """
-    content = without_pictures(message.content or "")
+    content = without_images(message.content or "")
     fields = message.model_dump(exclude_none=True) | {"content": content}
     if isinstance(message, AssistantMessage) and message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning

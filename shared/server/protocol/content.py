@@ -12,10 +12,10 @@ from pydantic_core import PydanticCustomError
 from shared.server.protocol.errors import ApiError
 from shared.text.tokenizer import is_text
 
-TEXT, PICTURE = "text", "image_url"
+TEXT, IMAGE = "text", "image_url"
 """The types of parts that there are."""
 
-MAX_PICTURES = 64
+MAX_IMAGES = 64
 """Maximum number of images of one request."""
 
 _CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
@@ -26,7 +26,7 @@ _DETAILS = (None, "auto", "high", "original", LOW)
 make of it."""
 
 _FOR_TEMPLATE = {"type": "image"}
-"""A picture as chat templates read it; they say where it stands, and see nothing of it."""
+"""An image as chat templates read it; they say where it stands, and see nothing of it."""
 
 _OTHER = {
     "video": "video is not supported; send single frames as parts of type image_url",
@@ -41,14 +41,14 @@ def check_image_count(messages: Any) -> Any:
     """Messages as a client has sent them, which may be anything, before one of them is read.
 
     Raises:
-      ApiError: They have more pictures than a request may.
+      ApiError: They have more images than a request may.
     """
     read = messages if isinstance(messages, list) else []
     contents = (message.get("content") for message in read if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    count = sum(isinstance(part, dict) and part.get("type") == PICTURE for part in parts)
-    if count > MAX_PICTURES:
-        reason = f"the request has {count} images, at most {MAX_PICTURES} are supported; send fewer"
+    count = sum(isinstance(part, dict) and part.get("type") == IMAGE for part in parts)
+    if count > MAX_IMAGES:
+        reason = f"the request has {count} images, at most {MAX_IMAGES} are supported; send fewer"
         raise ApiError(400, reason, "messages")
     return messages
 
@@ -58,7 +58,7 @@ def _read_texts(value: Any) -> str | list[Any]:
 
 
 def _read_all(value: Any) -> str | list[Any]:
-    return _read(value, (TEXT, PICTURE))
+    return _read(value, (TEXT, IMAGE))
 
 
 def _read_answer(value: Any) -> str | list[Any] | None:
@@ -85,10 +85,10 @@ def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
     if kind == TEXT and not is_text(part[TEXT]):
         raise PydanticCustomError("content", "has a text part whose text is not a string")
     read = {key: part[key] for key in part if key not in _CACHE_HINTS}
-    return {**read, PICTURE: _read_picture(part[PICTURE])} if kind == PICTURE else read
+    return {**read, IMAGE: _read_image(part[IMAGE])} if kind == IMAGE else read
 
 
-def _read_picture(given: Any) -> dict[str, Any]:
+def _read_image(given: Any) -> dict[str, Any]:
     """The object of an image, which some clients write as its url alone."""
     image = {"url": given} if isinstance(given, str) else given
     if not isinstance(image, dict) or image.keys() - {"detail"} != {"url"}:
@@ -106,7 +106,7 @@ def _read_picture(given: Any) -> dict[str, Any]:
 
 
 def _other_kind(kind: Any, kinds: tuple[str, ...]) -> PydanticCustomError:
-    if kind == PICTURE:
+    if kind == IMAGE:
         return PydanticCustomError(
             "content", "has an image; images are supported in messages of role user and tool"
         )
@@ -139,7 +139,7 @@ def _part_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 _URL = {"type": "string", "description": "data:image/...;base64,..."}
-_PICTURE = {
+_IMAGE = {
     "anyOf": [
         _URL,
         {
@@ -150,7 +150,7 @@ _PICTURE = {
         },
     ]
 }
-_TEXT_PART, _PICTURE_PART = _part_schema(TEXT, {"type": "string"}), _part_schema(PICTURE, _PICTURE)
+_TEXT_PART, _IMAGE_PART = _part_schema(TEXT, {"type": "string"}), _part_schema(IMAGE, _IMAGE)
 
 
 def _schema(part: dict[str, Any], *others: dict[str, Any]) -> WithJsonSchema:
@@ -161,7 +161,7 @@ def _schema(part: dict[str, Any], *others: dict[str, Any]) -> WithJsonSchema:
 Content = Annotated[
     str | list[Any],
     PlainValidator(_read_all),
-    _schema({"anyOf": [_TEXT_PART, _PICTURE_PART]}),
+    _schema({"anyOf": [_TEXT_PART, _IMAGE_PART]}),
 ]
 AnswerContent = Annotated[
     str | list[Any] | None,
@@ -172,7 +172,7 @@ AnswerContent = Annotated[
 
 @dataclass(frozen=True)
 class ImagePart:
-    """A picture as a client has sent it.
+    """An image as a client has sent it.
 
     Attributes:
       place: Where in the request it stands, as errors name it.
@@ -185,22 +185,22 @@ class ImagePart:
     is_low: bool = False
 
 
-def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[ImagePart]:
-    """The pictures of messages, given by their contents, in their order."""
+def images_in(contents: Iterable[str | list[Any] | None]) -> list[ImagePart]:
+    """The images of messages, given by their contents, in their order."""
     return [
         ImagePart(
-            f"messages[{number}].content[{index}].{PICTURE}",
-            part[PICTURE]["url"],
-            part[PICTURE].get("detail") == LOW,
+            f"messages[{number}].content[{index}].{IMAGE}",
+            part[IMAGE]["url"],
+            part[IMAGE].get("detail") == LOW,
         )
         for number, content in enumerate(contents)
         for index, part in enumerate(content if isinstance(content, list) else ())
-        if part["type"] == PICTURE
+        if part["type"] == IMAGE
     ]
 
 
-def without_pictures(content: str | list[Any]) -> str | list[Any]:
-    """A message's content as chat templates read it: of a picture there is its place."""
+def without_images(content: str | list[Any]) -> str | list[Any]:
+    """A message's content as chat templates read it: of an image there is its place."""
     if isinstance(content, str):
         return content
-    return [_FOR_TEMPLATE if part["type"] == PICTURE else part for part in content]
+    return [_FOR_TEMPLATE if part["type"] == IMAGE else part for part in content]

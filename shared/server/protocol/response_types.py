@@ -331,9 +331,9 @@ class Limits(ResponseModel):
 
 
 class ImageLimits(ResponseModel):
-    """The bounds of the pictures of a request.
+    """The bounds of the images of a request.
 
-    A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
+    An image may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
     `max_image_tokens`, each of `pixels_per_token`, and to fewer where its shape has no size in
     between. All of a request have at most `max_bytes` then, three for each pixel.
     """

@@ -291,7 +291,7 @@ def _softmax_attention(
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
 
 
-def plain_attend_all(
+def plain_bidirectional_attention(
     qkv: Float[Tensor, "R columns"],
     cos: Float[Tensor, "R half"],
     sin: Float[Tensor, "R half"],
@@ -312,7 +312,7 @@ def plain_attend_all(
     return torch.cat([attended(queries) for queries in q.split(QUERIES)]).flatten(1)
 
 
-def kernel_attend_all(
+def kernel_bidirectional_attention(
     kernels: Kernels,
     qkv: Float[Tensor, "R columns"],
     cos: Float[Tensor, "R half"],
@@ -325,10 +325,12 @@ def kernel_attend_all(
     return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
 
 
-bidirectional_attention = kernel_or_reference(kernel_attend_all, plain_attend_all, is_bfloat16)
+bidirectional_attention = kernel_or_reference(
+    kernel_bidirectional_attention, plain_bidirectional_attention, is_bfloat16
+)
 
 
-def plain_commit_window(
+def plain_compact_accepted_kv(
     pages: Float[Tensor, "*pools P page H D"],
     page_table: Int[Tensor, "B table"],
     lengths: Int[Tensor, " B"],
@@ -348,7 +350,7 @@ def plain_commit_window(
     return pages
 
 
-def kernel_commit_window(
+def kernel_compact_accepted_kv(
     kernels: Kernels,
     pages: Float[Tensor, "*pools P page H D"],
     page_table: Int[Tensor, "B table"],
@@ -360,4 +362,4 @@ def kernel_commit_window(
     return pages
 
 
-compact_accepted_kv = kernel_or_reference(kernel_commit_window, plain_commit_window)
+compact_accepted_kv = kernel_or_reference(kernel_compact_accepted_kv, plain_compact_accepted_kv)

@@ -48,7 +48,7 @@ def _no_bounds(
     return nothing, nothing
 
 
-def plain_reach(
+def plain_row_bounds(
     rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """Computes the row bounds for the fused attention kernel, once for all layers.
@@ -58,10 +58,10 @@ def plain_reach(
     return _no_bounds(rows, num_kv_heads)
 
 
-def kernel_reach(
+def kernel_row_bounds(
     kernels: Kernels, rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Same as `plain_reach`, for steps with few enough rows for the kernel."""
+    """Same as `plain_row_bounds`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
@@ -70,7 +70,7 @@ def kernel_reach(
     )
 
 
-row_bounds = kernel_or_reference(kernel_reach, plain_reach)
+row_bounds = kernel_or_reference(kernel_row_bounds, plain_row_bounds)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PagedKV:
         return cls(pools, *row_bounds(rows, pools.shape[4]))
 
 
-def plain_mix(
+def plain_attention_layer(
     qkv: Float[Tensor, "R outputs"],
     heads: Heads,
     norms: HeadNorms | None,
@@ -129,7 +129,7 @@ def plain_mix(
     return out.flatten(1)
 
 
-def kernel_mix(
+def kernel_attention_layer(
     kernels: Kernels,
     qkv: Float[Tensor, "R outputs"],
     heads: Heads,
@@ -139,7 +139,7 @@ def kernel_mix(
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `plain_mix`, with one kernel for few rows and two kernels for more."""
+    """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
@@ -193,7 +193,7 @@ def kernel_mix(
     )
 
 
-attention_layer = kernel_or_reference(kernel_mix, plain_mix)
+attention_layer = kernel_or_reference(kernel_attention_layer, plain_attention_layer)
 
 
 def full_width_qk_norm(
@@ -221,7 +221,7 @@ def scale_queries(
     return torch.cat([(q * growth[:, None]).to(qkv.dtype), kv], dim=1)
 
 
-def plain_mix_keys(
+def plain_write_kv(
     projected: Float[Tensor, "R outputs"],
     heads: Heads,
     norms: HeadNorms,
@@ -236,7 +236,7 @@ def plain_mix_keys(
     _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
 
 
-def kernel_mix_keys(
+def kernel_write_kv(
     kernels: Kernels,
     projected: Float[Tensor, "R outputs"],
     heads: Heads,
@@ -249,7 +249,7 @@ def kernel_mix_keys(
     _place(kernels, projected, heads, norms, angles, rows, kv, layer)
 
 
-write_kv = kernel_or_reference(kernel_mix_keys, plain_mix_keys)
+write_kv = kernel_or_reference(kernel_write_kv, plain_write_kv)
 
 
 def _place(

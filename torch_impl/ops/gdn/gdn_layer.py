@@ -87,7 +87,7 @@ def followed(states: GDNState, inputs: Float[Tensor, "L B one C"]) -> GDNState:
     return GDNState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
 
 
-def plain_feed(
+def plain_prefill(
     inputs: Float[Tensor, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -114,7 +114,7 @@ def plain_feed(
     return out
 
 
-def kernel_feed(
+def kernel_prefill(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
     weights: GDNWeights,
@@ -149,7 +149,7 @@ def kernel_feed(
     )
 
 
-prefill = kernel_or_reference(kernel_feed, plain_feed, takes=is_bfloat16)
+prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -188,7 +188,7 @@ def kernel_verify(
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
+    """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     return kernels.gdn_layer.verify(
         inputs,
@@ -213,7 +213,7 @@ def kernel_verify(
 verify = kernel_or_reference(kernel_verify, plain_verify)
 
 
-def plain_advance(
+def plain_decode(
     inputs: Float[Tensor, "R outputs"],
     weights: GDNWeights,
     sizes: GatedDeltaConfig,
@@ -235,8 +235,8 @@ def plain_advance(
     return out
 
 
-kernel_advance = kernel_verify
-decode = kernel_or_reference(kernel_advance, plain_advance)
+kernel_decode = kernel_verify
+decode = kernel_or_reference(kernel_decode, plain_decode)
 
 
 def plain_commit(

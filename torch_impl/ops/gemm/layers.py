@@ -165,7 +165,7 @@ def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor,
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
-def plain_blended(
+def plain_bilinear_pos_embed(
     table: Float[Tensor, "places hidden"],
     corners: Int[Tensor, "R 4"],
     shares: Float[Tensor, "R 4"],
@@ -173,7 +173,7 @@ def plain_blended(
     return (table[corners].float() * shares[..., None]).sum(dim=1).to(table.dtype)
 
 
-def kernel_blended(
+def kernel_bilinear_pos_embed(
     kernels: Kernels,
     table: Float[Tensor, "places hidden"],
     corners: Int[Tensor, "R 4"],
@@ -182,7 +182,9 @@ def kernel_blended(
     return kernels.layers.bilinear_pos_embed(table, corners, shares)
 
 
-bilinear_pos_embed = kernel_or_reference(kernel_blended, plain_blended, is_bfloat16)
+bilinear_pos_embed = kernel_or_reference(
+    kernel_bilinear_pos_embed, plain_bilinear_pos_embed, is_bfloat16
+)
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:

@@ -179,23 +179,23 @@ def kernel_product_float32(
 product_float32 = kernel_or_reference(kernel_product_float32, plain_product_float32, is_bfloat16)
 
 
-def plain_normed_product(
+def plain_rmsnorm_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
     rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
     return product(rows, weight)
 
 
-def kernel_normed_product(
+def kernel_rmsnorm_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
     return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
-rmsnorm_linear = kernel_or_reference(kernel_normed_product, plain_normed_product, is_bfloat16)
+rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
 
 
-def plain_added_product(
+def plain_linear_add(
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
     stream: NormedStream,
@@ -206,7 +206,7 @@ def plain_added_product(
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
-def kernel_added_product(
+def kernel_linear_add(
     kernels: Kernels,
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
@@ -240,7 +240,7 @@ def ended(
     return stream.with_next_norm(rows, norm, added.scaled, added.squares)
 
 
-linear_add = kernel_or_reference(kernel_added_product, plain_added_product, is_bfloat16)
+linear_add = kernel_or_reference(kernel_linear_add, plain_linear_add, is_bfloat16)
 
 
 def added_norm(
@@ -249,14 +249,14 @@ def added_norm(
     return stream.with_next_norm(stream.whole + layers.rms_norm(x, norm, eps))
 
 
-def plain_gated_product(
+def plain_silu_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = rmsnorm_linear(stream, eps, weight).chunk(2, dim=-1)
     return all_gather.all_gather(stream.group, layers.silu(gate) * up)
 
 
-def kernel_gated_product(
+def kernel_silu_and_mul_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
@@ -265,7 +265,9 @@ def kernel_gated_product(
     return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
-silu_and_mul_linear = kernel_or_reference(kernel_gated_product, plain_gated_product, is_bfloat16)
+silu_and_mul_linear = kernel_or_reference(
+    kernel_silu_and_mul_linear, plain_silu_and_mul_linear, is_bfloat16
+)
 
 
 def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:

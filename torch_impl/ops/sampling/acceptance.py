@@ -222,7 +222,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 """The rules that judge sampled drafts."""
 
 
-def plain_judge(
+def plain_rejection_sample(
     logits: Float[Tensor, "R share"],
     seen: TokenCounts,
     positions: Int[Tensor, " R"],
@@ -254,7 +254,7 @@ def plain_judge(
     return choices, is_finite(logits, vocabulary)
 
 
-def kernel_judge(
+def kernel_rejection_sample(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
     seen: TokenCounts,
@@ -270,7 +270,7 @@ def kernel_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
-    """Same as `plain_judge`, with kernels that read both distributions as whole logits."""
+    """Same as `plain_rejection_sample`; the kernels read both distributions as whole logits."""
     chosen, is_finite, scores = kernels.sampling.score(
         *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
@@ -286,7 +286,7 @@ def kernel_judge(
     return choices, is_finite
 
 
-rejection_sample = kernel_or_reference(kernel_judge, plain_judge)
+rejection_sample = kernel_or_reference(kernel_rejection_sample, plain_rejection_sample)
 
 
 def _of_drafts(

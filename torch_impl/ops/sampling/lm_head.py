@@ -46,7 +46,7 @@ def plain_choose(
     return sampling.choose(scores(projection), seen, positions, params, request, None, vocabulary)
 
 
-def kernel_joined(
+def kernel_fused_choose(
     kernels: Kernels,
     projection: Projection,
     seen: TokenCounts,
@@ -74,7 +74,7 @@ def kernel_joined(
     return SampledTokens(*chosen)
 
 
-fused_choose = kernel_or_reference(kernel_joined, plain_choose, is_bfloat16)
+fused_choose = kernel_or_reference(kernel_fused_choose, plain_choose, is_bfloat16)
 
 
 def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
@@ -83,7 +83,7 @@ def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).joined
 
 
-_choose_from = kernel_or_reference(kernel_joined, plain_choose, _pays)
+_choose_from = kernel_or_reference(kernel_fused_choose, plain_choose, _pays)
 
 
 def choose(
@@ -102,7 +102,7 @@ def choose(
     return sampling.choose(scores(projection), *given, allowed, vocabulary)
 
 
-def plain_ranked(
+def plain_fused_rank(
     projection: Projection,
     seen: TokenCounts,
     positions: Int[Tensor, " B"],
@@ -116,7 +116,7 @@ def plain_ranked(
     return rank_apart(projection, seen, positions, params, keys, stream, width, False, columns)
 
 
-def kernel_ranked(
+def kernel_fused_rank(
     kernels: Kernels,
     projection: Projection,
     seen: TokenCounts,
@@ -127,7 +127,7 @@ def kernel_ranked(
     width: int,
     columns: Int[Tensor, " size"] | None,
 ) -> RankedCandidates:
-    """Same as `plain_ranked`."""
+    """Same as `plain_fused_rank`."""
     rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
     how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
     asks = kernels.lm_head_epilogue.row_outputs(seen, positions, params, positions, **how)
@@ -143,7 +143,7 @@ def kernel_ranked(
     return RankedCandidates(*ranked)
 
 
-fused_rank = kernel_or_reference(kernel_ranked, plain_ranked, is_bfloat16)
+fused_rank = kernel_or_reference(kernel_fused_rank, plain_fused_rank, is_bfloat16)
 
 
 def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
@@ -152,7 +152,7 @@ def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).ranked
 
 
-_rank_from = kernel_or_reference(kernel_ranked, plain_ranked, _ranking_pays)
+_rank_from = kernel_or_reference(kernel_fused_rank, plain_fused_rank, _ranking_pays)
 
 
 def rank(

@@ -64,7 +64,7 @@ def keys(
     return found[0], found[1], is_there
 
 
-def plain_learn(
+def plain_insert(
     table: NgramTable,
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
@@ -95,7 +95,7 @@ def plain_learn(
     table.clocks.copy_((table.clocks + n) & LATEST)
 
 
-def kernel_learn(
+def kernel_insert(
     kernels: Kernels,
     table: NgramTable,
     contexts: Int[Tensor, "n window"],
@@ -107,7 +107,7 @@ def kernel_learn(
     kernels.ngram.insert(*held, contexts, following, scopes, is_real)
 
 
-insert = kernel_or_reference(kernel_learn, plain_learn)
+insert = kernel_or_reference(kernel_insert, plain_insert)
 
 
 def _children(

@@ -18,7 +18,7 @@ def chain_weights(edges: Float[Tensor, "B S"]) -> Float[Tensor, "B N"]:
     return torch.stack(sums, dim=1)
 
 
-def plain_rank_weights(
+def plain_log_acceptance(
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
     calibration: Float[Tensor, "B S_max"],
@@ -31,7 +31,7 @@ def plain_rank_weights(
     return torch.where(is_above, node_weights[:, None, :], 0).amin(dim=2)
 
 
-def kernel_rank_weights(
+def kernel_log_acceptance(
     kernels: Kernels,
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
@@ -40,10 +40,10 @@ def kernel_rank_weights(
     return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 
 
-log_acceptance = kernel_or_reference(kernel_rank_weights, plain_rank_weights)
+log_acceptance = kernel_or_reference(kernel_log_acceptance, plain_log_acceptance)
 
 
-def plain_share(
+def plain_prune_to_budget(
     tokens: Int[Tensor, "B N"],
     parents: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
@@ -67,7 +67,7 @@ def plain_share(
     )
 
 
-def kernel_share(
+def kernel_prune_to_budget(
     kernels: Kernels,
     tokens: Int[Tensor, "B N"],
     parents: Int[Tensor, "B N"],
@@ -78,4 +78,4 @@ def kernel_share(
     return kernels.verify_budget.prune_to_budget(tokens, parents, num_nodes, rank_weights, rows)
 
 
-prune_to_budget = kernel_or_reference(kernel_share, plain_share)
+prune_to_budget = kernel_or_reference(kernel_prune_to_budget, plain_prune_to_budget)

@@ -215,8 +215,8 @@ COMMITS = [
 ]
 
 
-def picture_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> Arguments:
-    """Patches of a picture, so many of which are padding: larger than others, and no numbers."""
+def image_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> Arguments:
+    """Patches of an image, so many of which are padding: larger than others, and no numbers."""
     rng = np.random.default_rng(seed)
     qkv, angles = (
         rng.standard_normal((R, 3 * heads * D), np.float32),
@@ -227,7 +227,7 @@ def picture_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> A
     return {"qkv": qkv, "cos": cos, "sin": sin, "count": np.array([R - spare], np.int32)}
 
 
-def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: int) -> OpCase:
+def _image_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: int) -> OpCase:
     described = ""
     if tiles:
         described = f"described by {tiles['groups']}, " if tiles["described"] else "by pointers, "
@@ -235,7 +235,7 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: i
         op="attention",
         function="bidirectional_attention",
         name=f"{described}{R} patches, {spare} of padding, {heads} heads of {D}",
-        make=partial(picture_arguments, R=R, heads=heads, D=D, spare=spare),
+        make=partial(image_arguments, R=R, heads=heads, D=D, spare=spare),
         dtype=dtype,
         wide=("cos", "sin"),
         is_large=dtype == "bfloat16",
@@ -245,13 +245,13 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: i
     )
 
 
-PICTURES = [
-    *(_picture_case(R, 2, D, 5, "float32") for R, D in ((21, 16), (140, 72))),
-    *(_picture_case(R, 16, 72, spare, "bfloat16") for R, spare in ((1024, 100), (4096, 0))),
+IMAGES = [
+    *(_image_case(R, 2, D, 5, "float32") for R, D in ((21, 16), (140, 72))),
+    *(_image_case(R, 16, 72, spare, "bfloat16") for R, spare in ((1024, 100), (4096, 0))),
     *(
-        _picture_case(1024, 16, 72, 100, "bfloat16", described=stages, groups=groups)
+        _image_case(1024, 16, 72, 100, "bfloat16", described=stages, groups=groups)
         for stages, groups in ((4, 2), (4, 3))
     ),
-    _picture_case(1024, 16, 72, 100, "bfloat16", described=0),
+    _image_case(1024, 16, 72, 100, "bfloat16", described=0),
 ]
-TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS, *PICTURES]
+TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS, *IMAGES]

@@ -59,7 +59,7 @@ class MixCase:
 
 
 @dataclass(frozen=True)
-class Rows(attention.AttentionRows):
+class AttentionRows(attention.AttentionRows):
     """As the backends' own."""
 
     row_starts: np.ndarray
@@ -84,7 +84,9 @@ def arguments(case: MixCase) -> Arguments:
         "heads": case.heads,
         "norms": case.norms,
         "angles": case.angles,
-        "rows": Rows(**vars(case.rows), row_starts=case.row_starts, most_rows=case.most_rows),
+        "rows": AttentionRows(
+            **vars(case.rows), row_starts=case.row_starts, most_rows=case.most_rows
+        ),
         "k_pages": case.k_pages,
         "v_pages": case.v_pages,
         "kv": PagedKV(
@@ -180,7 +182,7 @@ def prompt_case(
     """Chunks of prompts, each the first position and the end; the last row is padding.
 
     Args:
-      bucket: Rows of the program, and most of a request, if they are more.
+      bucket: AttentionRows of the program, and most of a request, if they are more.
     """
     first, until = np.array(chunks).T
     starts = np.concatenate([[0], np.cumsum(until - first)])

@@ -17,7 +17,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Nodes:
+class TreeNodes:
     """As the backends' own: `parents` is None where all trees are chains."""
 
     parents: np.ndarray | None
@@ -73,11 +73,11 @@ def parents_of(B: int, N: int, rng: np.random.Generator | None = None) -> np.nda
     return np.array(drawn, np.int32)
 
 
-def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray | None) -> Nodes:
+def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray | None) -> TreeNodes:
     """The flat rows of the trees, and behind them padding."""
     row_starts, request, node, _ = draft_tree.flatten(num_nodes, rows)
     row_of = draft_tree.flat_rows(row_starts, num_nodes, nodes)
-    return Nodes(parents, row_starts, row_of, request, node)
+    return TreeNodes(parents, row_starts, row_of, request, node)
 
 
 def verify_scratch(states: GDNState, B: int, N: int) -> ReplayInputs:

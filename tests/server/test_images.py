@@ -1,4 +1,4 @@
-"""Pictures are opened in processes of their own: a bad one is refused, and holds up nobody."""
+"""Images are opened in processes of their own: a bad one is refused, and holds up nobody."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from shared.engine.checks import RequestLimits
 from shared.engine.image_inputs import PromptImage
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import FrameReader, pack, requests_of
-from shared.server.completions import image_decoder_pool as pictures
+from shared.server.completions import image_decoder_pool as images
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link import chunked_write as pieces
 from shared.server.engine_link import engine_client
@@ -24,7 +24,7 @@ from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
 from shared.server.protocol.content import ImagePart
 from shared.server.protocol.errors import ApiError
 from tests.support.engine_info import facts_of
-from tests.support.golden_images import picture_config
+from tests.support.golden_images import image_config
 from tests.support.http_fixtures import IMAGE
 from tests.support.images import PATTERN, REFUSED, rgb, stored, url_of
 
@@ -37,7 +37,7 @@ FACTS = facts_of(
         max_logit_bias_entries=1,
         max_logprobs=None,
     ),
-    pictures=picture_config(),
+    images=image_config(),
 )
 GOOD = url_of(stored(rgb()))
 MAX_GAP_S = 0.05
@@ -50,7 +50,7 @@ def sent(*urls: str) -> list[ImagePart]:
 
 def with_opener(work: Callable[[ImageDecoderPool], Awaitable[None]]) -> None:
     async def run() -> None:
-        opener = ImageDecoderPool(picture_config())
+        opener = ImageDecoderPool(image_config())
         try:
             await work(opener)
         finally:
@@ -70,7 +70,7 @@ async def longest_gap(work: Awaitable[None]) -> float:
     return longest
 
 
-def test_pictures_come_in_the_order_of_their_addresses():
+def test_images_come_in_the_order_of_their_addresses():
     async def work(opener: ImageDecoderPool) -> None:
         turned = url_of(stored(rgb().rotate(90, expand=True)))
         first, second = await opener.open(sent(GOOD, turned))
@@ -82,7 +82,7 @@ def test_pictures_come_in_the_order_of_their_addresses():
 
 def test_image_of_low_detail_is_opened_within_its_bound():
     large = stored(Image.new("RGB", (1024, 1024)))
-    config = replace(picture_config(), max_pixels=1024 * 1024)
+    config = replace(image_config(), max_pixels=1024 * 1024)
 
     async def work() -> None:
         opener = ImageDecoderPool(config)
@@ -94,7 +94,7 @@ def test_image_of_low_detail_is_opened_within_its_bound():
     asyncio.run(asyncio.wait_for(work(), 120))
 
 
-def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
+def test_bad_images_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
     async def refused(opener: ImageDecoderPool, name: str) -> None:
         url, words = REFUSED[name]
         with pytest.raises(ApiError) as error:
@@ -122,7 +122,7 @@ async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
     return heard
 
 
-def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
+def test_images_of_all_that_runs_and_waits_are_bounded(monkeypatch):
     pixels = np.zeros((8, 8, 3), np.uint8)
     shown = (PromptImage.of(0, pixels, 8),)
     prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1, 2], "", 0, shown)
@@ -132,13 +132,13 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
         reader, writer = await asyncio.open_connection(sock=ours)
         writer.write(pack(FACTS.to_message()))
         client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
-        monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 2 * pixels.nbytes)
+        monkeypatch.setattr(engine_client, "MAX_OPEN_IMAGE_BYTES", 2 * pixels.nbytes)
         first, _ = (client.submit([prompt], times) for _ in range(2))
         with pytest.raises(
             QueueFull, match="at most 384 bytes of image data may be queued or running"
         ):
             client.submit([prompt], times)
-        client.submit([replace(prompt, pictures=())], times)
+        client.submit([replace(prompt, images=())], times)
         await heard_by(reader, 3)
         first.close()
         client.submit([prompt], times)
@@ -169,14 +169,14 @@ def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_beh
         writer.write(pack(FACTS.to_message()))
         client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
         counting = asyncio.create_task(count_turns())
-        for each in (prompt, replace(prompt, pictures=())):
+        for each in (prompt, replace(prompt, images=())):
             client.submit([each], times)
         client.drained()
         heard = await heard_by(reader, 3)
         assert turns >= large.pixels.nbytes // 1000
         assert [kind for kind, *_ in heard] == ["add", "add", "drained"]
         (request,) = requests_of(*heard[0][1:])
-        for got, want in zip(request.pictures, prompt.pictures, strict=True):
+        for got, want in zip(request.images, prompt.images, strict=True):
             np.testing.assert_array_equal(got.pixels, want.pixels)
             assert (got.first, got.grid, got.digest) == (want.first, want.grid, want.digest)
         counting.cancel()
@@ -187,10 +187,10 @@ def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_beh
 
 
 def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(monkeypatch):
-    """An engine that reads slowly is sent the picture that is under way, and no other one."""
+    """An engine that reads slowly is sent the image that is under way, and no other one."""
     pixels = np.zeros((1024, 1024, 3), np.uint8)  # more than a socket holds
     prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1], "", 0, (PromptImage.of(0, pixels, 8),))
-    monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 3 * pixels.nbytes)
+    monkeypatch.setattr(engine_client, "MAX_OPEN_IMAGE_BYTES", 3 * pixels.nbytes)
 
     async def work() -> None:
         ours, theirs = socket.socketpair()
@@ -203,7 +203,7 @@ def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(mon
             client.submit([prompt], times).close()
         with pytest.raises(QueueFull):
             client.submit([prompt], times)
-        client.submit([replace(prompt, pictures=())], times)
+        client.submit([replace(prompt, images=())], times)
         heard = await heard_by(reader, 4)
         adds = [(message[3][0][0], len(message[6])) for message in heard if message[0] == "add"]
         assert adds == [(1, 1), (4, 0)]
@@ -214,13 +214,13 @@ def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(mon
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-def test_pictures_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
+def test_images_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
     async def work(opener: ImageDecoderPool) -> None:
         await opener.open(sent(GOOD, GOOD))
-        monkeypatch.setattr(pictures, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
+        monkeypatch.setattr(images, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
         with pytest.raises(ApiError, match="more than 11519 bytes of pixels"):
             await opener.open(sent(GOOD, GOOD))
-        monkeypatch.setattr(pictures, "MAX_S", 0.0)
+        monkeypatch.setattr(images, "MAX_S", 0.0)
         with pytest.raises(ApiError, match="takes longer than 0 s"):
             await opener.open(sent(GOOD))
         await asyncio.sleep(0.1)  # the worker that was left ends

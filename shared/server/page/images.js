@@ -6,7 +6,7 @@ const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const SIDE = 96; // of what is shown, in CSS pixels
 
 /** Image as sent to the server, and its preview on the page. */
-class Picture {
+class Image {
   constructor(name, url, likeness) {
     this.name = name;
     this.url = url;
@@ -50,7 +50,7 @@ async function read(file) {
   const likeness = await createImageBitmap(file).catch(() => {
     throw new Error(`${file.name} cannot be decoded by this browser`);
   });
-  return new Picture(file.name, url, likeness);
+  return new Image(file.name, url, likeness);
 }
 
 /** Images of the next message. */
@@ -76,9 +76,9 @@ export class Tray {
     for (const file of files) {
       try {
         this._check(file);
-        const picture = await read(file);
-        this.putBack([...this._held, picture]);
-        this._tell(`Added ${picture.title}`);
+        const image = await read(file);
+        this.putBack([...this._held, image]);
+        this._tell(`Added ${image.title}`);
       } catch (error) {
         this._warn(error.message);
         return;
@@ -92,7 +92,7 @@ export class Tray {
       throw new Error(`A request may have at most ${this.bounds.max_images} images.`);
     }
     const length = (file.size * 4) / 3; // as base64
-    const held = this._held.reduce((sum, picture) => sum + picture.url.length, 0);
+    const held = this._held.reduce((sum, image) => sum + image.url.length, 0);
     if (held + length > this.mostBytes) {
       const most = Math.floor((this.mostBytes * 3) / 4 / 2 ** 20);
       throw new Error(`With ${file.name} the images exceed ${most} MB.`);
@@ -107,36 +107,36 @@ export class Tray {
   }
 
   /** Replaces all images. */
-  putBack(pictures) {
-    this._held = pictures;
-    this._list.hidden = !pictures.length;
-    this._list.replaceChildren(...pictures.map((picture) => this._item(picture)));
+  putBack(images) {
+    this._held = images;
+    this._list.hidden = !images.length;
+    this._list.replaceChildren(...images.map((image) => this._item(image)));
   }
 
-  _item(picture) {
-    const item = element("li", "picture");
+  _item(image) {
+    const item = element("li", "image");
     const remove = element("button", "", "✕");
     remove.type = "button";
-    remove.setAttribute("aria-label", `Remove ${picture.name}`);
+    remove.setAttribute("aria-label", `Remove ${image.name}`);
     remove.addEventListener("click", () => {
-      this.putBack(this._held.filter((each) => each !== picture));
-      this._tell(`Removed ${picture.name}`);
+      this.putBack(this._held.filter((each) => each !== image));
+      this._tell(`Removed ${image.name}`);
     });
-    item.append(picture.draw(), remove);
+    item.append(image.draw(), remove);
     return item;
   }
 }
 
 /** Message of the user with its images. */
 export class Question {
-  constructor(text, pictures) {
+  constructor(text, images) {
     this.text = text;
-    this.pictures = pictures;
+    this.images = images;
     this.element = element("div", "turn user");
-    this._notes = pictures.map((picture) => {
-      const figure = element("figure", "picture");
+    this._notes = images.map((image) => {
+      const figure = element("figure", "image");
       const note = element("figcaption", "quiet");
-      figure.append(picture.draw(), note);
+      figure.append(image.draw(), note);
       this.element.append(figure);
       return note;
     });
@@ -146,8 +146,8 @@ export class Question {
   /** Message of the next request: images, then the text. */
   get message() {
     const said = this.text ? [{ type: "text", text: this.text }] : [];
-    const parts = [...this.pictures.map((picture) => picture.part), ...said];
-    return { role: "user", content: this.pictures.length ? parts : this.text };
+    const parts = [...this.images.map((image) => image.part), ...said];
+    return { role: "user", content: this.images.length ? parts : this.text };
   }
 
   /** Writes the position of each image in the prompt. */

@@ -1,4 +1,4 @@
-"""The playground takes pictures from files, drops and the clipboard, and shows where they stand."""
+"""The playground takes images from files, drops and the clipboard, and shows where they stand."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.browser import Page, chromium
-from tests.support.http_fixtures import PICTURES, Server, save_tokenizer, serving
+from tests.support.http_fixtures import IMAGES, Server, save_tokenizer, serving
 from tests.support.images import rgb, stored
 
-SIDE = PICTURES.multiple
+SIDE = IMAGES.multiple
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ '(<|image|>)' if part.type == 'image' else part.text }}"
@@ -53,26 +53,26 @@ def png(rows: int, columns: int) -> bytes:
 
 
 def give(page: Page, kind: str, name: str, data: bytes) -> None:
-    before = len(page.all("#pictures .picture"))
+    before = len(page.all("#images .image"))
     page.driver.execute_script(GIVE, kind, name, base64.b64encode(data).decode())
-    page.until(lambda: len(page.all("#pictures .picture")) > before)
+    page.until(lambda: len(page.all("#images .image")) > before)
 
 
-def test_pictures_come_by_file_drop_and_paste_and_show_their_places(page, server, tmp_path):
+def test_images_come_by_file_drop_and_paste_and_show_their_places(page, server, tmp_path):
     page.open(server.url)
     page.set_most_tokens(7)
-    assert page.one("#add-picture").is_displayed()
+    assert page.one("#add-image").is_displayed()
     file: Path = tmp_path / "file.png"
     file.write_bytes(png(2, 3))
     page.one("#files").send_keys(str(file))
-    page.until(lambda: page.all("#pictures .picture"))
+    page.until(lambda: page.all("#images .image"))
     give(page, "drop", "dropped.png", png(1, 1))
     give(page, "paste", "pasted.png", png(1, 2))
     assert page.one("#status").get_attribute("textContent").startswith("Added pasted.png, 16 × 8")
-    page.one("#pictures [aria-label='Remove dropped.png']").click()
+    page.one("#images [aria-label='Remove dropped.png']").click()
     page.ask("what is it?")
-    assert not page.one("#pictures").is_displayed()
-    likenesses = page.all(".turn.user .picture canvas")
+    assert not page.one("#images").is_displayed()
+    likenesses = page.all(".turn.user .image canvas")
     assert [each.get_attribute("aria-label") for each in likenesses] == [
         "file.png, 24 × 16 pixels",
         "pasted.png, 16 × 8 pixels",
@@ -84,7 +84,7 @@ def test_pictures_come_by_file_drop_and_paste_and_show_their_places(page, server
     assert page.complaints() == []
 
 
-def test_what_is_no_picture_is_said_and_a_refused_question_keeps_its_pictures(page, server):
+def test_what_is_no_image_is_said_and_a_refused_question_keeps_its_images(page, server):
     page.open(server.url)
     page.set_most_tokens(7)
     page.driver.execute_script(GIVE, "drop", "not.png", "bm8=")
@@ -94,16 +94,16 @@ def test_what_is_no_picture_is_said_and_a_refused_question_keeps_its_pictures(pa
     page.one("#question").send_keys("<|image|>", "\n")
     page.until(lambda: page.one("#alert").text)
     assert "the placeholder of images; remove it" in page.one("#alert").text
-    assert len(page.all("#pictures .picture")) == 1
+    assert len(page.all("#images .image")) == 1
     assert not page.all(".turn")
     page.complaints()
 
 
-def test_a_model_that_sees_nothing_takes_no_picture(page, tmp_path):
+def test_a_model_that_sees_nothing_takes_no_image(page, tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
         page.open(blind.url)
-        assert not page.one("#add-picture").is_displayed()
+        assert not page.one("#add-image").is_displayed()
         page.driver.execute_script(GIVE, "drop", "a.png", "bm8=")
         page.until(lambda: page.one("#alert").text)
         assert "does not support image input" in page.one("#alert").text

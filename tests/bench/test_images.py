@@ -1,4 +1,4 @@
-"""The benches of pictures: of the vision tower, and of a model that sees."""
+"""The benches of images: of the vision tower, and of a model that sees."""
 
 import json
 from dataclasses import replace
@@ -23,10 +23,10 @@ def test_products_are_of_every_patch_and_of_all_pairs():
     attended = 2 * 2 * patches * 32
     found = vision_encoder.products_of(patches, TINY)
     assert found == patches * (of_patch + of_merger + attended)
-    assert vision_encoder.picture_of(16, TINY).num_patches == 64
+    assert vision_encoder.image_of(16, TINY).num_patches == 64
 
 
-def test_both_backends_encode_the_same_pictures(monkeypatch, tmp_path, capsys):
+def test_both_backends_encode_the_same_images(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vision_encoder, "QWEN3_5", TINY)
     out = tmp_path / "found.json"
     words = ["--depth", "2", "--tokens", "4", "16", "--rounds", "2", "--out", str(out)]
@@ -47,17 +47,17 @@ def test_both_backends_encode_the_same_pictures(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_rows_are_near_those_of_the_specification(name):
-    picture = vision_encoder.picture_of(4, TINY)
+    image = vision_encoder.image_of(4, TINY)
     dummy = vision_encoder.DummyCheckpoint(vision_encoder.tower_parameters(TINY), {}, None)
     weights = {p.name: dummy.load(p, "float32") for p in vision_encoder.tower_parameters(TINY)}
     want = vision_encoder.vision_encoder.encoded(
-        TINY, weights, vision_encoder.vision_encoder.patches(TINY, picture)
+        TINY, weights, vision_encoder.vision_encoder.patches(TINY, image)
     )
-    got = vision_encoder.ENCODERS[name](TINY)(picture)()
+    got = vision_encoder.ENCODERS[name](TINY)(image)()
     assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
 
 
-def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monkeypatch, tmp_path):
+def test_a_model_with_a_tower_is_asked_with_images_that_are_new_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(vlm_steps, "QWEN3_5", TINY)
     out, model = tmp_path / "found.json", str(MODEL)
     words = ["--model", model, "--backend", "torch", "--tokens", "64", "--rounds", "1"]
@@ -65,7 +65,7 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
     ask = vlm_steps.asked
 
     def asked(served, request):
-        kept.append((bool(request.pictures), served.engine.pictures.num_encoded))
+        kept.append((bool(request.images), served.engine.images.num_encoded))
         return ask(served, request)
 
     monkeypatch.setattr(vlm_steps, "asked", asked)
@@ -76,10 +76,10 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
     assert all(line[f"{what}_{x}_ms"] > 0 for what in ("first", "step") for x in ("new", "kept"))
 
 
-def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
+def test_a_large_image_is_encoded_in_steps_of_about_a_length():
     """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
     pool = EncoderCacheSpec(
-        vision_encoder.QWEN3_5, replace(vision_encoder.PICTURES, max_pixels=4096 * 32**2), 9000
+        vision_encoder.QWEN3_5, replace(vision_encoder.IMAGES, max_pixels=4096 * 32**2), 9000
     )
     of_size: dict[int, list[Program]] = {}
     for program in encode_programs(pool, are_few=False):

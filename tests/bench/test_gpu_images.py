@@ -1,6 +1,6 @@
 """On a GPU the tower gives the same bits in JAX and in torch, whatever the padding.
 
-python -m pytest -o addopts= -m gpu tests/bench/test_gpu_pictures.py
+python -m pytest -o addopts= -m gpu tests/bench/test_gpu_images.py
 """
 
 from dataclasses import replace
@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.steps.vision_encoder import ENCODERS, PICTURES, QWEN3_5
+from bench.steps.vision_encoder import ENCODERS, IMAGES, QWEN3_5
 from shared.spec import vision_encoder
 
 pytestmark = pytest.mark.gpu
 
 VISION = replace(QWEN3_5, depth=3)
 SIDES = [(256, 256), (96, 672), (640, 416)]
-"""Of pictures: 256, 252 and 1,040 patches."""
+"""Of images: 256, 252 and 1,040 patches."""
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
@@ -24,17 +24,17 @@ def encoder(request):
 
 
 FOUND: dict[tuple[int, int], np.ndarray] = {}
-"""What the first backend made of a picture."""
+"""What the first backend made of an image."""
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=str)
-def test_a_pictures_rows_have_the_same_bits_on_both_backends_and_with_padding(encoder, sides):
+def test_an_images_rows_have_the_same_bits_on_both_backends_and_with_padding(encoder, sides):
     name, encode = encoder
     given = np.random.default_rng(sides[0]).integers(0, 256, (*sides, 3), dtype=np.uint8)
-    picture = vision_encoder.pixels_of(given, VISION, PICTURES)
-    rows = encode(picture)()
+    image = vision_encoder.pixels_of(given, VISION, IMAGES)
+    rows = encode(image)()
     assert np.isfinite(rows).all()
     assert len(np.unique(rows)) > 1000
-    padded = picture.padded(picture.num_patches + 300, VISION)
+    padded = image.padded(image.num_patches + 300, VISION)
     np.testing.assert_array_equal(encode(padded)()[: len(rows)], rows)
     np.testing.assert_array_equal(rows, FOUND.setdefault(sides, rows), err_msg=name)

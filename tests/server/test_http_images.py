@@ -1,6 +1,6 @@
-"""Pictures over HTTP: their places and their pixels reach the engine, and bad ones nobody else.
+"""Images over HTTP: their places and their pixels reach the engine, and bad ones nobody else.
 
-The engine without a model answers with the prompt, and with a picture's first red in the place of
+The engine without a model answers with the prompt, and with an image's first red in the place of
 its first token.
 """
 
@@ -25,7 +25,7 @@ from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     IMAGE,
-    PICTURES,
+    IMAGES,
     POOL_TOKENS,
     SLOW,
     SPECIAL,
@@ -40,12 +40,12 @@ TEMPLATE = """
 {%- if m.content is string %}{{ m.content }}{% else %}
 {%- for part in m.content %}
 {%- if part.type == 'image' %}
-{%- if m.role == 'system' %}{{ raise_exception('no pictures of the system') }}{% endif %}
+{%- if m.role == 'system' %}{{ raise_exception('no images of the system') }}{% endif %}
 {{- '' if blind else '(<|image|>)' }}
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}
 {%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-SIDE = PICTURES.multiple
+SIDE = IMAGES.multiple
 USER, ASSISTANT, NAME = 257, 258, SPECIAL[-1]
 
 
@@ -58,8 +58,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
         yield running
 
 
-def picture(red: int, rows: int, columns: int) -> dict[str, Any]:
-    """A part with a picture of this red that takes so many rows and columns of the prompt."""
+def image(red: int, rows: int, columns: int) -> dict[str, Any]:
+    """A part with an image of this red that takes so many rows and columns of the prompt."""
     pixels = np.full((rows * SIDE, columns * SIDE, 3), (red, 0, 0), np.uint8)
     return {"type": "image_url", "image_url": {"url": url_of(stored(rgb(pixels)))}}
 
@@ -85,9 +85,9 @@ def refused(server: Server, content: list[dict[str, Any]], **fields: Any) -> dic
 
 
 TALK = [
-    user(text("a"), picture(7, 2, 3), text("b"), picture(9, 1, 1), text("c")),
+    user(text("a"), image(7, 2, 3), text("b"), image(9, 1, 1), text("c")),
     {"role": "assistant", "content": "d"},
-    user(picture(11, 3, 1), text("e")),
+    user(image(11, 3, 1), text("e")),
 ]
 EXPANDED = [
     *(USER, *b"a(", *[IMAGE] * 6, *b")b(", IMAGE, *b")c", ASSISTANT, *b"d"),
@@ -108,7 +108,7 @@ def test_pixels_reach_the_engine_at_their_places(server):
     assert [choice["token_ids"] for choice in answer["choices"]] == [want] * 2
 
 
-def test_usage_and_metrics_count_the_tokens_of_pictures(server):
+def test_usage_and_metrics_count_the_tokens_of_images(server):
     before = server.metrics()["tandem:prompt_image_tokens_total"]
     usage = asked(server, TALK, max_tokens=1)["usage"]
     assert usage["prompt_tokens"] == len(EXPANDED)
@@ -120,13 +120,13 @@ def test_usage_and_metrics_count_the_tokens_of_pictures(server):
     }
 
 
-def test_tools_stand_beside_pictures_and_show_some(server):
+def test_tools_stand_beside_images_and_show_some(server):
     tool = {"type": "function", "function": {"name": "look"}}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
         user(text("look")),
         {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": [picture(5, 1, 2)]},
+        {"role": "tool", "tool_call_id": "1", "content": [image(5, 1, 2)]},
     ]
     answer = server.post("/tokenize", messages=messages, tools=[tool])
     assert answer.json()["tokens"].count(IMAGE) == 2
@@ -137,11 +137,11 @@ def test_the_bounds_are_told_and_kept(server):
     told, limits = capabilities["images"], capabilities["limits"]
     assert (limits["max_image_tokens"], limits["image_token"]) == (64, IMAGE)
     assert told["pixels_per_token"] == SIDE**2
-    large = asked(server, [user(picture(1, 30, 30))], max_tokens=1)["usage"]
+    large = asked(server, [user(image(1, 30, 30))], max_tokens=1)["usage"]
     assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_image_tokens"]
-    many = refused(server, [picture(1, 1, 1)] * (told["max_images"] + 1))
+    many = refused(server, [image(1, 1, 1)] * (told["max_images"] + 1))
     assert f"at most {told['max_images']} are supported" in many["message"]
-    seven = refused(server, [picture(1, 8, 8)] * 7, max_tokens=1)
+    seven = refused(server, [image(1, 8, 8)] * 7, max_tokens=1)
     assert seven["code"] == "context_length_exceeded"
     assert f"the {POOL_TOKENS} tokens" in seven["message"]
 
@@ -163,12 +163,12 @@ def test_the_bounds_are_told_and_kept(server):
             "messages[0].content[0].image_url",
             "URLs are not fetched",
         ),
-        ([picture(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
+        ([image(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
         ([text("a"), text(f"the name {NAME}")], "messages", "the placeholder of images; remove it"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_picture_or_no_text_is_refused_by_name(server, content, param, words):
+def test_what_is_no_image_or_no_text_is_refused_by_name(server, content, param, words):
     error = refused(server, content)
     assert error["param"] == param
     assert words in error["message"]
@@ -176,14 +176,14 @@ def test_what_is_no_picture_or_no_text_is_refused_by_name(server, content, param
 
 @pytest.mark.parametrize("detail", ["auto", "high", "original", None])
 def test_detail_other_than_low_leaves_size_as_it_is(server, detail):
-    part = picture(1, 2, 3)
+    part = image(1, 2, 3)
     want = image_tokens(server, part)
     part["image_url"]["detail"] = detail
     assert image_tokens(server, part) == want == 6
 
 
 def test_unknown_detail_is_named(server):
-    part = picture(1, 1, 1)
+    part = image(1, 1, 1)
     part["image_url"]["detail"] = "tiny"
     assert "give one of auto, high, original, low" in refused(server, [part])["message"]
 
@@ -194,13 +194,13 @@ def image_tokens(server: Server, part: dict[str, Any]) -> int:
 
 
 def test_image_url_may_be_a_text_and_base64_in_lines(server):
-    part = picture(1, 2, 3)
+    part = image(1, 2, 3)
     head, data = part["image_url"]["url"].split(",")
     lines = base64.encodebytes(base64.b64decode(data)).decode()
     assert image_tokens(server, {"type": "image_url", "image_url": f"{head},{lines}"}) == 6
 
 
-def test_ten_thousand_pictures_are_refused_before_one_is_opened_or_has_a_place(server):
+def test_ten_thousand_images_are_refused_before_one_is_opened_or_has_a_place(server):
     """Each would be refused as well, by itself."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png,"}}
     system = {"role": "system", "content": [part]}  # which the template refuses
@@ -209,14 +209,14 @@ def test_ten_thousand_pictures_are_refused_before_one_is_opened_or_has_a_place(s
     assert "10001 images, at most 64 are supported" in answer.json()["error"]["message"]
 
 
-def test_only_users_and_tools_show_pictures(server):
-    part = picture(1, 1, 1)
+def test_only_users_and_tools_show_images(server):
+    part = image(1, 1, 1)
     answer = server.post(CHAT, messages=[{"role": "assistant", "content": [part]}])
     assert answer.status_code == 400
     assert "images are supported in messages of role user" in answer.json()["error"]["message"]
     answer = server.post(CHAT, messages=[{"role": "system", "content": [part]}])
     assert answer.status_code == 400  # by the template
-    assert "no pictures of the system" in answer.json()["error"]["message"]
+    assert "no images of the system" in answer.json()["error"]["message"]
 
 
 def stream(server: Server, told: list[float], started: threading.Event) -> None:
@@ -229,7 +229,7 @@ def stream(server: Server, told: list[float], started: threading.Event) -> None:
                 started.set()
 
 
-def test_bad_pictures_are_refused_where_they_stand_while_a_neighbour_is_served(server):
+def test_bad_images_are_refused_where_they_stand_while_a_neighbour_is_served(server):
     told: list[float] = []
     started = threading.Event()
     with ThreadPoolExecutor(1 + len(REFUSED)) as pool:
@@ -252,22 +252,22 @@ def test_bad_pictures_are_refused_where_they_stand_while_a_neighbour_is_served(s
 
 
 def workers(server: Server) -> list[int]:
-    """The processes that open pictures."""
+    """The processes that open images."""
     _, child = server.pids()
     children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
     return [int(pid) for pid, line in lines.items() if "shared.images.worker" in line]
 
 
-def test_a_picture_that_is_not_opened_holds_up_only_those_who_have_sent_some(server):
+def test_an_image_that_is_not_opened_holds_up_only_those_who_have_sent_some(server):
     """Order, not time: a whole answer comes while nothing can be opened."""
-    asked(server, [user(picture(1, 1, 1))], max_tokens=1)
+    asked(server, [user(image(1, 1, 1))], max_tokens=1)
     stopped = workers(server)
     with ThreadPoolExecutor(1) as pool:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         try:
-            waiting = pool.submit(asked, server, [user(picture(2, 1, 1))], max_tokens=1)
+            waiting = pool.submit(asked, server, [user(image(2, 1, 1))], max_tokens=1)
             for _ in range(2):
                 asked(server, [user(text("a"))], max_tokens=9)
             assert not waiting.done()
@@ -277,25 +277,25 @@ def test_a_picture_that_is_not_opened_holds_up_only_those_who_have_sent_some(ser
         assert waiting.result(30)["usage"]["prompt_tokens_details"]["image_tokens"] == 1
 
 
-def test_the_death_of_what_opens_pictures_is_named_and_survived(server):
-    asked(server, [user(picture(1, 1, 1))], max_tokens=1)
+def test_the_death_of_what_opens_images_is_named_and_survived(server):
+    asked(server, [user(image(1, 1, 1))], max_tokens=1)
     (first, *others) = workers(server)
     for pid in others:
         os.kill(pid, signal.SIGKILL)
     os.kill(first, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(refused, server, [picture(1, 1, 1)])
+        waiting = pool.submit(refused, server, [image(1, 1, 1)])
         time.sleep(0.2)
         os.kill(first, signal.SIGKILL)
-        assert "the picture process exited" in waiting.result(30)["message"]
-    asked(server, [user(picture(3, 1, 1))], max_tokens=1)
-    assert any("picture process exited" in line for line in server.lines)
+        assert "the image process exited" in waiting.result(30)["message"]
+    asked(server, [user(image(3, 1, 1))], max_tokens=1)
+    assert any("image process exited" in line for line in server.lines)
 
 
-def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(tmp_path):
+def test_a_model_that_does_not_see_refuses_images_and_starts_nothing_for_them(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
-        error = refused(blind, [text("a"), picture(1, 1, 1)])
+        error = refused(blind, [text("a"), image(1, 1, 1)])
         assert error["param"] == "messages[0].content[1].image_url"
         assert "does not support image input; send text only" in error["message"]
         assert httpx.get(blind.url + "/capabilities").json()["images"] is None
@@ -304,15 +304,15 @@ def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(
         assert json.dumps(asked(blind, [user(*said)], max_tokens=3))
 
 
-def test_a_template_that_leaves_a_picture_out_is_told(server):
-    error = refused(server, [picture(1, 1, 1)], chat_template_kwargs={"blind": True})
+def test_a_template_that_leaves_an_image_out_is_told(server):
+    error = refused(server, [image(1, 1, 1)], chat_template_kwargs={"blind": True})
     assert error["param"] == "messages"
     assert "wrote 0 image placeholders for 1 images" in error["message"]
 
 
-def test_a_template_that_writes_no_pictures_refuses_them(tmp_path):
+def test_a_template_that_writes_no_images_refuses_them(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
-        error = refused(server, [text("a"), picture(1, 1, 1)])
+        error = refused(server, [text("a"), image(1, 1, 1)])
     assert error["param"] == "messages"
     assert "without image placeholders" in error["message"]
