@@ -31,12 +31,12 @@ CALL = {"id": "1", "type": "function", "function": FUNCTION}
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
     ],
 )
-def test_a_template_is_given_what_the_server_gives_it(message):
+def test_for_template_equals_server_messages(message):
     over_http = conversation_of(ChatPrompt.model_validate({"messages": [message]}))
     assert [for_template(message)] == over_http.messages
 
 
-def test_arguments_of_a_call_may_be_an_object():
+def test_for_template_preserves_object_arguments():
     call = {**CALL, "function": {**FUNCTION, "arguments": {"city": "Rome"}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert for_template(message)["tool_calls"] == [call]
@@ -63,25 +63,25 @@ def test_arguments_of_a_call_may_be_an_object():
         ({"role": "user", "content": {"a"}}, "a message has a value of type set"),
     ],
 )
-def test_what_nobody_says_is_refused_in_a_sentence(message, sentence):
+def test_for_template_rejects_invalid_message(message, sentence):
     with pytest.raises(ValueError, match=sentence):
         for_template(message)
 
 
-def test_a_tool_is_a_function_with_a_name():
+def test_read_functions_rejects_tool_without_named_function():
     for tool in ({}, {"function": {}}, "weather"):
         with pytest.raises(ValueError, match="a tool must have a function with a name"):
             read_functions([tool])
 
 
-def test_fields_of_messages_are_those_of_the_server():
+def test_message_fields_equal_server_models():
     models = {"assistant": AssistantMessage, "tool": ToolMessage}
     for role in ROLES:
         wanted = models.get(role, TextMessage).model_fields.keys()
         assert set(FIELDS.get(role, PLAIN_FIELDS)) == set(wanted)
 
 
-def test_parts_and_tools_may_come_in_any_list():
+def test_parts_and_tools_accept_any_iterable():
     parts = ({"type": "text", "text": "a"},)
     assert for_template({"role": "user", "content": parts})["content"] == list(parts)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"required": ("a",)}}}
@@ -92,7 +92,7 @@ def test_parts_and_tools_may_come_in_any_list():
         read_tools(tool)
 
 
-def test_variables_of_a_template_are_a_mapping():
+def test_read_variables_requires_mapping():
     assert read_variables(None) == read_variables({}) == {}
     assert read_variables({"enable_thinking": np.bool_(False)}) == {"enable_thinking": False}
     for wrong in (5, [("a", 1)], "a", {5: 1}):

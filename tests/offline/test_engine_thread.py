@@ -34,7 +34,7 @@ def request(number: int) -> Request:
     return Request(request_id=number, prompt=(1,), sampling=SamplingParams(max_tokens=1))
 
 
-def test_a_request_that_comes_while_the_engine_ends_is_told_so():
+def test_engine_thread_add_during_shutdown_reports_end():
     engine, heard = Engine(), queue.SimpleQueue()
     engine.thread.add(request(1), heard.put)
     assert engine.is_adding.wait(10)

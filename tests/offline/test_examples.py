@@ -45,7 +45,7 @@ def test_stream_http():
 
 
 @pytest.mark.parametrize("name", ["stream_http", "chat_with_image"])
-def test_an_example_without_a_server_says_so_in_a_sentence(name):
+def test_example_without_server_exits_with_message(name):
     done = ended(name, "--port", "9")
     assert done.returncode == 1
     wanted = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
@@ -86,12 +86,12 @@ def test_chat_with_image():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_each_example_has_a_test(path):
+def test_examples_have_tests(path):
     assert f"def test_{path.stem}(" in Path(__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_the_docstring_of_an_example_has_its_command_and_no_unknown_option(path):
+def test_example_docstring_has_command_and_known_options(path):
     text = path.read_text(encoding="utf-8")
     page = text.split('"""')[1]
     assert f"python -m examples.{path.stem}" in " ".join(page.split())

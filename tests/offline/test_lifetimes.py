@@ -28,7 +28,7 @@ def run(what: str, model: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_engines_that_nobody_closes_are_freed(model):
+def test_unclosed_llm_is_freed_with_resource_warning(model):
     done = run("freed", model)
     assert done.returncode == 0, done.stderr
     ours, nothing = "3 threads, 1 backends", "1 threads, 0 backends"
@@ -38,7 +38,7 @@ def test_engines_that_nobody_closes_are_freed(model):
     assert done.stderr.count("ResourceWarning: an LLM was not closed; use `with` or close()") == 5
 
 
-def test_a_forked_process_is_refused_at_once_and_can_exit(model):
+def test_llm_in_forked_process_raises_and_exits(model):
     done = run("forked", model)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

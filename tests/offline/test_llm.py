@@ -35,7 +35,7 @@ def server():
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_chat_has_the_text_of_the_server(llm, server, how):
+def test_llm_chat_equals_server_response(llm, server, how):
     (answer,) = llm.chat(QUESTION, SamplingParams(**how, n=2))
     told = server.post("/v1/chat/completions", messages=QUESTION, **how, n=2).json()
     assert [o.text for o in answer.outputs] == [c["message"]["content"] for c in told["choices"]]
@@ -45,7 +45,7 @@ def test_a_chat_has_the_text_of_the_server(llm, server, how):
     assert answer.outputs[0].accept_length > 2
 
 
-def test_jax_answers_as_torch_does(llm, quick_jax):
+def test_jax_llm_chat_matches_torch(llm, quick_jax):
     asked = SamplingParams(**SAMPLED)
     few = {"max_running_requests": 1, "chunked_prefill_size": 64, "disable_radix_cache": True}
     with JaxLLM(speculative_algorithm="NEXTN", **WITHOUT, **OPTIONS | few) as other:
@@ -54,7 +54,7 @@ def test_jax_answers_as_torch_does(llm, quick_jax):
     assert theirs.outputs[0].accept_length_histogram == ours.outputs[0].accept_length_histogram
 
 
-def test_prompts_are_served_together_and_come_back_in_order(llm):
+def test_generate_batch_preserves_order_and_tokens(llm):
     prompts = ["Tom has 3", llm.tokenizer.encode("Ann buys 2"), "Raj makes 6"]
     together = llm.generate(prompts, SamplingParams(**GREEDY))
     alone = [llm.generate(prompt, SamplingParams(**GREEDY))[0] for prompt in prompts]
@@ -62,7 +62,7 @@ def test_prompts_are_served_together_and_come_back_in_order(llm):
     assert [a.prompt for a in together] == ["Tom has 3", "", "Raj makes 6"]
 
 
-def test_prompts_may_have_parameters_of_their_own(llm):
+def test_generate_accepts_sampling_params_per_prompt(llm):
     params = [SamplingParams(**GREEDY), SamplingParams(**SAMPLED)]
     together = llm.generate(["Tom has 3", "Ann buys 2"], params)
     for prompt, each, answer in zip(["Tom has 3", "Ann buys 2"], params, together, strict=True):
@@ -71,7 +71,7 @@ def test_prompts_may_have_parameters_of_their_own(llm):
         llm.generate("Tom has 3", params)
 
 
-def test_ids_may_come_in_an_array(llm):
+def test_generate_accepts_arrays_of_token_ids(llm):
     ids = llm.tokenizer.encode(QUESTION[0]["content"])
     wanted = llm.generate([ids, ids[:9]], SamplingParams(**GREEDY))
     for given in ([np.array(ids), np.array(ids[:9])], [tuple(ids), [np.int32(i) for i in ids[:9]]]):
@@ -81,7 +81,7 @@ def test_ids_may_come_in_an_array(llm):
     assert one.text == wanted[0].text
 
 
-def test_prompts_of_a_generator_all_have_results(llm):
+def test_generate_accepts_iterators(llm):
     short = SamplingParams(temperature=0, max_tokens=2)
     texts = ["Tom has 3", "Ann buys 2"]
     wanted = [each.text for each in llm.generate(texts, short)]
@@ -98,7 +98,7 @@ def test_prompts_of_a_generator_all_have_results(llm):
     assert llm.stream(iter(QUESTION), short).result().text == told
 
 
-def test_parameters_that_were_set_later_are_checked(llm):
+def test_generate_validates_modified_sampling_params(llm):
     asked = SamplingParams(temperature=0)
     asked.max_tokens, asked.stop = np.int64(2), ("a",)
     assert len(llm.generate("Tom has 3", asked)[0].outputs[0].token_ids) <= 2
@@ -110,7 +110,7 @@ def test_parameters_that_were_set_later_are_checked(llm):
             llm.generate("Tom has 3", wrong)
 
 
-def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
+def test_stream_sync_and_async_equal_chat_text(llm):
     asked = SamplingParams(**SAMPLED, n=2)
     texts = [output.text for output in llm.chat(QUESTION, asked)[0].outputs]
 
@@ -123,7 +123,7 @@ def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
         assert len(parts) > 4
 
 
-def test_a_stream_that_is_left_ends_its_request(llm):
+def test_abandoned_stream_ends_its_request(llm):
     for _ in llm.stream("Tom has", SamplingParams(temperature=1, seed=1, ignore_eos=True)):
         break
     (answer,) = llm.chat(QUESTION, SamplingParams(**GREEDY))  # waits for the engine's next steps
@@ -131,7 +131,7 @@ def test_a_stream_that_is_left_ends_its_request(llm):
     assert not llm._engine.num_requests
 
 
-def test_results_tell_logprobs_stops_and_steps(llm):
+def test_chat_returns_logprobs_stop_reason_and_trace(llm):
     asked = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1, return_trace=True, stop="=")
     (answer,) = llm.chat(QUESTION, asked)
     output = answer.outputs[0]
@@ -145,7 +145,7 @@ def test_results_tell_logprobs_stops_and_steps(llm):
     assert any(step["source"] == "draft" for step in output.steps)
 
 
-def test_threads_share_the_engine(llm):
+def test_chat_from_six_threads_returns_same_text(llm):
     wanted = llm.chat(QUESTION, SamplingParams(**GREEDY))[0].text
     found = []
     threads = [
@@ -201,7 +201,7 @@ def called(arguments):
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
+def test_llm_rejects_invalid_calls(llm, call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(llm)
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
         ({"stop_token_ids": ["5"]}, "stop_token_ids must be a list of token ids"),
     ],
 )
-def test_parameters_are_checked_when_they_are_made(fields, sentence):
+def test_sampling_params_reject_invalid_values(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**fields)
 
@@ -244,12 +244,12 @@ def test_parameters_are_checked_when_they_are_made(fields, sentence):
         ({"model_path": "no/such/folder"}, "no/such/folder"),
     ],
 )
-def test_options_are_checked_as_the_flags_are(options, sentence):
+def test_llm_rejects_invalid_options(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         LLM(**options)
 
 
-def test_a_start_logs_its_progress_only_if_asked(capfd, caplog, monkeypatch):
+def test_llm_logs_startup_only_at_log_level_info(capfd, caplog, monkeypatch):
     monkeypatch.setattr(progress, "SHORT_S", 0.0)
     with LLM(max_running_requests=1, context_length=64):
         assert (capfd.readouterr().err, caplog.text) == ("", "")
@@ -257,13 +257,13 @@ def test_a_start_logs_its_progress_only_if_asked(capfd, caplog, monkeypatch):
         assert "Prepared " in caplog.text
 
 
-def test_every_option_of_the_server_alone_is_refused_by_name():
+def test_llm_rejects_server_only_options():
     for name in OF_A_SERVER:
         with pytest.raises(ConfigError, match=f"{name} is an option of the HTTP server"):
             LLM(**{name: True})
 
 
-def test_a_grammar_holds_an_answer():
+def test_structured_outputs_json_constrains_chat():
     form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
     asked = SamplingParams(temperature=1, seed=2, max_tokens=40, structured_outputs=form)
     with LLM(**OPTIONS) as llm:
@@ -271,7 +271,7 @@ def test_a_grammar_holds_an_answer():
     assert answer.text.startswith("{")
 
 
-def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
+def test_strict_tool_without_grammar_backend_raises(tmp_path):
     for file in DEFAULT_MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}"
@@ -286,7 +286,7 @@ def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
             llm.chat(QUESTION, asked, tools=[strict])
 
 
-def test_an_engine_that_was_closed_says_so():
+def test_generate_after_close_raises():
     llm = LLM(**OPTIONS)
     llm.close()
     llm.close()

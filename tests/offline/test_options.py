@@ -29,7 +29,7 @@ def error_of(**options) -> str:
 
 
 @pytest.mark.parametrize("value", [None, False, True, 0, "", "x", np.bool_(False)], ids=repr)
-def test_an_unknown_name_is_an_error_whatever_its_value(value):
+def test_read_options_rejects_unknown_names(value):
     assert (
         error_of(foo=value) == "foo is not an option of LLM; docs/server_flags.md lists the options"
     )
@@ -38,7 +38,7 @@ def test_an_unknown_name_is_an_error_whatever_its_value(value):
         assert error_of(**{name: value}) == f"{name} is not an option of LLM; did you mean {near}?"
 
 
-def test_an_unsupported_name_may_ask_for_nothing():
+def test_unsupported_option_accepts_only_none_and_false():
     for name in UNSUPPORTED:
         if name in FIELDS or name in OF_A_SERVER:
             continue
@@ -48,14 +48,14 @@ def test_an_unsupported_name_may_ask_for_nothing():
             assert error_of(**{name: value}).startswith(f"{name} is not supported: ")
 
 
-def test_an_option_of_vllm_may_ask_for_what_every_engine_does():
+def test_read_options_accepts_neutral_vllm_options():
     given = {"enable_prefix_caching": True, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto"}
     assert read_options(given | {"max_model_len": 64}) == read_options({"context_length": 64})
     assert "enable_prefix_caching" in error_of(enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_a_value_of_another_type_is_an_error(name):
+def test_read_options_rejects_wrong_types(name):
     wrong = [[], {}, object(), b"x", True, False, 1.5, 5, "x"]
     item = FIELDS[name]
     noun, right = "(a string|a path|a number or a string)", (str,)
@@ -74,7 +74,7 @@ def test_a_value_of_another_type_is_an_error(name):
     assert read_options({name: None}) == read_options({})
 
 
-def test_values_of_numpy_and_pathlib_are_values():
+def test_read_options_accepts_numpy_and_path_values():
     given = {"page_size": np.int64(32), "mem_fraction_static": np.float32(0.5)}
     read = read_options({**given, "disable_radix_cache": np.bool_(True), "model": Path("m")})
     assert (read.engine.page_size, read.engine.mem_fraction_static) == (32, 0.5)
@@ -84,13 +84,13 @@ def test_values_of_numpy_and_pathlib_are_values():
     assert read_options(drafting).speculative.speculative_simulate_accept_length == "2.5"
 
 
-def test_other_spellings_are_those_of_the_command_line():
+def test_read_options_accepts_flag_aliases():
     assert read_options({"tensor_parallel_size": 2}).ranks.tp_size == 2
     assert read_options({"tp_size": 2, "tp": 2}).ranks.tp_size == 2
     assert error_of(tp_size=2, tp=4) == "tp_size and tp are the same option; remove one"
 
 
-def test_a_start_in_python_is_quiet_unless_asked():
+def test_log_level_defaults_to_warning():
     assert read_options({}).observing.log_level == "warning"
     assert read_options({"log_level": "info"}).observing.log_level == "info"
     assert error_of(log_level="loud").startswith("log_level must be one of debug, info")
@@ -107,16 +107,16 @@ def test_a_start_in_python_is_quiet_unless_asked():
         ("one well-known word -- and a dash - stay", "one well-known word -- and a dash - stay"),
     ],
 )  # fmt: skip
-def test_sentences_about_flags_have_the_names_of_python(sentence, wanted):
+def test_in_python_replaces_flags_with_option_names(sentence, wanted):
     assert in_python(sentence) == wanted
 
 
-def test_in_python_path_with_dashes_kept():
+def test_in_python_preserves_paths_with_dashes():
     sentence = "the cache /a/models--meta-llama--x has none; give --download-dir"
     assert in_python(sentence) == "the cache /a/models--meta-llama--x has none; give download_dir"
 
 
-def test_former_names_and_switches_of_peers_set_the_option():
+def test_read_options_accepts_former_names_and_switches():
     assert read_options({"launcher": "local"}).ranks.distributed_executor_backend == "mp"
     assert read_options({"use_ray": True}).ranks.distributed_executor_backend == "ray"
     assert read_options({"use_ray": False}) == read_options({})

@@ -11,7 +11,7 @@ from shared.offline.params import BOUNDS, SamplingParams
 from shared.server.protocol.openai_types import CompletionRequest
 
 
-def test_bounds_are_those_of_the_http_routes():
+def test_sampling_params_bounds_equal_http_schema():
     document = CompletionRequest.model_json_schema()
     parts = [*document["$defs"].values(), document]  # most drafts are a field of a part
     schema = {name: field for part in parts for name, field in part.get("properties", {}).items()}
@@ -30,7 +30,7 @@ def test_bounds_are_those_of_the_http_routes():
     assert found == BOUNDS
 
 
-def test_every_number_may_be_of_any_library():
+def test_sampling_params_accept_numbers_of_any_library():
     for name, (_, high) in BOUNDS.items():
         one = SamplingParams(**{name: 1})
         for given in (np.int64(1), np.uint8(1), np.array(1), torch.tensor(1), jnp.int32(1)):
@@ -48,7 +48,7 @@ def test_every_number_may_be_of_any_library():
                 SamplingParams(**{name: given})
 
 
-def test_lists_of_any_library_are_taken():
+def test_sampling_params_accept_lists_of_any_library():
     for stop in (("a", "b"), iter(["a", "b"]), np.array(["a", "b"]), {"b", "a"}, ["a", "b"]):
         assert SamplingParams(stop=stop).stop == ["a", "b"]
     for ids in ((5, 6), iter([5, 6]), np.array([5, 6]), torch.tensor([5, 6]), {5, 6}, range(5, 7)):
@@ -80,12 +80,12 @@ def test_lists_of_any_library_are_taken():
         ({"return_trace": 1}, "return_trace must be true or false, got 1"),
     ],
 )
-def test_what_would_get_lost_is_an_error(fields, sentence):
+def test_sampling_params_reject_lossy_values(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**fields)
 
 
-def test_a_field_that_there_is_not_cannot_be_set():
+def test_sampling_params_reject_unknown_field():
     with pytest.raises(AttributeError, match="temprature"):
         SamplingParams().temprature = 1.0
     with pytest.raises(TypeError, match="temprature"):

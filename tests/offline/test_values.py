@@ -33,7 +33,7 @@ NO_LISTS = [
 
 
 @pytest.mark.parametrize("given", NO_LISTS, ids=lambda value: type(value).__name__)
-def test_what_has_no_order_is_no_list(given):
+def test_unordered_values_are_rejected_as_lists(given):
     assert items_of(given) is None
     assert token_ids(given) is None
     with pytest.raises(ValueError, match="messages must be a list of messages, got "):
@@ -45,7 +45,7 @@ def test_what_has_no_order_is_no_list(given):
             listed_prompts(given)
 
 
-def test_ids_of_any_library_are_one_prompt():
+def test_listed_prompts_reads_ids_of_any_library():
     arrays = [np.array(IDS), np.array(IDS, np.uint16), array.array("i", IDS), torch.tensor(IDS)]
     arrays += [jnp.array(IDS), list(map(np.int32, IDS)), list(torch.tensor(IDS)), range(5, 8)]
     for given in (*lists_of(IDS), *arrays):
@@ -54,7 +54,7 @@ def test_ids_of_any_library_are_one_prompt():
         assert all(type(each) is int for each in token_ids(prompt))
 
 
-def test_several_prompts_come_in_any_list():
+def test_listed_prompts_accepts_any_iterable():
     for given in (*lists_of(["a", IDS, np.array(IDS)]), iter(["a", iter(IDS), tuple(IDS)])):
         text, *ids = listed_prompts(given)
         assert (text, [token_ids(each) for each in ids]) == ("a", [IDS, IDS])
@@ -64,7 +64,7 @@ def test_several_prompts_come_in_any_list():
     assert [] == listed_prompts([]) == listed_prompts(iter([]))
 
 
-def test_one_conversation_or_several_come_in_any_list():
+def test_listed_chats_accepts_one_or_several_conversations():
     for given in lists_of([MESSAGE, collections.UserDict(MESSAGE)]):
         assert listed_chats(given) == [[MESSAGE, MESSAGE]]
     for given in lists_of([[MESSAGE], (MESSAGE,)]):
@@ -75,7 +75,7 @@ def test_one_conversation_or_several_come_in_any_list():
             listed_chats(given)
 
 
-def test_numbers_of_any_library_are_python_numbers():
+def test_number_reads_values_of_any_library():
     for given in (3, np.int8(3), np.uint64(3), np.array(3), torch.tensor(3), jnp.int32(3)):
         assert (whole_number(given), number(given)) == (3, 3)
         assert type(whole_number(given)) is int
@@ -87,12 +87,12 @@ def test_numbers_of_any_library_are_python_numbers():
         assert number(given) is None
 
 
-def test_switches_of_any_library_are_true_or_false():
+def test_truth_reads_booleans_of_any_library():
     assert [truth(np.bool_(True)), truth(torch.tensor(False)), truth(True)] == [True, False, True]
     assert all(truth(given) is None for given in (1, 0, None, "yes", np.int64(1), np.array([True])))
 
 
-def test_what_json_has_not_is_an_error():
+def test_as_json_rejects_non_json_values():
     given = {"a": (1, np.float32(0.5)), "b": np.array([1]), "c": np.bool_(True), "d": None}
     assert as_json(given, "x") == {"a": [1, 0.5], "b": [1], "c": True, "d": None}
     circle = []

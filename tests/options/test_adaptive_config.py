@@ -32,12 +32,12 @@ def written(folder: Path, found: object) -> str:
     return str(path)
 
 
-def test_steps_in_the_spelling_of_sglang_are_chains_and_off_is_always_there(tmp_path):
+def test_candidate_steps_are_sorted_unique_chains(tmp_path):
     found = read_candidates(written(tmp_path, {"candidate_steps": [7, 0, 1, 3, 3]}))
     assert found == (Candidate.chain(1), Candidate.chain(3), Candidate.chain(7))
 
 
-def test_candidates_are_shapes_and_shares_of_rows(tmp_path):
+def test_candidates_read_shapes_and_row_fractions(tmp_path):
     entries = [{"steps": 5, "topk": 4, "draft_tokens": 16, "rows": 0.5}, {"steps": 2}]
     found = read_candidates(written(tmp_path, {"candidates": entries, "candidate_steps": [2]}))
     assert found == (Candidate.chain(2), Candidate(5, 4, 16, 0.5))
@@ -68,7 +68,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_wrong_file_is_refused_by_name_in_one_sentence(text, tmp_path):
+def test_adaptive_config_rejects_invalid_file(text, tmp_path):
     with pytest.raises(ConfigError) as refused:
         read_candidates(written(tmp_path, text))
     assert REFUSED[text] in str(refused.value)
@@ -76,7 +76,7 @@ def test_a_wrong_file_is_refused_by_name_in_one_sentence(text, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_adaptive_config_rejects_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_candidates(str(tmp_path / "none"))
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         ("NAIVE_EAGLE", Candidate.chain(2), True),
     ],
 )
-def test_shapes_that_a_drafter_does_not_have_are_refused(algorithm, candidate, is_refused):
+def test_adaptive_config_rejects_shapes_unsupported_by_drafter(algorithm, candidate, is_refused):
     options = replace(adaptive(algorithm), candidates=(candidate,))
     setup = RuleContext(options=options, model=MODEL, has_mtp=True, head_kind=None)
     told = [sentence for sentence in refusals(setup) if "contains shapes that" in sentence]
@@ -111,7 +111,7 @@ def planned(options: Options, device: Device, are_compiled: bool) -> MemoryPlan:
 @pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("are_compiled", [False, True], ids=["torch", "jax"])
 @pytest.mark.parametrize("algorithm", ["NEXTN", "NAIVE_EAGLE", "NGRAM"])
-def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compiled):
+def test_adaptive_programs_cover_all_batches_and_tiers(algorithm, device, are_compiled):
     capacity = planned(adaptive(algorithm), device, are_compiled).capacity
     shapes = Shapes.of(capacity, host_draft=algorithm == "NGRAM")
     assert shapes.tiers[0].is_off
@@ -124,7 +124,7 @@ def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compile
         assert any(p.has(ProgramFeature.LOGPROBS) for p in told)
 
 
-def test_shapes_that_differ_by_rows_may_be_one_in_a_small_batch():
+def test_tiers_share_rows_in_small_batch():
     few = tuple(Candidate(3, 1, 4, share) for share in (0.5, 0.6, 0.9, 1.0))
     options = replace(adaptive("NEXTN", "--max-running-requests", "4"), candidates=few)
     shapes = Shapes.of(planned(options, CPU, False).capacity, host_draft=False)
@@ -138,14 +138,14 @@ def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:
     return [str(tier) for tier in Shapes.of(capacity, host_draft=algorithm == "NGRAM").tiers]
 
 
-def test_a_cpu_whose_programs_are_compiled_has_few_tiers():
+def test_default_tiers_by_device_and_compilation():
     assert names("NEXTN", GPU, True) == ["none", "S1", "S3", "S7", "S5k4N16"]
     assert names("NEXTN", CPU, True) == ["none", "S1", "S3"]
     assert names("NAIVE_EAGLE", GPU, False) == ["none", "S1"]
     assert names("NGRAM", CPU, True) == ["none", "S3", "S11"]
 
 
-def test_the_shapes_of_a_file_are_the_programs(tmp_path):
+def test_adaptive_candidates_equal_program_shapes(tmp_path):
     options = replace(adaptive("NEXTN"), candidates=(Candidate.chain(2), Candidate(3, 2, 6)))
     capacity = planned(options, CPU, False).capacity
     assert {p.shape.tree for p in capacity.programs} == {(1, 0, 0), (3, 2, 1), (6, 3, 2)}

@@ -32,7 +32,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", [*KNOWN_ALGORITHMS, *SPELLINGS])
-def test_every_spelling_is_the_same_algorithm(name: str):
+def test_algorithm_of_accepts_all_spellings(name: str):
     for spelling in [name, name.lower(), *SPELLINGS.get(name, [])]:
         assert algorithm_of(spelling) == name
         options = parse(["--speculative-algorithm", spelling])
@@ -40,13 +40,13 @@ def test_every_spelling_is_the_same_algorithm(name: str):
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_algorithm_suggests_the_nearest(name: str):
+def test_algorithm_of_unknown_name_suggests_nearest(name: str):
     for read in (algorithm_of, lambda text: parse([f"--speculative-algo={text}"])):
         with pytest.raises(ConfigError, match=UNKNOWN[name]):
             read(name)
 
 
-def test_none_turns_drafts_off():
+def test_algorithm_none_disables_drafts():
     for name in ("none", "NONE", "off"):
         assert not parse(["--speculative-algorithm", name]).speculative.drafts
     with pytest.raises(ConfigError, match="--speculative-num-steps requires a drafter"):

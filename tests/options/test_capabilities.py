@@ -178,7 +178,7 @@ def plain(house: House) -> dict[int, Outcome]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", [*ALGORITHMS, *JOINED])
-def test_what_is_not_refused_is_served(
+def test_allowed_combinations_serve_expected_tokens(
     drafter: str, setting: str, house: House, plain: dict[int, Outcome]
 ) -> None:
     line = house.start(drafter, SETTINGS[setting])
@@ -196,7 +196,7 @@ def test_what_is_not_refused_is_served(
 
 
 @pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *JOINED])
-def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house: House) -> None:
+def test_shadow_verify_matches_for_all_drafters(drafter: str, house: House) -> None:
     parity = house.parity(house.start(drafter, ("--shadow-verify-rate", "1")))
     assert parity['requests_total{result="match"}'] == 3
     assert parity['requests_total{result="mismatch"}'] == 0
@@ -219,7 +219,7 @@ def drafting(drafter: str) -> dict:
     return {"head_kind": head_kind, "block": nodes}
 
 
-def test_every_drafter_takes_every_rule_of_acceptance(house: House) -> None:
+def test_accept_rules_supported_by_all_drafters(house: House) -> None:
     for drafter in ALGORITHMS:
         for setting in ("chain", "adaptive", "rejection", "block"):
             assert not blocked(drafter, house.start(drafter, SETTINGS[setting]))
@@ -229,7 +229,7 @@ EXAMPLES = [rule for rule in RULES if rule.example is not None]
 
 
 @pytest.mark.parametrize("rule", EXAMPLES, ids=lambda rule: rule.reason[:50])
-def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house: House) -> None:
+def test_rule_example_is_rejected_with_its_reason(rule, house: House) -> None:
     example = rule.example
     family = example.model_type or FAMILY
     model, _ = tiny_model(family, 0, with_mtp=example.model_type is None)
@@ -250,7 +250,7 @@ def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house:
         assert rule.sentence(refused.words()) in str(told.value).splitlines()
 
 
-def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
+def test_startup_error_lists_all_violated_rules(house: House) -> None:
     flags = (
         "--speculative-accept-rule",
         "rejection",
@@ -269,12 +269,12 @@ def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
     assert any("--disable-overlap-schedule" in sentence for sentence in told)
 
 
-def test_compatibility_page_equals_the_generator() -> None:
+def test_compatibility_page_equals_generator() -> None:
     page = compatibility.PAGE.read_text(encoding="utf-8")
     assert page == compatibility.page(), "run python -m docs.make.compatibility"
 
 
-def test_matrix_has_every_method_and_feature_once() -> None:
+def test_compatibility_matrix_has_methods_and_features_once() -> None:
     head, *rows = compatibility.matrix()
     methods = [name for column in head[1:] for name in column.split(", ")]
     assert sorted(methods) == sorted(["plain", *ALGORITHMS, *JOINED_ALGORITHMS])
@@ -292,7 +292,7 @@ def test_matrix_has_every_method_and_feature_once() -> None:
         ("NEXTN", "model without MTP layer", "MTP layer"),
     ],
 )
-def test_cell_has_the_number_of_the_rule(method: str, feature: str, reason: str | None) -> None:
+def test_compatibility_cell_has_rule_number(method: str, feature: str, reason: str | None) -> None:
     (row,) = [each for each in compatibility.FEATURES if each.name == feature]
     found = compatibility.cell(method, row)
     if reason is None:
@@ -302,19 +302,19 @@ def test_cell_has_the_number_of_the_rule(method: str, feature: str, reason: str 
     assert reason in RULES[number - 1].reason
 
 
-def test_cells_follow_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compatibility_cells_without_rules_are_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "RULES", ())
     cells = {cell for row in compatibility.matrix()[1:] for cell in row[1:]}
     assert cells == {"yes", compatibility.NOT_APPLICABLE}
 
 
-def test_request_features_name_fields_of_requests() -> None:
+def test_request_features_name_request_fields() -> None:
     served = {row[0]: row[1] for row in compatibility.request_rows()[1:]}
     assert "`tools`" in served["tool calls"]
     assert served["bad words"] == served["beam search"] == ""
 
 
-def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
+def test_capabilities_list_known_drafters() -> None:
     answer = capabilities.to_json(is_strict=False)
     assert answer["drafters"] == [*ALGORITHMS, *JOINED_ALGORITHMS]
     for entry in answer["unsupported"]:
@@ -324,7 +324,7 @@ def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
         assert {"flags", "request"} <= entry["example"].keys()
 
 
-def test_advice_is_refused_by_a_strict_server_alone() -> None:
+def test_capabilities_strict_moves_ignored_to_unsupported() -> None:
     lenient, strict = (capabilities.to_json(is_strict=strict) for strict in (False, True))
     names = {entry["field"] for entry in lenient["ignored"]}
     assert {"store", "metadata", "reasoning_effort", "tools[].cache_control"} <= names

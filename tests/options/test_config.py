@@ -134,27 +134,27 @@ def faults(line: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_wrong_command_line_is_refused_by_name_in_one_sentence(line):
+def test_parse_rejects_invalid_command_line(line):
     (sentence,) = faults(line.split())
     assert REFUSED[line] in sentence
     assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_FLAGS)
-def test_a_flag_of_sglang_is_refused_with_its_reason(name):
+def test_unsupported_flag_raises_with_reason(name):
     with pytest.raises(ConfigError, match="is not supported: ") as refused:
         parse([name, "some"])
     assert str(refused.value).startswith(name)
 
 
-def test_a_reason_names_flags_that_there_are():
+def test_unsupported_flag_reasons_name_existing_flags():
     """A reason that outlives a flag would send its reader to another error."""
     for name, reason in UNSUPPORTED_FLAGS.items():
         for named in re.findall(r"--[a-z-]+", reason):
             assert named in FLAGS, (name, reason)
 
 
-def test_no_reason_denies_a_type_that_is_served():
+def test_unsupported_flag_reasons_deny_no_supported_dtype():
     """Weights may be stored in FP8 and served in bfloat16, which are deterministic too."""
     assert not [reason for reason in UNSUPPORTED_FLAGS.values() if "float32" in reason]
     assert parse(["--quantization", "fp8", "--dtype", "bfloat16"]).model.quantization == "fp8"
@@ -165,21 +165,21 @@ def test_no_reason_denies_a_type_that_is_served():
     ["--kv-cache-dtype fp8", "--kv-cache-dtype=fp8", "--dp-size 2", "--kv-cache-dtype"]
     + ["--enable-metrics=1", "--nnodes 2", "--dp-size"],
 )
-def test_a_value_that_asks_for_something_is_an_error(line):
+def test_neutral_flag_rejects_effective_value(line):
     with pytest.raises(
         ConfigError, match=f"(^|unknown flag ){line.split()[0].split('=')[0]}(;| is n)"
     ):
         parse(line.split())
 
 
-def test_no_flag_is_both_known_and_not_supported():
+def test_known_and_unsupported_flags_are_disjoint():
     fields = {f for part in PARTS.values() for f in dataclasses.fields(part)}
     known = {name for f in fields for name in (*spellings(f), *switches(f))}
     assert not known & (UNSUPPORTED_FLAGS.keys() | ALWAYS)
     assert UNSUPPORTED_FLAGS.keys() >= NEUTRAL.keys()
 
 
-def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
+def test_parse_ngram_flags_set_their_fields():
     given = {
         "speculative_ngram_min_bfs_breadth": 2,
         "speculative_ngram_max_bfs_breadth": 3,
@@ -201,7 +201,7 @@ def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
     assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
 
 
-def test_every_flag_arrives_in_the_field_of_its_name():
+def test_parse_flags_set_their_fields():
     given = {
         "model_path": "here",
         "revision": "v1",
@@ -270,7 +270,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     [("", 1), ("--overlap-depth 0", 0), ("--overlap-depth 2", 2), ("--disable-overlap-schedule", 0)]
     + [("--overlap-depth 0 --disable-overlap-schedule", 0)],
 )
-def test_the_sync_switch_is_overlap_0(line, depth):
+def test_disable_overlap_schedule_equals_overlap_depth_0(line, depth):
     assert parse(line.split()).engine.steps_in_flight == depth
 
 
@@ -288,7 +288,7 @@ EAGLE3 = ["--speculative-algorithm", "EAGLE3", *HEAD]
         (["--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "64"], (3, 8, 64)),
     ],
 )
-def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
+def test_draft_chain_shape_from_steps_or_nodes(flags, shape):
     draft = parse(NEXTN + flags).speculative
     assert (draft.num_steps, draft.topk, draft.num_draft_tokens) == shape
 
@@ -304,7 +304,7 @@ def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
         (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, (1, 1, 2)),
     ],
 )
-def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, drafts_trees, shape):
+def test_settled_defaults_by_algorithm_and_target(line, drafts_trees, shape):
     draft = parse(line).speculative.settled(drafts_trees, None)
     given = (
         draft.speculative_num_steps,
@@ -324,7 +324,7 @@ def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, drafts_
         (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, False),
     ],
 )
-def test_naive_eagle_drafts_with_the_head_it_is_given_or_else_the_mtp_layer(line, drafts, with_mtp):
+def test_with_mtp_by_algorithm_and_draft_head(line, drafts, with_mtp):
     draft = parse(line).speculative
     assert (draft.drafts, draft.with_mtp) == (drafts, with_mtp)
 
@@ -336,7 +336,7 @@ def setup(
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_a_head_of_another_kind_is_refused_and_naive_eagle_takes_either(kind):
+def test_draft_head_kind_must_match_unless_naive_eagle(kind):
     other = "EAGLE" if kind == "EAGLE3" else "EAGLE3"
     line = ["--speculative-algorithm", kind, *HEAD]
     assert refusals(setup(line, head_kind=kind)) == []
@@ -347,20 +347,20 @@ def test_a_head_of_another_kind_is_refused_and_naive_eagle_takes_either(kind):
     assert refusals(setup(naive, has_mtp=False, head_kind=kind)) == []
 
 
-def test_naive_eagle_without_a_head_needs_an_mtp_layer():
+def test_naive_eagle_without_head_requires_mtp_layer():
     line = ["--speculative-algorithm", "NAIVE_EAGLE"]
     assert refusals(setup(line)) == []
     assert "NAIVE_EAGLE" in refusals(setup(line, has_mtp=False))[0]
 
 
-def test_nextn_needs_the_tensors_of_an_mtp_layer():
+def test_nextn_requires_mtp_tensors():
     plain, _ = tiny_model("qwen3", 0, with_mtp=False)
     assert refusals(setup(NEXTN)) == []
     assert "NEXTN" in refusals(setup(NEXTN, has_mtp=False))[0]
     assert "qwen3 checkpoint has none" in refusals(setup(NEXTN, model=plain, has_mtp=False))[0]
 
 
-def test_all_that_blocks_a_setup_is_reported_together():
+def test_refusals_report_all_violations():
     found = refusals(setup([*NEXTN, "--context-length", "999999"], has_mtp=False))
     flags = ("--speculative-algorithm", "--context-length 999999")
     for flag, sentence in zip(flags, found, strict=True):
@@ -381,17 +381,17 @@ LOT = "--speculative-simulate-accept-length"
         ("0.9,0.5,0", (0.9, 0.5, 0.0)),
     ],
 )
-def test_a_mean_length_is_rates_of_which_the_last_is_a_share(text, rates):
+def test_simulate_accept_length_sets_accept_rates(text, rates):
     assert parse([*NEXTN, LOT, text]).speculative.accept_rates == rates
     assert parse(NEXTN).speculative.accept_rates is None
 
 
 @pytest.mark.parametrize("text", ["0.5", "nan", "inf", "65", "0.5,1.1", "0.5,", "-1,0.5", "two"])
-def test_a_lot_of_no_lengths_and_no_rates_is_refused(text):
+def test_simulate_accept_length_rejects_invalid_value(text):
     with pytest.raises(ConfigError, match=f"{LOT} must be a number of tokens from 1 to 64, or"):
         parse([*NEXTN, f"{LOT}={text}"])
 
 
-def test_a_lot_needs_a_drafter():
+def test_simulate_accept_length_requires_drafter():
     with pytest.raises(ConfigError, match=f"{LOT} requires a drafter"):
         parse([LOT, "2"])

@@ -55,11 +55,11 @@ def config(folder: Path, name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("ending", "text"), [("toml", TOML), ("json", JSON), ("yaml", YAML)])
-def test_a_config_file_equals_its_command_line(tmp_path, ending, text):
+def test_config_file_equals_command_line(tmp_path, ending, text):
     assert parse(config(tmp_path, f"flags.{ending}", text)) == parse(WORDS.split())
 
 
-def test_the_command_line_wins_over_the_file(tmp_path):
+def test_command_line_overrides_config_file(tmp_path):
     line = config(tmp_path, "flags.toml", TOML)
     for both in ([*line, "--page-size", "16"], ["--page-size", "16", *line]):
         options = parse(both)
@@ -120,7 +120,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)
-def test_a_wrong_config_file_is_one_sentence_with_its_name(tmp_path, name, text):
+def test_config_file_rejects_invalid_content(tmp_path, name, text):
     with pytest.raises(ConfigError) as wrong:
         parse(config(tmp_path, name, text))
     sentence = str(wrong.value)
@@ -129,19 +129,19 @@ def test_a_wrong_config_file_is_one_sentence_with_its_name(tmp_path, name, text)
     assert "\n" not in sentence
 
 
-def test_a_config_file_may_ask_for_what_every_server_does(tmp_path):
+def test_config_file_accepts_neutral_flags(tmp_path):
     text = '{"enable_metrics": true, "kv-cache-dtype": "auto", "dp_size": 1, "port": 1}'
     assert parse(config(tmp_path, "a.json", text)) == parse(["--port", "1"])
     with pytest.raises(ConfigError, match="unknown flag --enable-metrics"):
         parse(config(tmp_path, "a.json", '{"enable_metrics": false}'))
 
 
-def test_an_empty_config_file_gives_no_flags(tmp_path):
+def test_empty_config_file_equals_no_flags(tmp_path):
     for name, text in (("a.toml", "# nothing"), ("a.json", "{}"), ("a.yaml", "")):
         assert parse(config(tmp_path, name, text)) == parse([])
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
+def test_unreadable_flag_file_raises(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
     reasons = {
         str(tmp_path / "a.toml"): "it is not UTF-8 text",
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
             parse([f"@{path}"])
 
 
-def test_yaml_needs_a_package_that_is_named(tmp_path, monkeypatch):
+def test_yaml_config_without_pyyaml_raises(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(
         ConfigError, match="requires PyYAML for YAML files; install pyyaml, or give a"
@@ -162,7 +162,7 @@ def test_yaml_needs_a_package_that_is_named(tmp_path, monkeypatch):
         parse(config(tmp_path, "a.yaml", YAML))
 
 
-def test_a_words_file_stands_for_its_words(tmp_path):
+def test_words_file_equals_its_words(tmp_path):
     path = tmp_path / "words"
     lines = WORDS.replace(" --", "  # why\n--")
     path.write_text(f"# a comment\n{lines}\n--served-model-name 'a b'")
@@ -180,7 +180,7 @@ def test_a_words_file_stands_for_its_words(tmp_path):
         ("--pagesize 16", "unknown flag --pagesize; did you mean --page-size?"),
     ],
 )
-def test_a_wrong_words_file_is_one_sentence(tmp_path, text, sentence):
+def test_words_file_rejects_invalid_content(tmp_path, text, sentence):
     path = tmp_path / "words"
     path.write_text(text)
     with pytest.raises(ConfigError) as wrong:

@@ -71,7 +71,7 @@ FORMER = {
 
 
 @pytest.mark.parametrize("line", FORMER)
-def test_former_flag_equals_its_new_spelling(line):
+def test_former_flag_equals_new_spelling(line):
     assert parse(line.split()) == parse(FORMER[line].split())
 
 
@@ -80,14 +80,14 @@ def test_quantization_w8a8_fp8_sets_fp8_activations():
     assert model == parse(["--quantization", "fp8", "--fp8-activations"]).model
 
 
-def test_former_flags_are_all_tested_and_hidden():
+def test_former_flags_are_tested_and_hidden():
     former = {name for item in FLAGS.values() for name in item.metadata.get("old_names", ())}
     assert former == {word for line in FORMER for word in line.split()} & former
     assert not former & SHOWN
 
 
 @pytest.mark.parametrize("name", sorted({n for item in FLAGS.values() for n in switches(item)}))
-def test_switch_conflicts_with_other_value_of_its_flag(name):
+def test_switch_conflicts_with_other_flag_value(name):
     item = FLAGS[name]
     (other, *_) = [x for x in item.metadata["choices"] if x != switches(item)[name]]
     with pytest.raises(ConfigError, match="given twice"):
@@ -95,7 +95,7 @@ def test_switch_conflicts_with_other_value_of_its_flag(name):
 
 
 @pytest.mark.parametrize("line", PEERS)
-def test_a_peers_flag_of_the_same_meaning_is_taken(line):
+def test_peer_flag_equals_own_flag(line):
     assert parse(line.split()) == parse(PEERS[line].split())
 
 

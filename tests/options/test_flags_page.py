@@ -10,14 +10,14 @@ from shared.options.options import PARTS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "server_flags.md"
 
 
-def test_the_page_of_flags_is_up_to_date() -> None:
+def test_flags_page_equals_generator() -> None:
     told = PAGE.read_text(encoding="utf-8")
     assert told == flags_doc.to_markdown(), (
         "run python -m shared.options.flags_doc > docs/server_flags.md"
     )
 
 
-def test_the_page_has_every_flag_with_a_default_that_one_can_give() -> None:
+def test_flags_page_lists_flags_with_settable_defaults() -> None:
     lines = flags_doc.to_markdown().splitlines()
     for part in PARTS.values():
         for item in fields(part):

@@ -29,7 +29,7 @@ def help_page(capsys, monkeypatch) -> str:
     return printed(capsys, "--help")
 
 
-def test_help_has_headings_every_flag_its_choices_and_its_default(help_page):
+def test_help_lists_headings_flags_choices_and_defaults(help_page):
     lines = help_page.splitlines()
     assert [f"{heading}:" in lines for heading in HEADINGS.values()] == [True] * len(PARTS)
     assert all(max(map(len, lines)) <= 100 for _ in lines)
@@ -46,7 +46,7 @@ def test_help_has_headings_every_flag_its_choices_and_its_default(help_page):
     assert "hermes" in parsers
 
 
-def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
+def test_help_begins_with_usage_ends_with_examples(help_page):
     usage, _, rest = help_page.partition("\n\n")
     assert usage.startswith("usage: ")
     assert len(usage.splitlines()) <= 2
@@ -59,7 +59,7 @@ def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
         assert {*words} - {"--config"} <= FLAGS.keys()
 
 
-def test_version_names_the_server_and_the_backends(capsys):
+def test_version_lists_server_and_backend_versions(capsys):
     line = printed(capsys, "--version")
     commit = revision()
     server = f"tandem {VERSION} ({commit})" if commit else f"tandem {VERSION}"
@@ -92,13 +92,13 @@ def test_bash_completes_flags_and_choices(capsys):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_has_a_script_with_every_flag(capsys, shell):
+def test_completion_script_has_all_flags(capsys, shell):
     pytest.importorskip("shtab")
     script = printed(capsys, "--print-completion", shell)
     assert all(name.removeprefix("--") in script for name in SHOWN)
 
 
-def test_completion_without_shtab_names_the_extra(monkeypatch):
+def test_completion_without_shtab_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(ConfigError, match="requires shtab; install the extra completion"):
         parse(["--print-completion", "bash"])

@@ -9,13 +9,13 @@ from shared.options.flags import spelling
 PAIRS = [pair for pairs in peers_table.GROUPS.values() for pair in pairs]
 
 
-def test_peers_table_is_up_to_date() -> None:
+def test_peers_table_equals_generator() -> None:
     text = peers_table.PAGE.read_text(encoding="utf-8")
     assert text == peers_table.with_table(text), "run python -m docs.make.peers_table"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="/".join)
-def test_row_names_flag_or_reason(pair: tuple[str, str]) -> None:
+def test_peers_table_row_names_flag_or_reason(pair: tuple[str, str]) -> None:
     """Both spellings of a pair set the same field; any other spelling has a note."""
     (row,) = [
         line for line in peers_table.table().splitlines() if line.startswith(_beginning(pair))

@@ -52,7 +52,7 @@ def planned(case):
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_the_memory_plan_counts_the_real_arrays(case):
+def test_memory_plan_equals_array_bytes(case):
     memory, device = planned(case)
     line = LINES[case][0]
     capacity, sizes = memory.capacity, {x.name: x.num_bytes for x in memory.lines}
@@ -82,7 +82,7 @@ def test_the_memory_plan_counts_the_real_arrays(case):
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_nothing_is_left_open_and_every_row_has_its_program(case):
+def test_resolved_config_is_complete_with_all_programs(case):
     memory, _ = planned(case)
     settled, capacity, drafts = memory.settled, memory.capacity, memory.settled.draft.drafts
     assert None not in vars(settled).values()
@@ -111,7 +111,7 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
+def test_max_request_tokens_equals_scheduler_limit(case):
     memory, _ = planned(case)
     capacity, most = memory.capacity, memory.max_request_tokens
     one = next(p.shape for p in capacity.programs if p.work is StepKind.DECODE)
@@ -154,12 +154,12 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
+def test_memory_plan_too_large_raises_with_hint(line, device, flag):
     with pytest.raises(ConfigError, match=flag):
         plan(parse(line), MODEL, DrafterSpec.none(), device, COSTS)
 
 
-def test_a_gpu_takes_what_is_free_and_no_more():
+def test_memory_plan_fits_free_gpu_memory():
     small = Device("gpu", "GPU", 300 << 20)
     memory = plan(parse(["--context-length", "2048"]), MODEL, DrafterSpec.none(), small, COSTS)
     assert memory.total_bytes <= small.free_bytes
@@ -167,7 +167,7 @@ def test_a_gpu_takes_what_is_free_and_no_more():
 
 
 @pytest.mark.parametrize(("copies", "interval"), [(31, 64), (32, 128)])
-def test_states_are_tracked_as_far_apart_as_steps_with_copies_reach(copies, interval):
+def test_track_interval_covers_ngram_draft_tokens(copies, interval):
     """Two steps may add 33 tokens each, where one path may be of copies alone."""
     line = ["--speculative-algorithm", "NEXTN+NGRAM"]
     line += ["--speculative-ngram-num-draft-tokens", str(copies)]

@@ -59,7 +59,7 @@ def rendered(source: str, messages: list[dict[str, Any]], **more: Any) -> str:
 
 
 @pytest.mark.parametrize("way", READING)
-def test_a_template_that_reads_parts_gets_them(way: str):
+def test_chat_template_reading_parts_receives_parts(way: str):
     messages = [{"role": "user", "content": PARTS}]
     assert rendered(READING[way], messages) == "ab"
     (want,), _ = render_jinja_template([messages], chat_template=READING[way])
@@ -67,7 +67,7 @@ def test_a_template_that_reads_parts_gets_them(way: str):
 
 
 @pytest.mark.parametrize("way", JOINING)
-def test_any_other_template_gets_them_as_lines_of_a_text(way: str):
+def test_chat_template_without_parts_receives_joined_lines(way: str):
     assert rendered(JOINING[way], [{"role": "user", "content": PARTS}]).rstrip("\n") == "a\nb"
 
 
@@ -80,7 +80,7 @@ def test_any_other_template_gets_them_as_lines_of_a_text(way: str):
         "{{ messages[0].content ~ '|' }}",
     ],
 )
-def test_parts_are_a_text_where_a_template_reads_those_of_users_alone(written: str):
+def test_chat_template_joins_parts_of_system_messages(written: str):
     source = (
         f"{written}"
         "{% for m in messages[1:] %}"
@@ -109,7 +109,7 @@ TOOL = {
 DUMP = "{{ messages | tojson }}{{ tools | tojson }}"
 
 
-def test_messages_and_tools_have_the_clients_keys_in_the_clients_order():
+def test_chat_template_preserves_key_order():
     (want,), _ = render_jinja_template(
         [[{key: value for key, value in read(m).items() if value is not None} for m in TOLD]],
         tools=[TOOL],
@@ -125,13 +125,13 @@ def read(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": loaded} if calls else message
 
 
-def test_an_answer_without_content_can_be_put_into_a_text():
+def test_chat_template_renders_none_content_as_empty():
     answered = [{"role": "assistant", "reasoning": "hm", "content": None}]
     source = "{{ '<' + messages[0].content + '>' + messages[0].reasoning_content }}"
     assert rendered(source, answered) == "<>hm"
 
 
-def test_a_conversation_is_not_changed_by_its_template():
+def test_render_preserves_conversation():
     messages = [{"role": "developer", "content": list(PARTS)}]
     ChatTemplate("{{ messages[0].content }}", {}).render(Conversation(messages))
     assert messages == [{"role": "developer", "content": PARTS}]

@@ -56,9 +56,7 @@ def save(folder: Path, config: Any = None, jinja: str = "", **more: dict[str, st
 
 @pytest.mark.parametrize("case", FOLDERS)
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["plain", "tools"])
-def test_a_conversation_gets_the_template_that_transformers_takes(
-    tmp_path: Path, case: str, tools: list[Any]
-):
+def test_named_templates_match_transformers(tmp_path: Path, case: str, tools: list[Any]):
     tokenizer = save(tmp_path, **FOLDERS[case])
     oracle = AutoTokenizer.from_pretrained(tmp_path)
     want = oracle.apply_chat_template(USER, tools=tools or None, tokenize=False)
@@ -70,7 +68,7 @@ def test_a_conversation_gets_the_template_that_transformers_takes(
         assert ("SECRET_NAME" in want) == bool(tools)
 
 
-def test_a_folder_without_a_template_for_a_conversation_names_those_it_has(tmp_path: Path):
+def test_missing_default_template_raises_with_names(tmp_path: Path):
     tokenizer = save(tmp_path, config=named(tool_use=TOOLS, rag=OTHER))
     assert not tokenizer.has_chat_template
     with pytest.raises(TemplateError, match="no chat template default; it has rag, tool_use"):
@@ -78,7 +76,7 @@ def test_a_folder_without_a_template_for_a_conversation_names_those_it_has(tmp_p
     assert "SECRET_NAME" in tokenizer.render_chat(Conversation(USER, [TOOL]))
 
 
-def test_arguments_and_switches_are_those_of_the_template_that_is_taken(tmp_path: Path):
+def test_template_arguments_checked_for_selected_template(tmp_path: Path):
     default = PLAIN + "{{ mood }}{% if enable_thinking %}<think>{% endif %}"
     tokenizer = save(tmp_path, config=named(default=default, tool_use=TOOLS + "<think>"))
     assert tokenizer.render_chat(Conversation(USER, arguments={"mood": "!"})) == "plain hi!"
@@ -97,7 +95,7 @@ def test_arguments_and_switches_are_those_of_the_template_that_is_taken(tmp_path
     assert templates.unread(OFF, has_tools=True) == ["reasoning_effort"]
 
 
-def test_the_worker_has_them_all():
+def test_template_worker_receives_all_templates():
     templates = ChatTemplates({"default": PLAIN, "tool_use": TOOLS}, {"bos_token": "<s>"})
     given, asked = (
         json.loads(packed[worker.LENGTH.size :])
@@ -116,6 +114,6 @@ def test_the_worker_has_them_all():
     [{"config": named(default="{% if %}")}, {"config": [1]}, {"config": 3}, {"config": [{}]}]
     + [{"jinja": PLAIN, "more": {"x": "{% if %}"}}],
 )
-def test_a_broken_template_is_an_error_of_the_start(tmp_path: Path, given: dict[str, Any]):
+def test_broken_template_raises_at_startup(tmp_path: Path, given: dict[str, Any]):
     with pytest.raises(ValueError, match="the chat template in .* cannot be read"):
         save(tmp_path, **given)

@@ -39,7 +39,7 @@ def rendered(template: str, messages: list[Any], begins: bool = False) -> str:
 
 @pytest.mark.parametrize("content", [*TEXTS, text("a", "b "), text("a ")])
 @pytest.mark.parametrize("template", [CHATML, TRIMMING, IN_PARTS], ids=["plain", "trim", "parts"])
-def test_the_text_ends_where_the_content_ends(template: str, content: Any):
+def test_continue_final_message_matches_transformers(template: str, content: Any):
     joined = template is not IN_PARTS and not isinstance(content, str)
     told = "\n".join(part["text"] for part in content) if joined else content
     messages = [USER, {"role": "assistant", "content": told}]
@@ -50,7 +50,7 @@ def test_the_text_ends_where_the_content_ends(template: str, content: Any):
     assert not want.endswith("<|im_end|>\n")
 
 
-def test_a_text_without_the_beginning_of_an_answer():
+def test_render_without_generation_prompt():
     asked = Conversation([USER], add_generation_prompt=False)
     assert ChatTemplate(CHATML, {}).render(asked) == "<|im_start|>user\nso <|im_end|>\n"
 
@@ -72,7 +72,9 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}
         ),
     ],
 )
-def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, reason: str):
+def test_continue_final_message_rejects_invalid_messages(
+    messages: list[Any], begins: bool, reason: str
+):
     with pytest.raises(TemplateError, match=reason) as refused:
         rendered(CHATML + "{# tool #}", messages, begins)
     assert refused.value.part == "continue_final_message"
@@ -81,12 +83,12 @@ def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, 
 @pytest.mark.parametrize(
     "written", ["{{ messages[0].content }}", "{{ messages[-1].content[3:] }}", "x"]
 )
-def test_a_message_that_the_template_does_not_write_is_refused(written: str):
+def test_continue_final_message_rejects_message_changed_by_template(written: str):
     with pytest.raises(TemplateError, match="does not write the last message unchanged"):
         continued(written, "hello")
 
 
-def test_a_message_is_not_changed_by_being_continued():
+def test_continue_final_message_preserves_message():
     message = {"role": "assistant", "content": text("a")}
     assert rendered(IN_PARTS, [USER, message]).endswith("\na")
     assert message == {"role": "assistant", "content": text("a")}

@@ -30,7 +30,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_what_a_request_says_stands_in_the_prompt_or_is_refused(family: str, oracle: Any) -> None:
+def test_render_keeps_all_content_or_raises(family: str, oracle: Any) -> None:
     render = ChatTemplate(TEMPLATES[family], {}).render
     refused = count_refused(render, oracle, TEMPLATES[family])
     # Else the property would prove little; two families leave out nothing.
@@ -49,7 +49,7 @@ CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"city": "O
         ("tools Oslo city {{ messages[0].content }}", ["a", CALLS], "the function 'f'"),
     ],
 )
-def test_the_refusal_names_what_is_left_out(template: str, messages: list[Any], what: str) -> None:
+def test_render_error_names_omitted_content(template: str, messages: list[Any], what: str) -> None:
     given = [
         {"role": "user", "content": each}
         if isinstance(each, str)

@@ -104,7 +104,7 @@ def allowed(grammar: str, text: str, kind: str) -> set[int]:
     ("style", "call", "between"),
     [("hermes", TAGGED, "\n"), ("qwen3_coder", ELEMENTS, "\n"), ("llama3", BARE, ";")],
 )
-def test_an_answer_that_must_call_is_calls_and_nothing_else(style, call, between, many):
+def test_forced_call_grammar_accepts_only_calls(style, call, between, many):
     grammar = grammar_of(style, [WEATHER], many=many, free=None, answer=None)
     assert follows(grammar, call)
     assert bool(follows(grammar, call + between + call)) is many
@@ -121,7 +121,7 @@ def test_an_answer_that_must_call_is_calls_and_nothing_else(style, call, between
 @pytest.mark.parametrize(
     ("style", "call"), [("hermes", TAGGED), ("qwen3_coder", ELEMENTS), ("llama3", BARE)]
 )
-def test_an_answer_that_may_call_is_text_or_a_call_that_is_right(style, call):
+def test_optional_call_grammar_accepts_text_or_valid_calls(style, call):
     grammar = grammar_of(style, [WEATHER], many=True, free="text", answer=None)
     for right in ("", "hi <b> you", call):
         assert follows(grammar, right)
@@ -131,7 +131,7 @@ def test_an_answer_that_may_call_is_text_or_a_call_that_is_right(style, call):
         assert follows(grammar, f"{call}<tool_call>garbage") is False
 
 
-def test_an_answer_of_a_form_may_be_a_call_instead():
+def test_call_grammar_accepts_call_instead_of_schema():
     schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
     answer = of_schema({**schema, "additionalProperties": False})
     grammar = grammar_of("hermes", [ANY], many=False, free="answer", answer=answer)
@@ -141,7 +141,7 @@ def test_an_answer_of_a_form_may_be_a_call_instead():
 
 
 @pytest.mark.parametrize("lead", ["open", "maybe", None])
-def test_what_is_held_to_a_form_begins_behind_the_reasoning(lead):
+def test_output_format_applies_after_reasoning(lead):
     form, calls = OutputFormat(kind="regex", value="[ab]{2}"), None
     grammar = GrammarRequest(form=form, calls=calls, lead=lead).grammar()
     thought = "so </b> {} hm\n</think>\n\n"
@@ -154,7 +154,7 @@ def test_what_is_held_to_a_form_begins_behind_the_reasoning(lead):
 
 
 @pytest.mark.parametrize(("style", "call"), [("hermes", TAGGED), ("llama3", BARE)])
-def test_an_answer_that_begins_with_a_thought_is_no_free_text(style, call):
+def test_call_grammar_constrains_calls_after_optional_reasoning(style, call):
     """Its parser reads a call behind the thought, which is held to its function like any."""
     calls = ToolCallSpec(style=style, tools=[("weather", CITY)], many=True, free="text")
     grammar = GrammarRequest(form=None, calls=calls, lead="maybe").grammar()
@@ -165,7 +165,7 @@ def test_an_answer_that_begins_with_a_thought_is_no_free_text(style, call):
     assert follows(grammar, "<think>hm") is None
 
 
-def test_calls_come_behind_the_reasoning_too():
+def test_call_grammar_applies_after_open_reasoning():
     calls = ToolCallSpec(style="hermes", tools=[("weather", CITY)], many=True, free="text")
     grammar = GrammarRequest(form=None, calls=calls, lead="open").grammar()
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED}")
@@ -187,15 +187,13 @@ def test_calls_come_behind_the_reasoning_too():
         ("llama3", "text", None, "", PYTHON_TAG),
     ],
 )
-def test_a_mark_that_the_tokenizer_has_may_be_written_as_its_token(
-    kind, style, free, lead, text, mark
-):
+def test_grammar_allows_delimiters_as_tokens(kind, style, free, lead, text, mark):
     calls = ToolCallSpec(style=style, tools=[("weather", CITY)], many=True, free=free)
     grammar = GrammarRequest(form=None, calls=calls, lead=lead).grammar()
     assert tokenizer(kind).token_to_id(mark) in allowed(grammar, text, kind)
 
 
-def test_text_that_is_free_may_hold_every_token_that_is_shown_and_no_other():
+def test_free_text_grammar_excludes_hidden_special_tokens():
     for kind in KINDS:
         shown = {tokenizer(kind).token_to_id(mark) for mark in MARKS} - {None}
         free = allowed(of_regex("(.|\n)*"), "", kind)
@@ -204,7 +202,7 @@ def test_text_that_is_free_may_hold_every_token_that_is_shown_and_no_other():
 
 
 @pytest.mark.parametrize("text", ["<think>", "a</tool_call>b", "<|end|>"])
-def test_a_text_that_must_be_written_may_be_the_name_of_a_token(text):
+def test_forced_text_excludes_special_tokens_of_same_name(text):
     """The tokens that a form forces say its text: special ones, which nobody sees, are none."""
     for kind in KINDS:
         for grammar in (of_choices([text]), of_schema({"const": text})):
@@ -221,7 +219,7 @@ def test_a_text_that_must_be_written_may_be_the_name_of_a_token(text):
             assert tokenizer(kind).decode(tokens, skip_special_tokens=False).strip('"') == text
 
 
-def test_a_token_may_be_named_in_lark_by_its_id_or_be_its_text():
+def test_lark_names_tokens_by_id_or_text():
     number = tokenizer("marks").token_to_id(CALL)
     for grammar in (f'start: <[{number}]> "a"', f'start: "{CALL}" "a"', 'start: <|user|> "a"'):
         assert allowed(of_lark(grammar), "", "marks")
@@ -231,7 +229,7 @@ def test_a_token_may_be_named_in_lark_by_its_id_or_be_its_text():
         compiler("marks").compile(of_lark(f'start: {CALL} "a"'))
 
 
-def test_a_call_of_llama_may_stand_behind_its_tag():
+def test_llama3_call_may_follow_python_tag():
     for free in (None, "text"):
         grammar = grammar_of("llama3", [WEATHER], many=True, free=free, answer=None)
         assert follows(grammar, f"{PYTHON_TAG}{BARE};{BARE}")
@@ -239,7 +237,7 @@ def test_a_call_of_llama_may_stand_behind_its_tag():
         assert follows(grammar, f"{PYTHON_TAG}print(1)") is (free == "text")
 
 
-def test_what_the_library_says_is_told_for_what_it_is():
+def test_matcher_fault_names_cause():
     without = json.loads(byte_tokenizer().to_str())
     del without["model"]["vocab"]["x"]
     few = compiler_of(Tokenizer.from_str(json.dumps(without)))
@@ -257,7 +255,7 @@ def test_what_the_library_says_is_told_for_what_it_is():
     assert "doesn't satisfy the grammar" in matcher.fault
 
 
-def test_white_space_of_json_has_an_end():
+def test_schema_grammar_limits_white_space():
     """A model that writes it for ever would never come to the end of its answer."""
     grammar = of_schema({"type": "object", "properties": {"a": {"type": "null"}}})
     assert follows(grammar, '{\n  "a": null\n}')
@@ -266,19 +264,19 @@ def test_white_space_of_json_has_an_end():
     assert follows(grammar, "{" + " " * 40) is False
 
 
-def test_settings_of_the_library_are_not_the_requests_to_make():
+def test_schema_cannot_set_guidance_options():
     loose = {"type": "object", "not": {}, "x-guidance": {"lenient": True}}
     with pytest.raises(InvalidGrammarError, match="not"):
         compiler().compile(of_schema(loose))
 
 
-def test_gbnf_and_lark_say_the_same():
+def test_of_lark_accepts_gbnf_and_lark():
     for grammar in ('root ::= "a" b\nb ::= [0-9]', 'start: "a" b\nb: /[0-9]/'):
         assert follows(of_lark(grammar), "a7")
         assert follows(of_lark(grammar), "ab") is False
 
 
-def test_choices_are_texts_and_no_syntax():
+def test_of_choices_escapes_syntax():
     grammar = of_choices(['a"b', "x | y", "ü\n"])
     for right in ('a"b', "x | y", "ü\n"):
         assert follows(grammar, right)
@@ -312,13 +310,13 @@ def test_choices_are_texts_and_no_syntax():
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_one_sentence(made, reason):
+def test_compiler_rejects_invalid_grammar(made, reason):
     with pytest.raises(InvalidGrammarError, match=reason) as refused:
         compiler().compile(made())
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
-def test_a_tokenizer_that_is_none_is_refused():
+def test_compiler_rejects_invalid_tokenizer():
     with pytest.raises(ValueError, match="grammars are not supported with"):
         Compiler("{}", VOCAB)

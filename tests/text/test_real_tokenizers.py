@@ -54,7 +54,7 @@ def text_of(tokenizer: RealTokenizer, wanted: GrammarRequest, seed: int, begun: 
 @pytest.mark.parametrize("lead", [None, "open", "maybe"])
 @pytest.mark.parametrize("free", [None, "text", "answer"])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_call_is_written_and_read(tokenizer, style, free, lead):
+def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lead):
     """Begun by the token of its mark where the tokenizer has it."""
     calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)
     form = OutputFormat(kind="schema", value=SCHEMA) if free == "answer" else None
@@ -72,7 +72,7 @@ def test_a_call_is_written_and_read(tokenizer, style, free, lead):
 
 
 @pytest.mark.parametrize("lead", [None, "open", "maybe"])
-def test_a_form_is_written_behind_the_reasoning(tokenizer, lead):
+def test_real_tokenizer_schema_after_reasoning_is_valid(tokenizer, lead):
     for seed in SEEDS:
         form = OutputFormat(kind="schema", value=SCHEMA)
         text = text_of(tokenizer, GrammarRequest(form=form, calls=None, lead=lead), seed)
@@ -92,7 +92,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("kind", "value", "pattern"), FORMS, ids=lambda x: str(x)[:20])
-def test_a_text_is_written_also_where_it_names_a_token(tokenizer, kind, value, pattern):
+def test_real_tokenizer_writes_names_of_tokens(tokenizer, kind, value, pattern):
     for seed in range(8):
         text = text_of(
             tokenizer,
@@ -102,7 +102,7 @@ def test_a_text_is_written_also_where_it_names_a_token(tokenizer, kind, value, p
         assert re.fullmatch(pattern, text), text
 
 
-def test_what_a_request_says_stands_in_the_prompt_or_is_refused(tokenizer):
+def test_render_keeps_all_content_or_raises(tokenizer):
     """With the model's own template, as transformers reads it; each refusal has its reason."""
     if not tokenizer.shown.has_chat_template:
         pytest.skip("the tokenizer has no chat template")

@@ -101,7 +101,7 @@ def templates_of(source: str) -> ChatTemplates:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_call_of_the_template_chooses_its_parser(name: str):
+def test_tool_call_parser_of_detects_template_format(name: str):
     source, parser, reason = CALLS[name]
     choice = tool_call_parser_of(templates_of(source))
     assert choice.parser == parser
@@ -110,7 +110,7 @@ def test_call_of_the_template_chooses_its_parser(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name, (_, parser, _) in CALLS.items() if parser])
-def test_chosen_parser_reads_the_call_that_the_template_writes(name: str):
+def test_tool_call_parser_of_reads_template_calls(name: str):
     source, parser, _ = CALLS[name]
     arguments = {"city": "Rome", "note": 'a "b"'}
     called = {"function": {"name": "weather", "arguments": arguments}, "type": "function"}
@@ -129,19 +129,19 @@ def test_chosen_parser_reads_the_call_that_the_template_writes(name: str):
 
 
 @pytest.mark.parametrize("name", REASONING)
-def test_tags_of_the_template_choose_the_reasoning_parser(name: str):
+def test_reasoning_parser_of_detects_template_tags(name: str):
     source, parser = REASONING[name]
     assert reasoning_parser_of(templates_of(source)).parser == parser
 
 
-def test_template_of_tools_counts_for_calls_and_the_default_for_reasoning():
+def test_parser_detection_uses_tool_and_default_templates():
     sources = {"default": PLAIN + "<think>", "tool_use": CODER.replace("<think>", "")}
     templates = ChatTemplates(sources, {})
     assert tool_call_parser_of(templates).parser == "qwen3_coder"
     assert reasoning_parser_of(templates).parser == "qwen3"
 
 
-def test_endless_template_chooses_no_parser(monkeypatch: pytest.MonkeyPatch):
+def test_tool_call_parser_of_endless_template_returns_none(monkeypatch: pytest.MonkeyPatch):
     begun = time.monotonic()
     assert tool_call_parser_of(templates_of(ENDLESS)).parser is None
     assert time.monotonic() - begun < template_probe.STARTING_S

@@ -64,7 +64,7 @@ def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
     return Choice(*parts, Speculation.empty(3), "", (ord("."),))
 
 
-def test_a_piece_never_ends_within_a_character():
+def test_detokenizer_never_splits_characters():
     given_pieces = pieces(BYTES, [], list(TEXT.encode()))
     assert "".join(given_pieces) == TEXT
     assert REPLACEMENT not in "".join(given_pieces)
@@ -73,25 +73,25 @@ def test_a_piece_never_ends_within_a_character():
 
 @given(st.lists(st.integers(0, 255), max_size=80))
 @settings(deadline=None, max_examples=200)
-def test_pieces_of_any_bytes_join_to_the_whole_text(data: list[int]):
+def test_detokenizer_pieces_of_any_bytes_equal_text(data: list[int]):
     assert "".join(pieces(BYTES, [], data)) == bytes(data).decode(errors="replace")
 
 
-def test_an_output_that_ends_within_a_character_gives_the_replacement_last():
+def test_detokenizer_flush_returns_replacement_for_incomplete_character():
     assert pieces(BYTES, [], list("a🦜".encode())[:-1]) == ["a", "", "", "", REPLACEMENT]
 
 
-def test_special_tokens_and_ids_beyond_the_tokenizer_have_no_text():
+def test_detokenizer_ignores_special_and_unknown_ids():
     assert "".join(pieces(BYTES, [], [104, END, 299, 105])) == "hi"
 
 
-def test_a_space_that_a_tokenizer_writes_in_front_is_kept_after_a_prompt():
+def test_detokenizer_preserves_leading_space_after_prompt():
     tokenizer = space_tokenizer()
     assert "".join(pieces(tokenizer, [0], [1, 2])) == " worlds"
     assert "".join(pieces(tokenizer, [], [1] * 40)) == "world" + " world" * 39
 
 
-def test_single_bytes_beside_words_make_characters():
+def test_detokenizer_joins_byte_tokens_to_characters():
     tokens = [0, *map(byte_id, "你".encode()), 1]
     assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
 
@@ -109,7 +109,7 @@ RUNS = ["🎉🎉", "👍🏽", "❤️", "😀😁😂 ab", "— “quoted” �
 
 @pytest.mark.parametrize("text", RUNS, ids=range(len(RUNS)))
 @pytest.mark.parametrize("prompt", [[], [0], [3 + 0xBD], [*range(3 + 0xA0, 3 + 0xB0)]], ids=len)
-def test_characters_of_single_bytes_in_a_row_are_whole(text, prompt):
+def test_detokenizer_byte_token_runs_equal_text(text, prompt):
     given_pieces = pieces(space_tokenizer(), prompt, space_tokens(text))
     assert "".join(given_pieces) == text
     assert given_pieces[-1] == ""  # nothing waits for the end
@@ -123,12 +123,12 @@ WORDS_AND_BYTES = st.lists(
 
 @given(WORDS_AND_BYTES)
 @settings(deadline=None, max_examples=200)
-def test_words_and_single_bytes_join_to_the_text(parts: list[str]):
+def test_detokenizer_words_and_byte_tokens_equal_text(parts: list[str]):
     text = "".join(parts)
     assert "".join(pieces(space_tokenizer(), [0], space_tokens(text))) == text
 
 
-def test_a_character_cut_short_by_a_word_is_one_replacement():
+def test_detokenizer_incomplete_character_is_one_replacement():
     half = [3 + byte for byte in "好".encode()[:2]]
     got = pieces(space_tokenizer(), [0], [*half, 1, *half])
     assert "".join(got) == f"{REPLACEMENT} world{REPLACEMENT}"
@@ -136,7 +136,7 @@ def test_a_character_cut_short_by_a_word_is_one_replacement():
 
 @given(st.binary(max_size=40))
 @settings(deadline=None, max_examples=50)
-def test_the_bytes_of_tokens_join_to_the_bytes_of_the_text(data: bytes):
+def test_bytes_of_tokens_equal_text_bytes(data: bytes):
     assert b"".join(BYTES.bytes_of(token) or b"?" for token in data) == data
     spaces = space_tokenizer()
     tokens = [3 + byte for byte in data]
@@ -145,7 +145,7 @@ def test_the_bytes_of_tokens_join_to_the_bytes_of_the_text(data: bytes):
     )
 
 
-def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
+def test_token_names_use_text_bytes_or_id():
     names = TokenNames(BYTES)
     assert names.name(ord(" ")) == " "
     assert names.name(0xC3) == r"bytes:\xc3"
@@ -155,14 +155,14 @@ def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
     assert TokenNames(None).name(65) == "token_id:65"
 
 
-def test_best_tokens_of_one_text_are_all_shown():
+def test_top_logprobs_keep_tokens_of_same_text():
     entry = ScoredToken(2, -1.0, [(byte_id(ord("s")), -0.5)], 0)  # as a word and as a byte
     found = for_completion([entry], TokenNames(space_tokenizer()))
     assert found["top_logprobs"] == [{"s": -0.5, "token_id:2": -1.0}]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
+def test_stop_string_matcher_independent_of_chunks(seed: int):
     rng = random.Random(seed)
     text = "".join(rng.choice("ab") for _ in range(60))
     stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(3, 6))) for _ in range(3))
@@ -176,14 +176,14 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
     assert (got if ended else got + finder.flush(), ended) == (want, bool(ends))
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back():
+def test_stop_string_matcher_holds_back_partial_match():
     finder = StopStringMatcher(("STOP",))
     assert finder.push("go ST", armed=True) == ("go ", False)
     assert finder.push("ST", armed=True) == ("ST", False)
     assert finder.push("OP!", armed=True) == ("", True)
 
 
-def test_tokens_text_and_speculation_end_at_the_same_event():
+def test_stop_string_truncates_tokens_text_and_statistics():
     """Others cut tokens, usage and statistics at different lengths (s#26163, s#39826)."""
     choice = new_choice(("lo w",))
     choice.take(event(list(b"h"), None))
@@ -198,7 +198,7 @@ def test_tokens_text_and_speculation_end_at_the_same_event():
     }
 
 
-def test_logprobs_end_where_tokens_end_and_know_their_place_in_the_text():
+def test_stop_string_truncates_logprobs_with_offsets():
     """Others cut tokens and logprobs at different lengths (s#26163, s#39826)."""
     choice = new_choice(("lo",))
     choice.take(with_logprobs(event(list("é".encode()), None)))
@@ -211,32 +211,32 @@ def test_logprobs_end_where_tokens_end_and_know_their_place_in_the_text():
     assert choice.logprobs[-1].best == [(ord("o"), -float(ord("o")))]
 
 
-def test_a_stop_string_before_the_length_limit_wins():
+def test_stop_string_takes_precedence_over_length():
     """A length cap hid an earlier stop elsewhere (s#31599)."""
     choice = new_choice(("b",))
     piece = choice.take(event(list(b"abc"), 2, FinishReason.LENGTH))
     assert (piece.delta.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
 
 
-def test_a_stop_string_before_min_tokens_is_text():
+def test_stop_string_before_min_tokens_is_ignored():
     choice = new_choice(("b",), min_tokens=3)
     assert choice.take(event(list(b"abcab"), 3)).delta.text == "abca"
     assert choice.tokens == list(b"abcab")
 
 
-def test_a_stop_token_has_no_text_but_counts():
+def test_stop_token_is_counted_without_text():
     choice = new_choice(())
     piece = choice.take(event(list(b"ab."), 2, FinishReason.STOP))
     assert (piece.delta.text, choice.tokens) == ("ab", list(b"ab."))
 
 
-def test_held_text_is_given_at_the_end():
+def test_choice_returns_held_text_at_finish():
     choice = new_choice(("xyz",))
     assert choice.take(event(list(b"abxy"), None)).delta.text == "ab"
     assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).delta.text == "xyx"
 
 
-def test_chat_templates_render_as_hugging_face_does(tmp_path):
+def test_encode_chat_renders_template_and_raises_its_errors(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
@@ -264,7 +264,7 @@ DUMPED = [
 
 
 @pytest.mark.parametrize("template", [MARKED, *DUMPED])
-def test_a_template_renders_as_transformers_does(tmp_path, template):
+def test_render_chat_matches_transformers(tmp_path, template):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -279,7 +279,7 @@ ROLES = (
 )
 
 
-def test_a_developer_is_a_system_where_the_template_knows_none(tmp_path):
+def test_developer_role_becomes_system_if_unsupported(tmp_path):
     """Others pass the role on, and most templates drop the message without a word (s#40082)."""
     save_tokenizer(tmp_path)
     messages = [{"role": "developer", "content": "be brief"}]
@@ -292,7 +292,7 @@ def test_a_developer_is_a_system_where_the_template_knows_none(tmp_path):
     assert messages[0]["role"] == "developer"
 
 
-def test_a_template_cannot_reach_the_machine(tmp_path):
+def test_chat_template_rejects_unsafe_attributes(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -310,7 +310,7 @@ def test_a_template_cannot_reach_the_machine(tmp_path):
         ("chat_template.jinja", "{% if %}"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, name, content):
+def test_tokenizer_from_folder_names_broken_file(tmp_path, name, content):
     save_tokenizer(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match="cannot be read|not valid JSON|JSON object") as caught:
@@ -318,7 +318,7 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_prompt_is_whole_whatever_training_left_in_the_file(tmp_path):
+def test_encode_ignores_stored_truncation_and_padding(tmp_path):
     save_tokenizer(tmp_path)
     stored = byte_tokenizer()
     stored.enable_truncation(16)
@@ -333,12 +333,12 @@ def test_a_prompt_is_whole_whatever_training_left_in_the_file(tmp_path):
     assert ids == [257, *b"x" * 100, 258]
 
 
-def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+def test_tokenizer_from_empty_folder_returns_none(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_mark_is_shown_also_where_it_is_a_special_token(tmp_path, special):
+def test_decode_shows_delimiters_that_are_special_tokens(tmp_path, special):
     """Its parser would never find it; where there is none it is as hidden as others."""
     save_tokenizer(tmp_path, marked_tokenizer(special=special))
     text = "<think>hm</think><tool_call>{}</tool_call>"
@@ -376,7 +376,7 @@ def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(source, {})
 
 
-def test_tools_that_a_template_never_lists_are_refused_and_messages_of_tools_written():
+def test_render_rejects_tools_of_template_without_tools():
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(
         TemplateError, match="the chat template of the model does not support tools"
@@ -387,13 +387,13 @@ def test_tools_that_a_template_never_lists_are_refused_and_messages_of_tools_wri
 
 
 @pytest.mark.parametrize("way", LISTING)
-def test_tools_are_written_however_a_template_reads_them(way):
+def test_render_writes_tools_for_any_template_form(way):
     text = template_of(LISTING[way]).render(Conversation([], [CALLED]))
     assert "SECRET_NAME" in text
 
 
 @pytest.mark.parametrize("part", ["tools", "messages"])
-def test_a_function_that_a_template_leaves_out_is_refused(part: str):
+def test_render_rejects_omitted_function(part: str):
     """It knows tools and calls, and writes neither here."""
     template = template_of("{% if tools == 1 %}{{ tools }}{% endif %}{# tool_calls #}")
     called = [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]
@@ -403,6 +403,6 @@ def test_a_function_that_a_template_leaves_out_is_refused(part: str):
     assert refused.value.part == part
 
 
-def test_a_template_that_sets_its_own_tools_reads_no_others():
+def test_render_rejects_tools_overwritten_by_template():
     with pytest.raises(TemplateError, match="does not support tools"):
         template_of("{% set tools = ['mine'] %}{{ tools }}").render(Conversation([], [CALLED]))

@@ -37,7 +37,7 @@ def save(folder: Path, name: str, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_tokens_beside_the_file_are_tokens(tmp_path: Path, name: str):
+def test_added_token_files_match_transformers(tmp_path: Path, name: str):
     save(tmp_path, name, FILES[name])
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
@@ -50,7 +50,7 @@ def test_tokens_beside_the_file_are_tokens(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_grammars_and_drafters_see_them_too(tmp_path: Path, name: str):
+def test_added_tokens_reach_grammars_and_drafters(tmp_path: Path, name: str):
     save(tmp_path, name, FILES[name])
     found = tokens_of(tmp_path)
     assert found is not None
@@ -70,7 +70,7 @@ def test_grammars_and_drafters_see_them_too(tmp_path: Path, name: str):
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "cannot be read"),
     ],
 )
-def test_files_that_contradict_each_other_are_refused(
+def test_contradicting_token_files_raise(
     tmp_path: Path, name: str, content: dict[str, Any], reason: str
 ):
     save(tmp_path, name, content)

@@ -41,7 +41,7 @@ def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("style", STYLES)
-def test_every_text_of_the_grammar_is_read_as_a_call_that_is_valid(style, name):
+def test_call_grammar_outputs_parse_as_valid_calls(style, name):
     schema = SCHEMAS[name]
     shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
     named = {bytes([byte]): [byte] for byte in range(256)}
@@ -77,7 +77,7 @@ def elements(**parameters: str) -> str:
         ({}, ("x", "1"), ()),
     ],
 )
-def test_a_text_stands_without_quotes_wherever_the_schema_takes_one(schema, right, wrong):
+def test_qwen3_coder_grammar_writes_strings_without_quotes(schema, right, wrong):
     document = {
         "properties": {"a": schema},
         "$defs": {
@@ -92,7 +92,7 @@ def test_a_text_stands_without_quotes_wherever_the_schema_takes_one(schema, righ
         assert not follows(compiled, elements(a=text)), text
 
 
-def test_a_function_that_is_held_to_nothing_takes_any_parameters():
+def test_call_grammar_without_schema_accepts_any_parameters():
     """Beside one that is strict, say."""
     for text in (elements(), elements(x="1", y="a\nb")):
         assert follows(forced("qwen3_coder", None), text)
@@ -111,13 +111,13 @@ def test_a_function_that_is_held_to_nothing_takes_any_parameters():
         ({"anyOf": [{"$ref": "#/properties/a"}]}, "nests references more than"),
     ],
 )
-def test_what_a_text_without_quotes_cannot_be_held_to_is_refused_by_name(schema, reason):
+def test_qwen3_coder_grammar_rejects_unsupported_string_keywords(schema, reason):
     defs = {"short": {"type": "string", "maxLength": 3}, "round": {"$ref": "#/$defs/round"}}
     with pytest.raises(InvalidGrammarError, match=reason):
         forced("qwen3_coder", {"properties": {"a": schema}, "$defs": defs})
 
 
-def test_a_part_of_a_document_takes_along_what_it_points_at_and_leaves_values_as_they_are():
+def test_standalone_schema_keeps_references_and_values():
     value = {"$ref": "#/$defs/A"}
     document = {"$defs": {"A": {"const": value}, "B": {"properties": {"const": value}}}}
     assert standalone({"$ref": "#/$defs/B"}, document) == {
@@ -139,7 +139,7 @@ CALL_OF = {
 
 
 @pytest.mark.parametrize("style", CALL_OF)
-def test_json_of_a_call_has_the_white_space_of_templates_alone(style: str):
+def test_json_call_grammar_allows_only_template_white_space(style: str):
     value = {"a": [1, {"x": []}], "b": {"y": "p, q: r\n", "z": {}}}
     compiled = forced(style, SPACED)
     head, tail = CALL_OF[style].rsplit("{}", 1)
@@ -154,14 +154,14 @@ def test_json_of_a_call_has_the_white_space_of_templates_alone(style: str):
         assert not follows(compiled, head + text + tail), text
 
 
-def test_json_of_an_element_has_the_white_space_of_templates_alone():
+def test_qwen3_coder_json_allows_only_template_white_space():
     compiled = forced("qwen3_coder", {"properties": {"a": {"type": "array"}}})
     assert follows(compiled, elements(a="[1, 2]"))
     assert not follows(compiled, elements(a="[1,2]"))
     assert not follows(compiled, elements(a="[1,\n2]"))
 
 
-def test_number_beyond_float64_stays_as_it_is_written():
+def test_tool_call_parser_preserves_numbers_beyond_float64():
     schema = {"properties": {"a": {"type": "object"}, "b": {"type": "number"}}}
     parser = new_parser("qwen3_coder", Said({"f": schema}, None, are_calls_held=True), None)
     (call,) = parser.push(elements(a='{"x": 1e999}', b="-2E400")).tool_calls

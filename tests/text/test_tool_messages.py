@@ -61,7 +61,7 @@ def talk(content: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("content", ["", "I will look."])
 @pytest.mark.parametrize("name", TEMPLATES_OF_TEXT)
-def test_conversation_with_calls_is_whole(name: str, content: str):
+def test_render_keeps_calls_for_string_argument_templates(name: str, content: str):
     template = ChatTemplate(TEMPLATES_OF_TEXT[name], {})
     prompt = template.render(Conversation(talk(content)))
     assert prompt.count(json.dumps(ARGUMENTS, ensure_ascii=False)) == 4  # in questions and calls
@@ -70,19 +70,19 @@ def test_conversation_with_calls_is_whole(name: str, content: str):
     assert all(f"sunny {number}" in prompt for number in range(2))
 
 
-def test_text_beside_a_call_stays_where_the_template_writes_both():
+def test_render_keeps_text_next_to_call():
     template = ChatTemplate(TEMPLATES_OF_TEXT["added"], {})
     assert template.render(Conversation(talk("I will look."))).count("I will look.") == 2
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek", "mistral"])
-def test_template_of_objects_gets_messages_as_they_are(name: str):
+def test_template_reading_objects_receives_messages_unchanged(name: str):
     prompt = ChatTemplate(TEMPLATES[name], {}).render(Conversation(talk("")))
     written = environment().from_string(TEMPLATES[name])
     assert prompt == written.render(messages=talk(""), add_generation_prompt=True)
 
 
-def test_template_without_calls_is_still_refused():
+def test_render_rejects_template_without_calls():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %} tool", {})
     with pytest.raises(TemplateError, match="omits the function 'weather'"):
         template.render(Conversation(talk("")[1:3]))

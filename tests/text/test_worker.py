@@ -28,7 +28,7 @@ worker.run(lambda given: take, read=int, deadline_s=10.0, max_memory=256 * {MB})
 
 
 @pytest.mark.parametrize("limit", ["", "ulimit -v 4000000; "])
-def test_addresses_that_libraries_hold_are_not_what_the_work_takes(limit):
+def test_worker_memory_limit_excludes_reserved_addresses(limit):
     asked = b"".join(map(worker.pack, (0, 128 * MB, 512 * MB, 64 * MB)))
     command = ["sh", "-c", f'{limit}exec "$0" -c "$1"', sys.executable, WORKER]
     said = subprocess.run(command, input=asked, capture_output=True, cwd=ROOT, check=True).stdout
