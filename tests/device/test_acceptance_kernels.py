@@ -52,7 +52,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], list[np.nd
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_follows_as_the_specification(name: str, run) -> None:
+def test_follow_kernel_matches_spec(name: str, run) -> None:
     accepted, failed = 0, 0
     for seed in range(8):
         arguments = CASES[name].arguments(seed)
@@ -66,7 +66,7 @@ def test_a_kernel_follows_as_the_specification(name: str, run) -> None:
 
 @pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_plain_operations_follow_as_the_specification(name: str, ops) -> None:
+def test_plain_follow_matches_spec(name: str, ops) -> None:
     arguments = CASES[name].arguments(3)
     make = jnp.asarray if ops is jax_impl.ops else torch.tensor
     given = given_of(arguments, make)
@@ -76,14 +76,14 @@ def test_the_plain_operations_follow_as_the_specification(name: str, ops) -> Non
         np.testing.assert_array_equal(np.asarray(getattr(got, field)), wanted)
 
 
-def test_the_languages_have_one_signature() -> None:
+def test_follow_kernels_same_signature_as_spec() -> None:
     specified = list(inspect.signature(spec.follow).parameters)
     for modules in KERNELS.values():
         names = inspect.signature(modules["acceptance"].follow).parameters
         assert [n for n in names if n != "interpret"] == specified
 
 
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
+def test_jax_follow_kernel_lowered_for_gpu_only(monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
     follow = jax_impl.ops.kernel_or_reference(ops.kernel_follow, ops.plain_follow)
@@ -98,7 +98,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_torch_follows_by_the_kernel_on_a_gpu(monkeypatch) -> None:
+def test_torch_follow_kernel_matches_spec(monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     device = "cuda" if ON_GPU else "cpu"
     arguments = follow_arguments(1, **SIZES)

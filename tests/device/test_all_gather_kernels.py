@@ -28,43 +28,43 @@ DEVICES = len(jax.devices()) if jax.default_backend() == "gpu" else 1
 @on_two_gpus
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_torch_gathers_the_columns_of_all_ranks(ranks: int, is_captured: bool) -> None:
+def test_torch_all_gather_returns_columns_of_all_ranks(ranks: int, is_captured: bool) -> None:
     found = in_processes(ranks, gathers_of_torch, 3 if ranks > GPUS else 12, is_captured)
     assert not [wrong for each in found for wrong in each]
 
 
 @on_two_gpus
 @pytest.mark.parametrize("ranks", [n for n in (2, 4, 8) if n <= max(DEVICES, 2)])
-def test_jax_gathers_the_columns_of_all_ranks(ranks: int) -> None:
+def test_jax_all_gather_returns_columns_of_all_ranks(ranks: int) -> None:
     assert not gathers_of_jax(ranks, 12)
 
 
 @on_two_gpus
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torch_gathers_the_rows_that_are_listed(ranks: int) -> None:
+def test_torch_all_gather_returns_listed_rows(ranks: int) -> None:
     found = in_processes(ranks, rows_of_torch, 3 if ranks > GPUS else 8)
     assert not [wrong for each in found for wrong in each]
 
 
 @on_two_gpus
-def test_jax_gathers_the_rows_that_are_listed() -> None:
+def test_jax_all_gather_returns_listed_rows() -> None:
     assert not rows_of_jax(2, 8)
 
 
 @on_two_gpus
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_products_of_torch_give_all_ranks_the_bits_of_one_gpu(ranks: int) -> None:
+def test_torch_tp_linear_bitwise_equal(ranks: int) -> None:
     found = in_processes(ranks, products_of_torch, 3 if ranks > GPUS else 8)
     assert not [wrong for each in found for wrong in each]
 
 
 @on_two_gpus
-def test_products_of_jax_give_all_ranks_the_bits_of_one_gpu() -> None:
+def test_jax_tp_linear_bitwise_equal() -> None:
     assert not products_of_jax(2, 8)
 
 
 @on_two_gpus
-def test_torch_says_which_rank_is_missing_and_where() -> None:
+def test_torch_missing_rank_sets_peer_timeout() -> None:
     (first, is_no_number), (last, _) = in_processes(2, missing_of_torch, 1 << 16)
     assert first == PeerTimeout(rank=1, call=1)
     assert is_no_number
@@ -72,7 +72,7 @@ def test_torch_says_which_rank_is_missing_and_where() -> None:
 
 
 @on_two_gpus
-def test_jax_says_which_rank_is_missing_and_where() -> None:
+def test_jax_missing_rank_sets_peer_timeout() -> None:
     assert missing_of_jax(2, 1 << 16) == [PeerTimeout(rank=1, call=3), None]
 
 
@@ -84,12 +84,12 @@ def test_jax_says_which_rank_is_missing_and_where() -> None:
         ((8, 1 << 27), "a mailbox must have less than 2 GiB, got"),
     ],
 )
-def test_mailboxes_of_other_sizes_are_refused(sizes: tuple[int, int], why: str) -> None:
+def test_buffer_layout_rejects_invalid_sizes(sizes: tuple[int, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         BufferLayout(*sizes)
 
 
-def test_an_error_word_says_the_rank_and_the_call() -> None:
+def test_peer_timeout_read_decodes_rank_and_call() -> None:
     assert PeerTimeout.read(0) is None
     assert PeerTimeout.read(145 * 16 + 7 + 1) == PeerTimeout(rank=7, call=145)
 
@@ -97,6 +97,6 @@ def test_an_error_word_says_the_rank_and_the_call() -> None:
 @on_two_gpus
 @pytest.mark.parametrize(("name", "is_joined"), [*((n, False) for n in MODELS), ("dense", True)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_have_the_bits_of_one_gpu(backend: str, name: str, is_joined: bool) -> None:
+def test_tp_steps_bitwise_equal(backend: str, name: str, is_joined: bool) -> None:
     said = run_part(backend, name, is_joined=is_joined)
     assert said[0].isdigit(), said

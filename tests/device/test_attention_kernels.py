@@ -94,14 +94,14 @@ TREE = CASES["tree"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_sees_the_committed_positions_and_its_ancestors(name: str, run) -> None:
+def test_attention_matches_spec(name: str, run) -> None:
     case = CASES[name]
     # Half precision: weights (at most 1) and results (below 4 here) have 8 bits.
     tolerance = 2e-2 if case.half else FLOAT32
     np.testing.assert_allclose(run(case), specified(case), atol=tolerance, rtol=0)
 
 
-def test_a_chain_needs_no_mask(run) -> None:
+def test_attention_chain_without_mask_matches_spec(run) -> None:
     tree = tree_case(num_nodes=[7, 3, 1], lengths=[60, 109, 31], chain=True)
     is_real = np.arange(len(tree.q)) < tree.num_rows
     node = np.where(is_real, np.arange(len(tree.q)) - tree.row_starts[tree.request], -1)
@@ -112,7 +112,7 @@ def test_a_chain_needs_no_mask(run) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 12])
-def test_rows_of_a_block_see_what_lies_behind_them_too(window, is_causal, run) -> None:
+def test_attention_draft_block_matches_spec(window, is_causal, run) -> None:
     block = BlockConfig(
         size=7,
         mask_id=0,
@@ -133,7 +133,7 @@ def test_rows_of_a_block_see_what_lies_behind_them_too(window, is_causal, run) -
     np.testing.assert_allclose(run(case), specified(case), atol=FLOAT32, rtol=0)
 
 
-def test_what_no_row_sees_harms_nobody(run) -> None:
+def test_attention_ignores_nan_in_invisible_positions(run) -> None:
     case = tree_case(num_nodes=[3, 7, 0], lengths=[37, 18, 0], draft_from=(20, 0, 0))
     used = np.zeros(case.k_pages.shape[:2], bool)
     for request, (low, high) in enumerate([(20, 40), (0, 25)]):
@@ -147,7 +147,7 @@ def test_what_no_row_sees_harms_nobody(run) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float, run) -> None:
+def test_attention_nan_reaches_only_visible_rows(bad: float, run) -> None:
     node = 1
     v_pages = TREE.v_pages.copy()
     v_pages[TREE.page_table[0, (30 + node) // 16], (30 + node) % 16] = bad
@@ -158,13 +158,13 @@ def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float,
     np.testing.assert_array_equal(got[~spoiled], run(TREE)[~spoiled])
 
 
-def test_padding_is_zero(run) -> None:
+def test_attention_padding_rows_are_zero(run) -> None:
     assert not run(TREE)[TREE.num_rows :].any()
     idle = replace(TREE, row_starts=0 * TREE.row_starts, until=0 * TREE.until)
     assert not run(replace(idle, window=idle.window & False)).any()
 
 
-def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(run) -> None:
+def test_attention_row_is_batch_invariant(run) -> None:
     case = CASES["large pages, many splits"]
     together = run(case)
     for request, row in [(0, 0), (0, 6), (1, 9), (2, 16)]:
@@ -191,7 +191,9 @@ class Searches:
     ("D", "dtype", "page", "max_rows"),
     [(16, "float32", 1, 1), (128, "bfloat16", 64, 16), (256, "float32", 16, 64)],
 )
-def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, monkeypatch) -> None:
+def test_pallas_attention_lowers_for_gpu(
+    D: int, dtype: str, page: int, max_rows: int, monkeypatch
+) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
     searched = Searches()
     monkeypatch.setattr(sys, "meta_path", [searched, *sys.meta_path])
@@ -217,7 +219,7 @@ OTHER_TILES = [
 ]
 
 
-def test_tiles_leave_the_bits_as_they_are(run) -> None:
+def test_attention_bits_independent_of_tile_config(run) -> None:
     case = CASES["half precision"]
     want = run(case)
     for tiles in OTHER_TILES:
@@ -229,7 +231,7 @@ def test_tiles_leave_the_bits_as_they_are(run) -> None:
     [{"span": 256}, {"split": 64}, {"tile_float32": 32}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_another_order_gives_right_results_with_other_bits(changed: dict, run) -> None:
+def test_attention_reduction_order_changes_bits_within_tolerance(changed: dict, run) -> None:
     case = CASES["large pages, many splits"]
     got = run(case, order=replace(ATTENTION, **changed))
     np.testing.assert_allclose(got, specified(case), atol=FLOAT32, rtol=0)

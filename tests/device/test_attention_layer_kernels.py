@@ -88,7 +88,7 @@ each_case = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
 @each_case
-def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
+def test_attention_layer_matches_spec(name: str, how: How, run) -> None:
     case, got = CASES[name], found(run, name, how)
     out, *pools = specified(case)
     tolerance = HALF if case.half else FLOAT32
@@ -103,7 +103,7 @@ def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
 
 
 @each_case
-def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
+def test_attention_layer_fused_and_split_bitwise_equal(name: str, run) -> None:
     fused, apart = (found(run, name, how) for how in (FUSED, APART))
     # XLA rounds arrays of one row otherwise on a CPU.
     is_rounded = INTERPRET and run is run_pallas and CASES[name].most_rows == 1
@@ -114,7 +114,7 @@ def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
 
 
 @pytest.mark.parametrize("how", [FUSED, APART] if "triton" in KERNELS else [])
-def test_rows_may_be_views_of_other_numbers(how: How) -> None:
+def test_attention_layer_accepts_strided_rows(how: How) -> None:
     """As those of a batch of one: its request is one number that each row sees."""
     others = lambda x: torch.stack([x, x.logical_not().to(x.dtype)], dim=-1)[..., 0]  # noqa: E731
     want = found(run_triton, "trees", how)
@@ -152,7 +152,7 @@ UNCUT = {"programs": 1, "splits": 1}
     ],
     ids=str,
 )
-def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name, span, most_parts, cut, run):
+def test_attention_layer_bits_independent_of_tile_config(name, span, most_parts, cut, run):
     tiles, order = replace(SHARED, **cut), replace(SHORT, span=span)
     got = found(run, name, How(True, order, most_parts, tiles))
     want = found(run, name, How(False, order))
@@ -160,7 +160,7 @@ def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name, span, most_parts,
     assert not np.asarray(got.arrivals).any()
 
 
-def test_the_order_of_the_spans_is_part_of_the_bits(run) -> None:
+def test_attention_layer_reduction_order_changes_bits(run) -> None:
     case, tiles = CASES["trees"], replace(SHARED, **UNCUT)
     others = [replace(SHORT, split=16)]
     if run is run_triton or not INTERPRET:  # XLA compiles each order for seconds
@@ -174,7 +174,7 @@ def test_the_order_of_the_spans_is_part_of_the_bits(run) -> None:
 
 
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
-def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(how: How, run) -> None:
+def test_attention_layer_row_is_batch_invariant(how: How, run) -> None:
     case = CASES["chains"]
     together = found(run, "chains", how)
     for request, row in [(0, 0), (0, 3), (2, 6)]:
@@ -188,7 +188,7 @@ def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(how: How, run) -> No
 
 
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
-def test_padding_is_zero_and_writes_nothing(how: How, run) -> None:
+def test_attention_layer_padding_writes_nothing(how: How, run) -> None:
     case = tree_case([2, 0, 7], [0, 0, 0])
     rows = replace(case.rows, is_real=case.rows.is_real & False, until=0 * case.rows.until)
     rows = replace(rows, window=rows.window & False)
@@ -198,7 +198,7 @@ def test_padding_is_zero_and_writes_nothing(how: How, run) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float, run) -> None:
+def test_attention_layer_nan_reaches_only_visible_rows(bad: float, run) -> None:
     case, node = CASES["trees"], 2
     qkv = case.qkv.copy()
     qkv[node, -1] = bad  # the new value of a node of the first request
@@ -215,7 +215,7 @@ K_HEADS = 3
 
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str) -> None:
+def test_row_bounds_kernel_matches_spec(name: str, language: str) -> None:
     case = CASES[name]
     names = ("row_starts", "places", "first", "until", "is_real")
     arrays = {key: arrays_of(case)[key] for key in names}
@@ -254,7 +254,9 @@ def pallas_reach(max_rows: int) -> Callable[..., tuple]:
         *((D, "bfloat16", 64, 4, True) for D in (48, 64, 80, 96, 112, 192)),
     ],
 )
-def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, gated: bool) -> None:
+def test_pallas_attention_layer_lowers_for_gpu(
+    D: int, dtype: str, page: int, max_rows: int, gated: bool
+) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
     R, B, item_bytes = 2 * max_rows, 2, jnp.dtype(dtype).itemsize
     floats = {"projected": (R, (8 * (1 + gated) + 4) * D), "kv": (3, 2, 9, page, 2, D)}
@@ -285,7 +287,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
         assert lowered.count("__gpu$xla.gpu.triton") == 1
 
 
-def test_the_kernels_have_one_signature() -> None:
+def test_attention_layer_kernels_same_signature() -> None:
     for module, kernel in (
         ("attention", "attend"),
         ("qk_norm_rope_kv_write", "place"),
@@ -339,7 +341,7 @@ def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
 
 
 @pytest.mark.parametrize(("name", "launches"), list(zip(TAKEN, (1, 2, 2), strict=True)))
-def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, launches, monkeypatch) -> None:
+def test_jax_attention_layer_kernels_lowered_for_gpu_only(name, launches, monkeypatch) -> None:
     case, placed = TAKEN[name]
     op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"], placed=placed)
     program = traced(op, case)
@@ -350,7 +352,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, launches, monkey
     assert launched == {"cpu": 0, "cuda": launches}
 
 
-def test_jax_asks_the_same_of_rows_by_its_kernel_and_without(monkeypatch) -> None:
+def test_jax_row_bounds_kernel_and_reference_same_shapes(monkeypatch) -> None:
     mix = jax_impl.ops.attention.attention_layer
     on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     reach = jax_impl.ops.kernel_or_reference(mix.kernel_reach, mix.plain_reach)
@@ -360,7 +362,7 @@ def test_jax_asks_the_same_of_rows_by_its_kernel_and_without(monkeypatch) -> Non
     assert arrivals.shape == pools.arrivals.shape
 
 
-def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
+def test_jax_reference_ops_disables_kernels(monkeypatch) -> None:
     op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     with jax_impl.ops.reference_ops():
         assert "pallas_call" not in str(traced(op, FEW).jaxpr)
@@ -369,7 +371,7 @@ def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> N
     assert "attention_layer" in jax_impl.ops.kernel_names()
 
 
-def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
+def test_torch_attention_layer_on_cpu_uses_no_kernel(monkeypatch) -> None:
     nothing = dict.fromkeys(KERNELS["pallas"])  # would fail if it were called
     op = on_a_gpu(monkeypatch, torch_impl.ops, nothing)
     got = op(*op_arguments(FEW, torch_impl.ops, torch.from_numpy))[real(FEW)]
@@ -378,9 +380,7 @@ def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize(("case", "placed"), TAKEN.values(), ids=TAKEN)
-def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
-    case, placed, monkeypatch
-) -> None:
+def test_torch_reference_ops_disables_kernels(case, placed, monkeypatch) -> None:
     on_a_gpu(monkeypatch, torch_impl.ops, KERNELS["triton"], placed=placed)
     device = "cuda" if ON_GPU else "cpu"
     arguments = op_arguments(
@@ -394,7 +394,7 @@ def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
         assert torch_impl.ops.kernels_on(torch.device("cuda")) is None
 
 
-def test_a_machine_without_a_gpu_has_no_kernels() -> None:
+def test_kernel_names_empty_without_gpu() -> None:
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
         assert ops.kernel_names() == (list(MODULES) if has_gpu else [])
         assert (ops.KERNELS is None) == (not has_gpu)

@@ -74,7 +74,7 @@ def assert_mixed(got: Found, want: Found) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "sizes"), PAIRS)
-def test_a_described_mix_has_the_bits_of_mix(name: str, sizes: str, language: str) -> None:
+def test_attention_layer_sm90_bitwise_equal(name: str, sizes: str, language: str) -> None:
     got = RUN[language](case_of(name, sizes), How(True, tiles=DESCRIBED))
     assert_mixed(got, today(language, name, sizes))
     np.testing.assert_array_equal(got.out, today("triton", name, sizes).out)
@@ -82,16 +82,16 @@ def test_a_described_mix_has_the_bits_of_mix(name: str, sizes: str, language: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cut", [{"programs": 1}, {"programs": 2}, {"stages": 1}], ids=str)
-def test_how_it_is_cut_leaves_the_bits_as_they_are(cut: dict[str, int], language: str) -> None:
+def test_attention_layer_sm90_bits_independent_of_tile_config(
+    cut: dict[str, int], language: str
+) -> None:
     got = RUN[language](case_of("spans", "model"), How(True, tiles=replace(DESCRIBED, **cut)))
     assert_mixed(got, today(language, "spans", "model"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_described_value_that_is_no_number_reaches_only_rows_that_see_it(
-    bad: float, language: str
-) -> None:
+def test_attention_layer_sm90_nan_reaches_only_visible_rows(bad: float, language: str) -> None:
     case, node = case_of("trees", "model"), 3
     qkv = case.qkv.copy()
     qkv[node, -1] = bad  # the new value of a node of the first request

@@ -83,9 +83,7 @@ def described(language: str, case: MixCase, stages: int = 2) -> Found:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "sizes"), PAIRS)
-def test_a_described_attention_has_the_bits_of_attention(
-    name: str, sizes: str, language: str
-) -> None:
+def test_attention_sm90_bitwise_equal(name: str, sizes: str, language: str) -> None:
     got = described(language, case_of(name, sizes))
     assert_equal(got, today(language, name, sizes))
     np.testing.assert_array_equal(got.out, today("triton", name, sizes).out)
@@ -93,7 +91,7 @@ def test_a_described_attention_has_the_bits_of_attention(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stages", [1, 3])
-def test_the_stages_leave_the_bits_as_they_are(stages: int, language: str) -> None:
+def test_attention_sm90_bits_independent_of_stages(stages: int, language: str) -> None:
     got = described(language, case_of("spans", "model"), stages)
     assert_equal(got, today(language, "spans", "model"))
 
@@ -101,9 +99,7 @@ def test_the_stages_leave_the_bits_as_they_are(stages: int, language: str) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", ["model", "hybrid"])
 @pytest.mark.parametrize("row", [3, 30, 250])
-def test_a_described_value_that_is_no_number_reaches_only_rows_that_see_it(
-    row: int, sizes: str, language: str
-) -> None:
+def test_attention_sm90_nan_reaches_only_visible_rows(row: int, sizes: str, language: str) -> None:
     case = case_of("prompt", sizes)
     qkv = case.qkv.copy()
     qkv[row, -1] = np.nan  # the row's new value

@@ -108,18 +108,18 @@ LIKE_OTHERS = (
     "case",
     [pytest.param(x, marks=pytest.mark.matrix if x in LIKE_OTHERS else ()) for x in CASES],
 )
-def test_a_decode_step_on_a_gpu_has_no_branch_no_loop_and_no_sort(case):
+def test_decode_step_on_gpu_lowers_to_command_buffer(case):
     found = operations(lowered(*CASES[case], "cuda"))
     assert "dot_general" in found  # it is a step
     assert not found & BROKEN_BY
 
 
-def test_the_same_step_on_a_cpu_skips_what_no_row_needs():
+def test_decode_step_on_cpu_has_case_and_while():
     """So the test above looks at something: here the branches and the loops are there."""
     assert {"case", "while"} <= operations(lowered(*CASES["plain"], "cpu"))
 
 
-def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> None:
+def test_backend_of_shapes_lowers_same_program_as_arrays(monkeypatch) -> None:
     """As for a GPU that is not here; only a CPU takes stacks of layers apart, and needs them."""
     monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
     device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
@@ -135,7 +135,7 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
     assert text(jax.eval_shape(loaded)) == text(loaded())
 
 
-def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> None:
+def test_compiled_for_selects_gpu_kernels() -> None:
     case = next(case for case in table("slot_state") if not case.is_large)
     given = {name: x if x is None else jnp.asarray(x) for name, x in case.arguments(0).items()}
 
@@ -151,9 +151,7 @@ def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> No
 
 
 @pytest.mark.parametrize(("hidden", "keeps"), [(256, 128), (96, 96)])
-def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
-    hidden: int, keeps: int
-) -> None:
+def test_jax_residual_stream_gathered_by_kernels(hidden: int, keeps: int) -> None:
     """A rank keeps its columns where their squares are of whole chunks; XLA knows of no rank."""
     kernels, boxes = ops.Kernels.of("NVIDIA H200"), BufferLayout(2, BLOCK_BYTES)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

@@ -39,7 +39,7 @@ def program() -> Compiled:
     return jax.jit(lambda x: 3 * x).lower(X).compile()
 
 
-def test_a_program_is_found_by_what_it_is_and_what_it_was_made_from(keeping, program):
+def test_compilation_cache_keyed_by_backend_and_program(keeping, program):
     keeping("a model").keep("decode", program)
     found = keeping("a model").find("decode")
     np.testing.assert_array_equal(found(X), 3 * X)
@@ -47,7 +47,7 @@ def test_a_program_is_found_by_what_it_is_and_what_it_was_made_from(keeping, pro
     assert keeping("another").find("decode") is None
 
 
-def test_other_sources_flags_and_versions_make_other_programs(
+def test_compilation_cache_misses_after_source_or_version_change(
     keeping, program, tmp_path, monkeypatch
 ):
     keeping().keep("decode", program)
@@ -64,7 +64,7 @@ def test_other_sources_flags_and_versions_make_other_programs(
     assert keeping().find("decode") is not None
 
 
-def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program, tmp_path, caplog):
+def test_compilation_cache_replaces_corrupt_file_with_warning(keeping, program, tmp_path, caplog):
     keeping().keep("decode", program)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program,
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_program_is_found_in_a_folder_that_cannot_be_written(keeping, program, monkeypatch):
+def test_compilation_cache_hits_in_read_only_folder(keeping, program, monkeypatch):
     keeping().keep("decode", program)
 
     def refused(path):
@@ -85,7 +85,7 @@ def test_a_program_is_found_in_a_folder_that_cannot_be_written(keeping, program,
     assert keeping().find("decode") is not None
 
 
-def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path, caplog):
+def test_compilation_cache_warns_about_unwritable_folder(keeping, program, tmp_path, caplog):
     tmp_path.rmdir()
     tmp_path.write_text("no folder")
     keeping().keep("decode", program)
@@ -93,7 +93,9 @@ def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path, 
     assert keeping().find("decode") is None
 
 
-def test_a_full_disk_leaves_no_partial_program(keeping, program, tmp_path, caplog, monkeypatch):
+def test_compilation_cache_full_disk_leaves_no_partial_file(
+    keeping, program, tmp_path, caplog, monkeypatch
+):
     def fill(path: Path, content: bytes) -> None:
         with path.open("wb") as file:
             file.write(content[:100])
@@ -108,9 +110,7 @@ def test_a_full_disk_leaves_no_partial_program(keeping, program, tmp_path, caplo
     ]
 
 
-def test_programs_that_were_not_asked_for_the_longest_go_first(
-    keeping, program, tmp_path, monkeypatch
-):
+def test_compilation_cache_evicts_least_recently_used(keeping, program, tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache, "MOST_FILES", 2)
     names = ["plain", "chain", "tree"]
     for age, name in enumerate(names):
@@ -123,9 +123,7 @@ def test_programs_that_were_not_asked_for_the_longest_go_first(
     assert [keeping().find(name) is not None for name in names] == [True, False, True]
 
 
-def test_a_file_that_another_start_has_deleted_meanwhile_ends_no_start(
-    keeping, program, tmp_path, monkeypatch
-):
+def test_compilation_cache_eviction_ignores_deleted_file(keeping, program, tmp_path, monkeypatch):
     keeping().keep("decode", program)
     (file,) = tmp_path.iterdir()
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([file, folder / "gone.bin"]))
@@ -134,7 +132,7 @@ def test_a_file_that_another_start_has_deleted_meanwhile_ends_no_start(
     assert not file.exists()
 
 
-def test_a_backend_traces_nothing_that_an_earlier_start_has_kept(tmp_path):
+def test_backend_compiles_nothing_on_second_start(tmp_path):
     config, weights = contract_model()
     capacity = contract_capacity(config)
     chosen = next(p for p in capacity.programs if p.work is StepKind.PREFILL)

@@ -42,7 +42,7 @@ def leaves(folder):
     return jax.tree.leaves(model), sum(read)
 
 
-def test_both_forms_load_the_same_weights_and_count_their_bytes(source, tmp_path):
+def test_convert_preserves_weights_and_byte_count(source, tmp_path):
     target = tmp_path / "target"
     assert main([str(source), str(target)]) == 0
     (want, want_bytes), (got, got_bytes) = leaves(source), leaves(target)
@@ -51,7 +51,7 @@ def test_both_forms_load_the_same_weights_and_count_their_bytes(source, tmp_path
     assert got_bytes == want_bytes > 0
 
 
-def test_everything_but_the_weights_is_copied(source, tmp_path):
+def test_convert_copies_config_and_tokenizer_files(source, tmp_path):
     target = tmp_path / "target"
     main([str(source), str(target)])
     names = {file.name for file in target.iterdir()}
@@ -59,7 +59,7 @@ def test_everything_but_the_weights_is_copied(source, tmp_path):
     assert config_from_folder(target) == config_from_folder(source)
 
 
-def test_a_converted_checkpoint_is_checked_before_it_is_read(source, tmp_path):
+def test_orbax_checkpoint_checks_shapes_before_load(source, tmp_path):
     target = tmp_path / "target"
     main([str(source), str(target)])
     config = config_from_folder(target)
@@ -80,7 +80,7 @@ def refusal(capsys, *argv):
     return last
 
 
-def test_what_cannot_be_converted_is_refused_in_one_sentence(source, tmp_path, capsys):
+def test_convert_rejects_unusable_source_or_target(source, tmp_path, capsys):
     assert "does not exist" in refusal(capsys, tmp_path / "nowhere", tmp_path / "new")
     assert "exists already" in refusal(capsys, source, source)
     (source / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 20)
@@ -88,13 +88,13 @@ def test_what_cannot_be_converted_is_refused_in_one_sentence(source, tmp_path, c
     assert not (tmp_path / "new").exists()
 
 
-def test_an_incomplete_orbax_folder_is_refused(source):
+def test_open_checkpoint_rejects_incomplete_orbax_folder(source):
     (source / "orbax").mkdir()
     with pytest.raises(CheckpointError, match="no complete Orbax checkpoint"):
         convert.open_checkpoint(source)
 
 
-def test_orbax_missing_names_the_extra(source, tmp_path, monkeypatch):
+def test_missing_orbax_error_names_extra(source, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="Install the extra `train`"):
         convert.convert(source, tmp_path / "new")
@@ -103,7 +103,7 @@ def test_orbax_missing_names_the_extra(source, tmp_path, monkeypatch):
         convert.open_checkpoint(source)
 
 
-def test_jax_server_imports_no_library_of_the_trainer():
+def test_jax_server_imports_no_training_libraries():
     """So that `make serve BACKEND=jax` need not install them; Orbax alone takes 2.6 s to import."""
     code = (
         "import sys, jax_impl.platform, jax_impl.llm\n"
@@ -112,7 +112,7 @@ def test_jax_server_imports_no_library_of_the_trainer():
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "set()\n"
 
 
-def test_the_command_ends_with_code_two_and_no_traceback(tmp_path):
+def test_convert_error_exits_with_code_two(tmp_path):
     command = [sys.executable, "-m", "jax_impl.convert", str(tmp_path / "a"), str(tmp_path / "b")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ended.returncode == EXIT_REFUSED

@@ -74,7 +74,7 @@ def run(language: str, function: str, given: Arguments) -> list[np.ndarray]:
 
 
 @each_case
-def test_both_languages_have_the_bits_of_the_plain_sums(function: str, sizes: str, monkeypatch):
+def test_convolution_kernels_bitwise_equal(function: str, sizes: str, monkeypatch):
     share_arithmetic(monkeypatch)
     given = arguments_of(function, sizes)
     want = in_torch(getattr(torch_impl.ops.gemm.convolution, f"plain_{function}"), given)[0]
@@ -88,7 +88,7 @@ def test_both_languages_have_the_bits_of_the_plain_sums(function: str, sizes: st
 
 
 @pytest.mark.parametrize("function", MADE)
-def test_jax_takes_a_kernel_in_programs_for_a_gpu_only(function: str, monkeypatch) -> None:
+def test_jax_convolution_kernel_lowered_for_gpu_only(function: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     call = getattr(jax_impl.ops.gemm.convolution, function)
     given = arguments_of(function, "odd")
@@ -105,7 +105,7 @@ def test_jax_takes_a_kernel_in_programs_for_a_gpu_only(function: str, monkeypatc
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize("function", MADE)
-def test_torch_hands_a_kernel_what_the_operation_was_given(function: str, monkeypatch) -> None:
+def test_torch_convolution_operation_bitwise_equal(function: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     given = arguments_of(function, "odd")
     call = getattr(torch_impl.ops.gemm.convolution, f"kernel_{function}")

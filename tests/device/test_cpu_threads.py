@@ -51,7 +51,7 @@ SELDOM = [pytest.param(threads, marks=pytest.mark.matrix) for threads in (1, 2)]
 
 
 @pytest.mark.parametrize("threads", [*SELDOM, 4])
-def test_prompts_of_independent_models_end_on_any_number_of_threads(threads: int) -> None:
+def test_jax_standalone_prefill_completes_with_any_threads(threads: int) -> None:
     """A target and the small model that drafts for it read a prompt in one program."""
     environment = {**os.environ, "NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", INDEPENDENT_PROMPTS]

@@ -72,7 +72,7 @@ def frameworks_of(cell: Cell) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_backends_agree_with_each_other_and_with_the_specification(cell, backends):
+def test_backends_match_spec(cell, backends):
     assert_cell(cell, backends, frameworks_of(cell))
 
 
@@ -80,7 +80,7 @@ def test_backends_agree_with_each_other_and_with_the_specification(cell, backend
 @pytest.mark.parametrize(
     "cell", [*MATRIX, *(each for each in CELLS if each.depth not in IN_JAX)], ids=str
 )
-def test_backends_agree_in_the_full_matrix(cell, backends):
+def test_backends_full_matrix_match(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 
@@ -94,11 +94,11 @@ REFERENCE_CELLS = [
 
 
 @pytest.mark.parametrize("cell", REFERENCE_CELLS, ids=str)
-def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
+def test_backends_acceptance_matches_spec(cell, backends):
     assert_cell(cell, backends, ("reference", *frameworks_of(cell)))
 
 
-def test_some_drafts_are_accepted_and_some_are_not(backends):
+def test_sampled_chain_accepts_every_depth(backends):
     """Else the matrix would prove nothing about either."""
     cell = Cell("qwen3_5", 3, SAMPLED, "mixed", 1, 16)
     served = backends.served("torch", cell)
@@ -106,7 +106,7 @@ def test_some_drafts_are_accepted_and_some_are_not(backends):
     assert {0, 1, 2, 3} <= set(accepted), accepted
 
 
-def test_the_default_choice_has_every_value_of_every_axis():
+def test_default_cells_cover_every_axis_value():
     for axis in ("family", "depth", "sampling", "load", "overlap", "page_size"):
         full = {getattr(cell, axis) for cell in full_product()}
         assert {getattr(cell, axis) for cell in CELLS} == full

@@ -77,28 +77,24 @@ MATRIX = [
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_torch_and_the_numpy_backend_agree_with_each_other_and_with_the_specification(
-    cell, backends
-):
+def test_torch_block_drafts_match_spec(cell, backends):
     assert_cell(cell, backends, ("reference", "torch"))
 
 
 @pytest.mark.parametrize("cell", JAX_CELLS, ids=str)
-def test_jax_agrees_with_torch_and_with_the_specification(cell, backends):
+def test_jax_block_drafts_match_torch(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
-def test_backends_agree_in_the_full_matrix(cell, backends):
+def test_block_drafts_full_matrix_match(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_blocks_are_accepted_to_every_depth_and_the_overlap_changes_nothing(
-    family, sampling, backends
-):
+def test_block_acceptance_independent_of_overlap(family, sampling, backends):
     """The acceptance of another engine differed in each combination (s#20547)."""
     runs = [
         backends.served("torch", each)
@@ -149,7 +145,7 @@ class Tiers(StaticController):
     ],
     ids=["short", "all", "jax"],
 )
-def test_short_chains_and_shared_verify_rows_give_the_plain_text(
+def test_short_chain_and_verify_budget_preserve_plain_output(
     frameworks, shapes, sampling, backends
 ):
     """And the backends accept alike, whichever of a block's drafts a step verifies."""
@@ -170,9 +166,7 @@ def test_short_chains_and_shared_verify_rows_give_the_plain_text(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_short_chain_has_the_first_drafts_of_the_block_which_stays_in_its_scratch(
-    framework, backends
-):
+def test_short_chain_keeps_block_drafts_within_scratch(framework, backends):
     """Past the reserved page the table names a neighbour's, whose only row of context would go."""
     backend = backends.get(framework, cell("qwen3_5", GREEDY, "mixed", 1, 16))
     host, page = Host(backend, {}), backend.capacity.page_size
@@ -193,7 +187,7 @@ def test_a_short_chain_has_the_first_drafts_of_the_block_which_stays_in_its_scra
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(family, backends):
+def test_draft_kv_gaps_preserve_plain_output(family, backends):
     each, served = cell(family, SAMPLED, "mixed", 1, 16), {}
     for framework in ("reference", "torch"):
         backend = backends.get(framework, each)
@@ -207,9 +201,7 @@ def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(f
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
-    framework, sampling, backends
-):
+def test_step_without_drafts_after_full_acceptance_preserves_output(framework, sampling, backends):
     each = cell("qwen3_5", sampling, "alone", 1, 16)
     backend = Starving(backends.get(framework, each))
     cells.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
@@ -222,7 +214,7 @@ def with_most_drafts(request: Request, most: int) -> Request:
 
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_a_limit_of_drafts_shortens_a_chain_and_leaves_the_block_as_wide(framework, backends):
+def test_max_drafts_shortens_chain_and_preserves_block(framework, backends):
     """Else the drafts that are left would be other ones: a row sees all of its block."""
     each, chains = cell("qwen3_5", GREEDY, "alone", 0, 16), []
     for most in (0, 1, 2, 3):
@@ -237,7 +229,7 @@ def test_a_limit_of_drafts_shortens_a_chain_and_leaves_the_block_as_wide(framewo
 
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_drafting_goes_on_where_a_preempted_request_left_off(framework, backends):
+def test_block_drafting_resumes_after_preemption(framework, backends):
     """With few pages some requests give theirs up and begin again with prompt and output."""
     each = cell("qwen3", SAMPLED, "mixed", 1, 16)
     backend = Fewer(backends.get(framework, each), 1 + 11)
@@ -250,7 +242,7 @@ def test_drafting_goes_on_where_a_preempted_request_left_off(framework, backends
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
-def test_sampled_chains_are_judged_by_the_rejection_rules_as_by_the_specification(framework, rule):
+def test_block_rejection_sampling_matches_spec(framework, rule):
     each, served = cell("qwen3", SAMPLED, "mixed", 1, 16), []
     capacity = replace(capacity_of("qwen3", 16, (CHAIN,)), accept_rule=rule)
     for name in ("reference", framework):
@@ -265,7 +257,7 @@ def test_sampled_chains_are_judged_by_the_rejection_rules_as_by_the_specificatio
 
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_the_golden_loop_gives_the_golden_text(framework):
+def test_block_drafts_generate_golden_output(framework):
     """The text of the reference implementation's own loop of drafting and verifying."""
     folder = Path(__file__).parents[1] / "golden"
     want = np.load(folder / "dflash" / "vectors.npz")

@@ -58,18 +58,18 @@ def is_usual(one: TreeCell) -> bool:
     [pytest.param(each, marks=() if is_usual(each) else pytest.mark.matrix) for each in CELLS],
     ids=str,
 )
-def test_texts_of_torch_are_the_specifications_whatever_drafts(one, backends):
+def test_torch_moe_output_matches_spec(one, backends):
     assert_cell(one, backends, ("torch",))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("one", CELLS, ids=str)
-def test_backends_agree_with_each_other_and_with_the_specification(one, backends):
+def test_moe_backends_match_spec(one, backends):
     assert_cell(one, backends, ("reference", "torch", "jax"))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
+def test_moe_standalone_self_draft_accepted_completely(family, backends):
     one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
     served = backends.served("torch", one)
     for number, outcome in served.items():
@@ -78,7 +78,7 @@ def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
 
 
 @pytest.mark.parametrize("family", [each for each in EXPERTS if each in WITH_MTP])
-def test_an_mtp_layer_with_experts_is_believed_sometimes(family, backends):
+def test_moe_mtp_drafts_accepted_partly(family, backends):
     one = cell(family, "NEXTN", CHAIN, GREEDY, "mixed", 1, 16)
     counts = [n for each in backends.served("torch", one).values() for n in each.accepted]
     assert 0.2 * len(counts) < sum(counts) < 2 * len(counts), counts
@@ -86,7 +86,7 @@ def test_an_mtp_layer_with_experts_is_believed_sometimes(family, backends):
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", EXPERTS)
-def test_drafts_of_seen_text_leave_the_plain_text(family, sampled):
+def test_moe_ngram_drafts_preserve_plain_output(family, sampled):
     config, weights = model_of(family)
     capacity = contract_capacity(config)
     programs = [

@@ -32,7 +32,7 @@ def backends() -> Iterator[Backends]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("family", DENSE)
-def test_backends_agree_with_each_other_and_with_the_specification(family, sampling, backends):
+def test_dense_families_match_spec(family, sampling, backends):
     overlap = 1 if sampling == GREEDY else 2
     one = cell(family, "STANDALONE", TREE, sampling, "mixed", overlap, 16)
     assert_cell(one, backends, ("torch", "jax") if family in IN_JAX else ("torch",))
@@ -40,7 +40,7 @@ def test_backends_agree_with_each_other_and_with_the_specification(family, sampl
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", [each for each in DENSE if each not in IN_JAX])
-def test_backends_agree_on_the_other_families(family, backends):
+def test_torch_only_dense_families_match_jax(family, backends):
     one = cell(family, "STANDALONE", TREE, SAMPLED, "mixed", 2, 16)
     assert_cell(one, backends, ("torch", "jax"))
 
@@ -48,13 +48,13 @@ def test_backends_agree_on_the_other_families(family, backends):
 @pytest.mark.matrix
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("family", DENSE)
-def test_backends_agree_on_chains(family, sampling, backends):
+def test_dense_family_chains_match_spec(family, sampling, backends):
     one = cell(family, "STANDALONE", CHAIN, sampling, "mixed", 1, 16)
     assert_cell(one, backends, ("reference", "torch", "jax"))
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
+def test_dense_standalone_self_draft_accepted_completely(family, backends):
     one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
     assert_cell(one, backends, ("torch",))
     served = backends.served("torch", one)

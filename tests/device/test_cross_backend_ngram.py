@@ -44,7 +44,7 @@ def expected(sampled: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_text_and_accepted_drafts_are_those_of_the_numpy_backend(backend, sampled, overlap):
+def test_ngram_output_and_acceptance_match_spec(backend, sampled, overlap):
     texts, accepted = expected(sampled)
     found = drafted(backend, sampled, overlap, texts)
     assert {n: outcome.tokens for n, outcome in found.items()} == texts
@@ -52,13 +52,13 @@ def test_text_and_accepted_drafts_are_those_of_the_numpy_backend(backend, sample
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_plain_texts_are_those_of_the_numpy_backend(backend, sampled):
+def test_plain_output_matches_spec(backend, sampled):
     assert plain(backend, sampled) == expected(sampled)[0]
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(framework, sampled):
+def test_ngram_default_shape_preserves_output_in_fewer_steps(framework, sampled):
     texts, accepted = expected(sampled)
     config, weights = contract_model()
     capacity = contract_capacity(config)
@@ -78,14 +78,14 @@ def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_drafts_are_accepted_to_every_depth(sampled):
+def test_ngram_drafts_accepted_to_every_depth(sampled):
     """Else the comparison would prove little."""
     counts = {count for counts in expected(sampled)[1].values() for count in counts}
     assert counts == {0, 1, 2}
 
 
 @either_sampling
-def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(host, how):
+def test_ngram_step_without_drafts_after_full_acceptance(host, how):
     """The hybrid's trap (v#52942), where a tree is the text itself and then the root alone."""
     tokens = prompt(9, 20)
     want = host.alone(tokens, 24, **how)

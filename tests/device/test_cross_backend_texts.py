@@ -108,9 +108,7 @@ def plain(sampled: bool) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(("sampled", "overlap"), [(False, 0), (True, 1), (False, 2)])
-def test_text_and_accepted_drafts_are_those_of_the_numpy_backend(
-    backend: Any, sampled: bool, overlap: int
-):
+def test_device_ngram_output_and_acceptance_match_spec(backend: Any, sampled: bool, overlap: int):
     tenant = f"{sampled} {overlap}"  # who has said nothing yet
     for found, want in zip(
         served(backend, sampled, overlap, tenant), expected(sampled), strict=True
@@ -120,7 +118,7 @@ def test_text_and_accepted_drafts_are_those_of_the_numpy_backend(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_tenants_own_text_is_drafted_and_nobody_elses(sampled: bool):
+def test_device_ngram_drafts_only_from_own_tenant(sampled: bool):
     """Else the comparison would prove little."""
     first, again, other = ([o.accepted for o in found.values()] for found in expected(sampled))
     assert all(sum(counts) > TOKENS / 2 for counts in again[:3])
@@ -129,7 +127,7 @@ def test_a_tenants_own_text_is_drafted_and_nobody_elses(sampled: bool):
     assert sum(again[3]) == 0
 
 
-def test_in_the_scope_of_a_request_nobody_elses_text_is_drafted():
+def test_request_scope_drafts_only_from_same_request():
     backend = made("reference", by_request=True)
     engine = engine_of(backend)
     rounds = [
@@ -140,7 +138,7 @@ def test_in_the_scope_of_a_request_nobody_elses_text_is_drafted():
     assert counts[0] == counts[1]
 
 
-def test_a_long_prompt_in_chunks_is_learnt_as_one():
+def test_ngram_table_independent_of_prefill_chunks():
     """What stands before a chunk comes with its plan."""
     tables = []
     for chunk in (PREFILL_TOKENS, 64):

@@ -84,19 +84,19 @@ def is_in_jax(drafter: str) -> bool:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_backends_agree_with_each_other_and_with_the_specification(cell, backends):
+def test_tree_backends_match_spec(cell, backends):
     assert_cell(cell, backends, ("torch", "jax") if is_in_jax(cell.drafter) else ("torch",))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [each for each in CELLS if not is_in_jax(each.drafter)], ids=str)
-def test_trees_of_an_mtp_layer_are_jaxs_too(cell, backends):
+def test_jax_mtp_trees_match_torch(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
-def test_backends_agree_in_the_full_matrix(cell, all_backends):
+def test_tree_full_matrix_match(cell, all_backends):
     assert_cell(cell, all_backends, ("torch", "jax"))
 
 
@@ -114,13 +114,13 @@ IN_NUMPY = ("NEXTN",)
     ],
     ids=str,
 )
-def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
+def test_tree_acceptance_matches_spec(cell, backends):
     names = ("torch", "jax") if is_in_jax(cell.drafter) else ("torch",)
     assert_cell(cell, backends, ("reference", *names))
 
 
 @pytest.mark.parametrize("drafter", DEFAULT, ids="-".join)
-def test_a_tree_of_this_drafter_is_accepted_to_different_depths(drafter, backends):
+def test_tree_accepted_to_different_depths(drafter, backends):
     """Else the matrix would prove little about it."""
     shape = DEFAULT[drafter][-1]
     served = backends.served("torch", cell(*drafter, shape, SAMPLED, "mixed", 2, 16))
@@ -129,7 +129,7 @@ def test_a_tree_of_this_drafter_is_accepted_to_different_depths(drafter, backend
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_accepted_drafts_do_not_depend_on_the_overlap(sampling, backends):
+def test_tree_acceptance_independent_of_overlap(sampling, backends):
     served = [
         backends.served("torch", cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16))
         for overlap in OVERLAPS
@@ -155,16 +155,14 @@ STARVED = {
         for is_default in [framework == "torch" or is_in_jax(drafter[1])]
     ],
 )
-def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
-    drafter, framework, sampling, backends
-):
+def test_tree_step_without_drafts_after_full_acceptance(drafter, framework, sampling, backends):
     each = cell(*drafter, STARVED[drafter], sampling, "alone", 1, 16)
     assert_starved(framework, each, backends)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
-def test_steps_of_eagle_without_drafts_give_the_plain_text(framework, sampling, all_backends):
+def test_eagle_step_without_drafts_preserves_output(framework, sampling, all_backends):
     each = cell("qwen3_5", "EAGLE", TREES[1], sampling, "alone", 1, 16)
     assert_starved(framework, each, all_backends)
 

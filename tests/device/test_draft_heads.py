@@ -148,9 +148,7 @@ def serve(backend: Backend, shape: tuple[int, int, int]) -> dict[int, Outcome]:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "kind", "shape"), CASES, ids=str)
-def test_text_is_plain_decodings_and_as_many_drafts_are_accepted_as_by_the_reference(
-    family, kind, shape, framework, backends
-):
+def test_draft_head_output_and_acceptance_match_spec(family, kind, shape, framework, backends):
     want = backends.served("reference", family, kind, shape)
     got = backends.served(framework, family, kind, shape)
     oracle = Oracle(*model_of(family))
@@ -170,7 +168,7 @@ def test_text_is_plain_decodings_and_as_many_drafts_are_accepted_as_by_the_refer
 
 
 @pytest.mark.parametrize(("family", "kind"), DRAFTERS)
-def test_drafts_are_accepted_and_refused_at_several_depths(family, kind, backends):
+def test_draft_head_accepted_to_several_depths(family, kind, backends):
     """Else equal counts would prove little."""
     served = [backends.served("torch", family, kind, shape) for shape in SHAPES if shape[0] < 64]
     accepted = {n for outcomes in served for o in outcomes.values() for n in o.accepted}
@@ -180,7 +178,7 @@ def test_drafts_are_accepted_and_refused_at_several_depths(family, kind, backend
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "kind"), [("llama", "EAGLE"), ("qwen3_5", "EAGLE3")])
-def test_a_head_reads_the_hidden_states_of_the_accepted_nodes(family, kind, framework):
+def test_draft_head_extends_from_accepted_hidden_states(family, kind, framework):
     """Its drafts are the reference's, where it listens to the target more than to the text."""
     config, weights = model_of(family)
     head = drafter_of(family, kind)
@@ -217,7 +215,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("implementation", [name for name in HEADS if name != "spec"])
 @pytest.mark.parametrize(("kind", "fields"), VARIANTS, ids=str)
-def test_every_kind_of_head_gives_the_numbers_of_the_specification(
+def test_draft_head_variants_match_spec(
     kind: str, fields: dict, implementation: str, tmp_path: Path
 ):
     folder, target = tmp_path / "head", tmp_path / "target"

@@ -85,15 +85,13 @@ def compare(case: OpCase, seed: int, run: Callable[[str, Arguments], list[np.nda
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_gives_what_the_specification_says(name: str, run) -> None:
+def test_draft_tree_kernels_match_spec(name: str, run) -> None:
     compare(CASES[name], 0, run)
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
 @pytest.mark.parametrize(("B", "N", "rows"), [(1, 1, 1), (3, 1, 3), (4, 9, 40), (5, 4, 17)])
-def test_flat_rows_are_those_of_the_specification(
-    B: int, N: int, rows: int, is_chain: bool, run
-) -> None:
+def test_flat_nodes_matches_spec(B: int, N: int, rows: int, is_chain: bool, run) -> None:
     rng = np.random.default_rng(B)
     arguments = parents_of(B, B=B, N=N) | {
         "num_nodes": rng.integers(1, min(N, rows // B) + 1, B).astype(np.int32),
@@ -116,7 +114,7 @@ def test_flat_rows_are_those_of_the_specification(
         np.testing.assert_array_equal(got, expected)
 
 
-def test_weights_that_are_no_numbers_keep_no_more_than_was_asked_for(run) -> None:
+def test_keep_best_bounds_nodes_for_nan_weights(run) -> None:
     arguments = keep_arguments(3, B=3, C=21, N=9)
     arguments["weights"][:] = np.nan
     _, parents, num_nodes, _ = run("keep_best", arguments)
@@ -148,7 +146,7 @@ ROWS = parents_of(0, B=2, N=16) | {
         ("flat_nodes", ROWS | {"is_chain": True}),
     ],
 )
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
+def test_jax_draft_tree_kernel_lowered_for_gpu_only(
     function: str, made: Arguments, monkeypatch
 ) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
@@ -169,7 +167,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_operation_gives_the_same_by_its_kernel(function: str, framework: str, monkeypatch):
+def test_draft_tree_operation_matches_spec(function: str, framework: str, monkeypatch):
     language, ops, leaf = {
         "jax": ("pallas", jax_impl.ops.trees.draft_tree, to_jax),
         "torch": ("triton", torch_impl.ops.trees.draft_tree, _placed),

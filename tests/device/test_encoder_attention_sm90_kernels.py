@@ -76,7 +76,7 @@ def today(language: str, rows: int, spare: int) -> np.ndarray:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("stages", "groups"), WAYS)
 @pytest.mark.parametrize(("rows", "spare"), SIZES)
-def test_a_described_image_has_the_bits_of_attend_all(
+def test_encoder_attention_sm90_bitwise_equal(
     rows: int, spare: int, stages: int, groups: int, on_hopper: str
 ) -> None:
     got, want = (
@@ -89,7 +89,7 @@ def test_a_described_image_has_the_bits_of_attend_all(
 
 
 @pytest.mark.gpu
-def test_a_large_described_image_has_the_bits_of_attend_all(on_hopper: str) -> None:
+def test_encoder_attention_sm90_large_image_bitwise_equal(on_hopper: str) -> None:
     want = today(on_hopper, 4096, 1)
     for _ in range(3):  # a race need not show at once
         np.testing.assert_array_equal(called(on_hopper, image(4096, 1), 4, 2), want)
@@ -97,7 +97,7 @@ def test_a_large_described_image_has_the_bits_of_attend_all(on_hopper: str) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"])
-def test_a_number_that_is_none_reaches_what_it_reaches_today(part: int, on_hopper: str) -> None:
+def test_encoder_attention_sm90_nan_spoils_same_rows(part: int, on_hopper: str) -> None:
     """A query's its own row, a key's and a value's every row, of one head; a value's one column."""
     given = image(300, 20)
     harmed = given["qkv"].copy()
@@ -113,7 +113,7 @@ def test_a_number_that_is_none_reaches_what_it_reaches_today(part: int, on_hoppe
 
 
 @pytest.mark.gpu
-def test_images_one_after_the_other_do_not_see_each_other(on_hopper: str) -> None:
+def test_encoder_attention_sm90_consecutive_images_bitwise_equal(on_hopper: str) -> None:
     """The memory of one is the next one's."""
     sizes = [(1100, 40), (130, 3), (640, 128), (130, 3)]
     found = [called(on_hopper, image(*size), 4, 2) for size in sizes]
@@ -134,7 +134,7 @@ def laid_of(module: ModuleType, given: dict[str, np.ndarray], rows: int) -> np.n
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("language", KERNELS)
-def test_heads_lie_in_blocks_and_the_last_patch_again_behind_it(language: str) -> None:
+def test_encoder_attention_packs_heads_and_repeats_last_patch(language: str) -> None:
     given = image_arguments(3, R=21, heads=2, D=D, spare=4)
     got = laid_of(KERNELS[language]["encoder_attention"], given, 32)
     patch = np.minimum(np.arange(32), 16)

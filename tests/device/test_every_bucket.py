@@ -78,7 +78,7 @@ class Noting:
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["reference", "torch", "jax"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_batch_of_32_keeps_its_texts_through_every_bucket(framework, shape):
+def test_batch_shrinks_through_every_bucket_preserving_output(framework, shape):
     config, weights = tiny_model("qwen3_5", 3)
     made = make_backend(framework, config, weights, capacity_of(config.vocab, shape), "NEXTN")
     backend = Noting(made)

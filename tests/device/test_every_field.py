@@ -125,7 +125,7 @@ and those of grammars, whose masks need programs of their own."""
 NO_TEXT = {"model": "names what is served", "speculative": "is the limit of drafts itself"}
 
 
-def test_every_field_of_a_request_has_a_case():
+def test_every_request_field_has_case():
     known = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
     assert CASES.keys() | ELSEWHERE.keys() | NO_TEXT.keys() == known.keys()
     assert len(CASES) + len(ELSEWHERE) + len(NO_TEXT) == len(known)
@@ -134,7 +134,7 @@ def test_every_field_of_a_request_has_a_case():
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
-def test_every_drafter_is_there():
+def test_drafts_cover_all_algorithms():
     assert DRAFTS.keys() == {*ALGORITHMS, *JOINED_ALGORITHMS}
 
 
@@ -187,7 +187,7 @@ def some_of(algorithm: str) -> list[tuple[str, int | None]]:
     return PRODUCT[place % len(ALGORITHMS) :: len(ALGORITHMS)]
 
 
-def test_a_default_run_asks_for_every_field_and_every_limit_of_each_drafter():
+def test_default_run_covers_every_field_and_draft_limit():
     asked = [pair for algorithm in ALGORITHMS for pair in some_of(algorithm)]
     assert sorted(asked, key=str) == sorted(PRODUCT, key=str)
     assert all({limit for _, limit in some_of(each)} == set(LIMITS) for each in DRAFTS)
@@ -201,25 +201,25 @@ def test_a_default_run_asks_for_every_field_and_every_limit_of_each_drafter():
         *(pytest.param(n, marks=pytest.mark.matrix) for n in JOINED_ALGORITHMS[1:]),
     ],
 )
-def test_every_field_keeps_its_plain_answer(algorithm, backends):
+def test_every_field_preserves_plain_output(algorithm, backends):
     check(House(backends, "reference", algorithm), some_of(algorithm))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("algorithm", DRAFTS)
-def test_every_field_with_every_drafter_at_every_limit_keeps_its_plain_answer(algorithm, backends):
+def test_every_field_full_matrix_preserves_plain_output(algorithm, backends):
     check(House(backends, "torch", algorithm), PRODUCT)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE", "NEXTN+NGRAM"])
-def test_every_field_with_a_token_map_keeps_its_plain_answer(algorithm, backends):
+def test_every_field_with_draft_vocabulary_preserves_plain_output(algorithm, backends):
     """The tokens that are no drafts are some of those that every answer has."""
     house = House(backends, "torch", algorithm, tuple(range(0, 256, 2)))
     check(house, PRODUCT)
 
 
-def test_every_parameter_of_the_engine_is_asked_for_by_some_field(backends):
+def test_every_sampling_param_set_by_some_field(backends):
     """What the HTTP server hands to the engine, by field; a new one has a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
     # By choice, by the model, by the limit of drafts, and by what is no part of an answer.

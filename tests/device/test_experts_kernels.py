@@ -87,7 +87,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("language", "way"), in_languages(WAYS, COMPILED), ids=str)
-def test_a_block_adds_what_a_rows_experts_make_of_it(way: tuple[str, bool], language: str) -> None:
+def test_experts_block_matches_spec(way: tuple[str, bool], language: str) -> None:
     name, grouped = way
     case = CASES[name]
     want, got = (
@@ -103,7 +103,7 @@ def test_a_block_adds_what_a_rows_experts_make_of_it(way: tuple[str, bool], lang
 
 @each_language
 @pytest.mark.parametrize("grouped", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_ranks_give_the_columns_of_one(grouped: bool, language: str) -> None:
+def test_experts_ranks_concatenate_to_single_rank(grouped: bool, language: str) -> None:
     """Each has a share of every expert's inner columns, and of the columns of the stream."""
     case = Case(3, 128, 64, routing(5, 2, **GATED))
     cut = tiles(fp8=False, grouped=grouped)
@@ -123,7 +123,7 @@ def one_arithmetic(monkeypatch) -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize("name", BITS | CASES if ON_GPU else BITS)
-def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
+def test_experts_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
     case = (BITS | CASES)[name]
     for grouped in (False, True) if ON_GPU else (case.is_fp8,):
         cut = tiles(fp8=case.is_fp8, grouped=grouped)
@@ -133,7 +133,7 @@ def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
 
 @each_language
 @pytest.mark.parametrize("name", ["a shared expert with a gate", "FP8", *(LARGE if ON_GPU else {})])
-def test_a_rows_bits_depend_neither_on_other_rows_nor_on_the_way(name: str, language: str) -> None:
+def test_experts_row_bits_independent_of_batch_and_grouping(name: str, language: str) -> None:
     case = CASES[name]
     cut = tiles(fp8=case.is_fp8)
     want = run(language, case, cut=cut)
@@ -144,7 +144,7 @@ def test_a_rows_bits_depend_neither_on_other_rows_nor_on_the_way(name: str, lang
 
 @each_language
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_fp8])
-def test_weights_in_fp8_have_the_bits_of_the_widened(name: str, language: str) -> None:
+def test_experts_fp8_weights_dequantised_bitwise_equal(name: str, language: str) -> None:
     """Interpreted, a sum is rounded once a step, and the steps are as long."""
     case = CASES[name]
     block = block_of(case)
@@ -156,7 +156,7 @@ def test_weights_in_fp8_have_the_bits_of_the_widened(name: str, language: str) -
 
 @each_language
 @each_way
-def test_rows_that_are_not_real_choose_nothing(grouped: bool, language: str) -> None:
+def test_experts_ignores_padding_rows(grouped: bool, language: str) -> None:
     case = SMALL["no shared expert, rows over"]
     cut = tiles(fp8=False, grouped=grouped)
     want = run(language, case, cut=cut)
@@ -172,7 +172,7 @@ def test_rows_that_are_not_real_choose_nothing(grouped: bool, language: str) -> 
 
 @each_language
 @each_way
-def test_a_row_that_is_no_number_is_so_alone(grouped: bool, language: str) -> None:
+def test_experts_nan_row_spoils_only_itself(grouped: bool, language: str) -> None:
     case = SMALL["a shared expert with a gate"]
     cut, block = tiles(fp8=False, grouped=grouped), block_of(case)
     changed = {name: getattr(block, name).copy() for name in ("rows", "scaled", "squares")}
@@ -189,7 +189,7 @@ def test_a_row_that_is_no_number_is_so_alone(grouped: bool, language: str) -> No
 
 
 @each_language
-def test_of_equal_scores_the_lower_numbers_are_chosen(language: str) -> None:
+def test_router_ties_choose_lower_expert_ids(language: str) -> None:
     case = SMALL["no shared expert, rows over"]
     router = np.zeros_like(block_of(case).router)
     router[1] = -1
@@ -203,7 +203,7 @@ def test_of_equal_scores_the_lower_numbers_are_chosen(language: str) -> None:
 @on_a_gpu
 @each_language
 @pytest.mark.parametrize("name", LARGE)
-def test_every_tile_of_the_tables_has_the_same_bits(name: str, language: str) -> None:
+def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> None:
     case = LARGE[name]
     want = run(language, case, cut=tiles(fp8=case.is_fp8))
     lines = Tiles.load(f"{language}_gpu", MEASURED).experts.lines
@@ -212,7 +212,7 @@ def test_every_tile_of_the_tables_has_the_same_bits(name: str, language: str) ->
             check_equal(run(language, case, cut=line.tiles), want)
 
 
-def test_sizes_that_a_matrix_unit_or_a_block_does_not_take_are_known() -> None:
+def test_takes_experts_checks_dimensions() -> None:
     assert takes_experts(80, 48, is_fp8=False)
     assert takes_experts(2048, 768, is_fp8=True)
     assert not takes_experts(72, 48, is_fp8=False)
@@ -229,13 +229,13 @@ def test_sizes_that_a_matrix_unit_or_a_block_does_not_take_are_known() -> None:
         ({"is_gated": True}, "only a shared expert has a gate"),
     ],
 )
-def test_a_choice_that_is_none_is_refused(changed: dict[str, int], why: str) -> None:
+def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         routing(**{"experts": 8, "top": 2} | changed)
 
 
 @each_language
-def test_steps_of_fp8_are_its_blocks(language: str) -> None:
+def test_experts_fp8_rejects_depth_other_than_block(language: str) -> None:
     case = SMALL["FP8"]
     with pytest.raises(ValueError, match="the depth of tiles for packed FP8 must be 128, got 64"):
         run(language, case, cut=tiles(fp8=True, depth=64))

@@ -61,7 +61,7 @@ def weight_of(outputs: int, inputs: int) -> Arrays:
 
 @each_language
 @pytest.mark.parametrize(("R", "K"), [(3, 256), (9, 384), (130, 128)])
-def test_rows_are_quantised_as_the_specification_says(R: int, K: int, language: str) -> None:
+def test_quantised_matches_spec(R: int, K: int, language: str) -> None:
     x = (normal(0, R, K) * np.exp(3 * normal(1, R, 1))).astype(ml_dtypes.bfloat16)
     x[1, :128] = 0
     want = spec.quantised(x)
@@ -85,9 +85,7 @@ def _floats(codes: Any, scales: Any) -> Any:
 @pytest.mark.parametrize(("language", "shaped"), in_languages(SHAPED, SHAPED[1:3]), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(ON_GPU, reason="of tiles that a GPU's kernels do not take")
-def test_products_of_codes_are_those_of_the_specification(
-    shaped: dict[str, int], kind: str, language: str
-) -> None:
+def test_fp8_linear_matches_spec(shaped: dict[str, int], kind: str, language: str) -> None:
     first, sizes = 0 if "gated" in kind else fp8.BLOCK, dict(shaped)
     swapped = bool(sizes.pop("swapped"))
     cut = of_codes(swapped=swapped, rows=16 if swapped else 64)
@@ -190,9 +188,7 @@ def multiplied(
 @pytest.mark.parametrize(
     "change", [{"columns": 32}, {"swapped": False}, {"depth": 64}, {"columns": 256}], ids=str
 )
-def test_tiles_that_a_compiler_would_add_otherwise_are_refused(
-    change: dict[str, int], language: str
-) -> None:
+def test_fp8_tiles_reject_inexact_accumulation(change: dict[str, int], language: str) -> None:
     """Below 64 on the wide side it makes float16 of codes."""
     given = SIZES[0] | {"kind": "plain", "out_type": "float32", "first": 0}
     with pytest.raises(ValueError, match="tiles of FP8 rows must be 128 deep or more, 64 wide or"):
@@ -202,7 +198,7 @@ def test_tiles_that_a_compiler_would_add_otherwise_are_refused(
 @each_language
 @pytest.mark.parametrize("K", [384, 512])
 @pytest.mark.skipif(ON_GPU, reason="compared there with the tiles of the tables")
-def test_steps_of_several_blocks_add_them_all_once(K: int, language: str) -> None:
+def test_fp8_linear_depth_of_several_blocks_matches_spec(K: int, language: str) -> None:
     """Of 256 inputs where they divide all, else of one block."""
     sizes = {"R": 3, "K": K, "N": 128, "first": 0}
     got = multiplied(language, "gated", of_codes(depth=256), **sizes, out_type="float32")
@@ -210,7 +206,7 @@ def test_steps_of_several_blocks_add_them_all_once(K: int, language: str) -> Non
 
 
 @pytest.mark.skipif(not ON_GPU, reason="two GiB of weights")
-def test_pallas_reads_weights_beyond_two_gibibytes() -> None:
+def test_pallas_fp8_linear_indexes_weights_above_two_gib() -> None:
     """Its own offsets of so many bytes are signed, and of 32 bits."""
     layers, outputs, inputs, rows = 5, 2**17, 4096, 3
     x = jnp.asarray(normal(0, rows, inputs), jnp.bfloat16)
@@ -233,7 +229,7 @@ def test_pallas_reads_weights_beyond_two_gibibytes() -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="of Triton; on a GPU by the tables")
-def test_large_tiles_add_their_halves_and_join_them() -> None:
+def test_fp8_linear_large_tiles_match_spec() -> None:
     """Of 128 x 128: one half beside the other, each with the scale of its outputs."""
     sizes = {"R": 70, "K": 256, "N": 256, "first": fp8.BLOCK}
     cut = of_codes(swapped=False, rows=128, columns=128)
@@ -244,7 +240,7 @@ def test_large_tiles_add_their_halves_and_join_them() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="of what a compiler is asked for")
 @pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
-def test_pallas_asks_for_the_unit_that_adds_codes(
+def test_pallas_fp8_dot_requests_precise_accumulation(
     swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left to itself it asks for sums of float32, and gets those of float16."""
@@ -291,7 +287,7 @@ def test_pallas_asks_for_the_unit_that_adds_codes(
         ({"swapped": True}, "must not be swapped"),
     ],
 )
-def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: str) -> None:
+def test_fp8_sm90_rejects_invalid_tiles(change: dict[str, int], why: str) -> None:
     kind = jnp.float8_e4m3fn
     how = {"rows": 64, "swapped": False, "described": True, "persistent": True} | change
     with pytest.raises(ValueError, match=f"tiles of FP8 rows {why}, got"):
@@ -310,7 +306,7 @@ def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: 
 )
 @pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
-def test_all_tiles_of_both_languages_have_the_same_bits(sizes: dict[str, int], kind: str) -> None:
+def test_fp8_linear_tuned_tiles_bitwise_equal(sizes: dict[str, int], kind: str) -> None:
     """All that a call of the kind can get: two weights need more of a multiprocessor's memory."""
     given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0}
     want = multiplied("triton", cut=of_codes(), **given)

@@ -65,7 +65,7 @@ def these(*names: str) -> pytest.MarkDecorator:
 
 
 @these(*CASES)
-def test_a_layer_is_mixed_as_the_specification(name: str, language: str) -> None:
+def test_gdn_layer_matches_spec(name: str, language: str) -> None:
     case, got = CASES[name], found(language, name)
     out, kept = specified(case)
     np.testing.assert_allclose(got.out, out, **(HALF if case.half else FLOAT32))
@@ -85,7 +85,7 @@ def test_a_layer_is_mixed_as_the_specification(name: str, language: str) -> None
 
 
 @each_language
-def test_plain_decoding_advances_the_states_and_a_replay_their_windows(language: str) -> None:
+def test_gdn_decode_advances_state_and_replay_conv_state(language: str) -> None:
     case, got = CASES["plain decoding"], found(language, "plain decoding")
     is_run = case.counts > 0
     slots = case.slots[is_run]
@@ -107,7 +107,7 @@ def test_plain_decoding_advances_the_states_and_a_replay_their_windows(language:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @these("chains of up to 5", "trees")
-def test_what_is_no_number_in_one_request_leaves_the_others_bits(name: str, language: str) -> None:
+def test_gdn_layer_nan_request_preserves_other_requests(name: str, language: str) -> None:
     case, want = CASES[name], found(language, name)
     projected = case.projected.copy()
     projected[: case.counts[0]] = np.nan
@@ -121,7 +121,7 @@ def test_what_is_no_number_in_one_request_leaves_the_others_bits(name: str, lang
 
 
 @these("chains of up to 5", "trees", "plain decoding")
-def test_rows_bits_do_not_depend_on_the_other_requests(name: str, language: str) -> None:
+def test_gdn_layer_row_is_batch_invariant(name: str, language: str) -> None:
     case, together = CASES[name], found(language, name)
     order = np.random.default_rng(3).permutation(len(case.counts))
     starts = case.row_starts
@@ -153,7 +153,7 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 @each_language
 @pytest.mark.parametrize("is_tree", [CHAIN_OF_A_TREE, True], ids=["chain", "tree"])
-def test_a_path_and_its_replay_have_the_bits_of_plain_decoding(is_tree: bool, language: str):
+def test_gdn_verify_and_replay_bitwise_equal(is_tree: bool, language: str):
     parents = [0, 0, 1, 1, 2, 0, 5] if is_tree else [0, 0, 1, 2, 3]
     tree = make([len(parents)], 7, parents=[parents] if is_tree else None, padding=0)
     paths = paths_of(parents) if is_tree else [[0, 1, 2, 3, 4], [0, 1, 2], [0]]
@@ -190,7 +190,7 @@ def test_a_path_and_its_replay_have_the_bits_of_plain_decoding(is_tree: bool, la
 
 
 @each_language
-def test_a_replay_is_that_of_the_specification_and_writes_nothing_else(language: str) -> None:
+def test_gdn_replay_matches_spec(language: str) -> None:
     given = replay_case()
     held = spec.GDNState(given.recurrent[:, given.slots], given.window[:, given.slots])
     paths = (given.path, given.counts, given.save_after)
@@ -215,7 +215,7 @@ def test_a_replay_is_that_of_the_specification_and_writes_nothing_else(language:
 
 
 @each_language
-def test_of_states_that_have_advanced_a_replay_saves_as_they_are(language: str) -> None:
+def test_gdn_replay_saves_advanced_states_unchanged(language: str) -> None:
     case = replay_case()
     one = {"path": case.path[:, :1], "counts": np.minimum(case.counts, 1)}
     kept = [case.kept[-1][:, :, :1]]
@@ -252,7 +252,7 @@ CUT_OTHERWISE = {
 
 
 @these(*CUT_OTHERWISE)
-def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name: str, language: str) -> None:
+def test_gdn_layer_bits_independent_of_tile_config(name: str, language: str) -> None:
     cut, other = found(language, name), mix(language, CASES[name], CUT_OTHERWISE[name])
     mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
     for ours, others in zip(mine, theirs, strict=True):
@@ -260,7 +260,7 @@ def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name: str, language: st
 
 
 @each_language
-def test_the_sums_over_keys_are_by_halves(language: str) -> None:
+def test_gdn_replay_sums_keys_by_halves(language: str) -> None:
     given = replay_case()
     k, v, log_decay, beta, _ = given.kept
     log_decay[:] = 0  # other powers of 2 have bits of their own on each machine
@@ -285,7 +285,7 @@ def one_arithmetic(monkeypatch) -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize("name", in_pallas([x for x in CASES if not CASES[x].half], COMPILED))
-def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
+def test_gdn_layer_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
     ours, theirs = found("pallas", name), mix("triton", CASES[name])
     np.testing.assert_array_equal(ours.out, theirs.out)
     np.testing.assert_array_equal(ours.recurrent, theirs.recurrent)
@@ -294,7 +294,7 @@ def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_a_replay_has_the_same_bits_in_the_languages(one_arithmetic) -> None:
+def test_gdn_replay_kernels_bitwise_equal(one_arithmetic) -> None:
     given = replay_case()
     for ours, theirs in zip(*(replayed(name, given) for name in KERNELS), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -323,7 +323,7 @@ def shapes(N: int, has_fields: bool) -> dict:
 
 
 @pytest.mark.parametrize(("N", "W"), [(1, 1), (4, 4), (6, 6), (16, 6), (64, 4)])
-def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
+def test_pallas_gdn_layer_lowers_for_gpu(N: int, W: int) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
     kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)
     tree = jax.ShapeDtypeStruct((2, N), ints)
@@ -341,7 +341,7 @@ def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
         assert lowered.count("__gpu$xla.gpu.triton") == launches
 
 
-def test_the_languages_have_one_signature() -> None:
+def test_gdn_layer_kernels_same_signature() -> None:
     for kernel in ("verify", "commit"):
         names = [list(inspect.signature(own[kernel]).parameters) for own in KERNEL_OF.values()]
         assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
@@ -361,7 +361,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
 
 
 @each_case
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(case: OpCase, monkeypatch) -> None:
+def test_jax_gdn_layer_kernel_lowered_for_gpu_only(case: OpCase, monkeypatch) -> None:
     operation, (first, *others) = bound(monkeypatch, "pallas", case)
     traced = jax.jit(lambda first: operation(first, *others)).trace(first)
     launched = {
@@ -373,7 +373,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(case: OpCase, monkeypat
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @each_case
-def test_torch_runs_the_kernel_on_a_gpu(case: OpCase, monkeypatch) -> None:
+def test_torch_gdn_layer_kernel_matches_spec(case: OpCase, monkeypatch) -> None:
     operation, placed = bound(monkeypatch, "triton", case)
     found = operation(*placed)
     got = [np.asarray(x.cpu()) for x in as_list(found)]

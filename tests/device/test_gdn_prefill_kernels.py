@@ -83,7 +83,7 @@ COMPILED = ("ragged", "tokens that forget all")
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
-def test_prompts_are_fed_as_the_specification_says(name: str, language: str) -> None:
+def test_gdn_prefill_matches_spec(name: str, language: str) -> None:
     case, got, want = CASES[name], found(language, name), specified(CASES[name])
     for request in range(len(case.lengths)):
         assert_close(*(heads_of(case, x.out, request) for x in (got, want)), OUTPUT)
@@ -95,7 +95,7 @@ def test_prompts_are_fed_as_the_specification_says(name: str, language: str) -> 
 
 
 @each_language
-def test_tokens_after_one_that_forgets_all_keep_their_digits(language: str) -> None:
+def test_gdn_prefill_precise_after_strong_decay(language: str) -> None:
     """The sum of a chunk's log decays is not lost in that of one token, as in a float32 it is."""
     case = CASES["ragged"]
     projected = case.projected.copy()
@@ -113,7 +113,7 @@ def test_tokens_after_one_that_forgets_all_keep_their_digits(language: str) -> N
 
 
 @each_language
-def test_a_request_without_rows_keeps_its_state_and_may_save_it(language: str) -> None:
+def test_gdn_prefill_empty_request_preserves_and_saves_state(language: str) -> None:
     case, got = CASES["ragged"], found(language, "ragged")
     (slot,) = case.slots[case.lengths == 0]
     (save,) = case.save[case.lengths == 0]
@@ -128,7 +128,7 @@ def test_a_request_without_rows_keeps_its_state_and_may_save_it(language: str) -
 
 
 @each_language
-def test_rows_bits_depend_neither_on_the_other_requests_nor_on_the_padding(language: str) -> None:
+def test_gdn_prefill_request_is_batch_invariant(language: str) -> None:
     case, together = CASES["ragged"], found(language, "ragged")
     request = 3
     got, slot = feed(language, alone(case, request)), case.slots[request]
@@ -140,7 +140,7 @@ def test_rows_bits_depend_neither_on_the_other_requests_nor_on_the_padding(langu
 
 
 @each_language
-def test_cuts_at_multiples_of_64_leave_the_bits_as_they_are(language: str) -> None:
+def test_gdn_prefill_chunks_of_64_bitwise_equal(language: str) -> None:
     case, whole = CASES["ragged"], found(language, "ragged")
     request = 3
     slot, outputs = case.slots[request], []
@@ -155,7 +155,7 @@ def test_cuts_at_multiples_of_64_leave_the_bits_as_they_are(language: str) -> No
 
 
 @each_language
-def test_a_snapshot_is_the_state_that_a_cut_prompt_leaves(language: str) -> None:
+def test_gdn_prefill_snapshot_equals_state_of_shorter_prompt(language: str) -> None:
     case, got = CASES["ragged"], found(language, "ragged")
     slot, save = case.slots[0], case.save[0]
     cut = feed(language, alone(case, 0, slice(case.save_after[0])))
@@ -165,7 +165,7 @@ def test_a_snapshot_is_the_state_that_a_cut_prompt_leaves(language: str) -> None
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @each_language
-def test_what_is_no_number_in_one_request_leaves_the_others_bits(language: str) -> None:
+def test_gdn_prefill_nan_request_preserves_other_requests(language: str) -> None:
     case, want = CASES["ragged"], found(language, "ragged")
     rows, slot, save = case.rows(0), case.slots[0], case.save[0]
     projected, recurrent, window = case.projected.copy(), case.recurrent.copy(), case.window.copy()
@@ -182,14 +182,14 @@ def test_what_is_no_number_in_one_request_leaves_the_others_bits(language: str) 
 
 
 @a_language
-def test_tiles_leave_the_bits_as_they_are(language: str) -> None:
+def test_gdn_prefill_bits_independent_of_tile_config(language: str) -> None:
     tiles = GDNPrefillTiles(columns=16, warps=8, stages=3, prepare_warps=8, rows=16, row_warps=1)
     assert_equal(feed(language, CASES["own keys"], tiles), found(language, "own keys"))
 
 
 @both_languages
 @pytest.mark.parametrize("name", in_pallas(["ragged", "tokens that forget all"], COMPILED[1:]))
-def test_the_languages_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gdn_prefill_kernels_bitwise_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_arithmetic(monkeypatch)
     assert_equal(*(feed(language, CASES[name]) for language in KERNELS))
 
@@ -214,7 +214,9 @@ def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.S
 
 @pytest.mark.parametrize("sizes", [MODEL, SMALL, SHARED_KEYS], ids=str)
 @pytest.mark.parametrize("lengths", [(1,), (2048,), (100, 3, 64)], ids=str)
-def test_pallas_lowers_for_a_gpu(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> None:
+def test_pallas_gdn_prefill_lowers_for_gpu(
+    lengths: tuple[int, ...], sizes: GatedDeltaConfig
+) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
     kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **HOW)
     program = jax.jit(kernel).trace(**shapes(lengths, sizes))
@@ -222,7 +224,7 @@ def test_pallas_lowers_for_a_gpu(lengths: tuple[int, ...], sizes: GatedDeltaConf
     assert lowered.count("__gpu$xla.gpu.triton") == 4
 
 
-def test_the_languages_have_one_signature_and_the_specifications_chunks() -> None:
+def test_gdn_prefill_kernels_same_signature_and_chunk() -> None:
     modules = [each["gdn_prefill"] for each in KERNELS.values()]
     names = [list(inspect.signature(module.prefill).parameters) for module in modules]
     assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
@@ -230,7 +232,7 @@ def test_the_languages_have_one_signature_and_the_specifications_chunks() -> Non
 
 
 @both_languages
-def test_states_that_are_not_contiguous_are_refused() -> None:
+def test_gdn_prefill_rejects_noncontiguous_states() -> None:
     case = CASES["own keys"]
     given = {k: torch.tensor(x) for k, x in case.arrays().items()}
     given["recurrent"] = given["recurrent"].mT
@@ -259,7 +261,7 @@ def launches(operation: Callable, first: jax.Array, others: list, platform: str)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_jax_takes_the_kernels_in_programs_for_a_gpu_and_in_half_precision_only(
+def test_jax_gdn_prefill_kernel_requires_gpu_and_bfloat16(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operation, (first, *others) = bound(monkeypatch, "pallas", replace(TABLE[0], dtype=dtype))
@@ -268,7 +270,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_and_in_half_precision_only(
 
 
 @both_languages
-def test_torch_runs_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gdn_prefill_kernel_matches_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(TABLE[0], dtype="bfloat16")
     operation, placed = bound(monkeypatch, "triton", case)
     got = [x.float().cpu().numpy() for x in as_list(operation(*placed))]

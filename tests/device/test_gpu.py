@@ -91,14 +91,14 @@ def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
+def test_gpu_frameworks_match_spec(cell, backends):
     served = {name: serve(backend_of(backends, name, cell), cell) for name in GPU_FRAMEWORKS}
     compare(cell, served, oracle_of(cell.family))
     assert_few_excused()
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_a_dense_family_gives_the_text_of_the_specification(family):
+def test_gpu_dense_family_matches_spec(family):
     cell = tree_cell(family, "STANDALONE", TREES[2], GREEDY, "mixed", 1, 16)
     capacity, served = capacity_of(family, cell.page_size, (cell.shape,)), {}
     for name in GPU_FRAMEWORKS:
@@ -110,7 +110,7 @@ def test_a_dense_family_gives_the_text_of_the_specification(family):
 
 
 @pytest.mark.parametrize("cell", [CELLS[0], *TREE_CELLS], ids=str)
-def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends):
+def test_gpu_kernels_and_reference_ops_match_spec(cell, backends):
     served = {}
     for framework in GPU_FRAMEWORKS:
         for ops in OPS:
@@ -122,7 +122,7 @@ def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends
 
 
 @pytest.mark.parametrize("cell", BLOCK_CELLS, ids=str)
-def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
+def test_gpu_block_drafts_match_spec(cell):
     capacity = capacity_of(cell.family, cell.page_size, (blocks.CHAIN,))
     served = {}
     for name in GPU_FRAMEWORKS:
@@ -135,7 +135,7 @@ def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
 
 
 @pytest.mark.parametrize("cell", SHARED_CELLS, ids=str)
-def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
+def test_gpu_verify_budget_matches_spec(cell):
     """The text is the specification's; which drafts are verified is the same everywhere."""
     if is_block := cell.drafter == "DFLASH":
         shape, model, head = blocks.SHARED, blocks.model_of, blocks.head_of(cell.family)
@@ -152,7 +152,7 @@ def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rejected_chains_are_those_of_the_specification(rule):
+def test_gpu_rejection_sampling_matches_spec(rule):
     on_cpu, on_gpu = (
         rejection_sampling_hybrid.Rejecting(),
         rejection_sampling_hybrid.Rejecting(make_gpu_backend),
@@ -167,7 +167,7 @@ def test_rejected_chains_are_those_of_the_specification(rule):
     on_gpu.close()
 
 
-def test_every_step_was_a_replay_of_one_graph_a_program(backends):
+def test_cuda_graph_replays_every_step(backends):
     cell = CELLS[-1]
     backend = backend_of(backends, "torch graphs", cell)
     before = backend.replays

@@ -39,7 +39,7 @@ def backends() -> Iterator[grammar.Backends]:
 
 @pytest.mark.parametrize("framework", GPU_FRAMEWORKS)
 @pytest.mark.parametrize("case", DRAFTERS, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
+def test_gpu_grammar_preserves_plain_output(framework, case, backends):
     """Masks are read by the captured and the compiled step, at each node of a tree."""
     family, drafter, _ = case
     plain = backends.plain(framework, family, drafter)
@@ -79,7 +79,7 @@ def scores_of(backend: Backend, case: grammar.Case) -> dict[int, PromptLogprobs 
 
 
 @pytest.mark.parametrize("framework", GPU_FRAMEWORKS)
-def test_the_tokens_of_prompts_are_scored_as_on_a_cpu(framework):
+def test_gpu_prompt_logprobs_match_spec(framework):
     case = next(each for each in CASES if each[1] == "NEXTN")
     family, drafter, shape = case
     capacity = scoring(grammar.capacity_of(family, drafter, shape))

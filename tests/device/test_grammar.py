@@ -43,7 +43,7 @@ def backends() -> Iterator[Backends]:
     made.close()
 
 
-def test_texts_come_to_the_end_of_their_grammars(backends):
+def test_grammar_output_reaches_stop(backends):
     case = next(case for case in CASES if case[1] == "NEXTN")
     backend = backends.get("torch", case)
     requests = [requests_of(backend.capacity.vocab)[number] for number in (0, 2)]
@@ -66,7 +66,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("framework", "case"), RUNS)
-def test_a_text_with_a_grammar_is_the_plain_one_with_every_drafter(framework, case, backends):
+def test_grammar_with_every_drafter_preserves_plain_output(framework, case, backends):
     """Also with steps in flight, on hits of the prefix cache, and where requests are preempted."""
     family, drafter, _ = case
     backend = backends.get(framework, case)

@@ -190,7 +190,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("framework", "family", "drafter", "shapes", "masked"), RUNS)
-def test_a_text_with_a_grammar_is_the_plain_one_among_tiers(
+def test_grammar_with_adaptive_tiers_preserves_plain_output(
     framework, family, drafter, shapes, masked, plain
 ):
     backend = backend_of(framework, family, drafter, shapes, masked)
@@ -213,7 +213,7 @@ TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
 
 
 @pytest.mark.parametrize("state", SECONDS)
-def test_ngram_drafts_for_a_grammar_awake_and_asleep(state, plain):
+def test_grammar_with_adaptive_ngram_preserves_plain_output(state, plain):
     """A tier whose requests share verify rows has all of them where there are masks."""
     backend = backend_of("torch", "qwen3_5", "NGRAM", [PLAIN, CHAINS[0], SHARED], CHAINS[1])
     capacity = backend.capacity

@@ -50,7 +50,7 @@ def noise(language: str) -> np.ndarray:
 
 
 @each_language
-def test_noise_is_as_precise_as_the_specifications(language) -> None:
+def test_gumbel_noise_matches_float64_reference(language) -> None:
     uniform = np.minimum(WORDS.astype(np.float32) * 2.0**-32 + np.float32(2**-33), 1 - 2.0**-24)
     exact = -np.log(-np.log1p(-uniform.astype(np.float32).astype(np.float64)))
     # A relative error of 1e-7 of the inner logarithm is an absolute one of the outer.
@@ -58,7 +58,7 @@ def test_noise_is_as_precise_as_the_specifications(language) -> None:
 
 
 @each_language
-def test_noise_lies_between_its_bounds(language) -> None:
+def test_gumbel_noise_below_upper_bound(language) -> None:
     found, most = noise(language)
     assert (found < most).all()
     assert found.min() > -3
@@ -69,7 +69,7 @@ def test_noise_lies_between_its_bounds(language) -> None:
 
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("levels", [1, 5, 8])
-def test_uniforms_are_the_specifications(levels: int, language: str) -> None:
+def test_uniforms_match_spec(levels: int, language: str) -> None:
     seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), np.array([0, 5, 90_000], np.int32)
     uniforms = KERNELS[language]["gumbel_noise"].uniforms
     if language == "pallas":
@@ -82,7 +82,7 @@ def test_uniforms_are_the_specifications(levels: int, language: str) -> None:
     np.testing.assert_array_equal(got, spec.uniforms(seeds, positions, levels))
 
 
-def test_the_languages_have_the_specifications_constants() -> None:
+def test_gumbel_noise_constants_match_spec() -> None:
     assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
     assert int(spec.PARITY) == pallas_noise.PARITY
     for modules in KERNELS.values():

@@ -57,7 +57,7 @@ def served(framework: str, name: str, head: DraftHead, rule: str, how: dict) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_folder_of_each_format_is_read_as_what_was_written(name, tmp_path):
+def test_head_format_loads_written_head(name, tmp_path):
     want = write_format(tmp_path / "head", name, *target_of(name))
     got = read(tmp_path / "head", name, None)
     assert got.config == want.config
@@ -69,7 +69,7 @@ def test_a_folder_of_each_format_is_read_as_what_was_written(name, tmp_path):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_head_of_each_format_drafts_well_only_if_it_is_read_right(name, framework, tmp_path):
+def test_head_format_misread_lowers_acceptance(name, framework, tmp_path):
     write_format(tmp_path / "head", name, *target_of(name))
     right = first_drafts(framework, name, read(tmp_path / "head", name, None))
     assert right > 0.5
@@ -89,7 +89,7 @@ def test_a_head_of_each_format_drafts_well_only_if_it_is_read_right(name, framew
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_block_drafts_well_only_from_the_slots_that_it_was_trained_on(framework, tmp_path):
+def test_block_head_wrong_slots_lower_acceptance(framework, tmp_path):
     name = "speculators DSpark"
     write_format(tmp_path / "head", name, *target_of(name))
     right = first_drafts(framework, name, read(tmp_path / "head", name, None))
@@ -101,7 +101,7 @@ def test_a_block_drafts_well_only_from_the_slots_that_it_was_trained_on(framewor
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_know_the_token_before_them(kind, framework):
+def test_markov_head_conditions_on_previous_token(kind, framework):
     """All of what the head knows is which token follows which; it is told of the wrong ones."""
     target, target_weights = target_of("speculators DSpark")
     head = tiny_spark_head(target, target_weights, 3, markov_head_type=kind)
@@ -121,13 +121,13 @@ def all_drafts(framework: str, head: DraftHead) -> float:
 @pytest.mark.parametrize(
     "name", ["speculators", "speculators DFlash", "speculators DSpark", "speculators DFlash2"]
 )
-def test_ranks_draft_with_the_bits_of_one(name, tmp_path):
+def test_draft_head_ranks_preserve_output(name, tmp_path):
     """Of several layers, and of a block with a vocabulary of its own."""
     write_format(tmp_path / "head", name, *target_of(name))
     assert first_drafts("torch ranks 2", name, read(tmp_path / "head", name, None)) > 0.5
 
 
-def test_head_norms_of_later_layers_stand_alone_where_matrices_are_in_stacks():
+def test_stacked_head_norms_indexed_by_later_layer():
     """A kernel takes a layer's of a stack by its place in the pools, which counts the first too."""
     head = load_golden_head(GOLDEN / "eagle3_sliding", GOLDEN / "qwen3")
     loaded = weights.head_from_arrays(head, np.float32, jax.devices("cpu")[0])
@@ -143,9 +143,7 @@ SAMPLED = {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40, "logit_bi
 @pytest.mark.parametrize("framework", FRAMEWORKS[1:])
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
 @pytest.mark.parametrize("name", ["speculators DFlash", "speculators DSpark"])
-def test_a_block_with_a_vocabulary_of_its_own_is_drafted_and_judged_as_by_the_reference(
-    name, rule, framework
-):
+def test_block_draft_vocabulary_matches_spec(name, rule, framework):
     head = made_head(name, *target_of(name))
     want, got = (served(each, name, head, rule, SAMPLED) for each in ("reference", framework))
     assert {key: each.tokens for key, each in got.items()} == {

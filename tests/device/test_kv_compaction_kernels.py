@@ -44,7 +44,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_moves_the_path_of_every_pool_and_nothing_else(name: str, run) -> None:
+def test_kv_compaction_matches_spec(name: str, run) -> None:
     for seed in range(3):
         arguments = CASES[name].arguments(seed)
         want = spec.compact_accepted_kv(**arguments)
@@ -53,7 +53,7 @@ def test_a_kernel_moves_the_path_of_every_pool_and_nothing_else(name: str, run) 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_bits_are_moved_whatever_number_they_are(dtype: str, run) -> None:
+def test_kv_compaction_preserves_nan_bits(dtype: str, run) -> None:
     arguments = commit_arguments(0, B=3, W=4, heads=2, D=16)
     bits = np.dtype(dtype.replace("float", "uint"))
     pages = np.random.default_rng(1).integers(0, 2 ** (8 * bits.itemsize), arguments["pages"].shape)
@@ -64,7 +64,7 @@ def test_bits_are_moved_whatever_number_they_are(dtype: str, run) -> None:
     np.testing.assert_array_equal(run(*arguments.values()).view(bits), want)
 
 
-def test_the_languages_have_one_signature() -> None:
+def test_kv_compaction_kernels_same_signature_as_spec() -> None:
     specified = list(inspect.signature(spec.compact_accepted_kv).parameters)
     for modules in KERNELS.values():
         names = inspect.signature(modules["kv_compaction"].commit).parameters
@@ -72,7 +72,7 @@ def test_the_languages_have_one_signature() -> None:
 
 
 @pytest.mark.parametrize(("W", "heads", "D"), [(2, 1, 16), (6, 8, 128), (17, 4, 256), (64, 5, 64)])
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
+def test_jax_kv_compaction_kernel_lowered_for_gpu_only(
     W: int, heads: int, D: int, monkeypatch
 ) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
@@ -88,7 +88,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_torch_commits_by_the_kernel_on_a_gpu_and_in_place(monkeypatch) -> None:
+def test_torch_kv_compaction_kernel_matches_spec_in_place(monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     arguments = commit_arguments(1, B=3, W=4, heads=2, D=16)
     device = "cuda" if ON_GPU else "cpu"

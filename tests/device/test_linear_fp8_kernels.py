@@ -40,7 +40,7 @@ COMPILED += [(SIZES[0], ("gated", CHANNEL))]
 
 
 @pytest.mark.parametrize(("language", "case"), in_languages(CASES, COMPILED), ids=str)
-def test_a_weight_in_fp8_has_the_bits_of_the_widened(
+def test_linear_fp8_weight_dequantised_bitwise_equal(
     case: tuple[dict[str, int], tuple[str, Granularity]], language: str
 ) -> None:
     """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
@@ -60,7 +60,7 @@ def test_a_weight_in_fp8_has_the_bits_of_the_widened(
 @each_granularity
 @pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
-def test_the_tiles_of_both_languages_have_the_bits_of_the_widened(
+def test_linear_fp8_tuned_tiles_bitwise_equal(
     sizes: dict[str, int], kind: str, granularity: Granularity
 ) -> None:
     given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0, "granularity": granularity}
@@ -88,9 +88,7 @@ def check_close(got: Arrays, want: Arrays) -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @each_kind
-def test_the_languages_widen_and_multiply_to_the_same_bits(
-    kind: str, granularity: Granularity
-) -> None:
+def test_linear_fp8_kernels_bitwise_equal(kind: str, granularity: Granularity) -> None:
     given = SIZES[1] | {"kind": kind, "out_type": "float32", "first": 0, "words": True}
     given |= {"granularity": granularity}
     cut = tiles(depth=FP8_BLOCK, widens=False)
@@ -99,9 +97,7 @@ def test_the_languages_widen_and_multiply_to_the_same_bits(
 
 @each_language
 @each_granularity
-def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
-    granularity: Granularity, language: str
-) -> None:
+def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, language: str) -> None:
     codes = np.arange(256, dtype=np.uint8)
     codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 256, 384))
     shape = fp8.scale_shape(codes.shape, granularity)
@@ -132,6 +128,6 @@ def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
     [{"depth": 64}, {"swapped": False}, {"described": True}, {"persistent": True}],
     ids=str,
 )
-def test_tiles_that_widen_nothing_are_those_of_fp8(change: dict[str, int]) -> None:
+def test_fp8_tiles_reject_invalid_widening(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="tiles without widens must be swapped, 128 deep"):
         tiles(**{"depth": FP8_BLOCK, "widens": False} | change)

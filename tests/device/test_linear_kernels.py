@@ -124,7 +124,7 @@ each_shape = pytest.mark.parametrize(
 
 
 @each_shape
-def test_a_product_does_what_stands_before_and_after_it(
+def test_linear_fused_prologue_and_epilogue_match_spec(
     shaped: tuple[str, bool], language: str
 ) -> None:
     name, is_swapped = shaped
@@ -148,9 +148,7 @@ def test_a_product_does_what_stands_before_and_after_it(
 
 
 @each_shape
-def test_a_product_ends_with_its_bias_and_its_factor(
-    shaped: tuple[str, bool], language: str
-) -> None:
+def test_linear_bias_and_scale_match_spec(shaped: tuple[str, bool], language: str) -> None:
     name, is_swapped = shaped
     R, K, N = SIZES[name]
     x, cut, squares = normal(0, R, K), tiles(swapped=is_swapped), chunks_of_squares(normal(0, R, K))
@@ -177,7 +175,7 @@ def test_a_product_ends_with_its_bias_and_its_factor(
 
 
 @each_shape
-def test_blocks_that_descriptors_copy_are_the_same(shaped: tuple[str, bool], language: str) -> None:
+def test_linear_tma_tiles_bitwise_equal(shaped: tuple[str, bool], language: str) -> None:
     """In Pallas float32 has no descriptors, and falls back."""
     name, is_swapped = shaped
     R, K, N = SIZES[name]
@@ -208,7 +206,7 @@ def test_blocks_that_descriptors_copy_are_the_same(shaped: tuple[str, bool], lan
     ],
     ids=lambda sizes: f"{sizes['R']} rows",
 )
-def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
+def test_pallas_sm90_linear_and_triton_tma_bitwise_equal(
     sizes: dict[str, int], kind: str, out_type: str
 ) -> None:
     given = sizes | {"kind": kind, "out_type": out_type, "first": 64 * ("gated" not in kind)}
@@ -236,7 +234,9 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
 @pytest.mark.parametrize("kind", ["plain", "normed", "added", "times, added"])
 @pytest.mark.parametrize("K", [64, 320])
 @pytest.mark.parametrize("R", [1, 7, 8, 12, 16, 32])
-def test_mosaic_gives_the_same_bits_of_few_rows(R: int, K: int, kind: str, out_type: str) -> None:
+def test_pallas_sm90_linear_few_rows_bitwise_equal(
+    R: int, K: int, kind: str, out_type: str
+) -> None:
     """What it takes of them; the rest falls back."""
     given = {"kind": kind, "R": R, "K": K, "N": 192, "out_type": out_type}
     given["first"] = 64 * ("gated" not in kind)
@@ -256,7 +256,7 @@ def test_mosaic_gives_the_same_bits_of_few_rows(R: int, K: int, kind: str, out_t
     [*((kind, 256, "bfloat16") for kind in KINDS)]
     + [("gated", 300, "float32"), ("added", 300, "bfloat16"), ("added", 256, "float32")],
 )
-def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, R: int, out_type: str) -> None:
+def test_linear_192_column_tiles_bitwise_equal(kind: str, R: int, out_type: str) -> None:
     # Of so many inputs a mean is rounded, and the sum with `eps` again: fused, it would differ.
     given = {"kind": kind, "R": R, "K": 1536, "N": 320, "first": 0, "out_type": out_type}
     how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
@@ -272,9 +272,7 @@ def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, R: int, out_typ
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="a compiler rounds, and an interpreter never")
 @pytest.mark.parametrize("kind", ["added", "biased", "biased, times, added"])
 @each_language
-def test_what_is_added_is_rounded_by_itself_behind_a_chain_of_one_step(
-    language: str, kind: str
-) -> None:
+def test_linear_epilogue_rounding_independent_of_depth(language: str, kind: str) -> None:
     sizes = {"R": 128, "K": 128, "N": 256, "first": 0}
     found = []
     for depth in (32, 64, 128):
@@ -288,7 +286,7 @@ def test_what_is_added_is_rounded_by_itself_behind_a_chain_of_one_step(
 @pytest.mark.parametrize(
     ("inputs", "want"), [(4096, 128), (129, 128), (128, 64), (24, 16), (16, 16)]
 )
-def test_a_chain_has_more_than_one_step_where_it_can(inputs: int, want: int) -> None:
+def test_depth_of_splits_inputs_into_several_steps(inputs: int, want: int) -> None:
     assert tiles(depth=128).depth_of(inputs) == want
 
 
@@ -304,9 +302,7 @@ def test_a_chain_has_more_than_one_step_where_it_can(inputs: int, want: int) -> 
         ({"depth": 32}, "must have a depth of 64 or more"),
     ],
 )
-def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
-    change: dict[str, int], why: str
-) -> None:
+def test_pallas_sm90_linear_rejects_invalid_tiles(change: dict[str, int], why: str) -> None:
     x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
     how = {"rows": 64, "swapped": False} | TMA
     with pytest.raises(ValueError, match=f"described tiles {why}"):
@@ -315,7 +311,7 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
 
 @pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
 @pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
-def test_mosaic_takes_float32_results_of_wide_rows_alone(
+def test_sm90_takes_float32_output_of_wide_rows_only(
     out_type: str, swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head of a model of few tokens is a product of few outputs, and its result is float32."""
@@ -339,7 +335,7 @@ def test_mosaic_takes_float32_results_of_wide_rows_alone(
 @pytest.mark.parametrize(
     ("version", "has"), [((0, 10, 2), False), ((0, 11, 0), True), ((0, 12, 0, 1), False)]
 )
-def test_mosaic_is_called_by_the_jax_that_it_is_written_for(
+def test_has_mosaic_requires_supported_jax_version(
     version: tuple[int, ...], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version starts too, with the kernels of Pallas for Triton."""
@@ -348,14 +344,14 @@ def test_mosaic_is_called_by_the_jax_that_it_is_written_for(
     assert linear_sm90.has_mosaic() is has
 
 
-def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:
+def test_pallas_linear_rejects_persistent_tiles_without_tma() -> None:
     with pytest.raises(ValueError, match="persistent tiles must be described in Pallas"):
         multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(persistent=True))
 
 
 @pytest.mark.parametrize("change", [{"described": False}, {"rows": 32}, {"swapped": True}], ids=str)
 @pytest.mark.parametrize("columns", [96, 192])
-def test_columns_that_are_no_power_of_two_are_refused_where_no_kernel_has_them(
+def test_tiles_reject_unsupported_columns_not_power_of_two(
     columns: int, change: dict[str, int]
 ) -> None:
     how = {"rows": 64, "columns": columns, "swapped": False} | TMA
@@ -365,7 +361,7 @@ def test_columns_that_are_no_power_of_two_are_refused_where_no_kernel_has_them(
 
 
 @each_language
-def test_where_descriptors_copy_nothing_such_tiles_are_narrower(language: str) -> None:
+def test_linear_192_column_tiles_narrowed_without_tma(language: str) -> None:
     x, weight = normal(0, 20, 128), normal(1, 256, 128)
     how = {"rows": 64, "swapped": False} | TMA
     (want,) = multiply(language, x, weight, cut=tiles(columns=128, **how))
@@ -374,7 +370,7 @@ def test_where_descriptors_copy_nothing_such_tiles_are_narrower(language: str) -
 
 
 @each_language
-def test_a_product_begins_at_an_output(language: str) -> None:
+def test_linear_first_selects_output_columns(language: str) -> None:
     x, weight = normal(0, 3, 64), normal(1, 128, 64)
     (got,) = multiply(language, x, weight, first=96)
     (whole,) = multiply(language, x, weight)
@@ -382,7 +378,7 @@ def test_a_product_begins_at_an_output(language: str) -> None:
 
 
 @each_language
-def test_a_rows_bits_depend_neither_on_other_rows_nor_on_the_tiles(language: str) -> None:
+def test_linear_row_is_batch_invariant_across_tiles(language: str) -> None:
     x, weight, added = normal(0, 40, 192), normal(1, 256, 192), normal(2, 40, 256)
     want = multiply(language, x, weight, added=added, cut=tiles(rows=64, depth=64))
     cuts = [tiles(), tiles(columns=128), tiles(rows=32, swapped=False, depth=32)]
@@ -405,7 +401,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_squares_are_summed_in_units_as_if_without_rounding(name: str) -> None:
+def test_sum_of_squares_order_independent_and_precise(name: str) -> None:
     exact = np.square(ROWS[name].astype(np.float64)).sum(axis=1)
     np.testing.assert_allclose(sum_of_squares(ROWS[name]), exact, rtol=2e-6)
     shuffled = np.random.default_rng(0).permuted(ROWS[name][:, :64], axis=1)
@@ -414,7 +410,7 @@ def test_squares_are_summed_in_units_as_if_without_rounding(name: str) -> None:
 
 @each_language
 @pytest.mark.parametrize("name", ROWS)
-def test_a_norm_and_its_squares_are_those_of_the_specification(name: str, language: str) -> None:
+def test_norm_and_squares_match_spec(name: str, language: str) -> None:
     x = ROWS[name]
     weight = 1 + normal(3, x.shape[1]) / 4
     run = {"pallas": in_pallas, "triton": in_triton}[language]

@@ -132,9 +132,7 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
 
 
 @pytest.mark.parametrize(("language", "cut"), CUTS, ids=str)
-def test_rows_are_chosen_from_what_blocks_leave_as_from_whole_scores(
-    language: str, cut: str
-) -> None:
+def test_lm_head_epilogue_choice_matches_full_logits(language: str, cut: str) -> None:
     x, weight, given = case()
     run = in_torch if language == "triton" else in_jax
     asks, whole, stored, ids, finite = run(x, weight, CUTS[language, cut], given)
@@ -211,9 +209,7 @@ def children_of(
 
 
 @pytest.mark.parametrize(("language", "width"), in_languages([1, 3], ()))
-def test_children_are_ranked_from_what_blocks_leave_as_from_whole_scores(
-    language: str, width: int
-) -> None:
+def test_lm_head_epilogue_children_match_full_logits(language: str, width: int) -> None:
     """To the bit, weights too; rows that have no scores are chosen by their groups' best tokens."""
     arguments = ranked_arguments(5, B=B, k=2, K=K, N=VOCAB, width=width)
     made, params = arguments.pop("projection"), arguments.pop("params")
@@ -234,7 +230,7 @@ def test_children_are_ranked_from_what_blocks_leave_as_from_whole_scores(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("R", [1, 8, 32, 128, 512])
-def test_a_models_head_gives_both_frameworks_the_tokens_of_whole_scores(R: int) -> None:
+def test_lm_head_fused_choose_bitwise_equal(R: int) -> None:
     """Of rows of which none asks for scores, and of those of which every ninth does."""
     found = []
     for is_mixed in (False, True):

@@ -80,7 +80,7 @@ def assert_plain(server: Server, asked: list[Request], outcomes: dict[int, Outco
         assert outcome.finish_reason is plain.finish_reason
 
 
-def test_a_batch_gives_each_request_its_plain_text(server):
+def test_batch_output_matches_plain(server):
     """More requests than rows, so they also come and go."""
     asked = requests(6)
     outcomes = server.serve(asked, overlap=1)
@@ -89,7 +89,7 @@ def test_a_batch_gives_each_request_its_plain_text(server):
     assert set(accepted) >= {0, 1, server.shape.depth}, "too little happened to prove anything"
 
 
-def test_ids_counts_and_logprobs_are_equal_alone_packed_and_again(server):
+def test_repeated_and_packed_requests_have_equal_results(server):
     first, second = (server.serve(requests(4, logprobs=2), overlap=1) for _ in range(2))
     for asked in requests(4, logprobs=2):
         packed, again = first[asked.request_id], second[asked.request_id]
@@ -122,7 +122,7 @@ def inside_a_run(outcome: Outcome) -> int:
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(GREEDY, 0), (SAMPLED, 2)], ids=["greedy", "sampled"])
-def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(server, how, overlap):
+def test_stop_token_inside_accepted_run_ends_output(server, how, overlap):
     """Traps: what a step accepted past the end of text came out, or was counted as usage."""
     whole = server.alone(request(3, prompt(3, 30), **how))
     place = inside_a_run(whole)
@@ -139,7 +139,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(server, how, ov
 
 
 @either_sampling
-def test_max_tokens_inside_an_accepted_run_ends_the_text_there(server, how):
+def test_max_tokens_inside_accepted_run_ends_output(server, how):
     whole = server.alone(request(3, prompt(3, 30), **how))
     place = inside_a_run(whole)
     ended = server.alone(request(3, prompt(3, 30), **how, max_tokens=place + 1))
@@ -147,7 +147,7 @@ def test_max_tokens_inside_an_accepted_run_ends_the_text_there(server, how):
     assert ended.finish_reason is FinishReason.LENGTH
 
 
-def test_one_token_is_the_prefills_and_takes_no_step(server):
+def test_single_token_request_takes_no_decode_step(server):
     asked = [request(0, prompt(0, 9), max_tokens=1, logprobs=1), *requests(3)[1:]]
     outcomes = server.serve(asked, overlap=1)
     assert outcomes[0].accepted == []
@@ -156,7 +156,7 @@ def test_one_token_is_the_prefills_and_takes_no_step(server):
     assert_plain(server, asked, outcomes)
 
 
-def test_an_aborted_request_leaves_no_trace(server):
+def test_aborted_request_preserves_other_outputs(server):
     """Its steps are in flight when it ends, and its slot and pages go to another request."""
     engine = server.engine(overlap=2)
     first, heirs = requests(4, max_tokens=30), requests(6, max_tokens=20)[4:]
@@ -183,7 +183,7 @@ def test_an_aborted_request_leaves_no_trace(server):
 
 
 @either_sampling
-def test_logprobs_are_the_log_softmax_of_the_targets_raw_logits(server, how):
+def test_logprobs_equal_log_softmax_of_target_logits(server, how):
     """Traps: they were the drafter's, or those after penalties and temperature."""
     asked = request(2, prompt(2, 17), **{**PENALISED, **how}, logprobs=3)
     outcome = server.alone(asked)
@@ -203,7 +203,7 @@ def test_logprobs_are_the_log_softmax_of_the_targets_raw_logits(server, how):
         np.testing.assert_allclose(found, best[:, column], atol=2e-4)
 
 
-def test_penalties_and_filters_count_every_accepted_token(server):
+def test_penalties_and_filters_count_accepted_tokens(server):
     asked = requests(4, **PENALISED, max_tokens=24)
     outcomes = server.serve(asked, overlap=1)
     assert_plain(server, asked, outcomes)
@@ -212,7 +212,7 @@ def test_penalties_and_filters_count_every_accepted_token(server):
         assert outcomes[each.request_id].tokens != server.plain(each).tokens, "nothing was tested"
 
 
-def test_text_and_accepted_counts_do_not_depend_on_the_overlap(server):
+def test_output_and_acceptance_independent_of_overlap(server):
     """Overlap 0 is what `--disable-overlap-schedule` asks for."""
     served = [server.serve(requests(5), overlap=overlap) for overlap in (0, 1, 2)]
     assert_plain(server, requests(5), served[0])
@@ -223,7 +223,7 @@ def test_text_and_accepted_counts_do_not_depend_on_the_overlap(server):
 
 
 @either_sampling
-def test_requests_that_may_draft_nothing_get_the_plain_text(server, how):
+def test_max_draft_tokens_zero_preserves_plain_output(server, how):
     """They run in the drafted program, beside requests that do draft."""
     asked = [
         request(n, prompt(n, 11 + n), **how, max_draft_tokens=None if n else 0) for n in range(2)

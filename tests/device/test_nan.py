@@ -94,7 +94,7 @@ def request(number: int, *tokens: int, **how: object) -> Request:
 @pytest.mark.parametrize(
     ("family", "drafter", "shape"), CASES, ids=lambda x: getattr(x, "nodes", x)
 )
-def test_a_request_whose_numbers_are_none_fails_alone(framework, family, drafter, shape):
+def test_nan_request_fails_alone_with_every_drafter(framework, family, drafter, shape):
     make = make_backend if framework == "torch" else make_gpu_backend
     backend = make(framework, *made(family, drafter, shape))
     healthy = drive(engine_of(backend, drafter, shape), [request(0), request(1)])

@@ -47,7 +47,7 @@ def run_triton(function: str, arguments: Arguments) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
-def test_a_kernel_gives_what_the_specification_says(language: str, name: str) -> None:
+def test_ngram_kernels_match_spec(language: str, name: str) -> None:
     case = CASES[name]
     arguments = case.arguments(0)
     run = {"pallas": run_pallas, "triton": run_triton}[language]
@@ -56,7 +56,7 @@ def test_a_kernel_gives_what_the_specification_says(language: str, name: str) ->
         np.testing.assert_array_equal(got, want)
 
 
-def test_torch_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_ngram_kernels_match_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     if "triton" not in KERNELS:
         pytest.skip("triton is not installed")
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
@@ -73,7 +73,7 @@ def test_torch_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(got.cpu().numpy(), want)
 
 
-def test_a_gpu_has_the_tables_memory_written_in_place() -> None:
+def test_jax_ngram_insert_updates_table_in_place() -> None:
     """Of `learn`; a copy of a table would take longer than a step."""
     arguments = CASES[COMPILED[0]].arguments(0)
     kernel = KERNELS["pallas"]["ngram"].insert

@@ -56,7 +56,7 @@ RUNS += [("torch", name, pytest.mark.matrix) for name in DRAFTS]
 @pytest.mark.parametrize(
     ("framework", "algorithm"), [pytest.param(*run[:2], marks=run[2]) for run in RUNS]
 )
-def test_plain_is_speculative_alone_batched_and_on_cache_hits(framework, algorithm, backends):
+def test_output_equals_plain_alone_batched_and_cached(framework, algorithm, backends):
     house = House(backends, framework, algorithm)
     drafting = house.drafting(cached=True)
     plain = [said(house.plainly(body)) for body in bodies("")]

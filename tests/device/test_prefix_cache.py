@@ -110,9 +110,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("framework", "case"), RUNS)
-def test_chats_have_the_text_and_the_acceptance_that_they_have_without_a_cache(
-    framework, case, backends
-):
+def test_prefix_cache_preserves_output_and_acceptance(framework, case, backends):
     """vLLM 53912, 47194: hybrids with drafts were wrong on hits alone; SGLang 36537: at high use.
 
     The draft memory that is found is as good as one that is made.

@@ -93,7 +93,7 @@ def serve_some(backends: Backends, number: int, strategy) -> None:
 
 
 @pytest.mark.parametrize(("framework", "count"), [("reference", 60), ("torch", 50)])
-def test_requests_at_random_get_the_text_of_plain_decoding(framework, count, backends):
+def test_random_requests_equal_plain_output(framework, count, backends):
     serve_at_random(backends, count, 1, servers(framework, **ANY))
 
 
@@ -104,7 +104,7 @@ def families(names: Iterable[str]) -> list:
 
 
 @pytest.mark.parametrize("family", families(SLIDING))
-def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
+def test_random_requests_with_sliding_window_equal_plain_output(family, backends):
     """As above, where layers see some last positions alone, those of a small drafter too."""
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("exact",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
@@ -112,7 +112,7 @@ def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
 
 
 @pytest.mark.parametrize("family", families(EXPERTS))
-def test_experts_are_chosen_alike_over_chunks_hits_and_preemptions(family, backends):
+def test_random_requests_with_moe_equal_plain_output(family, backends):
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("exact",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 6, servers("torch", **any_of))
@@ -120,12 +120,12 @@ def test_experts_are_chosen_alike_over_chunks_hits_and_preemptions(family, backe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("framework", "count", "number"), MANY)
-def test_many_requests_at_random(framework, count, number, backends):
+def test_random_requests_full_matrix_equal_plain_output(framework, count, number, backends):
     serve_at_random(backends, count, number, servers(framework, **ANY))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("rule", "drafters"), IN_JAX)
-def test_many_requests_at_random_on_few_programs(rule, drafters, backends):
+def test_random_requests_on_jax_equal_plain_output(rule, drafters, backends):
     few = {"page_sizes": (16,), "families": (HYBRID,), "rules": (rule,)}
     serve_at_random(backends, 500, 2, servers("jax", drafters=drafters, **few))

@@ -127,7 +127,7 @@ def serve_on(
 @pytest.mark.parametrize(
     ("framework", "drafter"), every(DRAFTERS, {*DRAFTERS} - COPYING - ELSEWHERE, ())
 )
-def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
+def test_tp_every_drafter_bitwise_equal(drafter, framework, backends):
     begun = TALLY.preemptions
     serve_on(backends, framework, HYBRID, drafter, "exact", TRAFFIC)
     assert TALLY.preemptions > begun or drafter != "none", "pages were never short"
@@ -137,7 +137,7 @@ def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
     ("drafter", "rule"),
     [("NEXTN", "rejection"), ("EAGLE3", "block"), ("DFLASH", "rejection"), ("STANDALONE", "block")],
 )
-def test_every_rule_of_acceptance(drafter, rule, backends):
+def test_tp_every_accept_rule_bitwise_equal(drafter, rule, backends):
     family = HYBRID if drafter == "NEXTN" else "llama"
     serve_on(backends, TWO, family, drafter, rule, FEW)
 
@@ -146,18 +146,18 @@ def test_every_rule_of_acceptance(drafter, rule, backends):
     ("framework", "family"),
     every(DENSE_FAMILIES, {*DENSE_FAMILIES} - LIKE_LLAMA - {"olmo3"}, {"olmo3"}),
 )
-def test_every_dense_family(family, framework, backends):
+def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     """Biases, factors, norms of all heads and behind layers, windows, joined tensors."""
     serve_on(backends, framework, family, "EAGLE", "exact", FEW)
 
 
 @pytest.mark.parametrize(("framework", "family"), every(EXPERTS, EXPERTS[:2], EXPERTS[2:]))
-def test_every_family_of_experts(family, framework, backends):
+def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "exact", FEW)
 
 
-def test_processes_give_the_bits_of_one():
+def test_tp_torch_processes_bitwise_equal():
     """Of torch: as threads do above, through memory that they find by its name."""
     config, weights = contract_model()
     made_from = (config, weights, contract_capacity(config), *drafts_of("NEXTN", config))
@@ -181,7 +181,7 @@ def test_processes_give_the_bits_of_one():
 
 
 @pytest.mark.parametrize("count", ["2", pytest.param("4", marks=pytest.mark.matrix)])
-def test_devices_of_one_process_give_the_bits_of_one(count):
+def test_tp_jax_devices_prefill_bitwise_equal(count):
     """Of JAX: a prompt with its scores, and what its drafter is fed."""
     check_ranks(HYBRID, "NEXTN", count, "prefill")
 
@@ -204,7 +204,7 @@ def test_devices_of_one_process_give_the_bits_of_one(count):
         ("qwen3_moe", "EAGLE3"),
     ],
 )
-def test_devices_of_one_process_draft_and_verify_alike(family, drafter):
+def test_tp_jax_devices_decode_bitwise_equal(family, drafter):
     check_ranks(family, drafter, "2,4", "plain,chain")
 
 
@@ -214,7 +214,7 @@ def test_devices_of_one_process_draft_and_verify_alike(family, drafter):
     "name",
     [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.matrix) for name in MODELS],
 )
-def test_eight_ranks_give_the_bits_of_one(name, backend):
+def test_tp_eight_ranks_bitwise_equal(name, backend):
     """There are fewer heads of keys than ranks, and ranks to which no tokens are left."""
     said = run_part(backend, name, 8)
     assert said[0].isdigit(), said

@@ -80,7 +80,7 @@ def pallas_program(is_block: bool) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
-def test_chains_are_judged_as_specified(name: str, language: str) -> None:
+def test_rejection_sample_kernel_matches_spec(name: str, language: str) -> None:
     accepted, rejected = 0, 0
     for seed in range(6):
         arguments = CASES[name].arguments(seed)
@@ -95,7 +95,7 @@ def test_chains_are_judged_as_specified(name: str, language: str) -> None:
 
 @each_language
 @each_rule
-def test_parts_of_a_vocabulary_are_joined_as_specified(rule: str, language: str) -> None:
+def test_rejection_sample_merges_vocabulary_parts(rule: str, language: str) -> None:
     for seed in range(2):
         arguments = judge_arguments(seed, **LARGER, rule=rule)
         np.testing.assert_array_equal(
@@ -105,7 +105,7 @@ def test_parts_of_a_vocabulary_are_joined_as_specified(rule: str, language: str)
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @each_rule
-def test_the_languages_judge_alike_to_the_last_bit(rule: str, monkeypatch) -> None:
+def test_rejection_sample_kernels_bitwise_equal(rule: str, monkeypatch) -> None:
     share_arithmetic(monkeypatch)
     for seed in range(4, 7):
         arguments = judge_arguments(seed, **LARGER, rule=rule)
@@ -115,7 +115,7 @@ def test_the_languages_judge_alike_to_the_last_bit(rule: str, monkeypatch) -> No
 
 @each_language
 @each_rule
-def test_a_draft_from_the_targets_own_law_is_always_accepted(rule: str, language: str) -> None:
+def test_rejection_sample_accepts_drafts_from_target_distribution(rule: str, language: str) -> None:
     arguments = judge_arguments(2, **LARGER, rule=rule)
     arguments["drafted"] = arguments["logits"][arguments["row_of"][:, :-1]]
     judged = np.arange(3) + 1 < arguments["num_nodes"][:, None]
@@ -125,7 +125,7 @@ def test_a_draft_from_the_targets_own_law_is_always_accepted(rule: str, language
 
 
 @each_language
-def test_a_targets_row_without_numbers_harms_no_other(language: str) -> None:
+def test_rejection_sample_nan_row_spoils_only_itself(language: str) -> None:
     arguments = judge_arguments(3, **LARGER, rule="rejection")
     want, logits = run(language, arguments), arguments["logits"].copy()
     logits[arguments["row_of"][0, 1], 5] = np.nan
@@ -136,7 +136,7 @@ def test_a_targets_row_without_numbers_harms_no_other(language: str) -> None:
     assert ((got >= 0) & (got < LARGER["vocab"])).all()
 
 
-def test_the_languages_have_one_signature() -> None:
+def test_rejection_sample_kernels_same_signature() -> None:
     ours = [p for p in inspect.signature(pallas.rejection_sample).parameters if p != "interpret"]
     for modules in KERNELS.values():
         assert (
@@ -150,7 +150,7 @@ def test_the_languages_have_one_signature() -> None:
 
 
 @each_rule
-def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch) -> None:
+def test_jax_rejection_kernels_lowered_for_gpu_only(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
     judge = jax_impl.ops.kernel_or_reference(ops.kernel_judge, ops.plain_judge)
@@ -174,7 +174,7 @@ def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @each_rule
-def test_torch_judges_by_kernels_on_a_gpu(rule: str, monkeypatch) -> None:
+def test_torch_rejection_kernels_match_spec(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     arguments = judge_arguments(1, **LARGER | {"vocab": 301}, rule=rule)
     arguments["sampling"] = replace(arguments["sampling"], top_p=np.full(3, 0.9, np.float32))

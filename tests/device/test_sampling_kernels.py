@@ -119,7 +119,7 @@ COMPILED = ("choose, any rows, masked", "rank, sampled, own vocabulary")
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
-def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, language) -> None:
+def test_choose_and_rank_kernels_match_spec(name, language) -> None:
     case = CASES[name]
     arguments = case.arguments(seed=3)
     want = case.specified(arguments, None)
@@ -135,7 +135,7 @@ def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, lan
 @pytest.mark.parametrize(
     ("language", "name"), in_languages(["choose, any rows", "choose, any rows, masked"], COMPILED)
 )
-def test_scores_are_the_specifications_beside_the_choice(name: str, language: str) -> None:
+def test_score_kernel_matches_spec(name: str, language: str) -> None:
     arguments = CASES[name].arguments(seed=5)
     want, given = spec.choose(**arguments), dict(arguments)
     cuts = (tiles(), OTHER) if language == "triton" or not INTERPRET else (OTHER,)
@@ -157,7 +157,7 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize(("language", "width"), WIDTHS)
-def test_every_width_that_a_flag_allows_is_ranked_as_specified(width: int, language: str) -> None:
+def test_rank_kernel_every_width_matches_spec(width: int, language: str) -> None:
     arguments = CASES["rank, own vocabulary"].arguments(seed=7) | {"width": width}
     arguments["logits"][:, 0, 20:60] = arguments["logits"][:, 0, 19:20]  # ties in the ranking
     arguments["logits"][5, 1, 11] = np.nan  # of which the row is the first token, and means nothing
@@ -172,7 +172,7 @@ def test_every_width_that_a_flag_allows_is_ranked_as_specified(width: int, langu
 
 
 @each_language
-def test_results_depend_on_no_tile(language) -> None:
+def test_sampling_results_independent_of_tile_config(language) -> None:
     mixed = CASES["choose, any rows"].arguments(seed=4)
     flat = mixed["logits"] * np.float32(0.1)
     for arguments in (mixed, mixed | {"logits": flat}):
@@ -186,7 +186,7 @@ IN_SAMPLE = np.arange(VOCAB) % 40 < 8
 
 
 @each_language
-def test_supports_are_the_specifications_where_all_tokens_are_about_as_likely(language) -> None:
+def test_rank_kernel_near_uniform_logits_match_spec(language) -> None:
     """Whatever the sample says of the rest: it speaks true of the first node, and false of others.
 
     Weights show the support, which they are summed over.
@@ -210,7 +210,7 @@ def test_supports_are_the_specifications_where_all_tokens_are_about_as_likely(la
 
 
 @each_language
-def test_tokens_that_are_all_alike_stay_in_the_order_of_their_ids(language) -> None:
+def test_choose_kernel_equal_logits_keep_id_order(language) -> None:
     logits = np.full((R, VOCAB), -2.5, np.float32)
     logits[1::2, 5] = -2
     logits[4:6, 3:] = -np.inf  # but for three
@@ -230,7 +230,7 @@ def test_tokens_that_are_all_alike_stay_in_the_order_of_their_ids(language) -> N
 
 
 @each_language
-def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
+def test_choose_kernel_row_is_batch_invariant(language) -> None:
     arguments = mixed_arguments(5, vocab=VOCAB, is_masked=False)
     together, seen = run(language, arguments), arguments["seen"]
     # XLA compiles an interpreted kernel for each number of rows: there all rows are the same one.
@@ -244,7 +244,7 @@ def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
 
 
 @each_language
-def test_drafts_on_the_path_count_as_often_as_they_stand_there(language) -> None:
+def test_choose_kernel_penalises_draft_tokens_on_path(language) -> None:
     logits = np.zeros((R, VOCAB), np.float32)
     logits[:, 7], logits[:, 8] = 3, 2
     arguments = alone(logits, asked(R, VOCAB, frequency=np.full(R, 0.75, np.float32)))
@@ -257,7 +257,7 @@ def test_drafts_on_the_path_count_as_often_as_they_stand_there(language) -> None
 
 
 @each_language
-def test_ties_go_by_the_lower_id_at_every_border(language) -> None:
+def test_choose_kernel_ties_prefer_lower_id(language) -> None:
     logits = np.zeros((R, VOCAB), np.float32)
     logits[1, ::7] = -0.0  # equal to 0
     logits[2, 150:] = 1
@@ -278,7 +278,7 @@ def test_ties_go_by_the_lower_id_at_every_border(language) -> None:
 
 
 @each_language
-def test_what_is_not_finite_is_told_and_harms_its_own_row_alone(language) -> None:
+def test_choose_kernel_nonfinite_row_spoils_only_itself(language) -> None:
     arguments = mixed_arguments(6, vocab=VOCAB, is_masked=False)
     arguments |= {"request": np.arange(8, dtype=np.int32)}
     want, logits = run(language, arguments), arguments["logits"].copy()
@@ -298,7 +298,7 @@ def test_what_is_not_finite_is_told_and_harms_its_own_row_alone(language) -> Non
 
 
 @each_language
-def test_excluded_tokens_follow_where_fewer_stay_than_are_asked_for(language) -> None:
+def test_rank_kernel_fills_width_with_excluded_tokens(language) -> None:
     arguments = CASES["rank, as the target"].arguments(seed=8)
     ones = np.ones(R, np.float32)
     arguments["sampling"] = asked(R, VOCAB, temperature=ones, top_k=i32(1, 2, *(R - 2) * [VOCAB]))
@@ -310,7 +310,7 @@ def test_excluded_tokens_follow_where_fewer_stay_than_are_asked_for(language) ->
     assert np.isneginf(weights[1, :, 2:]).all()
 
 
-def test_the_languages_have_one_signature() -> None:
+def test_sampling_kernels_same_signature() -> None:
     for name in ("choose", "rank", "score"):
         ours = [p for p in inspect.signature(getattr(pallas, name)).parameters if p != "interpret"]
         for modules in KERNELS.values():
@@ -332,7 +332,7 @@ def test_the_languages_have_one_signature() -> None:
         ("topk", "Support"),
     ],
 )
-def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: str) -> None:
+def test_sampling_records_same_fields(module: str, name: str) -> None:
     names = {
         language: getattr(sys.modules[f"kernels.{language}_gpu.sampling.{module}"], name)._fields
         for language in ("pallas", "triton")
@@ -352,7 +352,7 @@ def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: 
     ],
     ids=["choose", "rank", "widest rank", "sampled rank"],
 )
-def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, changed, monkeypatch) -> None:
+def test_jax_sampling_kernels_lowered_for_gpu_only(name, changed, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     module = jax_impl.ops.sampling.sampling
     op = jax_impl.ops.kernel_or_reference(
@@ -380,7 +380,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, changed, monkeyp
 
 
 @pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
-def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
+def test_kernel_rank_forwards_arguments_to_kernel(ops, monkeypatch) -> None:
     asked_for = []
 
     def rank(*given: Any, **how: Any) -> tuple[str, str, str]:
@@ -397,7 +397,7 @@ def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
     assert asked_for == [(MOST_WIDTH, False, "columns"), (1, True, None)]
 
 
-def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:
+def test_torch_choose_on_gpu_calls_kernel(monkeypatch) -> None:
     recorder = SimpleNamespace(choose=lambda *given, **how: (given[0], how))
     bind_kernels(monkeypatch, torch_impl.ops, {"sampling": recorder})
     module = torch_impl.ops.sampling.sampling

@@ -43,7 +43,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], list[np.nd
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_commits_as_the_specification(name: str, run) -> None:
+def test_slot_commit_kernel_matches_spec(name: str, run) -> None:
     for seed in range(5):
         arguments = CASES[name].arguments(seed)
         want = [x for x in spec.commit(**arguments) if x is not None]
@@ -52,7 +52,7 @@ def test_a_kernel_commits_as_the_specification(name: str, run) -> None:
 
 
 @pytest.mark.parametrize("function", ["commit", "restore"])
-def test_the_languages_have_one_signature(function: str) -> None:
+def test_slot_state_kernels_same_signature_as_spec(function: str) -> None:
     specified = list(inspect.signature(getattr(spec, function)).parameters)
     for modules in KERNELS.values():
         names = inspect.signature(getattr(modules["slot_state"], function)).parameters
@@ -73,7 +73,7 @@ def restored(language: str, arguments: dict[str, Any]) -> np.ndarray:
 
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("state", [(2, 3, 5), (3, 2048)], ids=str)
-def test_a_kernel_restores_as_the_specification(state: tuple[int, ...], language: str) -> None:
+def test_slot_restore_kernel_matches_spec(state: tuple[int, ...], language: str) -> None:
     """Of a state of more than one part as well; what is a NaN in a slot or a snapshot is gone."""
     for seed in range(3):
         arguments = restore_arguments(seed, B=6, L=2, state=state)
@@ -84,7 +84,7 @@ def test_a_kernel_restores_as_the_specification(state: tuple[int, ...], language
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_states_that_are_not_contiguous_are_refused() -> None:
+def test_slot_restore_rejects_noncontiguous_states() -> None:
     arguments = restore_arguments(0, B=2, L=2, state=(4, 4))
     given = {k: torch.tensor(v) for k, v in arguments.items()}
     given["memory"] = given["memory"].mT
@@ -93,7 +93,7 @@ def test_states_that_are_not_contiguous_are_refused() -> None:
 
 
 @pytest.mark.parametrize("W", [1, 3])
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(W: int, monkeypatch) -> None:
+def test_jax_slot_commit_kernel_lowered_for_gpu_only(W: int, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.trees.slot_state
     commit = jax_impl.ops.kernel_or_reference(ops.kernel_commit, ops.plain_commit)
@@ -107,7 +107,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(W: int, monkeypatch) ->
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_torch_commits_by_the_kernel_on_a_gpu(monkeypatch) -> None:
+def test_torch_slot_commit_kernel_matches_spec(monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     device = "cuda" if ON_GPU else "cpu"
     arguments = commit_arguments(1, B=3, W=4, vocab=9, is_fed=True)
@@ -118,7 +118,7 @@ def test_torch_commits_by_the_kernel_on_a_gpu(monkeypatch) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="Triton is not interpreted")
-def test_a_kernel_that_reads_beside_its_tensors_is_seen() -> None:
+def test_interpreter_detects_out_of_bounds_read() -> None:
     """As all that interprets Triton's kernels is watched: a GPU may answer with anything."""
     uniforms = KERNELS["triton"]["gumbel_noise"].uniforms
     seeds = torch.zeros(3, dtype=torch.int32)

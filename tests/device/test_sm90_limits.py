@@ -19,7 +19,7 @@ from kernels.pallas_gpu.attention import attention_layer_sm90
         (8, 2, 96, False),
     ],
 )
-def test_mosaic_attends_where_a_warpgroup_holds_a_row(
+def test_attention_sm90_takes_supported_head_counts(
     q_heads: int, k_heads: int, head_size: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_layer_sm90, "has_mosaic", lambda: True)

@@ -61,7 +61,7 @@ def _request(number: int, prompt: list[int], chat: int) -> Request:
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("drafter", SOAKED)
-def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(framework, drafter):
+def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
     case = SOAKED[drafter]
     made = (*model_of(*case[:2]), capacity_of(*case), drafter_of(*case[:2]))
     backend = make_backend(framework, *made)

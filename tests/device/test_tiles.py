@@ -42,7 +42,7 @@ def write(folder: Path, name: str, lines: list[dict[str, Any]], **others: Any) -
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
+def test_tile_files_cover_every_call(path: Path, language: str) -> None:
     tiles = Tiles.load(language, path.stem)
     for item_bytes in (2, 4):
         for rows in (1, 16, 17, 64, 100_000):
@@ -62,7 +62,7 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
                 assert tiles.linear.of(**of_linear).columns >= (16 if gated else SQUARES.chunk)
 
 
-def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:
+def test_tile_table_uses_first_matching_line(tmp_path: Path) -> None:
     lines = [
         LINE | {"at_most": {"item_bytes": 2, "rows": 16}, "lanes": 16},
         LINE | {"at_most": {"rows": 40}},
@@ -77,7 +77,7 @@ def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:
     assert found == {(2, 16): 16, (2, 17): 32, (4, 16): 32, (4, 41): 64}
 
 
-def test_a_gpu_has_the_file_with_the_longest_name_that_begins_its_own(tmp_path: Path) -> None:
+def test_tile_file_with_longest_name_prefix_used(tmp_path: Path) -> None:
     for lanes, name in ((16, MEASURED), (32, "nvidia_h100"), (64, "nvidia_h100_nvl")):
         write(tmp_path, name, [LINE | {"lanes": lanes}])
     sizes = {"item_bytes": 2, "rows": 1, "head_size": 128}
@@ -102,7 +102,7 @@ def test_a_gpu_has_the_file_with_the_longest_name_that_begins_its_own(tmp_path: 
         ([], "attention: the last line must have no at_most"),
     ],
 )
-def test_a_wrong_line_is_refused_with_its_place(
+def test_tiles_load_rejects_invalid_line_with_location(
     lines: list[dict[str, Any]], why: str, tmp_path: Path
 ) -> None:
     write(tmp_path, MEASURED, lines)
@@ -110,7 +110,7 @@ def test_a_wrong_line_is_refused_with_its_place(
         Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
-def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
+def test_tiles_load_rejects_invalid_attention_layer_line(tmp_path: Path) -> None:
     for name in ("programs", "splits", "stages"):
         write(tmp_path, MEASURED, [LINE], attention_layer=[MIX | {name: 0}])
         fault = f"attention_layer, line 1: {name} must be at least 1, got 0"
@@ -118,7 +118,7 @@ def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
-def test_tiles_that_an_images_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
+def test_tiles_load_rejects_invalid_encoder_attention_line(tmp_path: Path) -> None:
     image = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
     write(tmp_path, MEASURED, [LINE], encoder_attention=[image])
     assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).encoder_attention
@@ -131,18 +131,18 @@ def test_tiles_that_an_images_kernel_cannot_have_are_refused(tmp_path: Path) -> 
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
-def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:
+def test_tiles_load_rejects_unknown_and_missing_tables(tmp_path: Path) -> None:
     write(tmp_path, MEASURED, [LINE], softmax=[LINE])
     with pytest.raises(ValueError, match=r"tables must be \['attention', .*\], got .*'softmax'"):
         Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
-def test_tiles_are_those_of_kernels() -> None:
+def test_tile_classes_name_existing_kernels() -> None:
     kernels = {path.stem for path in (FOLDER.parent / "triton_gpu").rglob("*.py")}
     assert CLASSES.keys() <= kernels
 
 
-def test_a_program_of_a_row_has_a_power_of_two_of_warps_for_every_width() -> None:
+def test_row_warps_is_power_of_two() -> None:
     """2,560 and 3,072 columns (Qwen3-4B, Qwen3.5-122B-A10B) are no power of two times 512."""
     warps = {row_warps(size) for size in range(16, 20_000, 16)}
     assert warps == {1, 2, 4, MOST_ROW_WARPS}

@@ -58,9 +58,7 @@ def requests() -> list[Request]:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("family", "kind", "shape", "rule"), CASES, ids=str)
-def test_drafts_are_of_the_map_and_the_references_and_the_text_is_the_plain_one(
-    family, kind, shape, rule, framework
-):
+def test_draft_vocabulary_drafts_match_spec(family, kind, shape, rule, framework):
     want, trees = served("reference", family, kind, shape, rule)
     got, others = served(framework, family, kind, shape, rule)
     assert [got[i].tokens for i in got] == [want[i].tokens for i in want]
@@ -81,5 +79,5 @@ def test_drafts_are_of_the_map_and_the_references_and_the_text_is_the_plain_one(
 
 
 @pytest.mark.parametrize(("family", "kind", "shape", "rule"), [CASES[1], CASES[3]], ids=str)
-def test_ranks_cut_the_map_and_draft_with_the_bits_of_one(family, kind, shape, rule):
+def test_draft_vocabulary_ranks_bitwise_equal(family, kind, shape, rule):
     served("torch ranks 2", family, kind, shape, rule)  # compares each step

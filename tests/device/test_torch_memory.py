@@ -110,7 +110,7 @@ def tower(kernels: None) -> Iterator[Tower]:
         yield Tower(StepContext(model, None, weights, capacity, state), blueprint, memory)
 
 
-def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
+def test_encode_memory_within_planned_workspace(tower: Tower) -> None:
     """Of its blocks each lets go of what it has made before the next one's arrays come."""
     for program in tower.blueprint.capacity.programs:
         plan, planned = tower.plan(program), tower.workspace(program)
@@ -119,7 +119,7 @@ def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
 
 
 @pytest.mark.parametrize("captured", [(), (StepKind.ENCODE,)], ids=["eager", "captured"])
-def test_programs_hold_what_the_widest_works_on_once(
+def test_programs_share_workspace_of_largest(
     tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[StepKind, ...]
 ) -> None:
     """Beside it plans that graphs read, and 2 MB at a time of what is small."""
@@ -137,7 +137,7 @@ def test_programs_hold_what_the_widest_works_on_once(
     assert widest < allocator.most - before < 1.15 * widest
 
 
-def test_codes_that_are_made_are_held_once():
+def test_read_codes_uses_memory_of_one_copy():
     """A stack's codes stand in their order, layer by layer, where its words stood."""
     layers, shape = 64, (4096, 4096)
     parameter = stack("codes", [f"{i}" for i in range(layers)], {"weight": shape})

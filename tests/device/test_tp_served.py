@@ -68,7 +68,7 @@ def wanted() -> list[tuple[Any, ...]]:
         return all_said(server)
 
 
-def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
+def test_torch_two_ranks_served_output_bitwise_equal(wanted):
     with torch_ranks(2, *DRAFTING) as server:
         pids = server.pids()
         assert all_said(server) == wanted
@@ -78,7 +78,7 @@ def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
+def test_torch_multi_host_ranks_output_and_lost_rank(wanted):
     """They exchange by torch.distributed, and get their plans by a socket."""
     with torch_ranks(2, *DRAFTING, module="tests.support.serve_multi_host") as server:
         assert all_said(server, 4) == wanted[:4]
@@ -88,7 +88,7 @@ def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
         assert ended(server, pids) == 1
 
 
-def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
+def test_jax_two_ranks_output_equals_torch(wanted):
     """They are devices of one process, which a CPU makes as many of as are asked for."""
     few = ["--max-running-requests", "1", *FLAGS[:6], *FLAGS[10:]]
     few += ["--chunked-prefill-size", "64", "--disable-radix-cache"]  # two programs to compile
@@ -99,7 +99,7 @@ def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
-def test_a_rank_that_is_lost_amid_an_exchange_ends_all_by_its_name(number):
+def test_lost_rank_error_names_rank_and_signal(number):
     with torch_ranks(2) as server:
         pids, stream = server.pids(), OpenStream(server)
         os.kill(ranks_of(server)[0], number)
@@ -111,9 +111,7 @@ def test_a_rank_that_is_lost_amid_an_exchange_ends_all_by_its_name(number):
     ("requests", "aborts"),
     [(60, 15), pytest.param(2000, 500, marks=pytest.mark.matrix)],
 )
-def test_of_many_requests_and_aborts_on_two_ranks_nothing_is_wrong_or_lost(
-    requests, aborts, wanted
-):
+def test_torch_ranks_soak_with_aborts_frees_everything(requests, aborts, wanted):
     rng = random.Random(5)
     left = set(rng.sample(range(requests), aborts))
     kinds = [rng.randrange(KINDS) for _ in range(requests)]

@@ -60,7 +60,7 @@ def wrong(tokens: int) -> int:
 
 
 @either_sampling
-def test_a_tree_without_branches_accepts_what_the_chain_accepts(host, how):
+def test_tree_without_branches_accepts_same_as_chain(host, how):
     """The chain's own drafts, verified by a program for any tree."""
     tokens = prompt(2, 20)
     chained, treed = (host.request(tokens, **how, max_draft_tokens=2) for _ in range(2))
@@ -83,7 +83,7 @@ def arrangements() -> list[tuple[int, int, int]]:
 
 
 @either_sampling
-def test_a_nodes_draw_is_the_chains_at_its_depth_wherever_the_node_stands(host, how):
+def test_tree_node_sampling_independent_of_node_index(host, how):
     """In each tree each node in turn carries, with its ancestors, what the text goes on with."""
     tokens = prompt(2, 20)
     whole = host.alone(tokens, 80, **how)
@@ -114,7 +114,7 @@ def tree_on_the_way(parents: tuple[int, ...], path: list[int], coming: list[int]
 
 
 @either_sampling
-def test_with_every_draft_rejected_the_text_is_the_plain_one(host, how):
+def test_tree_with_all_drafts_rejected_preserves_output(host, how):
     tokens = prompt(1, 20)
     whole = host.alone(tokens, 24, **how)
     request = host.request(tokens, **how)
@@ -134,7 +134,7 @@ def test_with_every_draft_rejected_the_text_is_the_plain_one(host, how):
 
 @either_sampling
 @either_tree
-def test_a_grown_tree_gives_the_plain_text_and_accepts_some(grown, shape, how):
+def test_grown_tree_preserves_output_and_accepts_branches(grown, shape, how):
     tokens = prompt(11, 20)
     request = grown.request(tokens, **how)
     futures = grown.submit_text(request, 14, shape)
@@ -182,9 +182,7 @@ class Walks:
     "how", [GREEDY, SAMPLED, TAKING_TURNS], ids=["greedy", "sampled", "counted"]
 )
 @either_tree
-def test_every_node_draws_what_plain_decoding_draws_after_its_path(
-    grown, drafted, shape, how, monkeypatch
-):
+def test_every_tree_node_samples_as_plain_decoding(grown, drafted, shape, how, monkeypatch):
     """Accepted or not: position, noise, penalties and what a node sees are those of its path."""
     walks, oracle = Walks(monkeypatch), Oracle(*DRAFTED[drafted].model())
     request = grown.request(prompt(3, 20), **how)
@@ -203,7 +201,7 @@ def test_every_node_draws_what_plain_decoding_draws_after_its_path(
 
 
 @either_sampling
-def test_a_drafted_node_draws_what_the_drafted_chain_draws(grown, how):
+def test_tree_best_child_equals_chain_draft(grown, how):
     """Where the chain's path is in the tree and goes on there, it goes on with the chain's token.
 
     A node's children are kept best first, and the best one is the chain's.
@@ -237,7 +235,7 @@ def common_depth(tree: StepResult, chain: np.ndarray) -> int:
     return len(chain) - 1
 
 
-def test_drafting_writes_within_its_scratch(grown):
+def test_tree_drafting_writes_within_scratch(grown):
     """Traps: room for N rows, where a level's k nodes are written S - 1 times (here 33 against 8).
 
     Past the reserved pages the table names a neighbour's, whose draft memory would suffer.

@@ -41,7 +41,7 @@ def launch(*args: Any) -> None:
     JITFunction.run(None, *args, grid=(1,), warmup=False)
 
 
-def test_kernels_are_told_of_and_not_launched(launches: Launches) -> None:
+def test_compile_kernels_warms_up_without_launch(launches: Launches) -> None:
     compile_kernels(lambda: [launch(number) for number in range(3)])
     assert launches.seen == [((number,), True) for number in range(3)]
 
@@ -55,13 +55,13 @@ def test_kernels_are_told_of_and_not_launched(launches: Launches) -> None:
         lambda: torch.empty_strided((8, 8), (8, 1)),
     ],
 )
-def test_memory_that_no_kernel_has_written_is_zero(make, launches: Launches) -> None:
+def test_compile_kernels_zeroes_new_memory(make, launches: Launches) -> None:
     torch.full((64,), 7.0)  # what is given back is not what it was before
     compile_kernels(lambda: launch(make().flatten().tolist()))
     assert launches.seen == [(([0.0] * 64,), True)]
 
 
-def test_afterwards_kernels_are_launched_again_even_where_the_step_fails(
+def test_compile_kernels_restores_launcher_after_error(
     launches: Launches,
 ) -> None:
     def fails() -> None:
@@ -132,7 +132,7 @@ def compiled(cache: Path, sizes: str, ranks: int = 1) -> subprocess.CompletedPro
     return subprocess.run(command(sizes, ranks), check=False, **how)
 
 
-def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Path) -> None:
+def test_compile_kernels_fills_cache_in_other_processes(tmp_path: Path) -> None:
     first = compiled(tmp_path, "(5, 7)")
     assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
     are_done = sorted(tmp_path.glob("*/compiled"))
@@ -142,7 +142,7 @@ def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Pa
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
 
 
-def test_a_kernel_that_another_rank_compiles_is_waited_for_after_all_others(tmp_path: Path) -> None:
+def test_compile_kernels_waits_last_for_other_rank(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     assert compiled(tmp_path, "(5, 7)", ranks=cores).returncode == 0
     asked = sorted(tmp_path.glob("*/compiled"), key=lambda path: path.stat().st_mtime_ns)
@@ -166,7 +166,7 @@ def test_a_kernel_that_another_rank_compiles_is_waited_for_after_all_others(tmp_
     assert theirs.stat().st_mtime_ns == stamp  # and was not compiled once more
 
 
-def test_what_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path) -> None:
+def test_compile_error_fails_startup_naming_kernel(tmp_path: Path) -> None:
     failed = compiled(tmp_path, "('no number', 7)")
     assert failed.returncode == 1
     told = r"RuntimeError: (first|second)_kernel cannot be compiled: AttributeError: 'str' object"

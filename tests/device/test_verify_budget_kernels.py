@@ -50,7 +50,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_gives_what_the_specification_says(name: str, run: Run) -> None:
+def test_verify_budget_kernels_match_spec(name: str, run: Run) -> None:
     case = CASES[name]
     arguments = case.arguments(0)
     wanted = listed(getattr(spec, case.function)(**arguments))
@@ -58,7 +58,7 @@ def test_a_kernel_gives_what_the_specification_says(name: str, run: Run) -> None
         np.testing.assert_array_equal(got, want)
 
 
-def test_what_is_no_number_ranks_last(run: Run) -> None:
+def test_log_acceptance_nan_ranks_last(run: Run) -> None:
     arguments = rank_arguments(0, B=3, N=9)
     arguments["weights"][0, 1:3], arguments["calibration"][2, :2] = np.nan, -np.inf
     (got,) = run("log_acceptance", arguments)
@@ -66,7 +66,7 @@ def test_what_is_no_number_ranks_last(run: Run) -> None:
     np.testing.assert_array_equal(got, spec.log_acceptance(**arguments))
 
 
-def test_no_more_rows_are_given_than_there_are_where_all_weights_are_alike(run: Run) -> None:
+def test_prune_to_budget_equal_weights_respects_row_limit(run: Run) -> None:
     arguments = share_arguments(0, B=5, N=16, rows=23)
     arguments["num_nodes"][:] = 16
     arguments["rank_weights"][:] = -np.inf
@@ -81,7 +81,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("function", MADE)
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(function: str, monkeypatch) -> None:
+def test_jax_verify_budget_kernel_lowered_for_gpu_only(function: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.trees.verify_budget
     bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
@@ -97,7 +97,7 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(function: str, monkeypa
 
 
 @pytest.mark.parametrize("function", MADE)
-def test_torch_takes_the_kernel(function: str, monkeypatch) -> None:
+def test_torch_verify_budget_kernel_matches_spec(function: str, monkeypatch) -> None:
     if "triton" not in KERNELS:
         pytest.skip("triton is not installed")
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])

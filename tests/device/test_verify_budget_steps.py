@@ -87,9 +87,7 @@ def served(
 @pytest.mark.parametrize(
     ("drafter", "shape"), CASES, ids=[f"{drafter}-{name_of(shape)}" for drafter, shape in CASES]
 )
-def test_torch_shares_verify_rows_as_the_specification_and_the_text_is_the_plain_one(
-    drafter, shape, backends
-):
+def test_torch_verify_budget_matches_spec_and_plain_output(drafter, shape, backends):
     _, want = served("reference", drafter, shape, backends)
     rows, got = served("torch", drafter, shape, backends)
     for one, other in zip(got, want, strict=True):
@@ -124,7 +122,7 @@ def few_rows(request: pytest.FixtureRequest) -> Iterator[Host]:
     backend.close()
 
 
-def test_a_draft_without_a_step_gives_the_drafts_that_a_step_would_verify(few_rows):
+def test_draft_step_returns_drafts_of_verify_step(few_rows):
     rows = [few_rows.request(prompt(80 + n, 11), **SAMPLED) for n in range(3)]
     few_rows.prefill(*rows)
     for _ in range(3):
@@ -136,7 +134,7 @@ def test_a_draft_without_a_step_gives_the_drafts_that_a_step_would_verify(few_ro
             np.testing.assert_array_equal(got, want)
 
 
-def test_trees_of_the_host_may_have_all_verify_rows_that_there_are(few_rows):
+def test_host_trees_may_use_entire_verify_budget(few_rows):
     """Whoever has them: 4, 3 and 1 nodes in turn, and the root of a padding row."""
     prompts = [prompt(84 + n, 12) for n in range(3)]
     rows = [few_rows.request(tokens, **SAMPLED) for tokens in prompts]

@@ -77,7 +77,7 @@ def attention_how(D: int, tiles: EncoderAttentionTiles = SMALL) -> dict[str, Any
 
 @each_language
 @pytest.mark.parametrize("function", ROWS)
-def test_what_stands_between_products_is_the_specifications(function: str, language: str) -> None:
+def test_vision_row_kernels_match_spec(function: str, language: str) -> None:
     given = ROWS[function](0)
     want = getattr(spec, function)(**given)
     arrays = {name: x for name, x in given.items() if name != "eps"}
@@ -86,7 +86,7 @@ def test_what_stands_between_products_is_the_specifications(function: str, langu
 
 
 @each_language
-def test_a_norm_is_as_exact_where_the_mean_is_far_from_0(language: str) -> None:
+def test_layer_norm_precise_with_large_mean(language: str) -> None:
     given = ROWS["layer_norm"](1)
     given["x"] = given["x"] * np.float32(0.01) + np.float32(5)
     exact = given | {"x": given["x"].astype(np.float64)}
@@ -98,7 +98,9 @@ def test_a_norm_is_as_exact_where_the_mean_is_far_from_0(language: str) -> None:
 
 @each_language
 @pytest.mark.parametrize(("R", "D", "spare"), [(21, 16, 5), (50, 48, 0), (50, 72, 3)])
-def test_patches_see_each_other_and_no_padding(R: int, D: int, spare: int, language: str) -> None:
+def test_bidirectional_attention_matches_spec_and_ignores_padding(
+    R: int, D: int, spare: int, language: str
+) -> None:
     """A head of 48 or 72 columns is two blocks; tiles of patches are whole or not."""
     given = image_arguments(0, R=R, heads=2, D=D, spare=spare)
     got = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(D))
@@ -109,7 +111,7 @@ def test_patches_see_each_other_and_no_padding(R: int, D: int, spare: int, langu
 
 
 @each_language
-def test_a_patchs_bits_depend_neither_on_padding_nor_on_tiles(language: str) -> None:
+def test_bidirectional_attention_bits_independent_of_padding_and_tiles(language: str) -> None:
     given = image_arguments(1, R=50, heads=2, D=72, spare=0)
     alone = run(language, "encoder_attention", "bidirectional_attention", given, attention_how(72))
     padded = {
@@ -128,7 +130,7 @@ needs_both = pytest.mark.skipif(len(KERNELS) < 2, reason="one language alone")
 
 @needs_both
 @pytest.mark.parametrize("function", [*ROWS, "bidirectional_attention"])
-def test_both_languages_give_the_same_bits(function: str, monkeypatch) -> None:
+def test_vision_encoder_kernels_bitwise_equal(function: str, monkeypatch) -> None:
     share_arithmetic(monkeypatch)
     module, how, given = "layers", how_of(function), ROWS.get(function, lambda seed: {})(2)
     if function == "bidirectional_attention":

@@ -115,7 +115,7 @@ def undefined_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("framework", but("torch"))
-def test_rows_that_ask_for_anything_are_chosen_by_ranks_as_by_one(framework: str) -> None:
+def test_vocab_parallel_choose_bitwise_equal(framework: str) -> None:
     """By four ranks, of which the third has few tokens and the last none."""
     given = mixed_arguments(3, vocab=VOCAB, is_masked=True)
     logits = given.pop("logits")
@@ -134,9 +134,7 @@ def test_rows_that_ask_for_anything_are_chosen_by_ranks_as_by_one(framework: str
 @pytest.mark.parametrize(
     "make", [pytest.param(ranked_arguments, marks=pytest.mark.matrix), drafted_arguments]
 )
-def test_children_and_weights_are_those_of_one_rank(
-    framework: str, make: Callable[..., Any]
-) -> None:
+def test_vocab_parallel_rank_bitwise_equal(framework: str, make: Callable[..., Any]) -> None:
     """With filters and without; of a drafter with the target's tokens or its own."""
     given = make(3, vocab=VOCAB, stream=TARGET_STREAM)
     logits, kernels = given.pop("logits"), kernels_of(framework)
@@ -152,7 +150,7 @@ def test_children_and_weights_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("framework", but("jax"))
-def test_heads_of_ranks_leave_what_one_head_leaves(framework: str) -> None:
+def test_vocab_parallel_lm_head_bitwise_equal(framework: str) -> None:
     """Rows that ask for anything, and some that ask for nothing but their best token."""
     given = head_arguments(5, K=128, N=VOCAB)
     made = given.pop("projection")

@@ -171,9 +171,9 @@ _CROWDED = (
     "test_text_is_the_plain_one_with_any_overlap_drafts_and_pages",
     _on_the_toy(overlap=2, depth=3, num_pages=38),
 )
-_EVERY_NODE = "test_every_node_draws_what_plain_decoding_draws_after_its_path"
+_EVERY_NODE = "test_every_tree_node_samples_as_plain_decoding"
 _OWN_MASK = "test_every_node_chooses_by_the_mask_of_its_own"
-_GRAMMAR_TEXTS = ("test_texts_come_to_the_end_of_their_grammars", _texts_with_grammars)
+_GRAMMAR_TEXTS = ("test_grammar_output_reaches_stop", _texts_with_grammars)
 
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "boundary/test_backend_contract": {
@@ -274,7 +274,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         ),
         "trees: the window is not committed": Mutation(
             accepted_branch_not_moved,
-            "test_a_grown_tree_gives_the_plain_text_and_accepts_some",
+            "test_grown_tree_preserves_output_and_accepts_branches",
             _grown(shape=TREE, how=GREEDY),
         ),
         "trees: positions and noise go by the node's number": Mutation(
@@ -290,7 +290,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
             conv_window_of_the_root, _EVERY_NODE, _at_every_node(SAMPLED)
         ),
         "trees: draft scratch of N only": Mutation(
-            scratch_of_the_nodes_alone, "test_drafting_writes_within_its_scratch", _grown()
+            scratch_of_the_nodes_alone, "test_tree_drafting_writes_within_scratch", _grown()
         ),
     },
     "boundary/test_shared_rows": {
