@@ -151,7 +151,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what was compiled and compared, and how many planted faults were seen."""
     print_counts(terminalreporter)
     passed = terminalreporter.stats.get("passed", [])
-    seen = [report for report in passed if "test_a_planted_fault_is_seen" in report.nodeid]
+    seen = [report for report in passed if "test_planted_fault_is_detected" in report.nodeid]
     if seen:
         terminalreporter.write_line(f"{len(seen)} planted faults, each seen by its promise's test")
     ran = [report for report in passed if re.search("_kernels.*pallas", report.nodeid)]

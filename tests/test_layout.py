@@ -247,7 +247,7 @@ def test_each_table_of_planted_faults_is_proven_in_its_file():
     assert len(files) >= 10
     for file in files:
         text = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
-        assert f'\ntest_a_planted_fault_is_seen = prover("{file}", globals())\n' in text
+        assert f'\ntest_planted_fault_is_detected = prover("{file}", globals())\n' in text
 
 
 REACHED_NAMES = {

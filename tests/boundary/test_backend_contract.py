@@ -398,4 +398,4 @@ def test_padding_tokens_of_a_prefill_are_not_read(host):
     assert text == host.alone(tokens, len(text))
 
 
-test_a_planted_fault_is_seen = prover("boundary/test_backend_contract", globals())
+test_planted_fault_is_detected = prover("boundary/test_backend_contract", globals())

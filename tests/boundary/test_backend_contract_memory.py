@@ -341,4 +341,4 @@ def test_forced_chains_bring_outputs_back(host):
     assert host.go_on(request, 10, CHAIN) == host.go_on(prefilled, 10, CHAIN)
 
 
-test_a_planted_fault_is_seen = prover("boundary/test_backend_contract_memory", globals())
+test_planted_fault_is_detected = prover("boundary/test_backend_contract_memory", globals())

@@ -149,4 +149,4 @@ def vars_of(capacity: BackendLimits) -> dict:
     return {name: getattr(capacity, name) for name in names}
 
 
-test_a_planted_fault_is_seen = prover("boundary/test_grammar_bitmask", globals())
+test_planted_fault_is_detected = prover("boundary/test_grammar_bitmask", globals())

@@ -145,4 +145,4 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
         check_plan(plan, [program])
 
 
-test_a_planted_fault_is_seen = prover("boundary/test_shared_rows", globals())
+test_planted_fault_is_detected = prover("boundary/test_shared_rows", globals())

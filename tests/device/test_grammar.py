@@ -93,4 +93,4 @@ def test_grammar_with_every_drafter_preserves_plain_output(framework, case, back
         assert accepted > 0, "no draft of a text with a grammar was ever accepted"
 
 
-test_a_planted_fault_is_seen = prover("device/test_grammar", globals())
+test_planted_fault_is_detected = prover("device/test_grammar", globals())

@@ -261,4 +261,4 @@ def test_tree_drafting_writes_within_scratch(grown):
         assert emitted(disturbed, 0) == emitted(whole, 0)
 
 
-test_a_planted_fault_is_seen = prover("device/test_tree_behaviour", globals())
+test_planted_fault_is_detected = prover("device/test_tree_behaviour", globals())

@@ -337,4 +337,4 @@ def test_steps_are_counted_by_how_they_were_launched():
     assert not any(value for name, value in steps.items() if 'launch="eager"' not in name)
 
 
-test_a_planted_fault_is_seen = prover("engine/test_engine", globals())
+test_planted_fault_is_detected = prover("engine/test_engine", globals())

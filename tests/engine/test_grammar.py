@@ -169,4 +169,4 @@ def test_a_request_that_cannot_be_held_is_refused_by_name():
         check((2, 3), asked, without)
 
 
-test_a_planted_fault_is_seen = prover("engine/test_grammar", globals())
+test_planted_fault_is_detected = prover("engine/test_grammar", globals())

@@ -275,4 +275,4 @@ def test_a_decode_plan_of_32_rows_takes_less_than_a_millisecond():
     assert min(times_s) < 1e-3
 
 
-test_a_planted_fault_is_seen = prover("engine/test_planner", globals())
+test_planted_fault_is_detected = prover("engine/test_planner", globals())

@@ -155,4 +155,4 @@ def test_a_preempted_request_is_older_than_all_that_wait():
     assert scheduler.admit() == []
 
 
-test_a_planted_fault_is_seen = prover("engine/test_scheduler", globals())
+test_planted_fault_is_detected = prover("engine/test_scheduler", globals())

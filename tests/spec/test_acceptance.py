@@ -29,7 +29,7 @@ def walk_one(
 
 @given(seed=st.integers(0, 10_000), N=st.integers(1, 12))
 @settings(max_examples=50, deadline=None)
-def test_the_walk_follows_the_choices_from_the_root(seed: int, N: int) -> None:
+def test_accept_greedy_path_follows_choices_from_root(seed: int, N: int) -> None:
     rng = np.random.default_rng(seed)
     tokens, parents, num_nodes = random_trees(rng, 4, N)
     depth = int(draft_tree.depths(parents).max())
@@ -43,7 +43,7 @@ def test_the_walk_follows_the_choices_from_the_root(seed: int, N: int) -> None:
         assert out[b].tolist() == choices[b, way].tolist() + [0] * (depth + 1 - len(way))
 
 
-def test_padding_nodes_are_never_accepted() -> None:
+def test_accept_greedy_path_ignores_padding_nodes() -> None:
     # A padding node is a child of the root with token 0, which the target may well choose.
     tokens, parents = np.array([[5, 7, 0, 0]], np.int32), np.zeros((1, 4), np.int32)
     choices = np.zeros((1, 4), np.int32)
@@ -51,7 +51,7 @@ def test_padding_nodes_are_never_accepted() -> None:
     assert counts.tolist() == [1]
 
 
-def test_the_root_is_not_its_own_child() -> None:
+def test_accept_greedy_path_root_not_own_child() -> None:
     tokens, parents = np.array([[3, 4]], np.int32), np.zeros((1, 2), np.int32)
     _, counts = spec.accept_greedy_path(
         tokens, parents, np.array([2], np.int32), np.array([[3, 3]], np.int32), 1
@@ -59,7 +59,7 @@ def test_the_root_is_not_its_own_child() -> None:
     assert counts.tolist() == [1]
 
 
-def test_forced_rows_emit_their_own_tokens_and_keep_the_last_as_newest() -> None:
+def test_force_chain_emits_row_tokens() -> None:
     tokens = np.array([[1, 2, 3, 4], [1, 2, 3, 0], [1, 0, 0, 0], [1, 2, 3, 4]], np.int32)
     parents = np.array([[0, 0, 1, 2]] * 4, np.int32)
     num_nodes = np.array([4, 3, 1, 4], np.int32)
@@ -74,7 +74,7 @@ def test_forced_rows_emit_their_own_tokens_and_keep_the_last_as_newest() -> None
     assert path[0].tolist() == [0, 1, 2, 2]
 
 
-def test_only_a_bad_logit_on_the_way_fails_a_row() -> None:
+def test_failed_only_for_nan_on_accepted_path() -> None:
     path = np.array([[0, 2, 2], [0, 2, 2]], np.int32)
     is_bad = np.array([[False, True, False], [False, False, True]])
     assert spec.failed(is_bad, path).tolist() == [False, True]
@@ -83,7 +83,7 @@ def test_only_a_bad_logit_on_the_way_fails_a_row() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("N", [1, 4, 9])
-def test_implementations_accept_the_same(N: int, implementation: Implementation) -> None:
+def test_acceptance_matches_spec(N: int, implementation: Implementation) -> None:
     ops, rng, B, depth = implementation("acceptance"), np.random.default_rng(N), 16, min(N - 1, 4)
     tokens, parents, num_nodes = random_trees(rng, B, N)
     choices = rng.integers(0, 3, (B, N)).astype(np.int32)
@@ -128,7 +128,7 @@ RULES = ("rejection_choices", "block_choices")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_rows_and_the_bonus_token_keep_the_targets_choice(rule: str) -> None:
+def test_rejection_rules_preserve_greedy_rows_and_bonus_token(rule: str) -> None:
     chains = random_chains(np.random.default_rng(3))
     _, num_nodes, choices, *_, sampling, _ = chains
     got = getattr(spec, rule)(*chains)
@@ -139,7 +139,7 @@ def test_greedy_rows_and_the_bonus_token_keep_the_targets_choice(rule: str) -> N
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rejected_draft_is_never_drawn_again(rule: str) -> None:
+def test_rejection_rules_never_emit_rejected_draft(rule: str) -> None:
     """So the walk, which follows the choices, stops exactly where the rule does."""
     rng = np.random.default_rng(4)
     tokens, num_nodes, choices, p, q, sampling, lengths = random_chains(rng)
@@ -153,7 +153,7 @@ def test_a_rejected_draft_is_never_drawn_again(rule: str) -> None:
     assert (got[:, 0] != tokens[:, 1])[has_mass[:, 0]].all()
 
 
-def test_equal_laws_accept_every_draft() -> None:
+def test_rejection_rules_accept_drafts_of_equal_distributions() -> None:
     rng = np.random.default_rng(5)
     tokens, num_nodes, choices, p, _, sampling, lengths = random_chains(rng)
     p = rng.dirichlet(np.full(6, 0.5), p.shape[:2]).astype(np.float32)
@@ -166,7 +166,7 @@ def test_equal_laws_accept_every_draft() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("rule", RULES)
-def test_implementations_reject_the_same(rule: str, implementation: Implementation) -> None:
+def test_rejection_rules_match_spec(rule: str, implementation: Implementation) -> None:
     ops, chains = implementation("acceptance"), random_chains(np.random.default_rng(6))
     np.testing.assert_array_equal(getattr(ops, rule)(*chains), getattr(spec, rule)(*chains))
     tokens, scores = chains[0], np.log(chains[4] + np.float32(1e-9))
@@ -179,7 +179,9 @@ def test_implementations_reject_the_same(rule: str, implementation: Implementati
 
 @each_implementation
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_a_chain_is_walked_without_its_parents(depth: int, implementation: Implementation) -> None:
+def test_accept_greedy_path_chain_without_parents_matches_spec(
+    depth: int, implementation: Implementation
+) -> None:
     ops, rng, B = implementation("acceptance"), np.random.default_rng(depth), 32
     parents = np.tile(np.maximum(np.arange(depth + 1, dtype=np.int32) - 1, 0), (B, 1))
     tokens, choices = rng.integers(0, 2, (2, B, depth + 1)).astype(np.int32)

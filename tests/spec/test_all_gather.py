@@ -8,14 +8,14 @@ from shared.spec.reduction_order import SQUARES, chunks_of_squares, sum_in_units
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_own_columns_gathered_are_the_rows(count):
+def test_all_gather_of_local_columns_equals_rows(count):
     rows = np.random.default_rng(0).standard_normal((3, 64), np.float32)
     shares = [all_gather.local_columns(rows, rank, count) for rank in range(count)]
     assert all(share.shape == (3, 64 // count) for share in shares)
     np.testing.assert_array_equal(all_gather.all_gather(shares), rows)
 
 
-def test_heads_that_stand_on_several_ranks_are_taken_once():
+def test_all_gather_kv_heads_removes_duplicate_heads():
     heads = np.arange(2 * 4, dtype=np.float32).reshape(1, 2, 4)
     shares = [heads[:, rank // 2] for rank in range(4)]
     whole = all_gather.all_gather_kv_heads(shares, 2)
@@ -25,7 +25,7 @@ def test_heads_that_stand_on_several_ranks_are_taken_once():
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_rows_squares_are_those_of_one_rank_to_the_bit(count):
+def test_all_gather_of_squared_chunks_bitwise_equal(count):
     """Chunks lie whole on a rank, and their sums have no order."""
     size = SQUARES.chunk * 16
     rows = np.random.default_rng(1).standard_normal((5, size), np.float32) * np.float32(30)

@@ -73,7 +73,7 @@ def queries(rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-def test_a_node_sees_the_committed_prefix_and_its_ancestors_only(page_size: int) -> None:
+def test_attend_tree_node_sees_prefix_and_ancestors_only(page_size: int) -> None:
     c = case(0, page_size)
     rows, node = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, rows=20)
     q = queries(20)
@@ -89,7 +89,7 @@ def test_a_node_sees_the_committed_prefix_and_its_ancestors_only(page_size: int)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_prefill_rows_see_their_request_up_to_themselves(page_size: int) -> None:
+def test_attend_prefill_row_sees_positions_up_to_itself(page_size: int) -> None:
     c = case(1, page_size)
     row_starts, first_positions = np.array([0, 4, 4, 9]), np.array([0, 5, 20])
     rows = spec.causal_rows(row_starts, first_positions, np.zeros(3, int), c.page_table, 12)
@@ -104,7 +104,7 @@ def test_prefill_rows_see_their_request_up_to_themselves(page_size: int) -> None
     np.testing.assert_array_equal(got[9:], 0)
 
 
-def test_a_drafters_rows_see_nothing_below_draft_from() -> None:
+def test_attend_ignores_positions_before_draft_from() -> None:
     c = case(2, 4)
     c.k_pages[c.page_table[2, 0]] = np.nan  # a hole in the draft KV
     rows = spec.causal_rows(
@@ -117,7 +117,7 @@ def test_a_drafters_rows_see_nothing_below_draft_from() -> None:
     np.testing.assert_allclose(got[0], dense(q[0], c.k[2][4:31], c.v[2][4:31]), **TOLERANCE)
 
 
-def test_nan_in_unseen_positions_of_its_own_pages_harms_no_row() -> None:
+def test_attend_ignores_nan_in_invisible_positions() -> None:
     c = case(3, 16)
     args = (c.page_table, np.array([1]), np.array([0]), np.array([5]), np.zeros((1, 0), bool))
     want = spec.attend(queries(1), c.k_pages, c.v_pages, *args)
@@ -127,7 +127,7 @@ def test_nan_in_unseen_positions_of_its_own_pages_harms_no_row() -> None:
     np.testing.assert_array_equal(spec.attend(queries(1), c.k_pages, c.v_pages, *args), want)
 
 
-def test_padding_writes_to_the_sink_only() -> None:
+def test_write_padding_rows_change_scratch_page_only() -> None:
     c = case(4, 4)
     is_real = np.array([True, False, False])
     new = np.ones((3, HK, D), np.float32)
@@ -147,7 +147,7 @@ def test_padding_writes_to_the_sink_only() -> None:
         ([[0, 1, 2], [0, 3, 3], [0, 5, 5]], [0, 2, 2]),
     ],
 )
-def test_commit_moves_the_path_and_nothing_else(
+def test_compact_accepted_kv_moves_accepted_path_only(
     page_size: int, path: list[list[int]], counts: list[int]
 ) -> None:
     c = case(5, page_size)
@@ -185,7 +185,7 @@ def attend(
 @each_implementation
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("lengths", [(0, 5, 33), (12,), (252, 600, 3)])
-def test_implementations_attend_over_a_tree_as_the_specification(
+def test_attention_over_tree_matches_spec(
     page_size: int, lengths: tuple[int, ...], implementation: Implementation
 ) -> None:
     c = case(1, page_size, lengths)
@@ -207,7 +207,7 @@ def seen_by(rows: spec.AttentionRows, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", WINDOWS)
-def test_a_row_of_a_sliding_layer_sees_the_last_positions_of_its_text(size: int) -> None:
+def test_sliding_window_limits_to_last_positions(size: int) -> None:
     """Also where a tree is deeper than the window: then it sees no committed position."""
     c = case(4, 4, (0, 5, 33), N=9)
     total = int(c.num_nodes.sum())
@@ -223,9 +223,7 @@ def test_a_row_of_a_sliding_layer_sees_the_last_positions_of_its_text(size: int)
 
 @each_implementation
 @pytest.mark.parametrize("size", WINDOWS)
-def test_implementations_slide_as_the_specification(
-    size: int, implementation: Implementation
-) -> None:
+def test_sliding_bounds_match_spec(size: int, implementation: Implementation) -> None:
     c = case(4, 4, (0, 5, 33), N=9)
     total = int(c.num_nodes.sum()) + 2  # some padding
     rows, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, total)
@@ -237,7 +235,7 @@ def test_implementations_slide_as_the_specification(
 
 
 @each_implementation
-def test_the_scores_of_bfloat16_rows_are_not_rounded_to_it(implementation: Implementation) -> None:
+def test_attention_of_bfloat16_keeps_unrounded_scores(implementation: Implementation) -> None:
     c = case(7, 16, (252, 600, 3))
     rows, _ = spec.tree_rows(
         c.parents, c.num_nodes, c.lengths, c.page_table, int(c.num_nodes.sum())
@@ -253,7 +251,7 @@ def test_the_scores_of_bfloat16_rows_are_not_rounded_to_it(implementation: Imple
 
 
 @each_implementation
-def test_implementations_attend_over_a_prompt_as_the_specification(
+def test_attention_over_prompt_matches_spec(
     implementation: Implementation,
 ) -> None:
     c = case(2, 4)
@@ -267,7 +265,7 @@ def test_implementations_attend_over_a_prompt_as_the_specification(
 
 
 @each_implementation
-def test_in_implementations_nan_reaches_those_rows_only_that_see_it(
+def test_attention_nan_reaches_visible_rows_only(
     implementation: Implementation,
 ) -> None:
     c = case(3, 4)
@@ -283,7 +281,7 @@ def test_in_implementations_nan_reaches_those_rows_only_that_see_it(
 
 
 @each_implementation
-def test_implementations_write_and_commit_the_same_rows(implementation: Implementation) -> None:
+def test_write_and_compact_accepted_kv_match_spec(implementation: Implementation) -> None:
     ops, c = implementation("attention"), case(4, 4)
     is_real = np.array([True, False, True])
     where = (c.page_table, np.array([2, 0, 1]), np.array([3, 10**6, 9]), is_real)
@@ -306,7 +304,7 @@ def image_rows(num_rows: int) -> list[np.ndarray]:
     return [x.astype(np.float32) for x in (qkv, np.cos(angles), np.sin(angles))]
 
 
-def test_a_row_of_an_image_sees_all_of_it_and_no_padding() -> None:
+def test_bidirectional_attention_matches_torch_and_ignores_padding() -> None:
     qkv, cos, sin = image_rows(12)
     qkv[9:, 24:48], qkv[9:, 48:] = 1e4, np.nan
     got = spec.bidirectional_attention(qkv, cos, sin, np.array([9]))
@@ -320,7 +318,7 @@ def test_a_row_of_an_image_sees_all_of_it_and_no_padding() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("num_rows", [40, 600])
-def test_implementations_attend_over_an_image_as_the_specification(
+def test_bidirectional_attention_matches_spec(
     num_rows: int, implementation: Implementation
 ) -> None:
     qkv, cos, sin = image_rows(num_rows)

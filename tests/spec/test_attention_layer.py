@@ -19,7 +19,7 @@ def real(case: MixCase) -> np.ndarray:
     return np.flatnonzero(case.rows.is_real)
 
 
-def test_the_gate_multiplies_what_the_heads_give() -> None:
+def test_attention_layer_gate_multiplies_head_outputs() -> None:
     case = CASES["gate, part of the heads turned"]
     heads, D = case.heads, case.heads.head_size
     queries = case.qkv.shape[1] - 2 * heads.num_kv_heads * D
@@ -30,7 +30,7 @@ def test_the_gate_multiplies_what_the_heads_give() -> None:
     np.testing.assert_allclose(specified(case)[0], specified(ungated)[0] * gate, **TOLERANCE)
 
 
-def test_columns_behind_the_rotation_pass_through() -> None:
+def test_rotary_preserves_columns_beyond_rotary_width() -> None:
     case = CASES["gate, part of the heads turned"]
     turned, D = 2 * case.angles.cos.shape[1], case.heads.head_size
     still = replace(case, angles=spec.Angles(0 * case.angles.cos + 1, 0 * case.angles.sin))
@@ -42,9 +42,7 @@ def test_columns_behind_the_rotation_pass_through() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("name", NAMES)
-def test_implementations_mix_as_the_specification(
-    name: str, implementation: Implementation
-) -> None:
+def test_attention_layer_matches_spec(name: str, implementation: Implementation) -> None:
     case = CASES[name]
     given = arguments(case)
     names = ("qkv", "heads", "norms", "angles", "rows", "kv", "layer")
@@ -54,7 +52,7 @@ def test_implementations_mix_as_the_specification(
 
 
 @each_implementation
-def test_implementations_write_the_keys_of_rows_that_nothing_queries(
+def test_write_kv_without_queries_matches_spec(
     implementation: Implementation,
 ) -> None:
     case = CASES["chains"]

@@ -52,11 +52,11 @@ FOLDERS = ["dflash", "dflash_sliding", "dflash_speculators", "dflash_speculators
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_block_gives_the_golden_numbers_wherever_it_starts(folder, block_of):
+def test_dflash_block_matches_golden(folder, block_of):
     assert_golden_numbers(folder, block_of)
 
 
-def test_context_rows_are_those_of_the_golden_cache(block_of):
+def test_dflash_context_kv_matches_golden_cache(block_of):
     want, block = np.load(GOLDEN / "dflash" / "vectors.npz"), block_of("dflash")
     last = want["starts"][-1]
     block.extend(want["feats"][:last])
@@ -81,9 +81,7 @@ ROWS = {
 @pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
-    window, is_causal, from_anchor, implementation
-):
+def test_block_rows_visible_positions(window, is_causal, from_anchor, implementation):
     block = BlockConfig(
         size=SIZE,
         mask_id=9,
@@ -140,7 +138,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("implementation", ["torch", "jax"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_kind_of_head_gives_the_numbers_of_the_specification(name, implementation):
+def test_dflash_head_variants_match_spec(name, implementation):
     head, weights = head_with(**VARIANTS[name]), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
     blocks = [BLOCKS[each](head, TARGET_CONFIG, weights) for each in ("spec", implementation)]
     features = np.random.default_rng(3).standard_normal((37, head.config.fc_inputs))
@@ -152,7 +150,7 @@ def test_every_kind_of_head_gives_the_numbers_of_the_specification(name, impleme
             close(one, other)
 
 
-def test_the_drafts_of_a_block_are_a_chain_below_the_newest_token():
+def test_block_drafts_form_chain_below_newest_token():
     head, weights = head_with(), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
     drafter = dflash.BlockHeadDrafter(head, weights)
 
@@ -253,7 +251,7 @@ def jax_chain(
 
 @pytest.mark.parametrize("implementation", ["torch", "jax"])
 @pytest.mark.parametrize("name", HOW)
-def test_drafts_are_chosen_as_the_target_chooses_after_the_committed_text(name, implementation):
+def test_dflash_draft_choice_matches_spec(name, implementation):
     choosing = Choosing(HOW[name])
     want, weights = choosing.spec()
     for is_weighed in (False, True):

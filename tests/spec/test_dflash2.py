@@ -13,7 +13,7 @@ FOLDERS = ["dflash2", "dflash2_anchor"]
 
 @pytest.mark.parametrize("implementation", CHAINS)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_drafts_and_the_scores_of_their_candidates_are_the_golden_ones(folder, implementation):
+def test_dflash2_drafts_and_candidate_scores_match_golden(folder, implementation):
     head, weights = golden_block_head(GOLDEN / folder, TARGET)
     block = BLOCKS[implementation](head, TARGET_CONFIG, weights)
     chain, first, length = CHAINS[implementation](block, GREEDY), head.config.block.first_slot, 0
@@ -32,7 +32,7 @@ def test_drafts_and_the_scores_of_their_candidates_are_the_golden_ones(folder, i
 
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
-def test_candidates_are_those_of_the_model_and_are_chosen_as_a_request_asks(implementation):
+def test_dflash2_candidates_precede_sampling_params(implementation):
     """A token that is pushed far up is no candidate; a candidate that is pushed is selected."""
     head, weights = golden_block_head(GOLDEN / "dflash2_anchor", TARGET)
     rng, S = np.random.default_rng(5), head.config.block.size

@@ -28,7 +28,7 @@ def way_to_root(parents: np.ndarray, node: int) -> list[int]:
 
 
 class TestTreeShape:
-    def test_a_chain_and_plain_decoding_are_shapes_like_others(self) -> None:
+    def test_tree_shape_chain_and_plain_constructors(self) -> None:
         assert TreeShape.chain(3, 2) == TreeShape(nodes=4, depth=3, width=1, rows=8)
         assert TreeShape.plain(5) == TreeShape(nodes=1, depth=0, width=0, rows=5)
         assert TreeShape.plain(5).is_plain
@@ -38,18 +38,18 @@ class TestTreeShape:
         "shape",
         [(2, 0, 0, 1), (3, 3, 1, 3), (5, 3, 1, 5), (8, 1, 2, 8), (12, 2, 3, 0), (1, 0, 1, 1)],
     )
-    def test_a_shape_that_no_tree_has_is_refused(self, shape: tuple[int, ...]) -> None:
+    def test_tree_shape_rejects_invalid_sizes(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match="must"):
             TreeShape(*shape)
 
-    def test_scratch_covers_drafts_that_write_more_rows_than_the_tree_has_nodes(self) -> None:
+    def test_scratch_covers_growth_rows_beyond_nodes(self) -> None:
         # A wide tree with few nodes drafts k(S-1) rows and the first: more than N.
         assert TreeShape(nodes=8, depth=5, width=8, rows=8).scratch == 33
         assert TreeShape(nodes=60, depth=3, width=8, rows=60).scratch == 60
         assert TreeShape.plain(1).scratch == 1
         assert TreeShape.chain(1, 1).scratch == 2
 
-    def test_scratch_covers_a_block_that_is_wider_than_the_tree(self) -> None:
+    def test_scratch_covers_block_wider_than_tree(self) -> None:
         assert TreeShape(nodes=3, depth=2, width=1, rows=3, block=8).scratch == 8
         assert TreeShape(nodes=8, depth=7, width=1, rows=8, block=8).scratch == 8
 
@@ -57,7 +57,7 @@ class TestTreeShape:
 class TestMasks:
     @given(seed=st.integers(0, 1000), N=st.integers(1, 40))
     @settings(max_examples=25, deadline=None)
-    def test_depths_and_ancestors_are_those_of_the_way_to_the_root(self, seed: int, N: int) -> None:
+    def test_depths_and_ancestors_equal_path_to_root(self, seed: int, N: int) -> None:
         parents = random_parents(np.random.default_rng(seed), 2, N)
         depths, mask = spec.depths(parents), spec.ancestors(parents)
         for b in range(2):
@@ -67,7 +67,7 @@ class TestMasks:
                 assert np.flatnonzero(mask[b, node]).tolist() == way[::-1]
 
     @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
-    def test_the_published_trees_have_these_masks_and_depths(self, head: str) -> None:
+    def test_ancestors_and_depths_of_golden_trees(self, head: str) -> None:
         golden = np.load(GOLDEN / head / "vectors.npz")
         mask = golden["tree_mask"].astype(bool)
         proper = mask & ~np.eye(len(mask), dtype=bool)
@@ -116,9 +116,7 @@ def keep_all(
 class TestGrowth:
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("seed", range(5))
-    def test_any_number_of_kept_nodes_is_a_tree_of_the_best_candidates(
-        self, shape: TreeShape, seed: int
-    ) -> None:
+    def test_keep_best_returns_tree_of_best_candidates(self, shape: TreeShape, seed: int) -> None:
         candidates = grown(np.random.default_rng(seed), shape, 3)
         assert candidates[0].shape[1] == shape.num_candidates
         tokens, weights, parents = candidates
@@ -144,13 +142,13 @@ class TestGrowth:
             assert not kept_weights[:, 0].any()
             assert not kept_weights[:, limit + 1 :].any()
 
-    def test_a_chain_keeps_its_drafts_in_order(self) -> None:
+    def test_keep_best_of_chain_preserves_order(self) -> None:
         candidates = grown(np.random.default_rng(0), TreeShape.chain(4, 2), 2)
         tokens, parents, *_ = keep_all(candidates, 5, 4)
         assert (tokens[:, 1:] == candidates[0]).all()
         assert (parents == [0, 0, 1, 2, 3]).all()
 
-    def test_equal_candidates_are_taken_by_the_lower_index(self) -> None:
+    def test_next_frontier_ties_prefer_lower_index(self) -> None:
         weights = np.array([[-1, -2, -1, -2, -1, -2, -2, -2, -2]], np.float32)
         tokens, kept, numbers, parent = spec.next_frontier(
             np.arange(9, dtype=np.int32)[None], weights, 13, 3
@@ -160,14 +158,14 @@ class TestGrowth:
         assert numbers.tolist() == [[13, 15, 17]]
         assert parent.tolist() == [[0, 0, 1]]
 
-    def test_a_request_without_a_relay_or_at_its_limit_keeps_fewer_nodes(self) -> None:
+    def test_keep_best_respects_limit_and_missing_relay(self) -> None:
         candidates = grown(np.random.default_rng(1), SHAPES[1], 3)
         newest = np.zeros(3, np.int32)
         limits, relay = np.array([2, 50, 50], np.int32), np.array([True, True, False])
         _, _, num_nodes, _ = spec.keep_best(newest, *candidates, limits, relay, SHAPES[1].nodes)
         assert num_nodes.tolist() == [3, 8, 1]
 
-    def test_candidates_that_cannot_be_chosen_still_give_tokens_in_range(self) -> None:
+    def test_keep_best_nonfinite_weights_return_valid_tokens(self) -> None:
         tokens, _, parents = grown(np.random.default_rng(2), SHAPES[1], 3)
         for value in (-np.inf, np.nan):
             bad = (tokens, np.full(tokens.shape, value, np.float32), parents)
@@ -177,7 +175,7 @@ class TestGrowth:
 
 
 class TestFlatRows:
-    def test_real_nodes_lie_behind_one_another_and_the_rest_is_padding(self) -> None:
+    def test_flatten_orders_real_nodes_before_padding(self) -> None:
         num_nodes = np.array([3, 1, 2], np.int32)
         starts, request, node, is_real = spec.flatten(num_nodes, 8)
         assert starts.tolist() == [0, 3, 4, 6]
@@ -185,7 +183,7 @@ class TestFlatRows:
         assert node.tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
         assert is_real.tolist() == [True] * 6 + [False] * 2
 
-    def test_each_node_finds_its_row_and_padding_finds_the_root(self) -> None:
+    def test_flat_rows_maps_padding_to_root(self) -> None:
         num_nodes = np.array([3, 1, 2], np.int32)
         starts, request, node, _ = spec.flatten(num_nodes, 6)
         rows = spec.flat_rows(starts, num_nodes, 3)
@@ -200,14 +198,14 @@ def rows_of(num_nodes: np.ndarray) -> Iterator[tuple[int, int]]:
 
 @each_implementation
 @pytest.mark.parametrize("N", [1, 2, 7, 34])
-def test_implementations_see_the_same_tree(N: int, implementation: Implementation) -> None:
+def test_depths_and_ancestors_match_spec(N: int, implementation: Implementation) -> None:
     ops, parents = implementation("draft_tree"), random_parents(np.random.default_rng(N), 3, N)
     np.testing.assert_array_equal(ops.depths(parents), spec.depths(parents))
     np.testing.assert_array_equal(ops.ancestors(parents), spec.ancestors(parents))
 
 
 @each_implementation
-def test_implementations_break_ties_by_the_lower_index(implementation: Implementation) -> None:
+def test_best_ties_match_spec(implementation: Implementation) -> None:
     weights = -np.random.default_rng(0).integers(0, 4, (5, 40)).astype(np.float32)
     for count in (1, 7, 40):
         got = implementation("draft_tree").best(weights, count)
@@ -216,7 +214,7 @@ def test_implementations_break_ties_by_the_lower_index(implementation: Implement
 
 @each_implementation
 @pytest.mark.parametrize(("k", "depth", "nodes"), [(1, 3, 4), (3, 3, 8), (2, 1, 3)])
-def test_implementations_grow_and_keep_the_same_tree(
+def test_tree_growth_and_keep_best_match_spec(
     k: int, depth: int, nodes: int, implementation: Implementation
 ) -> None:
     """A whole growth of trees whose weights tie often; every step is compared exactly."""
@@ -242,7 +240,7 @@ def test_implementations_grow_and_keep_the_same_tree(
 
 @each_implementation
 @pytest.mark.parametrize("num_nodes", [[3, 1, 4], [1, 1, 1], [4, 4, 4]])
-def test_implementations_lay_rows_out_alike(
+def test_flatten_and_flat_rows_match_spec(
     num_nodes: list[int], implementation: Implementation
 ) -> None:
     ops, counts = implementation("draft_tree"), np.array(num_nodes, np.int32)
@@ -257,7 +255,7 @@ def same(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_array_equal(g, w)
 
 
-def test_a_chain_has_the_first_drafts_of_a_request_that_can_draft() -> None:
+def test_chains_respect_limits_and_can_draft() -> None:
     drafts, newest = np.array([[4, 5, 6]] * 3, np.int32), np.array([1, 2, 3], np.int32)
     limits, can_draft = np.array([9, 2, 9], np.int32), np.array([True, True, False])
     tokens, parents, num_nodes = spec.chains(drafts, newest, limits, can_draft)
@@ -267,7 +265,7 @@ def test_a_chain_has_the_first_drafts_of_a_request_that_can_draft() -> None:
 
 
 @each_implementation
-def test_implementations_lay_the_same_chains(implementation: Implementation) -> None:
+def test_chains_match_spec(implementation: Implementation) -> None:
     rng, B, S = np.random.default_rng(4), 16, 5
     drafts = rng.integers(0, 99, (B, S)).astype(np.int32)
     newest, limits = rng.integers(0, S + 3, (2, B)).astype(np.int32)

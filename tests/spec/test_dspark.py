@@ -12,7 +12,7 @@ FOLDERS = ["dspark_vanilla", "dspark_gated", "dspark_rnn"]
 
 @pytest.mark.parametrize("implementation", CHAINS)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_drafts_their_scores_and_their_confidence_are_the_golden_ones(folder, implementation):
+def test_dspark_drafts_scores_and_confidence_match_golden(folder, implementation):
     head, weights = golden_block_head(GOLDEN / folder, TARGET)
     block = BLOCKS[implementation](head, TARGET_CONFIG, weights)
     chain = CHAINS[implementation](block, GREEDY)
@@ -30,7 +30,7 @@ def test_drafts_their_scores_and_their_confidence_are_the_golden_ones(folder, im
 
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
-def test_penalties_count_the_drafts_before(implementation):
+def test_dspark_penalties_count_earlier_drafts(implementation):
     """One token is pushed far up; only what was drafted of it takes another one."""
     head, weights = golden_block_head(GOLDEN / "dspark_gated", TARGET)
     favoured = int(head.weights["draft_ids"][7])

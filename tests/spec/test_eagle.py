@@ -57,7 +57,7 @@ class Drafting:
         return logits[0]
 
 
-def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_a_chain() -> None:
+def test_eagle_tree_node_equals_chain_of_its_path() -> None:
     drafting = Drafting(np.array([0, 2]))
     drafting.draft(7)
     levels = drafting.ranked[1:]
@@ -70,7 +70,7 @@ def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_a_chain() -> None:
                 np.testing.assert_allclose(logits[request, place], want, atol=2e-5)
 
 
-def test_the_kept_tree_holds_the_best_paths_and_respects_the_limit() -> None:
+def test_eagle_tree_holds_best_paths_within_limit() -> None:
     drafting = Drafting(np.array([0, 2]))
     tokens, parents, num_nodes, *_ = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 8])
@@ -83,7 +83,7 @@ def test_the_kept_tree_holds_the_best_paths_and_respects_the_limit() -> None:
     assert (parents[:, 1:] < np.arange(1, 8)).all()
 
 
-def test_a_request_without_a_relay_gets_its_root_only_and_writes_nothing() -> None:
+def test_eagle_request_without_relay_drafts_nothing() -> None:
     drafting = Drafting(np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.relay.hidden[1] = np.nan
     before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
@@ -95,7 +95,7 @@ def test_a_request_without_a_relay_gets_its_root_only_and_writes_nothing() -> No
     np.testing.assert_array_equal(tokens[0], alone.draft(7)[0][0])
 
 
-def test_drafting_writes_only_past_the_length_and_within_scratch() -> None:
+def test_eagle_drafting_writes_within_scratch() -> None:
     drafting = Drafting(np.array([0, 0]))
     *_, kv = drafting.draft(7)
     before, after = (attention.read(pools.k[0], TABLE, 32) for pools in (drafting.kv, kv))
@@ -105,7 +105,7 @@ def test_drafting_writes_only_past_the_length_and_within_scratch() -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [0, 4]])
-def test_extend_rows_follow_the_length_and_stop_at_the_count(counts: list[int]) -> None:
+def test_extend_rows_follow_length_and_count(counts: list[int]) -> None:
     draft_from = np.array([2, 0])
     rows = eagle.extend_rows(LENGTHS, np.array(counts), draft_from, TABLE, depth=3)
     for request, count in enumerate(counts):

@@ -94,14 +94,14 @@ def one_by_one(logits: np.ndarray, config: MoEConfig, bias: np.ndarray | None) -
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_choice_is_that_of_the_papers(name: str) -> None:
+def test_router_choose_matches_published_formula(name: str) -> None:
     config, logits = CONFIGS[name], normal(7, 50, 8)
     got, want = (f(logits, config, bias_of(config)) for f in (spec.choose, one_by_one))
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_allclose(got.weights, want.weights, **CLOSE)
 
 
-def test_a_bias_and_groups_choose_others_and_weigh_nothing() -> None:
+def test_router_bias_and_groups_change_choice_not_weights() -> None:
     logits, groups = normal(7, 50, 8), CONFIGS["groups"]
     bias = bias_of(groups)
     plain, biased = spec.choose(logits, SIGMOID, 0 * bias), spec.choose(logits, SIGMOID, bias)
@@ -114,9 +114,7 @@ def test_a_bias_and_groups_choose_others_and_weigh_nothing() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("name", CONFIGS)
-def test_implementations_choose_as_the_specification(
-    name: str, implementation: Implementation
-) -> None:
+def test_router_choose_matches_spec(name: str, implementation: Implementation) -> None:
     config, logits = CONFIGS[name], normal(7, 50, 8)
     want = spec.choose(logits, config, bias_of(config))
     got = implementation("experts").choose(logits, config, bias_of(config))
@@ -137,14 +135,14 @@ TIES = np.array(
 FIRST = [[0, 1, 2], [1, 3, 5], [0, 1, 2], [0, 1, 7], [0, 1, 5]]
 
 
-def test_of_equals_the_expert_of_lower_number_is_chosen() -> None:
+def test_spec_router_ties_choose_lower_expert() -> None:
     assert spec.choose(TIES, SOFTMAX, None).ids.tolist() == FIRST
     even = replace(SIGMOID, num_groups=4, num_chosen_groups=2)
     assert spec.choose(TIES[:1], even, np.zeros(8, np.float32)).ids.tolist() == [[0, 1, 2]]
 
 
 @each_implementation
-def test_implementations_choose_the_same_of_equals(implementation: Implementation) -> None:
+def test_router_ties_match_spec(implementation: Implementation) -> None:
     choose = implementation("experts").choose
     assert choose(TIES, SOFTMAX, None).ids.tolist() == FIRST
     even = replace(SIGMOID, num_groups=4, num_chosen_groups=2)
@@ -155,7 +153,7 @@ MANY = replace(SOFTMAX, num_experts=300, top_k=9)
 
 
 @each_implementation
-def test_ties_among_many_experts_are_broken_the_same_way(implementation: Implementation) -> None:
+def test_router_ties_among_many_experts_match_spec(implementation: Implementation) -> None:
     """Bounds between which sorts begin to leave equals out of order lie above eight."""
     logits = np.random.default_rng(11).integers(-1, 2, (20, 300)).astype(np.float32)
     want = [np.flatnonzero(row == 1)[:9].tolist() for row in logits]
@@ -184,16 +182,14 @@ def assert_nan_keeps_to_its_rows(choose, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_row_that_is_no_number_has_different_experts_and_spoils_no_other(name: str) -> None:
+def test_router_nan_row_spoils_only_itself(name: str) -> None:
     assert_nan_keeps_to_its_rows(spec.choose, name)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_implementation
 @pytest.mark.parametrize("name", ["softmax", "groups"])
-def test_implementations_keep_what_is_no_number_in_its_row(
-    name: str, implementation: Implementation
-) -> None:
+def test_router_nan_rows_match_spec(name: str, implementation: Implementation) -> None:
     config, logits = CONFIGS[name], spoiled(normal(7, ROWS, 8))
     choose = implementation("experts").choose
     assert_nan_keeps_to_its_rows(choose, name)
@@ -202,7 +198,7 @@ def test_implementations_keep_what_is_no_number_in_its_row(
     np.testing.assert_array_equal(np.isnan(got.weights), np.isnan(want.weights))
 
 
-def test_a_row_is_the_sum_of_its_experts_in_order_and_the_shared_one_last() -> None:
+def test_experts_output_sums_in_order_shared_last() -> None:
     config = replace(SOFTMAX, **SHARED["wider"])
     x, weights = normal(8, ROWS, HIDDEN), weights_of(config)
     logits = x @ weights.router.values.T
@@ -223,7 +219,7 @@ def test_a_row_is_the_sum_of_its_experts_in_order_and_the_shared_one_last() -> N
     np.testing.assert_array_equal(spec.experts(x, config, weights), want)
 
 
-def test_a_shared_expert_in_the_stack_is_one_of_its_own() -> None:
+def test_stacked_shared_expert_equals_separate_one() -> None:
     config = replace(SOFTMAX, **SHARED["gated in the stack"])
     x, weights = normal(8, ROWS, HIDDEN), weights_of(config)
     own = replace(
@@ -242,9 +238,7 @@ def test_a_shared_expert_in_the_stack_is_one_of_its_own() -> None:
 @each_implementation
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("name", ["softmax", "groups"])
-def test_implementations_add_what_the_specification_does(
-    name: str, shared: str, implementation: Implementation
-) -> None:
+def test_added_experts_matches_spec(name: str, shared: str, implementation: Implementation) -> None:
     config = replace(CONFIGS[name], **SHARED[shared])
     stream = NormedStream(3 * normal(8, ROWS, HIDDEN), 1 + normal(9, HIDDEN) / 4)
     given = (stream, 1e-6, config, weights_of(config))
@@ -255,7 +249,7 @@ def test_implementations_add_what_the_specification_does(
 
 
 @each_implementation
-def test_a_row_of_what_is_no_number_leaves_the_others_bits(implementation: Implementation) -> None:
+def test_experts_nan_row_preserves_other_rows(implementation: Implementation) -> None:
     config = replace(SOFTMAX, **SHARED["gated in the stack"])
     x, weights, ops = normal(8, ROWS, HIDDEN), weights_of(config), implementation("experts")
     want, others = ops.experts(x, config, weights), [0, 1, 3, 4, 5, 6]
@@ -266,7 +260,7 @@ def test_a_row_of_what_is_no_number_leaves_the_others_bits(implementation: Imple
 
 
 @each_implementation
-def test_an_expert_that_a_row_has_not_chosen_does_not_touch_it(
+def test_experts_unchosen_expert_nan_ignored(
     implementation: Implementation,
 ) -> None:
     x, weights, ops = normal(8, ROWS, HIDDEN), weights_of(SOFTMAX), implementation("experts")
@@ -281,7 +275,7 @@ def test_an_expert_that_a_row_has_not_chosen_does_not_touch_it(
 
 
 @each_implementation
-def test_a_rows_bits_do_not_follow_what_others_choose(implementation: Implementation) -> None:
+def test_experts_row_is_batch_invariant(implementation: Implementation) -> None:
     """As many rows, so that the products are the same programs."""
     x, weights, ops = normal(8, ROWS, HIDDEN), weights_of(SOFTMAX), implementation("experts")
     want = ops.experts(x, SOFTMAX, weights)
@@ -291,7 +285,7 @@ def test_a_rows_bits_do_not_follow_what_others_choose(implementation: Implementa
 
 
 @each_implementation
-def test_outputs_of_bfloat16_are_added_in_float32(implementation: Implementation) -> None:
+def test_experts_bfloat16_outputs_added_in_float32(implementation: Implementation) -> None:
     config = replace(SOFTMAX, **SHARED["wider"])
     x, weights = normal(8, ROWS, HIDDEN), weights_of(config)
     narrow, ops = partial(mapped, leaf=of_bfloat16, module=spec), implementation("experts")

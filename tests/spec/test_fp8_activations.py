@@ -33,7 +33,7 @@ def given(x: Quantised) -> Quantised:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_largest_of_each_block_is_the_largest_code(width: int) -> None:
+def test_quantised_block_maximum_is_largest_code(width: int) -> None:
     x = rows(width)
     got = spec.quantised(x)
     for first in range(0, width, fp8.BLOCK):
@@ -44,7 +44,7 @@ def test_the_largest_of_each_block_is_the_largest_code(width: int) -> None:
     assert (got.scales > 0).all()
 
 
-def test_a_code_is_the_nearest_and_of_two_the_even_one() -> None:
+def test_quantised_rounds_to_nearest_even() -> None:
     x = np.zeros((1, 128), np.float32)
     x[0, 0], x[0, 1:256:2] = fp8.LARGEST, np.linspace(-448, 448, 64)
     x[0, 2:10:2] = 17, 19, 2.0**-10, 3 * 2.0**-10  # halfway: 16 or 18, 18 or 20, 0 or 2^-9, ..
@@ -60,9 +60,7 @@ def test_a_code_is_the_nearest_and_of_two_the_even_one() -> None:
 @each_implementation
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
-def test_implementations_quantise_to_the_same_codes(
-    width: int, kind: type, implementation: Implementation
-) -> None:
+def test_quantised_matches_spec(width: int, kind: type, implementation: Implementation) -> None:
     x = rows(width).astype(kind)
     want, got = spec.quantised(x), implementation("fp8_activations").quantised(x)
     np.testing.assert_array_equal(got.codes, fp8.VALUES[want.codes])
@@ -70,7 +68,7 @@ def test_implementations_quantise_to_the_same_codes(
 
 
 @each_implementation
-def test_a_row_that_is_not_finite_has_no_finite_product_and_its_neighbours_have(
+def test_nonfinite_row_spoils_only_own_product(
     implementation: Implementation,
 ) -> None:
     x = rows(256, 4)
@@ -85,7 +83,7 @@ def test_a_row_that_is_not_finite_has_no_finite_product_and_its_neighbours_have(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_product_is_that_of_the_numbers(width: int) -> None:
+def test_product_equals_product_of_dequantised_values(width: int) -> None:
     x, weight = spec.quantised(rows(width)), spec.quantised(rows(width, 7))
     want = numbers(x) @ numbers(weight).T
     size = np.abs(numbers(x)) @ np.abs(numbers(weight)).T
@@ -95,9 +93,7 @@ def test_a_product_is_that_of_the_numbers(width: int) -> None:
 
 @each_implementation
 @pytest.mark.parametrize("width", WIDTHS)
-def test_implementations_multiply_as_the_specification(
-    width: int, implementation: Implementation
-) -> None:
+def test_product_matches_spec(width: int, implementation: Implementation) -> None:
     x, weight = spec.quantised(rows(width)), spec.quantised(rows(width, 7))
     got = implementation("fp8_activations").product(given(x), *given(weight))
     want = spec.product(x, *weight)

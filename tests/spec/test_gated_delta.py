@@ -39,7 +39,7 @@ def in_steps(start: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return current[0], np.stack(outputs)
 
 
-def test_a_token_written_with_beta_one_is_read_back_whole() -> None:
+def test_step_with_beta_one_stores_value() -> None:
     rng = np.random.default_rng(0)
     _, k, v, _, _ = tokens(rng, 2)
     nothing = np.zeros((2, H), np.float32)
@@ -50,7 +50,7 @@ def test_a_token_written_with_beta_one_is_read_back_whole() -> None:
     np.testing.assert_allclose(again, after, atol=1e-5)
 
 
-def test_the_state_decays_before_it_is_read() -> None:
+def test_step_decays_state_before_read() -> None:
     rng = np.random.default_rng(1)
     q, k, v, log_decay, _ = tokens(rng, 2)
     start = state(rng, 2)
@@ -60,7 +60,7 @@ def test_the_state_decays_before_it_is_read() -> None:
     np.testing.assert_allclose(out, np.einsum("bhk,bhkv->bhv", q, kept), atol=1e-5)
 
 
-def test_a_growing_state_is_refused() -> None:
+def test_step_rejects_positive_log_decay() -> None:
     rng = np.random.default_rng(2)
     q, k, v, log_decay, beta = tokens(rng, 1)
     with pytest.raises(ValueError, match="log_decay"):
@@ -68,14 +68,14 @@ def test_a_growing_state_is_refused() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 150])
-def test_chunks_equal_steps(T: int) -> None:
+def test_chunked_equals_steps(T: int) -> None:
     rng = np.random.default_rng(3)
     start, rows = state(rng, 1)[0], tokens(rng, T)
     for got, want in zip(spec.chunked(start, *rows), in_steps(start, *rows), strict=True):
         np.testing.assert_allclose(got, want, **CHUNKED)
 
 
-def test_strong_decay_neither_overflows_nor_loses_the_newest_token() -> None:
+def test_chunked_strong_decay_is_finite_and_precise() -> None:
     rng = np.random.default_rng(4)
     start, rows = state(rng, 1)[0], list(tokens(rng, 70))
     rows[3] = np.full_like(rows[3], -30)  # exp of the sums above the diagonal would be infinite
@@ -85,7 +85,7 @@ def test_strong_decay_neither_overflows_nor_loses_the_newest_token() -> None:
         np.testing.assert_allclose(g, w, **CHUNKED)
 
 
-def test_cuts_at_multiples_of_64_leave_the_bits_as_they_are() -> None:
+def test_chunked_split_at_64_bitwise_equal() -> None:
     rng = np.random.default_rng(5)
     start, rows = state(rng, 1)[0], tokens(rng, 150)
     whole, out = spec.chunked(start, *rows)
@@ -95,7 +95,7 @@ def test_cuts_at_multiples_of_64_leave_the_bits_as_they_are() -> None:
     np.testing.assert_array_equal(np.concatenate([out_1, out_2]), out)
 
 
-def test_no_tokens_change_nothing() -> None:
+def test_chunked_without_tokens_preserves_state() -> None:
     rng = np.random.default_rng(6)
     start = state(rng, 1)[0]
     after, out = spec.chunked(start, *tokens(rng, 0))
@@ -105,7 +105,7 @@ def test_no_tokens_change_nothing() -> None:
 
 @given(seed=st.integers(0, 1000), N=st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
-def test_every_node_of_a_tree_gives_what_its_path_gives_in_steps(seed: int, N: int) -> None:
+def test_verify_tree_node_equals_steps_of_path(seed: int, N: int) -> None:
     rng = np.random.default_rng(seed)
     parents = np.array([[0] + [rng.integers(0, n) for n in range(1, N)] for _ in range(2)])
     start, rows = state(rng, 2), tokens(rng, 2, N)
@@ -120,7 +120,7 @@ def test_every_node_of_a_tree_gives_what_its_path_gives_in_steps(seed: int, N: i
             np.testing.assert_array_equal(out[b, node], want[-1])
 
 
-def test_value_heads_repeat_key_heads_side_by_side() -> None:
+def test_split_repeats_key_heads_and_normalises() -> None:
     rng = np.random.default_rng(7)
     channels = rng.standard_normal((5, 2 * 2 * K + 6 * V)).astype(np.float32)
     q, k, v = spec.split(channels, 2, 6, K)
@@ -134,7 +134,7 @@ def test_value_heads_repeat_key_heads_side_by_side() -> None:
     np.testing.assert_allclose(np.linalg.norm(q, axis=-1), K**-0.5, atol=1e-6)
 
 
-def test_gates_decay_and_stay_within_their_bounds() -> None:
+def test_gates_within_bounds() -> None:
     x = np.array([[-1e4, -5, 0, 5, 1e4]], np.float32)
     log_decay, beta = spec.gates(x, x, np.zeros(5, np.float32), np.zeros(5, np.float32))
     assert (log_decay <= 0).all()
@@ -147,7 +147,7 @@ STEP = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @each_implementation
-def test_implementations_step_as_the_specification(implementation: Implementation) -> None:
+def test_gated_delta_step_matches_spec(implementation: Implementation) -> None:
     rng = np.random.default_rng(6)
     args = (state(rng, 5), *tokens(rng, 5))
     want, got = spec.step(*args), implementation("gated_delta").step(*args)
@@ -156,7 +156,7 @@ def test_implementations_step_as_the_specification(implementation: Implementatio
 
 
 @each_implementation
-def test_implementations_verify_as_the_specification(implementation: Implementation) -> None:
+def test_gated_delta_verify_matches_spec(implementation: Implementation) -> None:
     rng = np.random.default_rng(7)
     args = (state(rng, 3), *tokens(rng, 3, 5))
     chain, tree = (
@@ -169,7 +169,7 @@ def test_implementations_verify_as_the_specification(implementation: Implementat
 
 
 @each_implementation
-def test_implementations_verify_wide_trees_under_strong_decay_as_the_specification(
+def test_gated_delta_verify_strong_decay_matches_spec(
     implementation: Implementation,
 ) -> None:
     rng, N = np.random.default_rng(11), 64
@@ -182,7 +182,7 @@ def test_implementations_verify_wide_trees_under_strong_decay_as_the_specificati
 
 @each_implementation
 @pytest.mark.parametrize("spoiled", [0, 1, 2, 3, 4], ids=["q", "k", "v", "log_decay", "beta"])
-def test_implementations_keep_a_nodes_nan_from_all_but_its_descendants(
+def test_gated_delta_verify_nan_reaches_descendants_only(
     spoiled: int, implementation: Implementation
 ) -> None:
     rng, parents = np.random.default_rng(12), np.array([[0, 0, 0, 1, 2, 3]] * 2)
@@ -199,7 +199,7 @@ def test_implementations_keep_a_nodes_nan_from_all_but_its_descendants(
 
 @each_implementation
 @pytest.mark.parametrize("counts", [(1, 130, 64, 0, 65), (260,), (0, 3, 0)], ids=str)
-def test_implementations_run_ragged_chunks_as_the_specification(
+def test_gated_delta_chunked_ragged_matches_spec(
     counts: tuple[int, ...], implementation: Implementation
 ) -> None:
     rng, row_starts = np.random.default_rng(8), np.concatenate([[0], np.cumsum(counts)])
@@ -216,7 +216,7 @@ def test_implementations_run_ragged_chunks_as_the_specification(
 
 
 @each_implementation
-def test_implementations_keep_a_nan_within_its_request(implementation: Implementation) -> None:
+def test_gated_delta_chunked_nan_stays_in_request(implementation: Implementation) -> None:
     rng, row_starts = np.random.default_rng(9), np.array([0, 70, 100])
     start, rows = state(rng, 2), tokens(rng, 128)
     start[0] = np.nan
@@ -230,7 +230,7 @@ def test_implementations_keep_a_nan_within_its_request(implementation: Implement
 
 
 @each_implementation
-def test_implementations_split_and_gate_as_the_specification(
+def test_gated_delta_split_gates_and_norm_match_spec(
     implementation: Implementation,
 ) -> None:
     ops, rng = implementation("gated_delta"), np.random.default_rng(10)

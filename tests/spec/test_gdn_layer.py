@@ -39,7 +39,7 @@ def assert_close(got: GDNState | ReplayInputs, want: GDNState | ReplayInputs) ->
         np.testing.assert_allclose(g, w, **CLOSE)
 
 
-def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() -> None:
+def test_gdn_decode_equals_verify_and_commit() -> None:
     """A verify of one node and its commit leave the same bits."""
     made = given(1)
     out, advanced = spec.decode(*parts(made, *LAYER))
@@ -58,7 +58,7 @@ def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() ->
     np.testing.assert_array_equal(states.window[layer, slots], wanted.window[layer, slots])
 
 
-def test_other_slots_and_layers_stay_as_they_are() -> None:
+def test_gdn_decode_preserves_other_slots_and_layers() -> None:
     made = given(1)
     _, states = spec.decode(*parts(made, *LAYER))
     others = np.setdiff1d(np.arange(B + 2), made["slots"])
@@ -67,7 +67,7 @@ def test_other_slots_and_layers_stay_as_they_are() -> None:
     np.testing.assert_array_equal(states.window, made["states"].window)
 
 
-def test_a_snapshot_is_written_where_the_path_passes_it() -> None:
+def test_gdn_commit_writes_snapshot_on_accepted_path() -> None:
     made = commit_arguments(0, B=B, N=4, sizes=SMALL, layers=2)
     made["counts"] = np.array([4, 2, 1], np.int32)
     made["save_after"] = np.array([4, 3, 1], np.int32)
@@ -93,7 +93,7 @@ def run(implementation: Implementation, name: str, made: dict) -> tuple:
 
 @each_implementation
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chains", "trees"])
-def test_implementations_verify_in_the_slots(is_chain: bool, implementation: Implementation):
+def test_gdn_layer_verify_matches_spec(is_chain: bool, implementation: Implementation):
     made = given(5, is_chain)
     found, states, got = run(implementation, "verify", made)
     out, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
@@ -103,7 +103,7 @@ def test_implementations_verify_in_the_slots(is_chain: bool, implementation: Imp
 
 
 @each_implementation
-def test_implementations_advance_and_commit_in_the_slots(implementation: Implementation) -> None:
+def test_gdn_layer_decode_matches_spec(implementation: Implementation) -> None:
     made = given(1)
     found, states, kept = run(implementation, "decode", made)
     out, advanced = spec.decode(*parts(made, *LAYER))
@@ -115,9 +115,7 @@ def test_implementations_advance_and_commit_in_the_slots(implementation: Impleme
 
 @each_implementation
 @pytest.mark.parametrize("has_advanced", [False, True], ids=["replayed", "advanced"])
-def test_implementations_commit_as_the_specification(
-    has_advanced: bool, implementation: Implementation
-) -> None:
+def test_gdn_layer_commit_matches_spec(has_advanced: bool, implementation: Implementation) -> None:
     made = commit_arguments(1, B=B, N=1 if has_advanced else 4, sizes=SMALL, layers=2)
     if has_advanced:
         made["kept"] = made["kept"].inputs
@@ -131,7 +129,7 @@ def test_implementations_commit_as_the_specification(
 
 
 @each_implementation
-def test_implementations_feed_chunks_in_the_slots(implementation: Implementation) -> None:
+def test_gdn_layer_prefill_matches_spec(implementation: Implementation) -> None:
     rng = np.random.default_rng(3)
     states, snapshots = states_of(rng, SMALL, 2, 5), states_of(rng, SMALL, 2, 3)
     row_starts, slots = np.array([0, 66, 70], np.int32), np.array([3, 1], np.int32)

@@ -45,7 +45,7 @@ def in_steps(
     return recurrent, window
 
 
-def test_replay_of_a_path_has_the_bits_of_plain_decoding() -> None:
+def test_replay_of_path_bitwise_equal() -> None:
     state, kept = state_and_kept(0)
     after, _, _ = spec.replay(state, kept, PATHS, COUNTS, np.zeros(B, int))
     for row in range(B):
@@ -54,7 +54,7 @@ def test_replay_of_a_path_has_the_bits_of_plain_decoding() -> None:
         np.testing.assert_array_equal(after.window[:, row], window)
 
 
-def test_a_step_with_no_accepted_draft_still_advances_by_the_newest_token() -> None:
+def test_replay_without_accepted_drafts_advances_one_token() -> None:
     state, kept = state_and_kept(1)
     after, _, _ = spec.replay(state, kept, PATHS, np.ones(B, int), np.zeros(B, int))
     for row in range(B):
@@ -63,7 +63,7 @@ def test_a_step_with_no_accepted_draft_still_advances_by_the_newest_token() -> N
         np.testing.assert_array_equal(after.window[:, row], window)
 
 
-def test_a_failed_row_keeps_its_state_and_its_nan_stays_out() -> None:
+def test_replay_failed_row_preserves_state() -> None:
     state, kept = state_and_kept(2)
     kept.v[:, 1] = kept.inputs[:, 1] = np.nan
     after, _, _ = spec.replay(state, kept, PATHS, np.array([4, 0, 1]), np.zeros(B, int))
@@ -73,7 +73,7 @@ def test_a_failed_row_keeps_its_state_and_its_nan_stays_out() -> None:
 
 
 @pytest.mark.parametrize("save_after", [[1, 2, 1], [3, 1, 0], [4, 3, 2], [0, 0, -7]])
-def test_a_snapshot_is_taken_exactly_at_its_position_if_the_step_passes_it(
+def test_replay_saves_snapshot_at_exact_position(
     save_after: list[int],
 ) -> None:
     state, kept = state_and_kept(3)
@@ -89,7 +89,7 @@ def test_a_snapshot_is_taken_exactly_at_its_position_if_the_step_passes_it(
             np.testing.assert_array_equal(saved.window[:, row], window)
 
 
-def test_each_node_of_a_tree_reads_the_inputs_of_its_own_path() -> None:
+def test_tree_windows_follow_own_path() -> None:
     state, kept = state_and_kept(4)
     windows = spec.tree_windows(state.window[0], kept.inputs[0], PARENTS)
     for row in range(B):
@@ -101,7 +101,7 @@ def test_each_node_of_a_tree_reads_the_inputs_of_its_own_path() -> None:
             np.testing.assert_array_equal(windows[row, node], window[0])
 
 
-def test_a_chain_is_a_tree_and_its_last_window_is_carried_on() -> None:
+def test_chain_windows_equal_tree_windows() -> None:
     state, kept = state_and_kept(5)
     window, inputs = state.window[0, 0], kept.inputs[0, 0]
     windows = spec.chain_windows(window, inputs)
@@ -112,7 +112,7 @@ def test_a_chain_is_a_tree_and_its_last_window_is_carried_on() -> None:
     np.testing.assert_array_equal(spec.chain_windows(window, inputs[:0])[-1], window)
 
 
-def test_the_convolution_is_causal_and_has_width_four() -> None:
+def test_conv_is_causal_with_width_four() -> None:
     rng = np.random.default_rng(6)
     inputs, weight = normal(rng, 12, C), normal(rng, C, 4)
     windows = spec.chain_windows(np.zeros((3, C), np.float32), inputs)[:-1]
@@ -128,7 +128,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @each_implementation
-def test_implementations_replay_as_the_specification(implementation: Implementation) -> None:
+def test_replay_matches_spec(implementation: Implementation) -> None:
     state, kept = state_and_kept(5)
     kept.k[:, 2, 4:] = np.nan  # nodes off the path
     for counts in (COUNTS, np.array([0, 4, 1])):
@@ -144,7 +144,7 @@ def test_implementations_replay_as_the_specification(implementation: Implementat
 
 
 @each_implementation
-def test_implementations_have_the_windows_of_the_specification(
+def test_tree_windows_and_conv_match_spec(
     implementation: Implementation,
 ) -> None:
     ops, (state, kept) = implementation("gdn_state"), state_and_kept(6)
@@ -160,7 +160,7 @@ def test_implementations_have_the_windows_of_the_specification(
 
 
 @each_implementation
-def test_implementations_have_the_windows_of_prompts_of_any_length(
+def test_chain_windows_of_ragged_prompts_match_spec(
     implementation: Implementation,
 ) -> None:
     ops, rng, counts = implementation("gdn_state"), np.random.default_rng(8), [2, 0, 1, 7]
@@ -205,7 +205,7 @@ def all_close(got: tuple, want: tuple) -> None:
 
 
 @each_implementation
-def test_implementations_mix_one_token_as_the_specification(implementation: Implementation) -> None:
+def test_gdn_decode_matches_spec(implementation: Implementation) -> None:
     weights, state = layer(9)
     args = (projected(10, B), weights, SIZES, *state)
     all_close(implementation("gdn_state").gdn_decode(*args), spec.gdn_decode(*args))
@@ -213,7 +213,7 @@ def test_implementations_mix_one_token_as_the_specification(implementation: Impl
 
 @each_implementation
 @pytest.mark.parametrize("parents", [PARENTS, None], ids=["trees", "chains"])
-def test_implementations_mix_trees_as_the_specification(
+def test_gdn_verify_tree_matches_spec(
     parents: np.ndarray | None, implementation: Implementation
 ) -> None:
     weights, state = layer(11)
@@ -231,7 +231,7 @@ def test_implementations_mix_trees_as_the_specification(
 
 
 @each_implementation
-def test_implementations_mix_prompts_as_the_specification(implementation: Implementation) -> None:
+def test_gdn_prefill_with_snapshots_matches_spec(implementation: Implementation) -> None:
     """Requests of many rows and of few; a snapshot is the state of a shorter prompt."""
     weights, state = layer(14)
     counts, save_after = np.array([70, 1, 3]), np.array([64, 5, 3])

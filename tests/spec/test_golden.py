@@ -76,7 +76,7 @@ CONTEXTS = {"phi3_longrope": 4096}
 
 
 @each_of(MODELS)
-def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation):
+def test_prefill_logits_hidden_and_residuals_match_golden(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder, CONTEXTS.get(folder)).prefill(want["short_ids"], None)
     close(got.logits, want["short_logits"])
@@ -84,7 +84,7 @@ def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation
     close(got.streams, want["short_layers"])
 
 
-def test_rows_in_fp8_give_the_logits_of_the_reference_implementation(implementation):
+def test_w8a8_logits_match_golden(implementation):
     """Of the first rows: the last bit of a norm can move a number from one code to the next.
 
     In JAX it moves one of the sixth row, and with it what later rows attend to.
@@ -98,7 +98,7 @@ def test_rows_in_fp8_give_the_logits_of_the_reference_implementation(implementat
 
 
 @each_of(MODELS)
-def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementation):
+def test_prefill_kv_matches_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
@@ -112,7 +112,7 @@ def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementati
 
 @each_of(MODELS)
 @pytest.mark.parametrize("step", [1, 3, 8])
-def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implementation):
+def test_decode_logits_any_step_size_match_golden(folder, step, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
@@ -127,7 +127,7 @@ GREEDY = [folder for folder in MODELS if "greedy_ids" in vectors(folder)]
 
 
 @each_of(GREEDY)
-def test_the_greedy_text_is_the_reference_implementations(folder, implementation):
+def test_greedy_tokens_match_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     token = golden.prefill(want["short_ids"], None).logits[-1].argmax()
@@ -140,7 +140,7 @@ def test_the_greedy_text_is_the_reference_implementations(folder, implementation
 
 
 @each_of(MODELS)
-def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
+def test_rejected_tree_branches_do_not_change_logits(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
@@ -155,7 +155,7 @@ def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
 
 
 @each_of(TURNED)
-def test_far_positions_keep_the_rotation_exact(folder, implementation):
+def test_rope_at_far_positions_matches_golden(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
     # An ulp of a frequency, in which numpy and torch may differ, is 5e-4 radians at 9,000 and 1e-3
@@ -166,7 +166,7 @@ def test_far_positions_keep_the_rotation_exact(folder, implementation):
 
 
 @pytest.mark.parametrize("folder", HYBRID)
-def test_states_after_the_prefill_and_after_three_and_eight_tokens(folder, implementation):
+def test_gdn_states_match_golden(folder, implementation):
     want = vectors(folder)
     kinds = config_from_folder(GOLDEN / folder).layer_kinds
     numbers = [i for i, kind in enumerate(kinds) if kind == "gated_delta"]
@@ -185,7 +185,7 @@ def test_states_after_the_prefill_and_after_three_and_eight_tokens(folder, imple
 
 @pytest.mark.parametrize("folder", HYBRID)
 @pytest.mark.parametrize("cuts", [(150,), (64, 64, 22), (100, 1, 49), (1, 149)], ids=str)
-def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, folder, implementation):
+def test_chunked_prefill_any_split_matches_golden(cuts, folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder)
     chunks = np.split(want["long_ids"], np.cumsum(cuts)[:-1])
@@ -197,7 +197,7 @@ def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, folder, implementa
 
 
 @pytest.mark.parametrize("folder", HYBRID)
-def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(folder, implementation):
+def test_mtp_hidden_states_and_logits_match_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder)
     hidden, logits = golden.mtp(want["mtp_next_ids"], want["short_hidden"], 0)
@@ -211,7 +211,7 @@ def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(folder, i
         close(logits, want["mtp_chain_logits"][i : i + 1])
 
 
-def test_weights_of_experts_that_are_not_renormalised_are_those_of_all(implementation, tmp_path):
+def test_moe_without_renormalisation_matches_golden(implementation, tmp_path):
     folder = shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
@@ -256,7 +256,7 @@ def assert_logits(name, got, want):
 
 
 @pytest.mark.parametrize("name", EAGLES)
-def test_an_eagle_head_reads_target_hidden_states_and_then_its_own(name, head_of):
+def test_eagle_head_hidden_states_and_logits_match_golden(name, head_of):
     want, inputs = head_inputs(name)
     head = head_of(name)
     hidden, logits = head.extend(want["next_ids"], inputs)
@@ -271,7 +271,7 @@ def test_an_eagle_head_reads_target_hidden_states_and_then_its_own(name, head_of
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
-def test_an_eagle_head_grows_the_dynamic_tree(name, head_of):
+def test_eagle_dynamic_tree_matches_golden(name, head_of):
     want, inputs = head_inputs(name)
     shape = draft_tree.TreeShape(nodes=12, depth=4, width=4, rows=12)
     tokens, parents, num_nodes = head_of(name).draft(want["next_ids"], inputs, shape)

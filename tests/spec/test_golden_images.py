@@ -38,7 +38,7 @@ TWO = images_of("mm", (0, 1), WANT["mm_embeds"])
 
 
 @pytest.mark.parametrize("cuts", [(57,), (20, 37), (4, 3, 50)], ids=str)
-def test_a_prompt_with_images_gives_the_same_however_it_is_cut(cuts, implementation):
+def test_image_prompt_any_split_matches_golden(cuts, implementation):
     golden, begins, logits, hidden = implementation(MODEL), 0, [], []
     for count in cuts:
         at = slice(begins, begins + count)
@@ -61,7 +61,7 @@ def greedy(golden, logits, count):
     return text, scored
 
 
-def test_text_behind_images_turns_by_its_place_and_their_delta(implementation):
+def test_text_after_images_matches_golden(implementation):
     golden = implementation(MODEL)
     logits = golden.prefill(WANT["mm_ids"], None, TWO).logits
     text, scored = greedy(golden, logits, 10)
@@ -69,7 +69,7 @@ def test_text_behind_images_turns_by_its_place_and_their_delta(implementation):
     close(scored, WANT["mm_greedy_logits"])
 
 
-def test_an_image_may_stand_first(implementation):
+def test_image_at_prompt_start_matches_golden(implementation):
     """Its rows are the specification's own, from pixels on."""
     rows = of_specification()(patches_of(fitted(2)))
     images = images_of("one", (2,), rows)
@@ -79,7 +79,7 @@ def test_an_image_may_stand_first(implementation):
     assert text == WANT["one_greedy_ids"].tolist()
 
 
-def test_the_mtp_layer_reads_the_image_that_follows_and_turns_with_its_row(implementation):
+def test_mtp_with_images_matches_golden(implementation):
     sources = np.append(TWO.sources[1:], 0).astype(np.int32)
     following = Images(TWO.turns, TWO.delta, TWO.pool, sources)
     given = (WANT["mtp_next_ids"], WANT["mm_hidden"], 0)
@@ -92,7 +92,7 @@ def test_the_mtp_layer_reads_the_image_that_follows_and_turns_with_its_row(imple
     assert np.abs(logits - WANT["mtp_images_logits"]).max() > 1
 
 
-def test_text_turns_the_same_with_three_turns_as_with_its_places(implementation):
+def test_text_with_mrope_positions_bitwise_equal(implementation):
     tokens = np.arange(1, 30)
     plain = implementation(MODEL).prefill(tokens, None)
     places = np.arange(29, dtype=np.int32)[:, None].repeat(3, axis=1)

@@ -18,7 +18,7 @@ def _packed(allowed: np.ndarray) -> np.ndarray:
 
 @each_implementation
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 270])
-def test_each_row_has_the_tokens_of_its_mask(vocab, implementation):
+def test_allowed_matches_packed_mask(vocab, implementation):
     rng = np.random.default_rng(vocab)
     wanted = rng.random((5, vocab)) < 0.5
     index = np.array([3, 0, 4, 4, 1], np.int32)
@@ -28,5 +28,5 @@ def test_each_row_has_the_tokens_of_its_mask(vocab, implementation):
     assert np.array_equal(got, wanted[index])
 
 
-def test_a_word_of_ones_allows_every_token():
+def test_allowed_of_ones_allows_every_token():
     assert grammar_bitmask.allowed(np.full((1, 2), -1, np.int32), np.zeros(2, np.int32), 40).all()

@@ -17,13 +17,13 @@ class TestNoise:
             ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
         ],
     )
-    def test_threefry_gives_the_published_words(
+    def test_threefry_matches_published_vectors(
         self, key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
     ) -> None:
         arrays = [tuple(np.array([word], np.uint32) for word in pair) for pair in (key, counter)]
         assert tuple(int(word[0]) for word in spec.threefry2x32(*arrays)) == words
 
-    def test_noise_is_numbered_by_token_id(self) -> None:
+    def test_gumbel_numbered_by_token_id(self) -> None:
         seeds, positions = np.array([7], np.uint32), i32(9)
         got = spec.gumbel(seeds, positions, 5, 0)
         for token in range(5):
@@ -34,7 +34,7 @@ class TestNoise:
         # A wider vocabulary (a padded one) leaves the noise of its first ids as it was.
         assert (spec.gumbel(seeds, positions, 8, 0)[:, :5] == got).all()
 
-    def test_noise_differs_by_seed_position_and_stream_and_by_nothing_else(self) -> None:
+    def test_gumbel_depends_on_seed_position_and_stream_only(self) -> None:
         def one(seed: int, position: int, stream: int) -> bytes:
             return spec.gumbel(np.array([seed], np.uint32), i32(position), 16, stream).tobytes()
 
@@ -42,7 +42,7 @@ class TestNoise:
         batch = spec.gumbel(np.array([5, 1], np.uint32), i32(3, 1), 16, 0)
         assert batch[1].tobytes() == one(1, 1, 0)
 
-    def test_every_word_gives_finite_noise_even_where_the_uniform_rounds_to_one(self) -> None:
+    def test_noise_of_words_always_finite(self) -> None:
         words = np.array([[0, 1, 0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0x80000000]], np.uint32)
         assert np.float32(words[0, 2]) * np.float32(2**-32) == 1  # the planted trap
         noise = spec.noise_of_words(words)
@@ -55,14 +55,14 @@ class TestNoise:
             spec.noise_of_words(rng.integers(0, 2**32, (1, 1 << 20), dtype=np.uint32))
         ).all()
 
-    def test_choices_of_one_seed_differ_and_seeds_are_taken_modulo_two_to_the_64(self) -> None:
+    def test_derive_seed_distinct_per_choice_modulo_64_bits(self) -> None:
         assert len({spec.derive_seed(3, choice) for choice in range(128)}) == 128
         assert spec.derive_seed(-5, 2) == spec.derive_seed(2**64 - 5, 2)
         assert spec.derive_seed(0, 0) == 0x6B200159
         assert spec.derive_seed(1 << 32, 0) != spec.derive_seed(0, 0)
 
 
-def test_a_uniform_is_never_0_or_1() -> None:
+def test_uniform_of_words_never_zero_or_one() -> None:
     """A draft of the target's own probability is then always accepted."""
     words = np.array([[0, 1, 2**32 - 1]], np.uint32)
     made = spec.uniform_of_words(words)
@@ -71,7 +71,7 @@ def test_a_uniform_is_never_0_or_1() -> None:
 
 
 @each_implementation
-def test_implementations_have_the_ciphers_bits(implementation: Implementation) -> None:
+def test_threefry_bits_match_spec(implementation: Implementation) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, (4, 300), dtype=np.uint32)
     words[:, :2] = [[0, 2**32 - 1]] * 4
     want = spec.threefry2x32((words[0], words[1]), (words[2], words[3]))
@@ -81,7 +81,7 @@ def test_implementations_have_the_ciphers_bits(implementation: Implementation) -
 
 
 @each_implementation
-def test_implementations_have_the_same_noise_at_a_real_vocabulary(
+def test_gumbel_real_vocabulary_matches_spec(
     implementation: Implementation,
 ) -> None:
     seeds, positions = np.array([7, 2**32 - 1], np.uint32), np.array([0, 70_000], np.int32)
@@ -94,14 +94,14 @@ def test_implementations_have_the_same_noise_at_a_real_vocabulary(
 
 
 @each_implementation
-def test_implementations_keep_the_largest_noise_finite(implementation: Implementation) -> None:
+def test_noise_of_extreme_words_matches_spec(implementation: Implementation) -> None:
     words = np.array([[0, 1, 2**32 - 1, 2**32 - 2, 2**31]], np.uint32)
     got = implementation("gumbel_noise").noise_of_words(words)
     np.testing.assert_allclose(got, spec.noise_of_words(words), rtol=2e-6, atol=2e-6)
 
 
 @each_implementation
-def test_implementations_have_the_rejection_rules_noise(implementation: Implementation) -> None:
+def test_uniforms_and_rejection_streams_match_spec(implementation: Implementation) -> None:
     ops = implementation("gumbel_noise")
     seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), i32(0, 5, 90_000)
     # Integers are equal; the uniforms are one rounding of them.

@@ -15,7 +15,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_activations_neither_overflow_nor_leave_float32() -> None:
+def test_activations_do_not_overflow_in_float32() -> None:
     x = np.array([-1e4, -100, -1, 0, 1, 100, 1e4], np.float32)
     with np.errstate(all="raise", under="ignore"):
         got = [f(x) for f in (spec.sigmoid, spec.softplus, spec.silu)]
@@ -31,14 +31,14 @@ def test_activations_neither_overflow_nor_leave_float32() -> None:
         np.testing.assert_allclose(g, w, rtol=5e-7, atol=1e-30)
 
 
-def test_the_norm_equals_torchs() -> None:
+def test_rms_norm_matches_torch() -> None:
     x, weight = normal(0, 5, 16), normal(1, 16)
     want = torch.nn.functional.rms_norm(torch.tensor(x), (16,), torch.tensor(weight), 1e-5)
     # The same float32 operations in another order.
     np.testing.assert_allclose(spec.rms_norm(x, weight, 1e-5), want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_layer_norm_and_both_gelus_equal_torchs() -> None:
+def test_layer_norm_and_gelu_match_torch() -> None:
     x, weight, bias = 3 * normal(3, 5, 16), normal(4, 16), normal(5, 16)
     functional, given = torch.nn.functional, torch.tensor(x)
     want = functional.layer_norm(given, (16,), torch.tensor(weight), torch.tensor(bias), 1e-6)
@@ -51,7 +51,7 @@ def test_the_layer_norm_and_both_gelus_equal_torchs() -> None:
     assert np.abs(spec.gelu(x) - spec.gelu_tanh(x)).max() > 1e-4
 
 
-def test_l2norm_gives_unit_length_and_leaves_zero_alone() -> None:
+def test_l2norm_has_unit_length_and_preserves_zero() -> None:
     x = normal(2, 4, 8)
     x[1] = 0
     lengths = np.linalg.norm(spec.l2norm(x), axis=1)
@@ -70,7 +70,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("theta", [1e4, 5e5])
-def test_rotary_frequencies_equal_transformers(kind: str, theta: float) -> None:
+def test_rotary_frequencies_match_transformers(kind: str, theta: float) -> None:
     common, ours = SCALINGS[kind]
     rotary = RotaryConfig(theta=theta, width=64, type=kind, **common, **ours)
     theirs = {"rope_type": kind, "rope_theta": theta, **common}
@@ -91,13 +91,13 @@ def test_rotary_frequencies_equal_transformers(kind: str, theta: float) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_the_attention_factor_scales_cosine_and_sine() -> None:
+def test_rotary_attention_factor_scales_cos_and_sin() -> None:
     rotary = RotaryConfig(theta=1e4, width=8, attention_factor=1.5)
     cos, sin = spec.rotary_angles(np.arange(4), rotary)
     np.testing.assert_allclose(cos**2 + sin**2, np.full((4, 4), 2.25), rtol=1e-6)  # float32
 
 
-def test_rotation_turns_pairs_of_halves_and_passes_the_rest() -> None:
+def test_apply_rotary_rotates_half_pairs() -> None:
     x = normal(7, 3, 2, 12)
     cos, sin = spec.rotary_angles(np.array([0, 5, 900]), RotaryConfig(theta=1e4, width=8))
     y = spec.apply_rotary(x, cos, sin)
@@ -108,7 +108,7 @@ def test_rotation_turns_pairs_of_halves_and_passes_the_rest() -> None:
     np.testing.assert_allclose(y[..., :4] + 1j * y[..., 4:8], turned, rtol=1e-5)  # float32
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
+def test_rotary_scores_depend_on_distance_only() -> None:
     q, k = normal(8, 1, 1, 16), normal(9, 1, 1, 16)
     rotary = RotaryConfig(theta=1e4, width=16)
 
@@ -125,7 +125,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 @each_implementation
-def test_implementations_compute_what_the_specification_does(
+def test_layers_match_spec(
     implementation: Implementation,
 ) -> None:
     ops = implementation("layers")
@@ -141,7 +141,7 @@ def test_implementations_compute_what_the_specification_does(
 
 
 @each_implementation
-def test_implementations_turn_far_positions_as_the_specification(
+def test_rotary_far_positions_match_spec(
     implementation: Implementation,
 ) -> None:
     ops, rotary = implementation("layers"), RotaryConfig(theta=1e4, width=8, attention_factor=1.2)

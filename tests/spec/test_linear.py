@@ -51,7 +51,7 @@ ENDED = {
 """The same with biases, and with the factors that some take."""
 
 
-def test_a_stream_is_read_through_the_norm_that_it_was_given() -> None:
+def test_rmsnorm_linear_applies_norm_of_stream() -> None:
     added = spec.linear_add(X, BACK, HIDDEN, 1.0, NEXT)
     want = layers.rms_norm(added.rows, NEXT, EPS) @ WIDE.values.T
     np.testing.assert_array_equal(spec.rmsnorm_linear(added, EPS, WIDE), want)
@@ -66,7 +66,7 @@ def rows(result: np.ndarray | NormedStream) -> np.ndarray:
     return result.rows if isinstance(result, NormedStream) else result
 
 
-def test_each_product_is_the_composition_of_its_parts() -> None:
+def test_linear_operations_equal_composed_parts() -> None:
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(normed @ GATE_UP.values.T, 2, axis=1)
     want = {
@@ -81,7 +81,7 @@ def test_each_product_is_the_composition_of_its_parts() -> None:
         np.testing.assert_array_equal(rows(getattr(spec, name)(*case)), want[name])
 
 
-def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
+def test_gated_and_added_linear_compose_mlp() -> None:
     """As Hugging Face's Llama computes it: down(silu(gate(norm(x))) * up(norm(x))) + x."""
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(GATE_UP.values, 2)
@@ -92,7 +92,7 @@ def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bias_is_added_to_the_product_and_a_factor_multiplies_both() -> None:
+def test_linear_bias_and_scale_applied_after_product() -> None:
     biased, normed = X @ BACK.values.T + BIASED.bias, layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(normed @ GATE_UP.values.T + BIASED_GATES.bias, 2, axis=1)
     want = {
@@ -112,7 +112,7 @@ def test_a_bias_is_added_to_the_product_and_a_factor_multiplies_both() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("name", ENDED)
-def test_implementations_end_products_as_the_specification(
+def test_linear_bias_and_scale_operations_match_spec(
     name: str, implementation: Implementation
 ) -> None:
     got = getattr(implementation("linear"), name)(*ENDED[name])
@@ -124,9 +124,7 @@ def test_implementations_end_products_as_the_specification(
 
 @each_implementation
 @pytest.mark.parametrize("name", CASES)
-def test_implementations_compute_what_the_specification_does(
-    name: str, implementation: Implementation
-) -> None:
+def test_linear_operations_match_spec(name: str, implementation: Implementation) -> None:
     got = getattr(implementation("linear"), name)(*CASES[name])
     # Float32 on both sides: only the order of the sums over 8 or 12 terms differs.
     np.testing.assert_allclose(
@@ -162,7 +160,7 @@ IN_FP8 = {
 
 @each_implementation
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_an_output_has_its_bits_whatever_stands_beside_it(
+def test_linear_output_bits_independent_of_other_outputs(
     num_rows: int, implementation: Implementation
 ) -> None:
     x, weight = normal(20, num_rows, 64), normal(21, 512, 64)
@@ -172,7 +170,7 @@ def test_an_output_has_its_bits_whatever_stands_beside_it(
         np.testing.assert_array_equal(product(x, weight[:outputs]), whole[:, :outputs])
 
 
-def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
+def test_fp8_widened_equals_code_times_scale_in_bfloat16() -> None:
     codes = fp8_packing.unpack(EIGHT.values)
     np.testing.assert_array_equal(fp8_packing.pack(codes), EIGHT.values)
     exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -184,9 +182,7 @@ def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
 
 @each_implementation
 @pytest.mark.parametrize("weight", [EIGHT, BY_CHANNELS], ids=["blocks", "channels"])
-def test_implementations_widen_as_the_specification(
-    weight: Matrix, implementation: Implementation
-) -> None:
+def test_fp8_widened_matches_spec(weight: Matrix, implementation: Implementation) -> None:
     np.testing.assert_array_equal(implementation("linear").widened(weight), spec.widened(weight))
     stack = [np.stack([x, x[::-1]]) for x in (weight.values, weight.scales)]
     experts = Matrix(stack[0], scales=stack[1])
@@ -198,7 +194,7 @@ def test_implementations_widen_as_the_specification(
 
 @each_implementation
 @pytest.mark.parametrize("name", IN_FP8)
-def test_products_with_an_fp8_weight_are_those_with_its_numbers(
+def test_fp8_linear_equals_linear_of_dequantised_weight(
     name: str, implementation: Implementation
 ) -> None:
     wide = Matrix(spec.widened(EIGHT), EIGHT.bias)
@@ -208,7 +204,7 @@ def test_products_with_an_fp8_weight_are_those_with_its_numbers(
         np.testing.assert_array_equal(got, want)
 
 
-def test_outputs_of_fp8_begin_where_a_scale_does() -> None:
+def test_fp8_rows_start_at_scale_boundary() -> None:
     of_channels = spec.widened(BY_CHANNELS)
     codes = fp8_packing.unpack(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
     own = BY_CHANNELS.scales[130].astype(np.float32) / np.float32(2.0**120)
@@ -244,7 +240,7 @@ def codes(outputs: int, inputs: int, seed: int, *, by_output: bool) -> Matrix:
     [(codes(256, 256, 0, by_output=False), 128), (codes(160, 144, 1, by_output=True), 3)],
     ids=["blocks", "outputs"],
 )
-def test_rows_are_quantised_where_the_weight_is_codes(
+def test_w8a8_linear_quantises_activations_matches_spec(
     weight: Matrix, first: int, kind: type, implementation: Implementation
 ) -> None:
     x = normal(2, 5, weight.values.shape[1]).astype(kind)

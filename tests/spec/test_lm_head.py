@@ -11,7 +11,7 @@ CASE, RANKED = (case for case in TABLE if not case.is_large)
 
 
 @pytest.mark.parametrize("name", SIDES)
-def test_children_of_a_projection_are_those_of_the_specification(name: str) -> None:
+def test_fused_rank_matches_spec(name: str) -> None:
     side, arguments = SIDES[name](), RANKED.arguments(seed=4)
     ids, weights = side.run(side.operation(RANKED), side.placed(RANKED, arguments))
     want = spec.fused_rank(**arguments)
@@ -21,14 +21,14 @@ def test_children_of_a_projection_are_those_of_the_specification(name: str) -> N
 
 
 @pytest.mark.parametrize("name", SIDES)
-def test_a_choice_from_a_projection_is_that_of_the_specification(name: str) -> None:
+def test_fused_choose_matches_spec(name: str) -> None:
     side, arguments = SIDES[name](), CASE.arguments(seed=4)
     got = side.run(side.operation(CASE), side.placed(CASE, arguments))
     for found, want in zip(got, CASE.specified(arguments, None), strict=True):
         np.testing.assert_array_equal(found, want)
 
 
-def test_rows_ask_for_scores_where_more_than_the_best_of_them_decides() -> None:
+def test_needs_logits_false_rows_choose_argmax() -> None:
     """A row that does not ask is chosen as the best of its scores, and one that asks otherwise."""
     arguments = CASE.arguments(seed=4)
     given = {name: arguments[name] for name in ("seen", "positions", "request")}

@@ -14,7 +14,7 @@ EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # a logarithm of a sum of 30 terms
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_chosen_and_top_use_raw_logits() -> None:
     logits = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], np.float32))
     chosen = spec.chosen(logits, np.array([1, 2], np.int32))
     np.testing.assert_allclose(np.exp(chosen), [0.25, 0.7], rtol=1e-6)  # a rounding of exp and log
@@ -32,7 +32,7 @@ def step(*reports: bool) -> tuple[np.ndarray, ...]:
     return logits, row_of, tokens, np.array([1, 0, 2], np.int32), np.array(reports)
 
 
-def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
+def test_output_logprobs_reports_emitted_tokens_of_requesting_rows() -> None:
     logits, row_of, tokens, counts, reports = step(False, True, True)
     chosen, ids, values = spec.output_logprobs(logits, row_of, tokens, counts, reports, K)
     own, best = logits[row_of[2]], spec.top(logits[row_of[2]], K)
@@ -46,7 +46,7 @@ def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
     assert not chosen[0, 1], "nothing is reported past the count"
 
 
-def test_a_scores_rank_is_its_place_among_all() -> None:
+def test_prompt_logprobs_rank_equals_place_in_order() -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
     found = spec.PromptLogprobs(*spec.prompt_logprobs(logits, ids, K))
@@ -59,7 +59,7 @@ def test_a_scores_rank_is_its_place_among_all() -> None:
 
 
 @each_implementation
-def test_implementations_score_alike(implementation: Implementation) -> None:
+def test_prompt_logprobs_match_spec(implementation: Implementation) -> None:
     logits, _, tokens, *_ = step(True)
     ids = np.resize(tokens, len(logits)).astype(np.int32)
     want, got = (
@@ -72,7 +72,7 @@ def test_implementations_score_alike(implementation: Implementation) -> None:
 
 
 @each_implementation
-def test_implementations_report_alike(implementation: Implementation) -> None:
+def test_output_logprobs_match_spec(implementation: Implementation) -> None:
     ops = implementation("logprobs")
     logits, _, tokens, *_ = step(True)
     ids, values = spec.top(logits, K)
@@ -105,7 +105,7 @@ def counted(framework: str, top: Callable, calls: list[int]) -> Callable:
 
 
 @each_implementation
-def test_a_cpu_computes_nothing_where_no_row_reports(
+def test_cpu_logprobs_skipped_without_reporting_row(
     implementation: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, calls = import_module(f"{implementation}_impl.ops.sampling.logprobs"), []

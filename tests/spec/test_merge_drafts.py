@@ -60,14 +60,14 @@ def paths_of(joined: MergedTrees, b: int = 0) -> list[tuple[tuple[int, ...], boo
     return found
 
 
-def test_a_copy_goes_on_from_where_the_text_is_now():
+def test_merge_aligns_ngram_drafts_to_newest_token():
     """Two tokens were committed since; 5 is the newest, 11 and 12 follow it."""
     copies = copies_of(chain(10, NEWEST, 11, 12), at=[30])
     found = paths_of(join(grown_of([(7, -1.0)]), copies, ahead=2, nodes=4))
     assert found == [((7,), True, False), ((11,), False, True), ((11, 12), False, True)]
 
 
-def test_a_copy_that_has_another_token_there_is_no_draft():
+def test_merge_drops_ngram_drafts_with_other_tokens():
     grown = grown_of([(7, -1.0)])
     for ahead, tokens in ((2, (10, 6, 11)), (1, (10, NEWEST, 11)), (9, (NEWEST,) * 4)):
         assert paths_of(join(grown, copies_of(chain(*tokens), at=[30]), ahead=ahead, nodes=4)) == [
@@ -75,7 +75,7 @@ def test_a_copy_that_has_another_token_there_is_no_draft():
         ]
 
 
-def test_with_no_step_in_flight_the_copies_hang_below_the_root_itself():
+def test_merge_without_inflight_step_attaches_to_root():
     copies = copies_of(chain(11, 12), at=[30])
     assert paths_of(join(grown_of([(11, -1.0), (9, -1.0)]), copies, ahead=0, nodes=4)) == [
         ((11,), True, True),
@@ -84,13 +84,13 @@ def test_with_no_step_in_flight_the_copies_hang_below_the_root_itself():
     ]
 
 
-def test_a_branch_of_copies_that_does_not_go_through_the_newest_token_falls_away():
+def test_merge_drops_branches_without_newest_token():
     branches = [(10, 0, -0.1), (NEWEST, 0, -0.1), (11, 1, -0.1), (12, 2, -0.1), (13, 2, -0.2)]
     found = paths_of(join(grown_of([(7, -1.0)]), copies_of(branches, at=[3]), ahead=1, nodes=5))
     assert [path for path, *_ in found] == [(7,), (12,), (13,)]
 
 
-def test_below_a_node_of_both_each_source_goes_on_from_what_the_other_says_of_it():
+def test_merge_continues_both_sources_below_shared_node():
     """The copies are sure of 11, so the drafter's child of it is worth more than it said."""
     unsure = grown_of([(11, -3.0), (9, -0.1)])
     sure = copies_of(chain(11, 12, 13, edge=-0.2), at=[30])
@@ -105,7 +105,7 @@ def test_below_a_node_of_both_each_source_goes_on_from_what_the_other_says_of_it
     assert [p for p, *_ in paths_of(join(sure, other, ahead=0, nodes=3))] == [(11,), (11, 12)]
 
 
-def test_rows_of_the_batch_go_to_the_best_nodes_of_both_sources():
+def test_merge_verify_budget_goes_to_best_nodes():
     grown = grown_of([(7, -0.1), (8, -0.1)], [(7, -3.0), (8, -0.1)])
     copies = copies_of(chain(11, 12, edge=-4.0), chain(11, 12, edge=-0.2), at=[0, 0])
     joined = join(grown, copies, ahead=0, nodes=5, rows=2 + 4)
@@ -113,7 +113,7 @@ def test_rows_of_the_batch_go_to_the_best_nodes_of_both_sources():
     assert [path for path, *_ in paths_of(joined, 1)] == [(11,), (11, 12)]
 
 
-def test_a_request_has_no_more_drafts_than_it_may_and_no_deeper_ones():
+def test_merge_respects_max_drafts_and_depth():
     grown, copies = grown_of([(7, -0.3)]), copies_of(chain(11, 12, 13), at=[0])
     assert paths_of(join(grown, copies, ahead=0, nodes=6, most=[0])) == []
     assert len(paths_of(join(grown, copies, ahead=0, nodes=6, most=[2]))) == 2
@@ -158,7 +158,7 @@ drawn_trees = given(
 
 @drawn_trees
 @settings(max_examples=80, deadline=None)
-def test_siblings_differ_parents_come_first_and_every_node_has_a_source(seed, B, D, M):
+def test_merge_siblings_differ_and_parents_come_first(seed, B, D, M):
     grown, copies, lengths = drawn(seed, B, D, M)
     N = min(7, D + M)
     rows = B + B * (N - 1) // 2
@@ -181,7 +181,7 @@ def test_siblings_differ_parents_come_first_and_every_node_has_a_source(seed, B,
 
 @drawn_trees
 @settings(max_examples=40, deadline=None)
-def test_with_room_for_all_every_node_of_each_source_is_there(seed, B, D, M):
+def test_merge_with_enough_rows_keeps_every_node(seed, B, D, M):
     grown, copies, lengths = drawn(seed, B, D, M)
     N = D + M
     joined = spec.merge(grown, copies, lengths, np.full(B, 63, np.int32), N, N, B * N)
@@ -198,9 +198,7 @@ def test_with_room_for_all_every_node_of_each_source_is_there(seed, B, D, M):
 
 @each_implementation
 @pytest.mark.parametrize(("B", "D", "M", "N"), [(3, 4, 9, 8), (2, 2, 1, 3), (2, 1, 7, 5)])
-def test_implementations_join_alike(
-    B: int, D: int, M: int, N: int, implementation: Implementation
-) -> None:
+def test_merge_matches_spec(B: int, D: int, M: int, N: int, implementation: Implementation) -> None:
     ops = implementation("merge_drafts")
     both = 0
     for seed in range(6):

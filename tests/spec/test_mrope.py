@@ -16,7 +16,7 @@ def grid(number: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("prompt", "images"), [("mm", (0, 1)), ("one", (2,))])
-def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, images):
+def test_mrope_positions_match_golden(prompt, images):
     tokens = WANT[f"{prompt}_ids"]
     found, delta = spec.mrope_positions(
         tokens, vision().image_token, [grid(each) for each in images]
@@ -25,7 +25,7 @@ def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, images)
     assert delta == WANT[f"{prompt}_delta"]
 
 
-def test_what_lies_between_images_goes_on_from_the_longer_side_of_each():
+def test_mrope_position_after_image_is_max_side():
     rng = np.random.default_rng(0)
     for _ in range(50):
         tokens, want, turn, grids = [], [], 0, []
@@ -42,7 +42,7 @@ def test_what_lies_between_images_goes_on_from_the_longer_side_of_each():
         assert delta == turn + 1 - len(tokens)
 
 
-def test_a_long_prompt_takes_the_engine_a_moment():
+def test_mrope_positions_of_long_prompt_are_fast():
     tokens = np.ones(1 << 20, np.int64)
     tokens[5:9] = 250
     began = time.process_time()
@@ -50,14 +50,14 @@ def test_a_long_prompt_takes_the_engine_a_moment():
     assert time.process_time() - began < 0.5  # 0.02 s; a look at each token takes 1.6
 
 
-def test_text_turns_by_its_places():
+def test_mrope_of_text_equals_positions():
     found, delta = spec.mrope_positions(np.arange(7), 250, [])
     np.testing.assert_array_equal(found, np.arange(7)[:, None].repeat(3, axis=1))
     assert delta == 0
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 4)], [(1, 3), (1, 1)], [(0, 3)]])
-def test_other_images_than_the_prompts_are_refused(grids):
+def test_mrope_positions_reject_mismatched_images(grids):
     with pytest.raises(ValueError, match="image tokens.* its images"):
         spec.mrope_positions(np.array([1, 250, 250, 250, 2]), 250, grids)
 
@@ -65,6 +65,6 @@ def test_other_images_than_the_prompts_are_refused(grids):
 @pytest.mark.parametrize(
     ("sections", "want"), [((11, 11, 10), [0, 1, 2] * 10 + [0, 1]), ((2, 1, 1), [0, 1, 2, 0])]
 )
-def test_pairs_take_turns_as_long_as_row_and_column_have_some_left(sections, want):
+def test_mrope_section_map_alternates(sections, want):
     rotary = RotaryConfig(theta=1e4, width=2 * sum(sections), sections=sections)
     assert spec.mrope_section_map(rotary).tolist() == want

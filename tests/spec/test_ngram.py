@@ -44,31 +44,31 @@ def tree(grown: spec.Grown) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_text_that_comes_again_is_drafted_along_its_own_past():
+def test_ngram_draft_repeats_earlier_continuation():
     table = seen([5, 6, 7, 8, 9, 10, 11])
     assert tree(drafted(table, [1, 5, 6], nodes=5)) == [(7, 0), (8, 1), (9, 2), (10, 3)]
 
 
-def test_a_longer_match_comes_first_and_of_one_match_what_was_written_last():
+def test_ngram_draft_prefers_longer_then_newer_match():
     table = seen([1, 2, 30, 9, 2, 40, 8, 2, 52])
     got = drafted(table, [1, 2], nodes=4, width=3, depth=1)
     assert tree(got) == [(30, 0), (52, 0), (40, 0)]
     assert np.all(np.diff(got.weights[0]) < 0)
 
 
-def test_a_token_written_again_is_the_newest_and_stands_once():
+def test_ngram_repeated_token_newest_and_unique():
     table = seen([2, 40, 9, 2, 52, 9, 2, 40])
     assert tree(drafted(table, [7, 2], depth=1)) == [(40, 0), (52, 0)]
 
 
-def test_the_likeliest_node_is_grown_next_wherever_it_hangs():
+def test_ngram_draft_grows_most_likely_node():
     table = seen([1, 2, 3, 4, 5, 6])
     table = seen([2, 9], table=table)
     # After [1, 2], 3 is the longer match's; its child is likelier than 9, a text's newest.
     assert tree(drafted(table, [1, 2], nodes=4)) == [(3, 0), (4, 1), (5, 2)]
 
 
-def test_a_scope_reads_no_other_scopes_text():
+def test_ngram_scope_isolates_drafts():
     table = seen([5, 6, 7, 8], scope=1)
     assert not tree(drafted(table, [5, 6], scope=2))
     assert tree(drafted(table, [5, 6], scope=1, nodes=2)) == [(7, 0)]
@@ -77,18 +77,18 @@ def test_a_scope_reads_no_other_scopes_text():
 @pytest.mark.parametrize(
     ("bounds", "size"), [({"most": 2}, 3), ({"depth": 1}, 2), ({"most": 0}, 1)]
 )
-def test_a_tree_keeps_its_bounds(bounds: dict[str, int], size: int):
+def test_ngram_draft_respects_bounds(bounds: dict[str, int], size: int):
     table = seen([5, 6, 7, 8, 9, 10])
     assert drafted(table, [5], **bounds).num_nodes[0] == size
 
 
-def test_a_text_that_begins_has_no_n_grams_from_before_its_beginning():
+def test_ngram_insert_skips_positions_before_start():
     table = seen([7, 8])
     held = [table.tokens[place].any() for place in range(len(spec.LENGTHS))]
     assert held == [True] + [False] * (len(spec.LENGTHS) - 1)
 
 
-def test_what_is_written_later_takes_the_place_of_what_lay_there():
+def test_ngram_insert_overwrites_older_entries():
     table = spec.NgramTable.empty(1)
     for token in range(100):
         table = seen([token, 1], table=table)
@@ -96,7 +96,7 @@ def test_what_is_written_later_takes_the_place_of_what_lay_there():
     assert tree(drafted(table, [99])) == [(1, 0)]
 
 
-def test_clocks_go_round_and_the_newest_stays_the_newest():
+def test_ngram_clock_wraparound_preserves_recency():
     table = spec.NgramTable.empty(GROUPS)
     table.clocks[:] = spec.LATEST - 4
     table = seen([2, 40, 9, 2, 52], table=table)
@@ -105,7 +105,7 @@ def test_clocks_go_round_and_the_newest_stays_the_newest():
     assert tree(drafted(table, [7, 2], depth=1)) == [(61, 0), (52, 0), (40, 0)]
 
 
-def test_a_tail_is_what_windows_end_with():
+def test_update_tails_keeps_last_window():
     rng = np.random.default_rng(0)
     tails, tokens = rng.integers(0, 99, (3, spec.WINDOW)), rng.integers(0, 99, (3, 5))
     counts = np.array([0, 3, 5])
@@ -119,7 +119,7 @@ def test_a_tail_is_what_windows_end_with():
 
 @each_implementation
 @pytest.mark.parametrize("case", [case for case in TABLE if not case.is_large], ids=str)
-def test_it_is_the_same_everywhere(case: OpCase, implementation: Implementation):
+def test_ngram_operations_match_spec(case: OpCase, implementation: Implementation):
     arguments = case.arguments(0)
     wanted = case.specified(arguments, None)
     got, (table,) = implementation("ngram").leaving((0,), case.function, *arguments.values())
@@ -130,7 +130,7 @@ def test_it_is_the_same_everywhere(case: OpCase, implementation: Implementation)
 
 
 @each_implementation
-def test_texts_go_on_the_same_everywhere(implementation: Implementation):
+def test_ngram_windows_and_tails_match_spec(implementation: Implementation):
     ops, rng = implementation("ngram"), np.random.default_rng(1)
     tails, tokens = texts(rng, 4, 9)["contexts"], rng.integers(0, 9, (4, 3)).astype(np.int32)
     counts = np.array([0, 1, 2, 3], np.int32)
@@ -139,7 +139,7 @@ def test_texts_go_on_the_same_everywhere(implementation: Implementation):
     np.testing.assert_array_equal(ops.update_tails(tails, tokens, counts), wanted)
 
 
-def test_cases_have_what_kernels_could_do_wrong():
+def test_ngram_cases_cover_collisions_wraparound_and_branches():
     """Places that several tokens want, clocks that go round, branches and full trees."""
     learnt = next(case for case in TABLE if case.function == "insert" and "150" in case.name)
     arguments = learnt.arguments(0)

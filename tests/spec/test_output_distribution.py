@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_drafts_leave_the_law_and_the_text_as_they_are(
+def test_speculation_preserves_distribution_and_output(
     name: str, settings: str, shape: str
 ) -> None:
     written, first = decode(rule_of(name), SHAPES[shape], SETTINGS[settings], rows_for(name))
@@ -133,14 +133,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_law_shows_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_check_detects_planted_fault(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, function, broken, settings = FAULTS[fault]
     monkeypatch.setattr(module, function, broken(getattr(module, function)))
     written, _ = decode(rule_of("specification"), TREE, SETTINGS[settings], ROWS)
     assert deviation(written, exact(SETTINGS[settings])) > LIMIT
 
 
-def test_shared_noise_makes_a_head_that_disagrees_useful() -> None:
+def test_shared_noise_raises_acceptance_above_bound() -> None:
     lines = acceptance_model.measure(0.4, vocab=96, rows=400, steps=6)
     chain, tree = lines["perturbed chain"], lines["perturbed tree"]
     # 2,400 steps: the first share is known to 0.01, and is 0.1 above its bound.

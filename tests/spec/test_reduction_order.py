@@ -18,16 +18,16 @@ from shared.spec.reduction_order import ATTENTION
         ({"tile_float32": 8}, "tile_float32 must be a power of two from 16, got 8"),
     ],
 )
-def test_a_cut_that_does_not_come_out_even_is_refused(changed: dict, why: str) -> None:
+def test_reduction_order_rejects_uneven_split(changed: dict, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         replace(ATTENTION, **changed)
 
 
-def test_no_one_changes_an_order() -> None:
+def test_reduction_order_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         ATTENTION.split = 256
 
 
-def test_the_tile_follows_the_type_alone() -> None:
+def test_reduction_tile_depends_on_type_only() -> None:
     tiles = {size: ATTENTION.sizes_for(size)["tile"] for size in (2, 4)}
     assert tiles == {2: 64, 4: 16}

@@ -42,9 +42,7 @@ PAIRS = [("rejection", "torch"), ("rejection", "jax"), ("block", "torch")]
 
 
 @pytest.mark.parametrize(("rule", "framework"), PAIRS)
-def test_backends_agree_token_for_token_and_accept_alike(
-    rule: str, framework: str, rejecting: Rejecting
-) -> None:
+def test_rejection_backends_match_spec(rule: str, framework: str, rejecting: Rejecting) -> None:
     want = rejecting.serve("reference", rule, requests(), overlap=0)
     got = rejecting.serve(framework, rule, requests(), overlap=2)
     for number, kind in enumerate(KINDS):
@@ -61,7 +59,7 @@ def test_backends_agree_token_for_token_and_accept_alike(
         pytest.param("DSPARK", marks=pytest.mark.matrix),
     ],
 )
-def test_every_drafter_tells_what_it_sampled_from(drafter: str, rejecting: Rejecting) -> None:
+def test_rejection_every_drafter_matches_spec(drafter: str, rejecting: Rejecting) -> None:
     want = rejecting.serve("reference", "rejection", requests(), 0, drafter)
     got = rejecting.serve("torch", "rejection", requests(), 2, drafter)
     for number, kind in enumerate(KINDS):
@@ -71,7 +69,7 @@ def test_every_drafter_tells_what_it_sampled_from(drafter: str, rejecting: Rejec
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_drafter_that_is_the_target_is_never_rejected(rule: str, rejecting: Rejecting) -> None:
+def test_rejection_target_as_drafter_accepts_all(rule: str, rejecting: Rejecting) -> None:
     """It proves that q is that of the draft's own level, penalties and filters included."""
     served = rejecting.serve("torch", rule, requests(), 1, "the target itself")
     for number, (kind, how) in enumerate(KINDS.items()):
@@ -81,9 +79,7 @@ def test_a_drafter_that_is_the_target_is_never_rejected(rule: str, rejecting: Re
 
 # The other rule's texts are compared over two overlaps for every drafter above.
 @pytest.mark.parametrize("rule", [pytest.param("rejection", marks=pytest.mark.matrix), "block"])
-def test_texts_do_not_depend_on_the_overlap_or_the_neighbours(
-    rule: str, rejecting: Rejecting
-) -> None:
+def test_rejection_output_independent_of_overlap_and_batch(rule: str, rejecting: Rejecting) -> None:
     together = rejecting.serve("torch", rule, requests(), overlap=1)
     for each in requests():
         alone = rejecting.serve("torch", rule, [each], overlap=0)[each.request_id]
@@ -91,7 +87,9 @@ def test_texts_do_not_depend_on_the_overlap_or_the_neighbours(
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_what_drafts_cannot_change_is_the_plain_text(rule: str, rejecting: Rejecting) -> None:
+def test_rejection_greedy_and_undrafted_output_equals_plain(
+    rule: str, rejecting: Rejecting
+) -> None:
     served = Served()
     kept = [{}, KINDS["greedy with penalties"], {"temperature": 1.0, "max_draft_tokens": 0}]
     asked = [request(number, (*PROMPT, number), **how) for number, how in enumerate(kept)]
@@ -101,7 +99,7 @@ def test_what_drafts_cannot_change_is_the_plain_text(rule: str, rejecting: Rejec
     served.close()
 
 
-def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
+def test_rejection_logprobs_equal_target(rejecting: Rejecting) -> None:
     (asked,) = [each for each in requests() if each.sampling.logprobs]
     got = rejecting.serve("torch", "rejection", [asked], overlap=1)[asked.request_id]
     oracle = Oracle(rejecting.config, rejecting.weights)
@@ -112,7 +110,7 @@ def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
     np.testing.assert_allclose([chosen for chosen, _ in got.logprobs], want, atol=2e-4)
 
 
-def test_no_backend_has_trees_under_a_rule_for_chains() -> None:
+def test_accept_rule_block_rejects_trees() -> None:
     with pytest.raises(ValueError, match="accept_rule block requires draft chains"):
         replace(tree_capacity(272), accept_rule="block")
 
@@ -123,7 +121,7 @@ HOW = {"temperature": 1.0, "top_k": 3, "max_tokens": TOKENS, "presence_penalty":
 
 # The laws of both rules are compared in `tests/spec/test_rejection_distribution.py`.
 @pytest.mark.parametrize("rule", [pytest.param("rejection", marks=pytest.mark.matrix), "block"])
-def test_texts_have_the_targets_law(rule: str, rejecting: Rejecting) -> None:
+def test_rejection_output_follows_target_distribution(rule: str, rejecting: Rejecting) -> None:
     """Three tokens may follow any text, so that 81 texts can be counted."""
     asked = [request(number, PROMPT, seed32=number, **HOW) for number in range(TEXTS)]
     got = drive(wide_engine(rejecting, rule), asked)

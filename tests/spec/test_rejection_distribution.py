@@ -126,7 +126,7 @@ def judged(name: str, accepts: str, drafts: str, settings: str) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize(("name", "accepts", "drafts", "settings"), REJECTION_CASES)
-def test_rejection_leaves_the_law_as_it_is(
+def test_rejection_rules_preserve_target_distribution(
     name: str, accepts: str, drafts: str, settings: str
 ) -> None:
     written, first = judged(name, accepts, drafts, settings)
@@ -135,7 +135,7 @@ def test_rejection_leaves_the_law_as_it_is(
     assert deviation(written, exact(SETTINGS[settings])) < LIMIT
 
 
-def test_a_chain_judged_as_a_whole_accepts_more() -> None:
+def test_block_verification_accepts_more_than_rejection() -> None:
     def first(accepts: str) -> float:
         return judged("specification", accepts, "sampled", "nothing")[1]
 
@@ -186,7 +186,7 @@ REJECTION_FAULTS = {
 
 @pytest.mark.parametrize("accepts", ["rejection_choices", "block_choices"])
 @pytest.mark.parametrize("fault", REJECTION_FAULTS)
-def test_the_law_shows_a_planted_fault_of_rejection(
+def test_rejection_distribution_check_detects_planted_fault(
     fault: str, accepts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, function, broken = REJECTION_FAULTS[fault]
@@ -197,7 +197,7 @@ def test_the_law_shows_a_planted_fault_of_rejection(
     assert deviation(written, exact(SETTINGS[BOTH])) > LIMIT
 
 
-def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threefry_words_never_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that begin at different places share none, whatever an earlier one drafted and saw."""
     drawn, was = [], gumbel_noise.threefry2x32
 
@@ -219,7 +219,7 @@ def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_drafter_that_is_not_finite_leaves_the_law_as_it_is() -> None:
+def test_draft_probs_of_nonfinite_scores_are_valid() -> None:
     scores_of = np.zeros((1, 2, 4), np.float32)
     scores_of[0, 1, 3] = np.nan
     q = acceptance.draft_probs(scores_of, np.array([[0, 1, 3]], np.int32))

@@ -13,7 +13,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 class TestLaw:
-    def test_the_choice_follows_the_distribution(self) -> None:
+    def test_choose_follows_distribution(self) -> None:
         logits = f32(2.0, 1.0, 0.0, -0.5, 0.5, -1.0, 1.5, 0.2)
         draws = 20_000
         seeds, warm = np.full(draws, 11, np.uint32), np.ones(draws, np.float32)
@@ -24,7 +24,7 @@ class TestLaw:
         # 99.9 % quantile of chi-square with 7 degrees of freedom; seed and positions are fixed.
         assert chi_square(np.bincount(chosen, minlength=8), probabilities) < 24.3
 
-    def test_the_choice_follows_the_distribution_of_a_real_vocabulary(self) -> None:
+    def test_choose_real_vocabulary_follows_distribution(self) -> None:
         # Noise that is infinite for one word in 2^24 shows here only: 151,936 words a draw give 1 %
         # of all draws to a random id. The heavy tail tests the law of unlikely ids in groups, the
         # light one (0.1 %) would be ten times too frequent.
@@ -47,13 +47,13 @@ class TestLaw:
             expected = np.bincount(of_id, weights=probabilities / probabilities.sum())
             assert chi_square(count, expected) < limit
 
-    def test_equal_logits_are_chosen_by_the_lower_id(self) -> None:
+    def test_choose_ties_prefer_lower_id(self) -> None:
         rows = np.array([[1, 3, 3, 2], [0, 0, 0, 0]], np.float32)
         assert choose(spec, rows, i32(0, 0), neutral(2, 4)).tolist() == [1, 0]
         assert spec.best(rows).tolist() == [1, 0]
         assert spec.top_candidates(rows, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
 
-    def test_greedy_rows_take_no_noise(self) -> None:
+    def test_greedy_rows_add_no_noise(self) -> None:
         # Rows whose noise alone decides: 20 of 40 would not choose id 1 by chance.
         rows = np.tile(f32(0, 1e-6, 0), (40, 1))
         positions, everyone = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
@@ -65,7 +65,7 @@ class TestLaw:
             noisy = spec.add_gumbel_noise(rows, sampling, everyone, positions, TARGET_STREAM)
             assert (noisy != rows).any() == is_noisy
 
-    def test_draft_weights_are_log_probabilities_softened_by_tau(self) -> None:
+    def test_draft_weights_are_log_probabilities_divided_by_tau(self) -> None:
         rows = np.array([[0, 1, 2], [0, 1, 2]], np.float32)
         weights = spec.draft_weights(rows, f32(0, 0.7), 0.5)
         np.testing.assert_allclose(np.exp(weights).sum(axis=1), 1, rtol=1e-6)
@@ -83,7 +83,7 @@ def kept(probabilities: list[float], **filters: float) -> list[int]:
 
 
 class TestSupport:
-    def test_each_filter_alone(self) -> None:
+    def test_support_of_single_filters(self) -> None:
         p = [0.1, 0.4, 0.2, 0.3]
         assert kept(p, top_k=2) == [1, 3]
         assert kept(p, top_p=0.5) == [1, 3]  # 0.4 is before token 3, still below
@@ -91,24 +91,24 @@ class TestSupport:
         assert kept(p, min_p=0.6) == [1, 3]
         assert kept(p, top_p=1e-9) == [1]
 
-    def test_filters_are_measured_on_the_full_distribution_not_one_after_the_other(self) -> None:
+    def test_support_filters_measured_on_full_distribution(self) -> None:
         # Renormalised over the top 2, 0.4 would become 0.57 and top_p 0.5 would drop token 3.
         assert kept([0.1, 0.4, 0.2, 0.3], top_k=2, top_p=0.5) == [1, 3]
         assert kept([0.1, 0.4, 0.2, 0.3], top_k=3, top_p=0.69, min_p=0.7) == [1, 3]
 
-    def test_equal_probabilities_are_ranked_by_id(self) -> None:
+    def test_support_ties_ranked_by_id(self) -> None:
         assert kept([0.25] * 4, top_k=2) == [0, 1]
         assert kept([0.25] * 4, top_p=0.5) == [0, 1]
         assert kept([0.25] * 4, min_p=1.0) == [0, 1, 2, 3]
 
-    def test_a_neutral_filter_is_off_and_keeps_the_tail(self) -> None:
+    def test_support_neutral_filters_keep_all_tokens(self) -> None:
         # Halves, so that a float32 sum reaches 1 after some 25 tokens of 60.
         logits = -np.log(np.float32(2)) * np.arange(60, dtype=np.float32)[None]
         assert spec.support(logits, i32(60), f32(1), f32(0)).all()
         almost_one = np.nextafter(f32(1), f32(0))
         assert not spec.support(logits, i32(60), almost_one, f32(0)).all()
 
-    def test_the_support_is_taken_at_the_temperature(self) -> None:
+    def test_support_measured_at_temperature(self) -> None:
         logits = np.log(np.array([[0.6, 0.3, 0.1]] * 2, np.float32))
         sampling = neutral(2, 3, temperature=f32(0.5, 2), top_p=f32(0.6, 0.6))
         got = process(spec, logits, np.zeros((2, 3), np.int32), i32(0, 0), sampling, None)
@@ -116,7 +116,7 @@ class TestSupport:
 
 
 class TestProcessed:
-    def test_neutral_parameters_change_no_bit(self) -> None:
+    def test_process_neutral_parameters_bitwise_equal(self) -> None:
         logits = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
         seen = np.random.default_rng(1).integers(0, 9, (2, 50)).astype(np.int32)
         for temperature in (0.0, 1.0):
@@ -125,7 +125,7 @@ class TestProcessed:
             assert got.dtype == np.float32
             assert (got == logits).all()
 
-    def test_penalties_read_prompt_and_output_apart(self) -> None:
+    def test_penalties_distinguish_prompt_and_output(self) -> None:
         logits = np.array([[2, 2, 2, 2, -2]], np.float32)
         seen = np.array([[0, 1, 2, 5, 1]], np.int32)  # not, prompt, output, both (twice), prompt
         sampling = neutral(
@@ -134,7 +134,7 @@ class TestProcessed:
         got = process(spec, logits, seen, i32(9), sampling, None)
         assert got.tolist() == [[2, 1, 1 - 0.5 - 0.25, 1 - 0.5 - 0.5, -4]]
 
-    def test_penalties_are_exact_inside_a_tree(self) -> None:
+    def test_penalties_in_tree_count_ancestors_only(self) -> None:
         seen = np.array([[0, 1, 2, 0]], np.int32)
         tokens = np.array([[2, 3, 1, 3, 3]], np.int32)
         parents = np.array([[0, 0, 1, 1, 0]], np.int32)
@@ -143,7 +143,7 @@ class TestProcessed:
         want = [[0, 1, 2, 0], [0, 1, 2, 2], [0, 3, 2, 2], [0, 1, 2, 4], [0, 1, 2, 2]]
         assert got[0].tolist() == want
 
-    def test_bias_stop_ids_and_mask_come_before_the_temperature(self) -> None:
+    def test_bias_stop_ids_and_mask_precede_temperature(self) -> None:
         logits = np.array([[1, 2, 3, 4]], np.float32)
         sampling = neutral(
             1, 4,
@@ -162,14 +162,14 @@ class TestProcessed:
         masked = process(spec, logits, seen, i32(8), sampling, allowed)
         assert masked.tolist() == [[-np.inf, 2, 6, 8]]
 
-    def test_a_mask_narrows_the_support_it_is_measured_on(self) -> None:
+    def test_grammar_mask_narrows_support(self) -> None:
         logits = np.log(np.array([[0.7, 0.2, 0.1]], np.float32))
         sampling = neutral(1, 3, temperature=f32(1), top_p=f32(0.6))
         allowed = np.array([[False, True, True]])
         got = process(spec, logits, np.zeros((1, 3), np.int32), i32(0), sampling, allowed)
         assert np.isfinite(got).tolist() == [[False, True, False]]
 
-    def test_rows_gather_every_parameter(self) -> None:
+    def test_sampling_rows_gathers_every_parameter(self) -> None:
         sampling = neutral(
             3, 4, temperature=f32(1, 2, 3), stop_ids=np.array([[1], [2], [3]], np.int32)
         )

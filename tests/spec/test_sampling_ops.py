@@ -34,7 +34,7 @@ def mixed_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sampling
 
 
 @each_implementation
-def test_implementations_process_and_choose_alike(implementation: Implementation) -> None:
+def test_process_and_choose_match_spec(implementation: Implementation) -> None:
     ops, vocab = implementation("sampling"), 61
     logits, seen, positions, sampling = mixed_rows(vocab)
     allowed = np.random.default_rng(1).integers(0, 4, logits.shape) > 0
@@ -53,9 +53,7 @@ def test_implementations_process_and_choose_alike(implementation: Implementation
 @each_implementation
 @pytest.mark.parametrize("is_own", [False, True], ids=["all tokens", "own vocabulary"])
 @pytest.mark.parametrize("stream", [TARGET_STREAM, DRAFT_STREAM + 1])
-def test_implementations_rank_alike(
-    implementation: Implementation, stream: int, is_own: bool
-) -> None:
+def test_rank_matches_spec(implementation: Implementation, stream: int, is_own: bool) -> None:
     ops, (B, k, vocab, width) = implementation("sampling"), (8, 3, 61, 4)
     _, counts, positions, sampling = mixed_rows(vocab)
     rng = np.random.default_rng(7)
@@ -78,7 +76,7 @@ def test_implementations_rank_alike(
 
 
 @each_implementation
-def test_implementations_break_ties_in_the_support_by_id(implementation: Implementation) -> None:
+def test_support_ties_match_spec(implementation: Implementation) -> None:
     logits = np.zeros((3, 12), np.float32)
     logits[1, 5:] = 1
     args = (logits, np.array([4, 3, 12], np.int32), f32(1, 1, 0.45), f32(0, 0, 0))
@@ -88,7 +86,7 @@ def test_implementations_break_ties_in_the_support_by_id(implementation: Impleme
 
 
 @each_implementation
-def test_implementations_count_along_a_path_alike(implementation: Implementation) -> None:
+def test_seen_in_trees_matches_spec(implementation: Implementation) -> None:
     rng = np.random.default_rng(2)
     seen = rng.integers(0, 4, (2, 9)).astype(np.int32)
     tokens = np.array([[1, 2, 2, 3], [4, 4, 4, 5]], np.int32)
@@ -99,9 +97,7 @@ def test_implementations_count_along_a_path_alike(implementation: Implementation
 
 @each_implementation
 @pytest.mark.parametrize("N", [1, 2, 5])
-def test_implementations_know_a_chains_nodes_without_its_parents(
-    N: int, implementation: Implementation
-) -> None:
+def test_seen_in_trees_of_chains_matches_spec(N: int, implementation: Implementation) -> None:
     rng, ops = np.random.default_rng(N), implementation("sampling")
     tokens = rng.integers(0, 9, (3, N)).astype(np.int32)
     parents = np.broadcast_to(np.maximum(np.arange(N, dtype=np.int32) - 1, 0), (3, N)).copy()
@@ -113,7 +109,7 @@ def test_implementations_know_a_chains_nodes_without_its_parents(
 
 
 @each_implementation
-def test_implementations_weigh_candidates_alike(implementation: Implementation) -> None:
+def test_draft_weights_and_best_match_spec(implementation: Implementation) -> None:
     ops = implementation("sampling")
     logits = np.random.default_rng(3).integers(-3, 4, (4, 30)).astype(np.float32)  # many ties
     temperature = f32(0, 1, 0.5, 0)
@@ -128,7 +124,7 @@ def test_implementations_weigh_candidates_alike(implementation: Implementation) 
 
 
 @each_implementation
-def test_implementations_have_the_same_probabilities(implementation: Implementation) -> None:
+def test_probabilities_match_spec(implementation: Implementation) -> None:
     ops = implementation("sampling")
     scores = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
     scores[1, 5:] = -np.inf

@@ -31,7 +31,7 @@ def trees_of(seed: int, B: int = ROWS, N: int = 9) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("rates", [(0.0,), (1.0,), (1.0, 0.5), (0.7, 0.7, 0.7, 0.7)])
-def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None:
+def test_simulate_accepts_first_child_path(rates) -> None:
     tokens, parents, num_nodes, choices, seeds, lengths = trees_of(1)
     found, walked = spec.simulate(tokens, parents, num_nodes, choices, rates, seeds, lengths)
     depth = int(draft_tree.depths(parents).max())
@@ -50,7 +50,7 @@ def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None
 
 @each_implementation
 @pytest.mark.parametrize("rates", [(0.0,), (1.0, 0.4), (0.9, 0.6, 0.3)])
-def test_both_backends_accept_what_the_specification_does(rates, implementation) -> None:
+def test_simulate_matches_spec(rates, implementation) -> None:
     tokens, parents, num_nodes, choices, seeds, lengths = trees_of(2)
     given = (tokens, parents, num_nodes, choices, rates, seeds, lengths)
     for got, want in zip(_run(implementation, given), spec.simulate(*given), strict=True):
@@ -64,7 +64,7 @@ def _run(implementation: Implementation, given: tuple) -> tuple[np.ndarray, ...]
     return module.simulate(*before, rates, seeds, lengths)
 
 
-def test_rates_are_how_often_a_level_is_reached() -> None:
+def test_simulate_rates_equal_level_reach_frequency() -> None:
     B, rates = 4096, (1.0, 0.5, 0.25)
     parents = np.tile(np.arange(-1, 3, dtype=np.int32).clip(min=0), (B, 1))
     tokens, num_nodes = np.tile(np.arange(4, dtype=np.int32), (B, 1)), np.full(B, 4, np.int32)
@@ -118,7 +118,7 @@ def texts(outcomes: dict[int, Outcome]) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_where_no_draft_is_accepted_the_text_is_plain(framework, temperature, shape) -> None:
+def test_simulate_rate_zero_equals_plain_output(framework, temperature, shape) -> None:
     judged, _ = serve("reference", shape, None, temperature)
     rejected, metrics = serve(framework, shape, (0.0,), temperature)
     assert texts(rejected) == texts(judged)
@@ -137,7 +137,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize(("framework", "shape"), BACKENDS)
-def test_the_backends_accept_alike_and_say_the_same(framework, shape) -> None:
+def test_simulate_backends_match_spec(framework, shape) -> None:
     rates = (1.0, 0.6)
     want, metrics = serve("reference", shape, rates, 0.9)
     got, _ = serve(framework, shape, rates, 0.9)
@@ -148,18 +148,18 @@ def test_the_backends_accept_alike_and_say_the_same(framework, shape) -> None:
     assert metrics["spec_decode_simulated_accept_length"] == 2.6
 
 
-def test_judged_drafts_are_told_of_nowhere() -> None:
+def test_simulated_accept_length_gauge_absent_by_default() -> None:
     _, metrics = serve("reference", CHAIN, None, 0.0)
     assert "spec_decode_simulated_accept_length" not in metrics
 
 
-def test_a_lot_and_a_rule_exclude_each_other() -> None:
+def test_simulated_acceptance_conflicts_with_rejection_sampling() -> None:
     capacity = tree_capacity(272)
     chains = tuple(program for program in capacity.programs if program.shape.width <= 1)
     with pytest.raises(ValueError, match="not supported with simulated acceptance"):
         replace(capacity, programs=chains, accept_rule="block", accept_rates=(0.5,))
 
 
-def test_a_lot_without_rates_is_refused() -> None:
+def test_simulated_acceptance_rejects_empty_rates() -> None:
     with pytest.raises(ValueError, match="must contain the rate of at least one draft level"):
         replace(tree_capacity(272), accept_rates=())

@@ -37,7 +37,7 @@ def commit_case(is_fed: bool) -> dict[str, np.ndarray | None]:
     }
 
 
-def test_a_commit_moves_the_slots_of_its_rows_and_no_other() -> None:
+def test_slot_commit_updates_own_rows_only() -> None:
     case = commit_case(is_fed=False)
     lengths, newest, seen, draft_from = spec.commit(**case)
     assert (lengths - case["lengths"]).tolist() == [0, 1, 0, 0, 3, 2]
@@ -52,11 +52,11 @@ def test_a_commit_moves_the_slots_of_its_rows_and_no_other() -> None:
     assert gained[5, 2] == 2  # the first output
 
 
-def test_a_step_that_feeds_the_drafter_leaves_its_beginning() -> None:
+def test_slot_commit_with_drafter_extend_omits_draft_from() -> None:
     assert spec.commit(**commit_case(is_fed=True))[3] is None
 
 
-def test_a_mark_of_the_prompt_is_set_once_and_an_output_counts_each_time() -> None:
+def test_count_marks_prompt_once_and_counts_outputs() -> None:
     seen = np.zeros((2, 4), np.int32)
     tokens = i32(3, 3, 2, 2, 1)
     is_output = np.array([False, False, True, True, True])
@@ -67,7 +67,7 @@ def test_a_mark_of_the_prompt_is_set_once_and_an_output_counts_each_time() -> No
 
 @each_implementation
 @pytest.mark.parametrize("is_fed", [True, False])
-def test_implementations_commit_alike(is_fed: bool, implementation: Implementation) -> None:
+def test_slot_commit_matches_spec(is_fed: bool, implementation: Implementation) -> None:
     case, names = commit_case(is_fed), ("lengths", "newest", "seen", "draft_from")
     got = implementation("slot_state").commit(**case)
     for name, want, found in zip(names, spec.commit(**case), got, strict=True):
@@ -76,7 +76,7 @@ def test_implementations_commit_alike(is_fed: bool, implementation: Implementati
 
 
 @each_implementation
-def test_implementations_count_alike(implementation: Implementation) -> None:
+def test_count_matches_spec(implementation: Implementation) -> None:
     rng = np.random.default_rng(2)
     R = 40
     case = (

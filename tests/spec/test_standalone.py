@@ -96,7 +96,7 @@ class Drafting:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_the_text(family):
+def test_standalone_tree_node_equals_prefill_of_path(family):
     drafting = Drafting(family, np.array([0, 0]))
     drafting.draft(7)
     assert [paths.shape[1:] for _, paths in drafting.ranked] == [(1, 0), (3, 1), (3, 2), (3, 3)]
@@ -109,7 +109,7 @@ def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_the_text(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafting_writes_only_past_the_length_and_within_scratch(family):
+def test_standalone_drafting_writes_within_scratch(family):
     drafting = Drafting(family, np.array([0, 0]))
     state = GDNState(drafting.state.recurrent.copy(), drafting.state.window.copy())
     *_, kv = drafting.draft(7)
@@ -122,7 +122,7 @@ def test_drafting_writes_only_past_the_length_and_within_scratch(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_request_without_a_context_gets_its_root_only_and_writes_nothing(family):
+def test_standalone_request_without_context_drafts_nothing(family):
     drafting = Drafting(family, np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.state.recurrent[:, 1] = np.nan
     before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
@@ -135,7 +135,7 @@ def test_a_request_without_a_context_gets_its_root_only_and_writes_nothing(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_extending_gives_what_a_prefill_of_the_text_gives(family):
+def test_standalone_extend_equals_prefill(family):
     drafting = Drafting(family, np.array([0, 0]))
     *_, kv = drafting.draft(7)  # whose rows the extend overwrites
     path, counts = np.array([[11, 20, 21], [12, 30, 31]]), np.array([3, 1])
@@ -166,9 +166,7 @@ def test_extending_gives_what_a_prefill_of_the_text_gives(family):
 
 @pytest.mark.parametrize("framework", ["reference", "torch", "jax"])
 @pytest.mark.parametrize("vocab", [3, 5, 8])
-def test_scores_are_cut_to_the_targets_vocabulary_and_minus_infinity_beyond_the_own(
-    framework, vocab
-):
+def test_over_target_cuts_or_pads_vocabulary(framework, vocab):
     logits = np.arange(10, dtype=np.float32).reshape(2, 5)
     want = np.full((2, vocab), -np.inf, np.float32)
     want[:, :5] = logits[:, :vocab]
@@ -220,13 +218,13 @@ def accepts_all(host: Host, how: dict) -> None:
 
 @either_family
 @either_sampling
-def test_a_drafter_that_is_the_target_accepts_everything(host, how):
+def test_standalone_target_as_drafter_accepts_all(host, how):
     accepts_all(host, how)
 
 
 @either_family
 @either_sampling
-def test_a_tree_of_the_targets_own_holds_its_choices(host, how):
+def test_standalone_tree_of_target_holds_its_choices(host, how):
     request = host.request(prompt(4, 20), **how)
     text = emitted(host.prefill(request), 0)
     results = [host.decode(request, shape=TREE) for _ in range(6)]
@@ -240,7 +238,7 @@ def test_a_tree_of_the_targets_own_holds_its_choices(host, how):
 
 @either_family
 @either_sampling
-def test_a_step_without_drafts_after_one_that_accepted_all_gives_the_plain_text(host, how):
+def test_standalone_step_without_drafts_preserves_output(host, how):
     request = host.request(prompt(5, 20), **how)
     text = emitted(host.prefill(request), 0)
     for max_drafts in (3, 0, 3, 0, 0, 1, 3):
@@ -254,7 +252,7 @@ def test_a_step_without_drafts_after_one_that_accepted_all_gives_the_plain_text(
 
 @either_family
 @either_sampling
-def test_after_plain_steps_a_slot_drafts_from_what_came_after_them(host, how):
+def test_standalone_drafts_nothing_after_plain_steps(host, how):
     request = host.request(prompt(6, 20), **how)
     text = emitted(host.prefill(request), 0)
     counts = []
@@ -267,7 +265,7 @@ def test_after_plain_steps_a_slot_drafts_from_what_came_after_them(host, how):
 
 
 @hybrid
-def test_a_restored_slot_drafts_as_the_one_that_was_saved(host):
+def test_standalone_restored_snapshot_drafts_same_tokens(host):
     tokens = prompt(7, 90)
     first = host.request(tokens)
     plan = host.prefill_plan(first)
@@ -282,7 +280,7 @@ def test_a_restored_slot_drafts_as_the_one_that_was_saved(host):
 
 
 @hybrid
-def test_a_snapshot_of_a_decode_step_holds_the_drafters_state(host):
+def test_standalone_decode_snapshot_holds_drafter_state(host):
     tokens = prompt(8, 30)
     first = host.request(tokens)
     text = emitted(host.prefill(first), 0)
@@ -356,7 +354,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_seen(plant, monkeypatch):
+def test_planted_fault_is_detected(plant, monkeypatch):
     backend = made("reference", "qwen3_5")
     plant(monkeypatch)
     with pytest.raises(AssertionError):

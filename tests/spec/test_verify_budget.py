@@ -44,7 +44,7 @@ batches = given(seed=st.integers(0, 10_000), B=st.integers(1, 5), N=st.integers(
 
 @batches
 @settings(max_examples=60, deadline=None)
-def test_every_root_and_the_best_drafts_of_the_batch_are_kept_as_trees(seed, B, N):
+def test_prune_to_budget_keeps_roots_and_best_drafts(seed, B, N):
     batch = Batch(seed, B, N)
     for rows in {B, B + 1, B + len(batch.drafts) // 2, B * N}:
         tokens, parents, num_nodes = batch.share(rows)
@@ -63,7 +63,7 @@ def test_every_root_and_the_best_drafts_of_the_batch_are_kept_as_trees(seed, B, 
 
 @batches
 @settings(max_examples=30, deadline=None)
-def test_with_a_row_for_each_node_nothing_changes(seed, B, N):
+def test_prune_to_budget_with_all_rows_changes_nothing(seed, B, N):
     batch = Batch(seed, B, N)
     kept = batch.share(B * N)
     given = (batch.tokens, batch.parents, batch.num_nodes)
@@ -74,7 +74,7 @@ def test_with_a_row_for_each_node_nothing_changes(seed, B, N):
 
 @batches
 @settings(max_examples=30, deadline=None)
-def test_no_node_outranks_its_parent_whatever_the_calibration(seed, B, N):
+def test_log_acceptance_never_exceeds_parent(seed, B, N):
     batch = Batch(seed, B, N)
     batch.calibration = np.random.default_rng(seed).choice(
         np.array([0, -1, -9, -np.inf, 3], np.float32), batch.calibration.shape
@@ -102,25 +102,25 @@ def counts_of(*edges: list[float], calibration: list[list[float]], rows: int) ->
     return spec.prune_to_budget(tokens, parents, num_nodes, ranked, rows)[2].tolist()
 
 
-def test_rows_go_where_drafts_are_likely():
+def test_prune_to_budget_prefers_likely_drafts():
     sure, unsure, neutral = [-0.1, -0.1, -0.1], [-1.0, -1.0, -1.0], [[0.0] * 3] * 2
     assert counts_of(sure, unsure, calibration=neutral, rows=5) == [4, 1]
     assert counts_of(unsure, sure, calibration=neutral, rows=5) == [1, 4]
     assert counts_of(sure, unsure, calibration=neutral, rows=6) == [4, 2]
 
 
-def test_a_request_whose_drafts_are_seldom_accepted_yields_its_rows():
+def test_prune_to_budget_reduces_seldom_accepted_requests():
     alike, seldom = [-0.1, -0.1, -0.1], [-2.0, -4.0, -6.0]
     assert counts_of(alike, alike, calibration=[[0.0] * 3, seldom], rows=5) == [4, 1]
     assert counts_of(alike, alike, calibration=[seldom, [0.0] * 3], rows=5) == [1, 4]
 
 
-def test_equal_drafts_are_taken_by_request_then_by_node():
+def test_prune_to_budget_ties_by_request_then_node():
     alike = [-1.0, 0.0]
     assert counts_of(alike, alike, alike, calibration=[[0.0] * 2] * 3, rows=6) == [3, 2, 1]
 
 
-def test_calibration_that_grows_with_depth_is_clamped():
+def test_log_acceptance_clamps_calibration_growing_with_depth():
     """A deeper part of a path that is said to be likelier counts what the part above it does."""
     ranked = spec.log_acceptance(
         *chains_of([-1.0, -0.5])[1::2], np.array([[-3.0, 0.0]], np.float32)
@@ -128,7 +128,7 @@ def test_calibration_that_grows_with_depth_is_clamped():
     assert ranked.tolist() == [[0.0, -4.0, -4.0]]
 
 
-def test_weights_that_are_no_numbers_come_last():
+def test_prune_to_budget_nan_weights_rank_last():
     """A row that failed takes no verify row from its neighbours."""
     edges = [-1.0, -1.0]
     poisoned = [np.nan, np.nan]
@@ -139,7 +139,7 @@ def test_weights_that_are_no_numbers_come_last():
 
 @each_implementation
 @pytest.mark.parametrize(("B", "N", "rows"), [(1, 1, 1), (3, 4, 7), (4, 9, 4), (5, 6, 19)])
-def test_implementations_share_alike(
+def test_verify_budget_matches_spec(
     B: int, N: int, rows: int, implementation: Implementation
 ) -> None:
     ops = implementation("verify_budget")
@@ -158,7 +158,7 @@ def test_implementations_share_alike(
             np.testing.assert_array_equal(got, want)
 
 
-def test_the_batches_of_these_tests_have_trees_and_ties():
+def test_batches_contain_trees_and_ties():
     batch = Batch(0, 5, 9)
     assert (draft_tree.depths(batch.parents).max(axis=1) < 8).any()
     weights = [batch.ranked[at] for at in batch.drafts]

@@ -32,7 +32,7 @@ def tower(request):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_an_image_becomes_the_patches_of_the_reference_implementation(number):
+def test_image_patches_match_golden(number):
     got = patches(number)
     np.testing.assert_array_equal(got.pixels, WANT[f"pixels_pil_{number}"])
     assert got.count == WANT[f"grid_{number}"].prod()
@@ -41,7 +41,7 @@ def test_an_image_becomes_the_patches_of_the_reference_implementation(number):
 
 
 @pytest.mark.parametrize("cutter", CUTTERS)
-def test_every_device_cuts_an_image_as_the_specification(cutter):
+def test_patches_on_every_device_match_spec(cutter):
     """To the bit, padding too; a plan of padding alone, as a start brings, is cut like others."""
     for image in (*map(pixels_of, map(resized, IMAGES)), NOTHING):
         given = image.padded(SIZE, vision())
@@ -53,9 +53,7 @@ def test_every_device_cuts_an_image_as_the_specification(cutter):
 @pytest.mark.parametrize(
     ("height", "width", "fitted_height", "fitted_width"), WANT["resize_cases"].tolist()
 )
-def test_an_image_is_brought_to_the_size_of_the_released_settings(
-    height, width, fitted_height, fitted_width
-):
+def test_smart_resize_matches_released_sizes(height, width, fitted_height, fitted_width):
     released = replace(image_config(), multiple=32, min_pixels=1 << 16, max_pixels=1 << 24)
     if not fitted_height:
         with pytest.raises(InvalidImageError, match="one side must be at most 200 times the other"):
@@ -64,14 +62,14 @@ def test_an_image_is_brought_to_the_size_of_the_released_settings(
     assert released.smart_resize(height, width) == (fitted_height, fitted_width)
 
 
-def test_the_tower_gives_the_embeddings_of_the_reference_implementation(tower):
+def test_vision_encoder_embeddings_match_golden(tower):
     images = [replace(patches(i), pixels=WANT[f"pixels_{i}"]) for i in (0, 1)]
     rows = [tower(padded(each, SIZE))[: len(each.pixels) // 4] for each in images]
     # Float32, numbers up to 3: the orders of the sums differ.
     np.testing.assert_allclose(np.concatenate(rows), WANT["mm_embeds"], rtol=0, atol=1e-5)
 
 
-def test_an_images_bits_depend_neither_on_its_padding_nor_on_other_images(tower):
+def test_vision_encoder_image_bits_independent_of_padding(tower):
     first, second = padded(patches(0), SIZE), padded(patches(2), SIZE)
     count, alone = int(first.count[0]), tower(first)
     others = {
@@ -85,7 +83,7 @@ def test_an_images_bits_depend_neither_on_its_padding_nor_on_other_images(tower)
     np.testing.assert_array_equal(tower(first), alone)
 
 
-def test_each_patch_lies_where_its_row_and_its_column_are_in_the_learned_table():
+def test_patch_positions_interpolate_learned_table():
     side, config = vision().table_side, vision()
     got = patches(1)  # of 4 by 10 patches
     np.testing.assert_allclose(got.shares.sum(axis=1), 1, rtol=1e-6)  # float32

@@ -39,7 +39,7 @@ def cut(scores: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
-def test_parts_leave_what_the_whole_row_gives(count: int) -> None:
+def test_vocab_parallel_parts_equal_whole_row(count: int) -> None:
     scores = rows()
     parts = cut(scores, count)
     share = vocab_section(VOCAB).share(count)
@@ -56,7 +56,7 @@ def test_parts_leave_what_the_whole_row_gives(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
-def test_parts_keep_the_support_of_the_whole_row(count: int) -> None:
+def test_vocab_parallel_support_equals_whole_row(count: int) -> None:
     scores = rows()
     kept = np.concatenate(vocab_parallel.support(cut(scores, count), **FILTERS), axis=1)
     is_finite = np.isfinite(scores)
@@ -64,7 +64,7 @@ def test_parts_keep_the_support_of_the_whole_row(count: int) -> None:
 
 
 @each_implementation
-def test_implementations_find_the_support_that_a_sort_finds(implementation: Implementation) -> None:
+def test_vocab_parallel_support_matches_spec(implementation: Implementation) -> None:
     """On rows with many equal scores, both zeros and tokens that are excluded."""
     rng, R = np.random.default_rng(8), 64
     scores = rng.integers(-6, 7, (R, VOCAB)).astype(np.float32)
@@ -176,9 +176,7 @@ SLOW = pytest.param("jax", VOCAB, "rejection", marks=pytest.mark.matrix)  # to c
     ("framework", "own", "rule"),
     [("torch", 150, "rejection"), ("torch", VOCAB, "block"), ("jax", 150, "block"), SLOW],
 )
-def test_ranks_choose_draft_judge_and_report_with_the_bits_of_one(
-    framework: str, own: int, rule: str
-) -> None:
+def test_vocab_parallel_ranks_bitwise_equal(framework: str, own: int, rule: str) -> None:
     """Of 3 ranks, whose shares are not alike; the last has less."""
     rng = np.random.default_rng(9)
     target = (3 * rng.standard_normal((ROWS * NODES, VOCAB))).astype(np.float32)
