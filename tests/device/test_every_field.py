@@ -88,32 +88,28 @@ CASES: dict[str, Case] = {
 """A value of each field that changes an answer, and does."""
 
 HTTP, ENGINE = "tests/server/test_http", "tests/engine/test_prefix_cache.py"
-FORMS = f"{HTTP}_grammar.py::test_every_field_holds_a_completion"
+FORMS = f"{HTTP}_grammar.py::test_structured_output_fields_constrain_completion"
 ELSEWHERE = {
-    "response_format": f"{HTTP}_grammar.py::test_plain_and_drafted_texts_with_a_form_are_the_same",
+    "response_format": f"{HTTP}_grammar.py::test_structured_output_equals_plain_decoding",
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex"), FORMS),
     **dict.fromkeys(("guided_choice", "guided_grammar"), FORMS),
-    "stream": f"{HTTP}_api.py::test_a_stream_is_the_whole_answer_in_pieces",
-    "stream_options": f"{HTTP}_api.py::test_usage_comes_in_an_event_of_its_own_when_asked_for",
-    "tools": "tests/server/test_tool_calls.py::test_calls_do_not_depend_on_how_the_text_was_cut",
-    "tool_choice": f"{HTTP}_tools.py::test_the_model_is_told_of_tools_unless_none_may_be_called",
-    "parallel_tool_calls": (
-        f"{HTTP}_tools.py::test_no_more_than_one_call_is_given_where_no_more_may_be"
-    ),
-    "chat_template_kwargs": (
-        f"{HTTP}_tools.py::test_reasoning_that_the_template_opened_is_reasoning"
-    ),
+    "stream": f"{HTTP}_api.py::test_completion_stream_equals_whole_response",
+    "stream_options": f"{HTTP}_api.py::test_include_usage_sends_separate_last_event",
+    "tools": "tests/server/test_tool_calls.py::test_tool_call_parser_independent_of_chunks",
+    "tool_choice": f"{HTTP}_tools.py::test_tool_choice_none_omits_tools_from_prompt",
+    "parallel_tool_calls": (f"{HTTP}_tools.py::test_parallel_tool_calls_false_returns_one_call"),
+    "chat_template_kwargs": (f"{HTTP}_tools.py::test_reasoning_opened_by_template_is_separated"),
     **dict.fromkeys(
         ("safety_identifier", "prompt_cache_key"),
-        f"{HTTP}_bad_input.py::test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing",
+        f"{HTTP}_bad_input.py::test_user_hints_and_empty_stop_are_neutral",
     ),
     **dict.fromkeys(
         ("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
-        "tests/server/test_reasoning_effort.py::test_advice_reaches_the_template_that_reads_it",
+        "tests/server/test_reasoning_effort.py::test_reasoning_advice_reaches_template_variables",
     ),
     **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message"),
-        f"{HTTP}_tokens.py::test_a_conversation_ends_as_it_is_asked_to",
+        f"{HTTP}_tokens.py::test_tokenize_applies_generation_prompt_and_continue_final_message",
     ),
     "trace": "tests/engine/test_step_trace.py::test_only_who_asks_is_told_and_nobodys_text_changes",
     "user": f"{ENGINE}::test_tenants_do_not_see_each_other",

@@ -96,7 +96,7 @@ def value_of(schema: Any, text: str) -> Any:
         ({"minLength": "x", "enum": 5, "anyOf": 5, "properties": 5, "type": 5}, "5", 5),
     ],
 )  # fmt: skip
-def test_a_value_is_read_by_its_schema(schema, text, want):
+def test_read_argument_converts_by_schema(schema, text, want):
     got = value_of(schema, text)
     assert (got, type(got)) == (want, type(want))
 
@@ -110,7 +110,7 @@ def test_a_value_is_read_by_its_schema(schema, text, want):
         ({"properties": [], "additionalProperties": {"$ref": "#"}, "type": "object"}, 5),
     ],
 )
-def test_a_parameter_that_is_not_named_is_read_by_what_the_schema_says_of_others(schema, want):
+def test_read_argument_of_unnamed_parameter_uses_additional_properties(schema, want):
     assert read_argument("5", "key", ParameterSchemas(schema)) == want
 
 
@@ -158,7 +158,7 @@ def readings(text: str) -> list[Any]:
 
 @given(SCHEMAS, TEXTS | st.text(max_size=4))
 @settings(deadline=None, max_examples=400)
-def test_a_value_is_valid_wherever_a_reading_of_its_text_is(schema, text):
+def test_read_argument_valid_if_any_reading_is_valid(schema, text):
     value = value_of(schema, text)
     if any(is_valid(schema, reading) for reading in readings(text)):
         assert is_valid(schema, value)
@@ -186,7 +186,7 @@ def written(name: str, key: str, text: str) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 @given(SCHEMAS, TEXTS, st.data())
 @settings(deadline=None, max_examples=100)
-def test_what_a_call_says_is_valid_wherever_a_reading_is_at_every_cut(name, schema, text, data):
+def test_tool_call_arguments_valid_for_any_chunking(name, schema, text, data):
     tools = {"f": document(schema)}
     whole = written(name, "key", text)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=6)))
@@ -230,7 +230,7 @@ SLOW = "^([ab]*a[ab]{5000}c|x)*$"
          "5"),
     ],
 )  # fmt: skip
-def test_a_schema_that_takes_too_much_work_leaves_json(schema, text):
+def test_read_argument_of_expensive_schema_returns_json(schema, text):
     """What is too much says nothing: the value is no text for sure, so JSON comes first."""
     begin = time.perf_counter()
     want = "5" if schema == {"$ref": "#"} else 5
@@ -254,13 +254,13 @@ def test_a_schema_that_takes_too_much_work_leaves_json(schema, text):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_a_value_is_read_within_bounds(schema, text):
+def test_read_argument_of_expensive_text_returns_text(schema, text):
     begin = time.perf_counter()
     assert value_of(schema, text) == text
     assert time.perf_counter() - begin < 3
 
 
-def test_nothing_is_fetched_and_nothing_is_warned_of(monkeypatch):
+def test_read_argument_opens_no_socket_and_warns_nothing(monkeypatch):
     def refuse(*args: object) -> None:
         raise AssertionError("a socket")
 
@@ -271,5 +271,5 @@ def test_nothing_is_fetched_and_nothing_is_warned_of(monkeypatch):
         assert value_of({"type": "array"}, r"['\d']") == [r"\d"]
 
 
-def test_half_a_surrogate_pair_stays_an_escape():
+def test_to_json_escapes_lone_surrogate():
     assert to_json(value_of({"type": "array"}, '["\\ud800é"]')) == '["\\ud800\\u00e9"]'

@@ -92,7 +92,7 @@ def server(tmp_path_factory, told, listener) -> Iterator[Server]:
             yield running
 
 
-def test_a_checkpoint_with_auto_map_is_served_and_its_code_is_not_run(server, told):
+def test_checkpoint_with_auto_map_runs_no_remote_code(server, told):
     assert server.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     body = server.post(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=2)
     assert body.status_code == 200
@@ -112,7 +112,7 @@ def part(kind: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": "a"}, {"type": kind, kind: fields}]
 
 
-def test_no_address_that_a_request_names_is_ever_opened(server, told, listener):
+def test_request_urls_are_never_opened(server, told, listener):
     url = listener.url
     contents = [
         part("image_url", url=url),
@@ -143,7 +143,7 @@ def test_no_address_that_a_request_names_is_ever_opened(server, told, listener):
     assert listener.came == 0
 
 
-def test_the_canaries_sing(tmp_path, listener):
+def test_audit_hook_and_listener_detect_violations(tmp_path, listener):
     """The hook sees what it is there for, and the listener counts."""
     told = tmp_path / "events"
     (tmp_path / "sitecustomize.py").write_text(HOOK.format(told=str(told)))

@@ -94,7 +94,7 @@ def total(pieces: list[ChoiceUpdate]) -> Delta:
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_a_parser_decides_what_the_text_is(size):
+def test_chat_response_separates_reasoning_content_and_calls(size):
     answer = new_answer(ChatForm(), [Marks()])
     pieces = [answer.take(0, event) for event in events(SAID, size)]
     message = answer.whole([total(pieces)])["choices"][0]["message"]
@@ -107,7 +107,7 @@ def test_a_parser_decides_what_the_text_is(size):
     }
 
 
-def test_a_stream_carries_the_parts_of_a_call():
+def test_chat_stream_sends_tool_call_deltas():
     answer = new_answer(ChatForm(), [Marks()])
     pieces = [answer.take(0, event) for event in events(SAID, 1)]
     shown = [answer.chunk(0, piece) for piece in pieces if answer.matters(0, piece)]
@@ -126,27 +126,27 @@ def deltas(chunks: list[dict]) -> list[dict]:
     return [chunk["choices"][0]["delta"] for chunk in chunks]
 
 
-def test_what_a_parser_holds_back_is_said_at_the_end():
+def test_parser_held_text_is_sent_at_end():
     answer = new_answer(CompletionForm(), [Marks()])
     pieces = [answer.take(0, event) for event in events("a<b", 1)]
     assert [piece.delta.text for piece in pieces] == ["a", "", "<b"]
 
 
-def test_a_stop_string_ends_what_a_parser_sees():
+def test_stop_string_truncates_parser_input():
     answer = new_answer(ChatForm(), [Marks()], stops=("{get}",))
     pieces = [answer.take(0, event) for event in events(SAID, 100)]
     assert total(pieces) == Delta("So: ", "let me see")
     assert pieces[-1].finish_reason == "stop"
 
 
-def test_plain_text_says_nothing_of_reasoning_and_tools():
+def test_passthrough_parser_omits_reasoning_and_tool_fields():
     answer = new_answer(ChatForm(), [PassthroughParser()])
     pieces = [answer.take(0, event) for event in events(SAID, 2)]
     message = answer.whole([total(pieces)])["choices"][0]["message"]
     assert message == {"role": "assistant", "content": SAID}
 
 
-def test_calls_of_different_index_are_different_calls():
+def test_delta_sum_merges_calls_by_index():
     one, two = ToolCallDelta(0, "a", "f", "{"), ToolCallDelta(1, "b", "g", "")
     more = Delta(tool_calls=(ToolCallDelta(1, "", "", "[]"), ToolCallDelta(0, "", "", "}")))
     got = Delta(tool_calls=(one,)) + Delta(tool_calls=(two,)) + more
@@ -164,7 +164,7 @@ class Unwalkable(list):
         raise AssertionError("all choices are walked for one event")
 
 
-def test_the_end_of_an_answer_is_known_without_walking_its_choices():
+def test_response_writer_ended_without_iterating_choices():
     answer = new_answer(CompletionForm(), [PassthroughParser() for _ in range(3)])
     answer.choices = Unwalkable(answer.choices)
     for index in (2, 0, 1):

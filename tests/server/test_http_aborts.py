@@ -56,7 +56,7 @@ def wait_for_open(server: Server, running: int, waiting: int) -> dict[str, float
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("where", ["waiting", "prompt", "decoding"])
-def test_who_leaves_is_gone_within_two_steps(server, stream, where):
+def test_disconnect_frees_request_within_two_steps(server, stream, where):
     empty = wait_for_open(server, 0, 0)
     body = {"prompt": [3, 4], "max_tokens": 150, "ignore_eos": True, "stream": stream, "n": 2}
     others = []
@@ -116,7 +116,7 @@ async def _storm(url: str) -> tuple[int, list[int]]:
         return sum(left), (await stays).json()["choices"][0]["token_ids"]
 
 
-def test_of_an_abort_storm_nothing_is_left(server):
+def test_abort_storm_frees_pages_and_preserves_tokens(server):
     before = server.metrics()
     seeded = {"prompt": [1, 2, 3], "max_tokens": 300, "seed": 1, "ignore_eos": True}
     alone = server.complete(**seeded, return_token_ids=True)["choices"][0]["token_ids"]

@@ -93,7 +93,7 @@ ADVICE = [
 
 
 @pytest.mark.parametrize(("field", "endpoint"), ADVICE, ids=lambda of: getattr(of, "name", of))
-def test_advice_is_listed_and_changes_nothing(
+def test_ignored_field_is_listed_or_rejected_if_strict(
     lenient, strict, field: UnsupportedField, endpoint: str
 ):
     path = CHAT if endpoint == "chat" else COMPLETIONS
@@ -111,14 +111,14 @@ def test_advice_is_listed_and_changes_nothing(
         result(strict.post(path, **with_field(endpoint, field.name, value)))
 
 
-def test_a_stream_lists_ignored_fields_in_its_first_event_alone(lenient):
+def test_stream_lists_ignored_fields_in_first_event(lenient):
     asked = {**body("chat"), "n": 2, "store": True, "stream_options": {"include_usage": True}}
     first, *others = lenient.stream(CHAT, **asked, reasoning_effort="low")
     assert first["ignored"] == ["store", "reasoning_effort"]
     assert not any("ignored" in event for event in others)
 
 
-def test_a_form_is_listed_where_a_call_is_required():
+def test_response_format_ignored_if_tool_call_required():
     """No text is written then that could have the form."""
     asked = {**body("chat"), "response_format": {"type": "json_object"}}
     for choice, ignored in (("required", ("response_format",)), ("auto", ())):
@@ -126,7 +126,7 @@ def test_a_form_is_listed_where_a_call_is_required():
         assert request.ignored == ignored
 
 
-def test_the_log_and_the_capabilities_name_ignored_fields(folder):
+def test_log_and_capabilities_list_ignored_fields(folder):
     with started(folder, "--log-format", "json") as server:
         lenient = httpx.get(server.url + "/capabilities").json()
         server.complete("a", max_tokens=1, metadata={"a": "b"}, store=True)
@@ -139,13 +139,13 @@ def test_the_log_and_the_capabilities_name_ignored_fields(folder):
     )
 
 
-def test_a_strict_server_lists_nothing_as_ignored(strict):
+def test_strict_server_capabilities_list_no_ignored_fields(strict):
     told = httpx.get(strict.url + "/capabilities").json()
     assert told["ignored"] == []
     assert any(entry["reason"].startswith("store ") for entry in told["unsupported"])
 
 
-def test_what_agents_send_through_translators_is_served(lenient):
+def test_chat_accepts_fields_of_litellm_agents(lenient):
     """As Claude Code and Codex come through litellm's proxy."""
     asked = {
         **body("chat"),

@@ -48,7 +48,7 @@ def usage(prompt: int, completion: int) -> dict:
     }
 
 
-def test_a_completion_has_text_tokens_usage_and_speculation(server):
+def test_completion_returns_text_tokens_usage_and_speculative(server):
     body = server.complete("wörld", max_tokens=8, temperature=0, return_token_ids=True)
     assert body["object"] == "text_completion"
     assert body["model"] == "repeater"
@@ -62,7 +62,7 @@ def test_a_completion_has_text_tokens_usage_and_speculation(server):
     assert body["speculative"] == want
 
 
-def test_one_token_has_no_verify_step(server):
+def test_one_token_completion_has_no_verify_steps(server):
     body = server.complete("x", max_tokens=1)
     want = {"verify_steps": 0, "accept_length": 1.0, "accept_length_histogram": [0, 0, 0]}
     assert body["speculative"] == want
@@ -81,7 +81,7 @@ def test_one_token_has_no_verify_step(server):
         (None, [0, 0, 2]),
     ],
 )
-def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
+def test_speculative_field_limits_drafts_per_request(server, asked, histogram):
     fields = {"temperature": 0, "max_tokens": 7, "speculative": asked}
     body = server.complete("abc", **fields)
     assert body["choices"][0]["text"] == "abcabca"
@@ -91,7 +91,7 @@ def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
 
 
 @pytest.mark.parametrize("end", [END, CONFIG_END], ids=["tokenizer", "config"])
-def test_an_end_token_ends_the_text_unless_it_is_ignored(server, end):
+def test_eos_token_ends_completion_unless_ignore_eos(server, end):
     prompt = [*b"ab", end, *b"cd"]
     plain = server.complete(prompt, temperature=0, max_tokens=9, return_token_ids=True)
     assert plain["choices"][0]["text"] == "ab"
@@ -103,7 +103,7 @@ def test_an_end_token_ends_the_text_unless_it_is_ignored(server, end):
     assert stopped["choices"][0]["text"] == "abc"
 
 
-def test_a_stop_string_ends_text_tokens_and_usage_together(server):
+def test_stop_string_truncates_text_tokens_and_usage(server):
     stopped = server.metrics()[STOPPED]
     prompt = [SLOW, *b"hello world"]  # slow enough to be told before it reaches max_tokens
     fields = {"temperature": 0, "max_tokens": 200, "stop": ["o w"], "return_token_ids": True}
@@ -116,7 +116,7 @@ def test_a_stop_string_ends_text_tokens_and_usage_together(server):
     server.wait_for_metric(STOPPED, stopped + 1)  # the engine was told
 
 
-def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
+def test_n_choices_of_one_seed_differ(server):
     alone = server.complete("abc", seed=7, max_tokens=4)
     body = server.complete("abc", seed=7, n=8, max_tokens=4)
     texts = [choice["text"] for choice in body["choices"]]
@@ -129,7 +129,7 @@ def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
     assert len(below["choices"]) == 1
 
 
-def test_equal_prompts_of_a_list_differ_unless_a_seed_is_given(server):
+def test_equal_prompts_differ_unless_seeded(server):
     prompts = ["abc"] * 8
     texts = [choice["text"] for choice in server.complete(prompts, max_tokens=1)["choices"]]
     assert len(set(texts)) > 1
@@ -138,7 +138,7 @@ def test_equal_prompts_of_a_list_differ_unless_a_seed_is_given(server):
     assert [choice["text"] for choice in seeded] == [choice["text"] for choice in alone] * 8
 
 
-def test_several_prompts_are_numbered_prompt_by_prompt(server):
+def test_prompt_list_choices_keep_prompt_order(server):
     body = server.complete(["ab", "cd"], n=2, temperature=0, max_tokens=2)
     assert [choice["text"] for choice in body["choices"]] == ["ab", "ab", "cd", "cd"]
     assert body["usage"]["prompt_tokens"] == 4
@@ -146,7 +146,7 @@ def test_several_prompts_are_numbered_prompt_by_prompt(server):
     assert [choice["text"] for choice in ids["choices"]] == ["ab", "cc"]
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(server):
+def test_completion_stream_equals_whole_response(server):
     fields = {"prompt": "grün 你好", "max_tokens": 30, "temperature": 0, "stop": "你好g"}
     whole = server.complete(**fields, return_token_ids=True)
     events = server.stream(COMPLETIONS, **fields, return_token_ids=True)
@@ -162,7 +162,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
     assert len({event["id"] for event in events}) == 1
 
 
-def test_a_stream_of_choices_ends_with_their_sum(server):
+def test_completion_stream_ends_with_total_usage(server):
     events = server.stream(COMPLETIONS, prompt="abc", n=3, max_tokens=5, temperature=0)
     ends = [e["choices"][0]["index"] for e in events if e["choices"][0]["finish_reason"]]
     assert sorted(ends) == [0, 1, 2]
@@ -170,7 +170,7 @@ def test_a_stream_of_choices_ends_with_their_sum(server):
     assert events[-1]["speculative"]["verify_steps"] == 6
 
 
-def test_usage_comes_in_an_event_of_its_own_when_asked_for(server):
+def test_include_usage_sends_separate_last_event(server):
     options = {"include_usage": True}
     events = server.stream(CHAT, messages=USER, max_tokens=2, stream_options=options)
     assert events[-1]["choices"] == []
@@ -179,7 +179,7 @@ def test_usage_comes_in_an_event_of_its_own_when_asked_for(server):
     assert "usage" not in events[-2]
 
 
-def test_every_choice_of_a_streamed_chat_says_whose_it_is(server):
+def test_chat_stream_choices_begin_with_role(server):
     """Even where the first token of a choice has no text yet."""
     messages = [{"role": "user", "content": "h"}]
     fields = {"logit_bias": {"195": 100}, "max_tokens": 4, "n": 3}  # first half of a character
@@ -190,7 +190,7 @@ def test_every_choice_of_a_streamed_chat_says_whose_it_is(server):
     assert [firsts[i]["role"] for i in range(3)] == ["assistant"] * 3
 
 
-def test_logit_bias_and_min_tokens_reach_the_engine(server):
+def test_logit_bias_and_min_tokens_change_output(server):
     body = server.complete("abc", logit_bias={"120": 50.5, "98": -100}, max_tokens=3)
     assert body["choices"][0]["text"] == "xxx"
     prompt, fields = [97, END], {"temperature": 0, "max_tokens": 8}
@@ -199,7 +199,7 @@ def test_logit_bias_and_min_tokens_reach_the_engine(server):
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
-def test_chat_uses_the_template_and_the_rest_of_the_context(server):
+def test_chat_uses_template_and_remaining_context(server):
     body = server.post(CHAT, messages=USER, temperature=0, stop="hihi").json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": ""}
     assert body["usage"]["prompt_tokens"] == 4  # <|user|>hi<|assistant|>
@@ -210,7 +210,7 @@ def test_chat_uses_the_template_and_the_rest_of_the_context(server):
     assert again["usage"]["completion_tokens"] == 3
 
 
-def test_a_refusal_by_the_engine_is_a_bad_request(server):
+def test_engine_rejection_returns_400(server):
     for stream in (False, True):
         answer = server.post(COMPLETIONS, prompt=[REFUSED], n=2, stream=stream)
         assert answer.status_code == 400
@@ -221,7 +221,7 @@ def test_a_refusal_by_the_engine_is_a_bad_request(server):
     server.wait_for_metric("tandem:num_requests_running", 0)
 
 
-def test_a_failed_row_is_an_error_and_its_neighbours_go_on(server):
+def test_failed_row_returns_500_and_neighbours_continue(server):
     results: list[dict] = []
     slow = {"temperature": 0, "max_tokens": 60}
     neighbour = threading.Thread(
@@ -239,7 +239,7 @@ def test_a_failed_row_is_an_error_and_its_neighbours_go_on(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(server, stream):
+def test_disconnect_aborts_request(server, stream):
     """Non-streaming handlers are not cancelled by the framework (s#36333)."""
     before = server.metrics()
     aborted = before[ABORTED]
@@ -262,14 +262,14 @@ def _leave_stream(server: Server, body: dict) -> None:
         next(answer.iter_lines())
 
 
-def test_waiting_requests_of_a_client_that_left_never_run(server):
+def test_disconnect_removes_waiting_requests(server):
     body = {"prompt": [SLOW, 97], "max_tokens": 100, "n": 20}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
     server.wait_for_metric("tandem:num_requests_waiting", 0, timeout_s=1.0)
 
 
-def test_capabilities_name_the_drafters_and_what_is_refused(server):
+def test_capabilities_list_drafters_and_unsupported_fields(server):
     found = httpx.get(server.url + "/capabilities").json()
     assert "NEXTN" in found["drafters"]
     for entry in found["unsupported"]:
@@ -288,7 +288,7 @@ def test_capabilities_name_the_drafters_and_what_is_refused(server):
             assert len(refused) == 2 or (served and name in ("echo", "add_special_tokens"))
 
 
-def test_health_and_metrics(server):
+def test_health_and_metrics_return_values(server):
     assert httpx.get(server.url + "/health").status_code == 200
     server.complete("a")
     metrics = server.metrics()
@@ -297,7 +297,7 @@ def test_health_and_metrics(server):
     assert metrics["tandem:time_to_first_token_seconds_count"] >= 1
 
 
-def test_without_a_tokenizer_prompts_are_token_ids(bare_server):
+def test_server_without_tokenizer_accepts_only_token_ids(bare_server):
     body = bare_server.complete([1, 2], temperature=0, max_tokens=3, return_token_ids=True)
     assert body["choices"][0]["token_ids"] == [1, 2, 1]
     assert body["choices"][0]["text"] == ""
@@ -312,7 +312,7 @@ def test_without_a_tokenizer_prompts_are_token_ids(bare_server):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_slow_reader_does_not_hold_up_the_others(server):
+def test_slow_reader_does_not_block_other_requests(server):
     host, port = server.url.removeprefix("http://").split(":")
     fields = {"prompt": "abc", "max_tokens": 250, "stream": True, "n": 64, "temperature": 0}
     body = json.dumps(fields)
@@ -325,7 +325,7 @@ def test_a_slow_reader_does_not_hold_up_the_others(server):
         assert time.monotonic() - started < 10
 
 
-def test_a_model_says_how_its_tokens_are_chosen_where_a_request_does_not(tmp_path):
+def test_generation_config_sets_sampling_defaults(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.0}')
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
         fields = {"n": 16, "max_tokens": 1, "return_token_ids": True}

@@ -144,7 +144,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD_FIELDS, ids=lambda value: repr(value)[:40])
-def test_a_bad_field_is_named(server, param, fields):
+def test_invalid_field_returns_400_with_param(server, param, fields):
     body = json.dumps({"prompt": "ab", "temperature": 0, **fields})
     answer = httpx.post(server.url + COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400, answer.text
@@ -183,13 +183,13 @@ BAD_CHATS = [
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD_CHATS, ids=lambda value: repr(value)[:40])
-def test_a_bad_field_of_a_chat_is_named(server, param, fields):
+def test_chat_invalid_field_returns_400_with_param(server, param, fields):
     answer = server.post(CHAT, **{"messages": USER, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
 
-def test_fields_that_ask_for_nothing_are_accepted(server):
+def test_neutral_and_limit_values_are_accepted(server):
     nothing = dict.fromkeys(
         ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
          "stream", "stream_options", "user", "model", "logprobs", "logit_bias", "suffix"]
@@ -215,7 +215,7 @@ OF_ENDPOINTS = [
 @pytest.mark.parametrize(
     ("field", "endpoint"), OF_ENDPOINTS, ids=lambda of: getattr(of, "name", of)
 )
-def test_a_field_that_is_not_served_is_taken_where_it_asks_for_nothing(server, field, endpoint):
+def test_unsupported_field_accepts_only_neutral_values(server, field, endpoint):
     path = CHAT if endpoint == "chat" else COMPLETIONS
     prompt = {"messages": USER} if endpoint == "chat" else {"prompt": "a"}
     for value in (None, *field.neutral):
@@ -226,7 +226,7 @@ def test_a_field_that_is_not_served_is_taken_where_it_asks_for_nothing(server, f
     assert error["message"] == f"{field.reason}; {field.hint}"
 
 
-def test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing(server):
+def test_user_hints_and_empty_stop_are_neutral(server):
     plain = server.post(CHAT, messages=USER, temperature=0, max_tokens=4).json()["choices"]
     for more in ({"safety_identifier": "a"}, {"prompt_cache_key": "b"}, {"stop": ""}, {"stop": []}):
         told = server.post(CHAT, messages=USER, temperature=0, max_tokens=4, **more).json()
@@ -238,14 +238,14 @@ def test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing(server):
     assert error["message"].startswith("user should have at most 256 characters, not 257, got ")
 
 
-def test_of_two_bounds_of_an_answer_the_newer_name_counts(server):
+def test_max_completion_tokens_overrides_max_tokens(server):
     for older, newer in ((5, 2), (2, 5), (3, 3)):
         bounds = {"max_tokens": older, "max_completion_tokens": newer}
         usage = server.post(CHAT, messages=USER, temperature=0, **bounds).json()["usage"]
         assert usage["completion_tokens"] == newer
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):
+def test_disconnect_during_upload_logs_no_traceback(tmp_path):
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
         host, port = own.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -260,7 +260,7 @@ def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):
     [b"", b"{", b"[]", b"5", b"{} x", b"\xff\xfe", b"[" * 100_000, b'{"seed":' + b"9" * 5000],
     ids=lambda body: repr(body)[:12],
 )
-def test_a_malformed_body_is_refused(server, body):
+def test_malformed_json_body_returns_400(server, body):
     answer = httpx.post(server.url + COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400
     said = answer.json()["error"]["message"]
@@ -269,7 +269,7 @@ def test_a_malformed_body_is_refused(server, body):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
-def test_a_body_that_does_not_say_that_it_is_json_is_refused(server, kind):
+def test_non_json_content_type_returns_415(server, kind):
     """A web page may send it from the browser of whoever runs the server."""
     body, headers = b'{"prompt": "a", "max_tokens": 1}', {"content-type": kind}
     for path in (COMPLETIONS, CHAT):
@@ -281,7 +281,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_refused(server, kind):
     assert answer.status_code == 200
 
 
-def test_more_requests_than_may_wait_are_refused_and_none_is_left(server):
+def test_full_queue_returns_503_and_recovers(server):
     assert len(server.complete([[97]] * MAX_OPEN, max_tokens=1)["choices"]) == MAX_OPEN
     with server.post_slowly(MAX_OPEN):
         server.wait_for_metric("tandem:num_requests_waiting", MAX_OPEN - SLOTS)
@@ -293,7 +293,7 @@ def test_more_requests_than_may_wait_are_refused_and_none_is_left(server):
     server.complete([97], max_tokens=1)
 
 
-def test_a_request_that_no_wait_makes_room_for_is_refused(server):
+def test_request_above_queue_capacity_returns_400(server):
     """Who gets a 503 tries again."""
     asked = ({"prompt": [[97]] * (MAX_OPEN + 1)}, {"prompt": [[97]] * (MAX_OPEN // 2 + 1), "n": 2})
     for fields in asked:
@@ -302,7 +302,7 @@ def test_a_request_that_no_wait_makes_room_for_is_refused(server):
         assert f"at most {MAX_OPEN} are supported" in answer.json()["error"]["message"]
 
 
-def test_unknown_models_and_paths_are_not_found(server):
+def test_unknown_model_and_path_return_404(server):
     answer = server.post(COMPLETIONS, prompt="a", model="other")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
     assert httpx.get(server.url + "/v1/models/other").status_code == 404
@@ -311,7 +311,7 @@ def test_unknown_models_and_paths_are_not_found(server):
         assert "message" in answer.json()["error"]
 
 
-def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
+def test_chunked_body_above_limit_returns_413(server):
     sent = 0
 
     def chunks():
@@ -326,7 +326,7 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
     assert sent < 60 << 20
 
 
-def test_a_client_that_sends_its_whole_body_first_gets_the_answer_too(server):
+def test_client_sending_whole_large_body_receives_413(server):
     host, port = server.url.removeprefix("http://").split(":")
     size = 12 << 20  # as some clients do, say with a large image
     for _ in range(3):
@@ -335,7 +335,7 @@ def test_a_client_that_sends_its_whole_body_first_gets_the_answer_too(server):
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_whose_length_is_stated_is_refused_at_once(server):
+def test_content_length_above_limit_returns_413_before_body(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(post_head(COMPLETIONS, 100 << 20))

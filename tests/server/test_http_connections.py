@@ -35,7 +35,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     "name",
     ["localhost", "LOCALHOST.", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "[::1]", HOST_NAME],
 )
-def test_the_machines_names_and_those_of_the_start_are_answered(server, name):
+def test_allowed_hosts_return_200(server, name):
     assert httpx.get(server.url + "/health", headers={"host": name}).status_code == 200
 
 
@@ -50,7 +50,7 @@ def test_the_machines_names_and_those_of_the_start_are_answered(server, name):
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", COMPLETIONS])
-def test_another_name_is_refused_on_every_route(server, host, name, path):
+def test_unknown_host_returns_403(server, host, name, path):
     method = "POST" if path == COMPLETIONS else "GET"
     headers, body = {**JSON, "host": host}, b'{"prompt": [97], "max_tokens": 1}'
     answer = httpx.request(method, server.url + path, headers=headers, content=body)
@@ -111,21 +111,21 @@ def short_time(monkeypatch):
     ],
     ids=["nothing", "half a head", "half a body", "drop by drop"],
 )
-def test_a_request_that_does_not_arrive_in_time_ends_its_connection(parts, most):
+def test_incomplete_request_times_out_with_408(parts, most):
     got, lasted = asyncio.run(_converse(*parts, pause_s=0.18 * TIMEOUT_S))
     assert 0.9 * TIMEOUT_S <= lasted < most * TIMEOUT_S  # its clock began before ours
     assert got.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 s" in got
 
 
-def test_an_answer_may_take_longer_than_a_request():
+def test_response_may_exceed_read_timeout():
     got, lasted = asyncio.run(_converse(ASKED))
     assert got.startswith(b"HTTP/1.1 200 ")
     assert b"read word" in got
     assert lasted >= 2 * TIMEOUT_S
 
 
-def test_the_next_request_of_a_connection_is_timed_too():
+def test_read_timeout_applies_to_keep_alive_requests():
     got, lasted = asyncio.run(_converse(ASKED, HEAD + b"wo", pause_s=TIMEOUT_S))
     assert got.count(b"HTTP/1.1 ") == 2
     assert b"read word" in got

@@ -46,7 +46,7 @@ def ask(server: Server, route: str, body: object = None, key: str | None = ADMIN
     return httpx.request(method, url, content=content, headers=headers, timeout=60)
 
 
-def test_corpora_are_added_listed_and_removed_while_it_runs(server):
+def test_external_corpora_are_added_listed_and_removed(server):
     start = {"start": 7}  # 4 letters and 3 ids, from the file
     assert ask(server, LIST).json() == {"corpora": start}
     added = ask(server, ADD, {"corpus_id": "more", "documents": ["abc", [5, 6]]})
@@ -57,13 +57,13 @@ def test_corpora_are_added_listed_and_removed_while_it_runs(server):
 
 @pytest.mark.parametrize("route", [ADD, REMOVE, LIST])
 @pytest.mark.parametrize("key", [None, "wrong", ADMIN_KEY[:-1]])
-def test_who_does_not_know_the_key_is_refused(route, key, server):
+def test_corpus_routes_without_admin_key_return_401(route, key, server):
     found = ask(server, route, {"corpus_id": "start", "documents": ["x"]}, key)
     assert found.status_code == 401
     assert found.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_without_a_key_of_the_server_the_routes_are_closed():
+def test_corpus_routes_without_configured_key_return_403():
     client = SimpleNamespace(facts=SimpleNamespace(admin_api_key=None))
     routes = AdminRoutes(client, None)
     with pytest.raises(ApiError, match="--admin-api-key") as refused:
@@ -95,7 +95,7 @@ def test_without_a_key_of_the_server_the_routes_are_closed():
         (REMOVE, {"corpus_id": "a"}, "corpus_id", "not found"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_its_field(route, body, param, words, server):
+def test_corpus_routes_reject_invalid_fields(route, body, param, words, server):
     found = ask(server, route, body)
     assert found.status_code == 400
     error = found.json()["error"]
@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_refused_by_its_field(route, body, param, words, 
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_ends_the_start_with_its_line(line, words, tmp_path):
+def test_invalid_corpus_file_fails_startup_with_line(line, words, tmp_path):
     save_tokenizer(tmp_path)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps("fine") + "\n" + line, encoding="utf-8")
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_used_ends_the_start_with_its_line(line, words, tm
     assert words in last
 
 
-def test_a_start_with_ngram_drafts_from_its_tenants_text_and_from_corpora(tmp_path):
+def test_ngram_drafts_use_user_scope_and_corpora(tmp_path):
     """The whole way: flags, memory plan, reference backend, engine, socket, HTTP."""
     write_tiny(tmp_path / "model", "llama", 5)
     command = ["-m", "tests.support.serve_reference", "--model-path", str(tmp_path / "model")]

@@ -44,7 +44,7 @@ def wait_until_it_drains(server: Server) -> None:
         time.sleep(0.01)
 
 
-def test_open_requests_end_and_no_new_ones_begin(tmp_path):
+def test_drain_finishes_open_requests_and_rejects_new(tmp_path):
     with serving(command(tmp_path)) as server:
         pids = server.pids()
         whole, answers = in_background(lambda: server.post(COMPLETIONS, **LONG, n=2))
@@ -71,7 +71,7 @@ def test_open_requests_end_and_no_new_ones_begin(tmp_path):
 
 
 @pytest.mark.matrix
-def test_an_idle_server_ends_at_once(tmp_path):
+def test_drain_of_idle_server_ends_immediately(tmp_path):
     with serving(command(tmp_path)) as server:
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ def test_an_idle_server_ends_at_once(tmp_path):
     "prompt",
     [pytest.param([SLOW, 97], id="slow", marks=pytest.mark.matrix), [FREEZE]],
 )
-def test_a_drain_ends_at_its_deadline_whatever_still_runs(tmp_path, prompt):
+def test_drain_ends_at_graceful_shutdown_timeout(tmp_path, prompt):
     with serving(command(tmp_path, "--graceful-shutdown-timeout", "1")) as server:
         thread, found = in_background(
             lambda: server.post(COMPLETIONS, prompt=prompt, max_tokens=300)

@@ -44,7 +44,7 @@ def for_pages(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("path", GET_ROUTES)
-def test_head_is_answered_as_get_without_a_body(server, path):
+def test_head_equals_get_without_body(server, path):
     got = httpx.get(server.url + path, timeout=10)
     with socket.create_connection(address(server), timeout=10) as connection:
         head = f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -57,7 +57,7 @@ def test_head_is_answered_as_get_without_a_body(server, path):
         assert f"content-length: {len(got.content)}".encode() in fields.lower()
 
 
-def test_head_of_what_is_posted_names_the_method(server):
+def test_head_of_post_route_returns_405(server):
     answer = httpx.head(server.url + COMPLETIONS, timeout=10)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
@@ -83,7 +83,7 @@ def ask(server: Server, target: str, host: str) -> tuple[int, bytes]:
     return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-def test_a_target_may_be_a_whole_address(server):
+def test_absolute_form_target_is_accepted(server):
     models = httpx.get(server.url + "/v1/models", timeout=10).content
     for target in ("http://localhost:80/v1/models", "HTTP://127.0.0.1/v1/models?x=1"):
         assert ask(server, target, "localhost") == (200, models)
@@ -91,7 +91,7 @@ def test_a_target_may_be_a_whole_address(server):
     assert ask(server, "http://localhost/v1/models/re%70eater", "localhost")[0] == 200
 
 
-def test_the_host_of_a_whole_address_counts_and_not_the_field(server):
+def test_absolute_form_host_overrides_host_header(server):
     """RFC 9112, 3.2.2: else a page could pass by the check of names."""
     assert ask(server, f"http://{HOST_NAME}/health", "evil.example")[0] == 200
     assert ask(server, "http://evil.example/health", "localhost")[0] == 403
@@ -99,7 +99,7 @@ def test_the_host_of_a_whole_address_counts_and_not_the_field(server):
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-def test_a_packed_body_is_refused_for_what_it_is(server, path, coding):
+def test_compressed_body_returns_415(server, path, coding):
     body = gzip.compress(json.dumps({"prompt": "a"}).encode())
     headers = {**JSON, "content-encoding": coding}
     answer = httpx.post(server.url + path, content=body, headers=headers, timeout=10)
@@ -110,7 +110,7 @@ def test_a_packed_body_is_refused_for_what_it_is(server, path, coding):
     assert taken.status_code == 200
 
 
-def test_the_version_is_that_of_the_project(server):
+def test_version_equals_pyproject(server):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for path in ("/version", "/openapi.json"):
         told = httpx.get(server.url + path, timeout=10).json()
@@ -118,7 +118,7 @@ def test_the_version_is_that_of_the_project(server):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/no_such"])
-def test_a_page_of_a_named_site_may_ask_and_read(for_pages, path):
+def test_cors_allowed_origin_may_request_and_read(for_pages, path):
     asked = {"origin": SITE, **PREFLIGHT}
     answer = httpx.request("OPTIONS", for_pages.url + path, headers=asked, timeout=10)
     assert (answer.status_code, answer.content) == (204, b"")
@@ -134,7 +134,7 @@ def test_a_page_of_a_named_site_may_ask_and_read(for_pages, path):
             assert "access-control-allow-credentials" not in each.headers
 
 
-def test_a_stream_is_read_by_a_page_too(for_pages):
+def test_cors_headers_are_set_on_streams(for_pages):
     headers = {**JSON, "origin": SITE, "authorization": f"Bearer {KEY}"}
     body = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True})
     answer = httpx.post(for_pages.url + COMPLETIONS, content=body, headers=headers, timeout=10)
@@ -143,7 +143,7 @@ def test_a_stream_is_read_by_a_page_too(for_pages):
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example", SITE + ".evil", "null", "*"])
-def test_a_page_of_another_site_may_not(for_pages, origin):
+def test_cors_unknown_origin_returns_403(for_pages, origin):
     asked = {"origin": origin, **PREFLIGHT}
     answer = httpx.request("OPTIONS", for_pages.url + CHAT, headers=asked, timeout=10)
     assert answer.status_code == 403
@@ -153,14 +153,14 @@ def test_a_page_of_another_site_may_not(for_pages, origin):
         assert "access-control-allow-origin" not in each.headers
 
 
-def test_a_page_does_not_pass_by_the_check_of_names(for_pages):
+def test_cors_preflight_checks_host(for_pages):
     asked = {"origin": SITE, "host": "evil.example", **PREFLIGHT}
     answer = httpx.request("OPTIONS", for_pages.url + CHAT, headers=asked, timeout=10)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "host_not_allowed"
 
 
-def test_without_the_flag_no_page_of_another_site_reads(server):
+def test_cors_without_allowed_origins_sets_no_headers(server):
     asked = {"origin": SITE, **PREFLIGHT}
     answer = httpx.request("OPTIONS", server.url + CHAT, headers=asked, timeout=10)
     assert answer.status_code == 405
@@ -169,7 +169,7 @@ def test_without_the_flag_no_page_of_another_site_reads(server):
         assert not any(name.startswith("access-control") for name in each.headers)
 
 
-def test_sites_are_read_from_one_flag_or_refused():
+def test_allowed_origins_flag_parses_or_rejects_origins():
     options = ServerOptions(allowed_origins=f"{SITE.upper()}, http://localhost:3000")
     assert options.origins == (SITE, "http://localhost:3000")
     assert ServerOptions(allowed_origins="*").origins == ("*",)

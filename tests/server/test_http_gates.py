@@ -89,7 +89,7 @@ WRONG += [{"authorization": b"Basic " + KEY.encode()}]
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda headers: repr(headers)[:60])
-def test_every_route_of_both_listeners_but_live_asks_for_the_key(server, apart, headers):
+def test_all_routes_except_live_require_api_key(server, apart, headers):
     for url in (server.url, apart.url, admin_url(apart)):
         with httpx.Client(base_url=url, headers=headers, params={"api_key": KEY}) as client:
             routes = [*routes_of(url), ("GET", "/no_such"), ("GET", OPEN_PATH + "/")]
@@ -105,7 +105,7 @@ def test_every_route_of_both_listeners_but_live_asks_for_the_key(server, apart, 
                 assert KEY not in answer.text
 
 
-def test_a_listener_has_the_routes_of_its_readers_alone(server, apart):
+def test_listeners_serve_only_their_routes(server, apart):
     one, clients, admin = (set(routes_of(url)) for url in (server.url, apart.url, admin_url(apart)))
     both = {("GET", path) for path in ("/health", "/ping", OPEN_PATH, "/openapi.json")}
     assert clients & admin == both
@@ -119,12 +119,12 @@ def test_a_listener_has_the_routes_of_its_readers_alone(server, apart):
     assert "tandem:num_requests_running" in page
 
 
-def test_another_name_is_refused_on_the_admins_listener_too(apart):
+def test_admin_listener_unknown_host_returns_403(apart):
     headers = {**bearer(KEY), "host": "evil.example"}
     assert httpx.get(admin_url(apart) + "/metrics", headers=headers).status_code == 403
 
 
-def test_nothing_listens_but_what_is_announced(server, apart):
+def test_listening_sockets_equal_announced_addresses(server, apart):
     for running in (server, apart):
         (line,) = [line for line in running.lines if " is served at " in line]
         announced = {urlsplit(url).netloc for url in re.findall(r"http://[^\s,]+", line)}
@@ -140,7 +140,7 @@ def test_nothing_listens_but_what_is_announced(server, apart):
         assert len(announced) == (2 if running is apart else 1)
 
 
-def test_who_knows_the_key_is_served(server):
+def test_valid_api_key_returns_200(server):
     for path in GET_ROUTES[:-2]:
         assert httpx.get(server.url + path, headers=bearer(KEY)).status_code == 200
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="x")
@@ -155,7 +155,7 @@ SCHEMES = ("Bearer", "bearer", "BEARER", "bEARER")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_name_of_a_scheme_has_no_case(server, scheme):
+def test_authorization_scheme_is_case_insensitive(server, scheme):
     """RFC 9110, 11.1."""
     for key, path in ((KEY, "/v1/models"), (ADMIN_KEY, CORPORA)):
         headers = {"authorization": f"{scheme} {key}".encode()}
@@ -167,7 +167,7 @@ def test_the_name_of_a_scheme_has_no_case(server, scheme):
 
 
 @pytest.mark.parametrize("name", ["x-api-key", "X-API-Key", "api-key"])
-def test_a_key_may_come_in_the_header_of_another_api(server, name):
+def test_api_key_headers_of_other_apis_are_accepted(server, name):
     """Also beside a bearer token that its client had to fill with something."""
     for more in ({}, bearer("EMPTY")):
         for key, path in ((KEY, "/v1/models"), (ADMIN_KEY, CORPORA)):
@@ -176,13 +176,13 @@ def test_a_key_may_come_in_the_header_of_another_api(server, name):
         assert httpx.get(server.url + CORPORA, headers={**more, name: b"x"}).status_code == 401
 
 
-def test_the_admins_key_opens_every_route_and_the_other_one_not_the_admins(server):
+def test_admin_key_grants_all_routes_api_key_not(server):
     assert httpx.get(server.url + CORPORA, headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + "/v1/models", headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + CORPORA, headers=bearer(KEY)).status_code == 401
 
 
-def test_a_browser_is_asked_for_the_key_and_sends_it_as_a_password(server):
+def test_browser_receives_basic_challenge_with_key_as_password(server):
     """Any name of a user will do; a program is asked for a bearer token."""
     opened = httpx.get(server.url + "/", headers={"accept": "text/html,*/*"})
     assert opened.status_code == 401
@@ -198,18 +198,18 @@ def test_a_browser_is_asked_for_the_key_and_sends_it_as_a_password(server):
         assert httpx.get(server.url + "/", headers=headers).status_code == 401
 
 
-def test_a_password_opens_no_admins_route(server):
+def test_basic_password_does_not_grant_admin_routes(server):
     """A browser sends it on its own, also when a page of another site leads here."""
     assert httpx.get(server.url + CORPORA, auth=("me", ADMIN_KEY)).status_code == 401
 
 
-def test_without_a_key_every_key_is_taken(open_server):
+def test_server_without_api_key_accepts_any_key(open_server):
     for headers in ({}, bearer("x")):
         for path in ("/v1/models", "/health", OPEN_PATH):
             assert httpx.get(open_server.url + path, headers=headers).status_code == 200
 
 
-def test_keys_are_compared_in_constant_time(monkeypatch):
+def test_api_keys_use_constant_time_comparison(monkeypatch):
     asked = []
     monkeypatch.setattr(gates.hmac, "compare_digest", lambda *pair: asked.append(pair) or True)
     scope = {"type": "http", "path": "/", "headers": [(b"authorization", b"Bearer k")]}
@@ -256,7 +256,7 @@ FIRST = f"GET /health HTTP/1.1\r\nhost: {HOST_NAME}\r\n".encode()
     ids=["a field", "fields", "a path", "no end"],
 )
 @pytest.mark.parametrize("pieces", [1, 9])
-def test_a_long_head_is_refused_however_it_arrives(open_server, head, pieces):
+def test_request_head_above_limit_returns_431(open_server, head, pieces):
     answer = raw(open_server, head, pieces)
     assert answer.startswith(b"HTTP/1.1 431 ")
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -264,12 +264,12 @@ def test_a_long_head_is_refused_however_it_arrives(open_server, head, pieces):
     assert httpx.get(open_server.url + "/health").status_code == 200
 
 
-def test_what_is_no_request_gets_an_error_in_the_same_form(open_server):
+def test_malformed_http_returns_400_json_error(open_server):
     answer = raw(open_server, b"hello\r\n\r\n", 1)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
-def test_a_head_of_the_usual_size_is_taken(open_server):
+def test_request_head_of_usual_size_returns_200(open_server):
     headers = {f"x-{i}": "y" * 100 for i in range(100)}
     assert httpx.get(open_server.url + "/health", headers=headers).status_code == 200

@@ -112,14 +112,14 @@ def content_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("more", [{"temperature": 0}, {"top_p": 0.9, "presence_penalty": 1.5}])
-def test_an_answer_of_a_schema_parses_and_validates(server, more):
+def test_json_schema_response_validates(server, more):
     for seed in range(2):
         asked = {**SAMPLED, "seed": seed, **more}
         answer = server.post(CHAT, messages=USER, response_format=FORMAT, **asked)
         jsonschema.validate(json.loads(content_of(answer)), SCHEMA)
 
 
-def test_the_openai_client_parses_a_type_that_it_asks_for(client):
+def test_openai_client_parses_pydantic_response_format(client):
     from pydantic import BaseModel, ConfigDict
 
     class Thing(BaseModel):
@@ -136,7 +136,7 @@ def test_the_openai_client_parses_a_type_that_it_asks_for(client):
     assert 0 <= Thing.model_validate_json(answer.choices[0].message.content or "").size <= 99
 
 
-def test_choices_are_held_each_for_itself_and_have_their_logprobs(server):
+def test_json_schema_choices_validate_with_logprobs(server):
     asked = {**SAMPLED, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2, "min_tokens": 4}
     answer = server.post(CHAT, messages=USER, response_format=FORMAT, **asked).json()
     texts = [choice["message"]["content"] for choice in answer["choices"]]
@@ -163,7 +163,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("form", "pattern"), FORMS, ids=lambda x: str(x)[:40])
-def test_every_field_holds_a_completion(server, form, pattern):
+def test_structured_output_fields_constrain_completion(server, form, pattern):
     answer = server.complete("once", seed=2, **SAMPLED, **form)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop"
@@ -173,7 +173,7 @@ def test_every_field_holds_a_completion(server, form, pattern):
         assert re.fullmatch(pattern, choice["text"])
 
 
-def test_a_json_object_is_one(server):
+def test_json_object_format_returns_object(server):
     for seed in range(40):
         asked = {**SAMPLED, "seed": seed, "response_format": {"type": "json_object"}}
         choice = server.post(CHAT, messages=USER, **asked).json()["choices"][0]
@@ -183,21 +183,21 @@ def test_a_json_object_is_one(server):
     raise AssertionError("no answer came to its end")
 
 
-def test_a_stream_says_what_the_whole_answer_says(server):
+def test_json_schema_stream_equals_whole_response(server):
     asked = {"messages": USER, "response_format": FORMAT, "seed": 7, **SAMPLED}
     whole = content_of(server.post(CHAT, **asked))
     events = server.stream(CHAT, **asked)
     assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == whole
 
 
-def test_a_stop_string_and_an_ignored_end_go_with_a_form(server):
+def test_guided_regex_supports_ignore_eos_and_stop(server):
     asked = {**SAMPLED, "seed": 3, "guided_regex": "[ab]{9}cd"}
     assert server.complete("once", ignore_eos=True, **asked)["choices"][0]["text"].endswith("cd")
     cut = server.complete("once", stop="c", **asked)["choices"][0]
     assert (len(cut["text"]), cut["finish_reason"]) == (9, "stop")
 
 
-def test_plain_and_drafted_texts_with_a_form_are_the_same(server):
+def test_structured_output_equals_plain_decoding(server):
     asked = {**SAMPLED, "seed": 11, "structured_outputs": {"json": SCHEMA}}
     drafted = server.complete("once", **asked)
     plain = server.complete("once", speculative={"enabled": False}, **asked)
@@ -216,7 +216,7 @@ def calls_of(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_call_that_is_required_is_made(server, seed):
+def test_tool_choice_required_returns_valid_call(server, seed):
     asked = {"tools": [tool("weather"), tool("news")], "tool_choice": "required"}
     more = {"parallel_tool_calls": False, "seed": seed, **SAMPLED}
     ((name, arguments),) = calls_of(server.post(CHAT, messages=USER, **asked, **more))
@@ -224,7 +224,7 @@ def test_a_call_that_is_required_is_made(server, seed):
     jsonschema.validate(arguments, CITY)
 
 
-def test_the_function_that_is_named_is_called(client):
+def test_named_tool_choice_calls_that_function(client):
     chunks = client.chat.completions.create(
         model="default",
         messages=USER,
@@ -238,7 +238,7 @@ def test_the_function_that_is_named_is_called(client):
     jsonschema.validate(json.loads("".join(p.function.arguments or "" for p in parts)), CITY)
 
 
-def test_a_strict_function_may_be_called_or_not(server):
+def test_strict_tool_with_auto_choice_returns_200(server):
     asked = {"tools": [tool("weather", strict=True)], "stop": ["q", "z", "x"], **SAMPLED}
     answer = server.post(CHAT, messages=USER, seed=1, **asked)
     assert answer.status_code == 200, answer.text
@@ -249,7 +249,7 @@ def allowed(mode: str, *names: str) -> Any:
 
 
 @pytest.mark.parametrize("is_flat", [False, True])
-def test_only_allowed_tools_are_called_and_all_stand_in_the_prompt(server, is_flat):
+def test_allowed_tools_limit_calls_and_preserve_prompt(server, is_flat):
     tools = [tool("weather"), tool("news"), tool("time")]
     choice = allowed("required", "news", "time")
     if is_flat:  # as the Responses API writes it
@@ -266,7 +266,7 @@ def test_only_allowed_tools_are_called_and_all_stand_in_the_prompt(server, is_fl
     assert prompts == {usage["prompt_tokens"]}
 
 
-def test_allowed_tools_may_be_called_or_not_and_the_others_never():
+def test_allowed_tools_auto_grammar_excludes_other_tools():
     """By the grammar itself: a random model would call seldom."""
     names = ["weather", "news"]
     asked = {"messages": USER, "tools": [*map(tool, names)], "tool_choice": allowed("auto", "news")}
@@ -311,7 +311,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("param", "fields"), REFUSED, ids=lambda x: str(x)[:50])
-def test_what_cannot_be_followed_is_refused_by_name(server, param, fields):
+def test_invalid_structured_output_returns_400_with_param(server, param, fields):
     answer = server.post(CHAT, messages=USER, **fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -319,7 +319,7 @@ def test_what_cannot_be_followed_is_refused_by_name(server, param, fields):
     assert "\n" not in error["message"]
 
 
-def test_a_prompt_of_one_token_has_nothing_to_choose_behind(server):
+def test_guided_regex_rejects_one_token_prompt(server):
     answer = server.post(COMPLETIONS, prompt=[5], guided_regex="a")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
@@ -358,7 +358,7 @@ BOMBS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_done_with_in_time_while_others_are_served(server, name):
+def test_grammar_bomb_times_out_without_blocking(server, name):
     """One sentence, whichever bound it meets; and the loop answers others meanwhile."""
     gaps: list[float] = []
     while len(gaps) < TRIES and min(gaps, default=1.0) >= MAX_GAP_S:
@@ -394,14 +394,14 @@ def _worst_gap(server: Server, bomb: dict[str, Any], reason: str | None) -> floa
     return max(gaps)
 
 
-def test_a_client_that_leaves_in_the_midst_leaves_nothing_behind(server):
+def test_disconnect_during_structured_output_frees_request(server):
     body = {"prompt": "once", "guided_regex": "a{1,400}", "max_tokens": 400, "stream": True}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
         next(answer.iter_lines())
     server.wait_for_metric("tandem:num_requests_running", 0)
 
 
-def test_the_form_begins_behind_the_reasoning(server):
+def test_guided_regex_applies_after_reasoning(server):
     """That the prompt has opened; a random model thinks to the end of its bound."""
     opened = {"chat_template_kwargs": {"enable_thinking": True}}
     asked = {"messages": USER, "guided_regex": "[ab]{3}", **SAMPLED, "max_tokens": 30}

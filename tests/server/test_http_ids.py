@@ -60,7 +60,7 @@ def vocab_of(server: Server) -> int:
     return int(message.rpartition(" ")[2]) + 1
 
 
-def test_no_id_out_of_range_reaches_a_row_and_the_neighbours_text_stays(server):
+def test_out_of_range_token_ids_return_400(server):
     plain = server.complete(**NEIGHBOUR, return_token_ids=True)["choices"][0]["token_ids"]
     document = httpx.get(server.url + "/openapi.json").json()
     marked = [place for place in places(document) if place.schema.get("format") == "token-id"]

@@ -95,12 +95,12 @@ EXPANDED = [
 ]
 
 
-def test_parts_stand_in_the_prompt_in_the_order_in_which_they_were_sent(server):
+def test_tokenize_preserves_order_of_image_parts(server):
     tokens = server.post("/tokenize", messages=TALK).json()
     assert (tokens["tokens"], tokens["count"]) == (EXPANDED, len(EXPANDED))
 
 
-def test_pixels_reach_the_engine_at_their_places(server):
+def test_image_pixels_reach_engine_at_placeholder_positions(server):
     answer = asked(server, TALK, max_tokens=len(EXPANDED), n=2, return_token_ids=True)
     reds = iter([7, 9, 11])
     begins = [a != IMAGE and b == IMAGE for a, b in zip([0, *EXPANDED], EXPANDED, strict=False)]
@@ -108,7 +108,7 @@ def test_pixels_reach_the_engine_at_their_places(server):
     assert [choice["token_ids"] for choice in answer["choices"]] == [want] * 2
 
 
-def test_usage_and_metrics_count_the_tokens_of_images(server):
+def test_usage_and_metrics_count_image_tokens(server):
     before = server.metrics()["tandem:prompt_image_tokens_total"]
     usage = asked(server, TALK, max_tokens=1)["usage"]
     assert usage["prompt_tokens"] == len(EXPANDED)
@@ -120,7 +120,7 @@ def test_usage_and_metrics_count_the_tokens_of_images(server):
     }
 
 
-def test_tools_stand_beside_images_and_show_some(server):
+def test_tool_messages_may_contain_images(server):
     tool = {"type": "function", "function": {"name": "look"}}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
@@ -132,7 +132,7 @@ def test_tools_stand_beside_images_and_show_some(server):
     assert answer.json()["tokens"].count(IMAGE) == 2
 
 
-def test_the_bounds_are_told_and_kept(server):
+def test_image_limits_are_reported_and_enforced(server):
     capabilities = httpx.get(server.url + "/capabilities").json()
     told, limits = capabilities["images"], capabilities["limits"]
     assert (limits["max_image_tokens"], limits["image_token"]) == (64, IMAGE)
@@ -168,21 +168,21 @@ def test_the_bounds_are_told_and_kept(server):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_image_or_no_text_is_refused_by_name(server, content, param, words):
+def test_invalid_content_part_returns_400_with_param(server, content, param, words):
     error = refused(server, content)
     assert error["param"] == param
     assert words in error["message"]
 
 
 @pytest.mark.parametrize("detail", ["auto", "high", "original", None])
-def test_detail_other_than_low_leaves_size_as_it_is(server, detail):
+def test_image_detail_other_than_low_preserves_size(server, detail):
     part = image(1, 2, 3)
     want = image_tokens(server, part)
     part["image_url"]["detail"] = detail
     assert image_tokens(server, part) == want == 6
 
 
-def test_unknown_detail_is_named(server):
+def test_image_detail_rejects_unknown_value(server):
     part = image(1, 1, 1)
     part["image_url"]["detail"] = "tiny"
     assert "give one of auto, high, original, low" in refused(server, [part])["message"]
@@ -193,14 +193,14 @@ def image_tokens(server: Server, part: dict[str, Any]) -> int:
     return usage["prompt_tokens_details"]["image_tokens"]
 
 
-def test_image_url_may_be_a_text_and_base64_in_lines(server):
+def test_image_url_accepts_string_and_wrapped_base64(server):
     part = image(1, 2, 3)
     head, data = part["image_url"]["url"].split(",")
     lines = base64.encodebytes(base64.b64decode(data)).decode()
     assert image_tokens(server, {"type": "image_url", "image_url": f"{head},{lines}"}) == 6
 
 
-def test_ten_thousand_images_are_refused_before_one_is_opened_or_has_a_place(server):
+def test_too_many_images_rejected_before_template_and_decoding(server):
     """Each would be refused as well, by itself."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png,"}}
     system = {"role": "system", "content": [part]}  # which the template refuses
@@ -209,7 +209,7 @@ def test_ten_thousand_images_are_refused_before_one_is_opened_or_has_a_place(ser
     assert "10001 images, at most 64 are supported" in answer.json()["error"]["message"]
 
 
-def test_only_users_and_tools_show_images(server):
+def test_images_rejected_in_assistant_and_system_messages(server):
     part = image(1, 1, 1)
     answer = server.post(CHAT, messages=[{"role": "assistant", "content": [part]}])
     assert answer.status_code == 400
@@ -229,7 +229,7 @@ def stream(server: Server, told: list[float], started: threading.Event) -> None:
                 started.set()
 
 
-def test_bad_images_are_refused_where_they_stand_while_a_neighbour_is_served(server):
+def test_invalid_images_return_400_without_blocking_stream(server):
     told: list[float] = []
     started = threading.Event()
     with ThreadPoolExecutor(1 + len(REFUSED)) as pool:
@@ -259,7 +259,7 @@ def workers(server: Server) -> list[int]:
     return [int(pid) for pid, line in lines.items() if "shared.images.worker" in line]
 
 
-def test_an_image_that_is_not_opened_holds_up_only_those_who_have_sent_some(server):
+def test_stopped_image_workers_block_only_image_requests(server):
     """Order, not time: a whole answer comes while nothing can be opened."""
     asked(server, [user(image(1, 1, 1))], max_tokens=1)
     stopped = workers(server)
@@ -277,7 +277,7 @@ def test_an_image_that_is_not_opened_holds_up_only_those_who_have_sent_some(serv
         assert waiting.result(30)["usage"]["prompt_tokens_details"]["image_tokens"] == 1
 
 
-def test_the_death_of_what_opens_images_is_named_and_survived(server):
+def test_killed_image_worker_is_reported_and_restarted(server):
     asked(server, [user(image(1, 1, 1))], max_tokens=1)
     (first, *others) = workers(server)
     for pid in others:
@@ -292,7 +292,7 @@ def test_the_death_of_what_opens_images_is_named_and_survived(server):
     assert any("image process exited" in line for line in server.lines)
 
 
-def test_a_model_that_does_not_see_refuses_images_and_starts_nothing_for_them(tmp_path):
+def test_text_model_rejects_images_and_starts_no_worker(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
         error = refused(blind, [text("a"), image(1, 1, 1)])
@@ -304,13 +304,13 @@ def test_a_model_that_does_not_see_refuses_images_and_starts_nothing_for_them(tm
         assert json.dumps(asked(blind, [user(*said)], max_tokens=3))
 
 
-def test_a_template_that_leaves_an_image_out_is_told(server):
+def test_template_omitting_image_placeholder_returns_400(server):
     error = refused(server, [image(1, 1, 1)], chat_template_kwargs={"blind": True})
     assert error["param"] == "messages"
     assert "wrote 0 image placeholders for 1 images" in error["message"]
 
 
-def test_a_template_that_writes_no_images_refuses_them(tmp_path):
+def test_template_without_image_placeholders_returns_400(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
         error = refused(server, [text("a"), image(1, 1, 1)])

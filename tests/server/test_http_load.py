@@ -128,9 +128,7 @@ def plain_texts(command, bodies) -> list[Text]:
         return [_text(server.complete(**body)["choices"]) for body in bodies]
 
 
-def test_under_load_every_text_is_the_plain_one_and_everything_comes_back(
-    command, bodies, plain_texts
-):
+def test_load_preserves_plain_outputs_and_frees_pages(command, bodies, plain_texts):
     with serving([*command, *FEW_PAGES, *CHAIN, "--overlap-depth", "1"]) as server:
         before = server.metrics()
         got = asyncio.run(_load(server, bodies))

@@ -51,7 +51,7 @@ def ends(lines: list[str]) -> list[dict[str, Any]]:
     return [line for line in found if line["message"] == "request ended"]
 
 
-def test_a_line_says_of_each_request_how_it_ended_and_nothing_of_what_it_says(command):
+def test_request_log_contains_summary_without_prompt_text(command):
     with serving([*command, "--log-format", "json"]) as server:
         ids = use(server)
     assert SECRET not in "".join(server.lines)
@@ -69,7 +69,7 @@ def test_a_line_says_of_each_request_how_it_ended_and_nothing_of_what_it_says(co
 
 
 @pytest.mark.matrix
-def test_what_a_request_says_is_logged_where_that_is_asked_for(command):
+def test_log_requests_logs_bodies_and_outputs(command):
     with serving([*command, "--log-requests"]) as server:
         use(server)
     text = "\n".join(server.lines)
@@ -79,7 +79,7 @@ def test_what_a_request_says_is_logged_where_that_is_asked_for(command):
 
 
 @pytest.mark.matrix
-def test_a_level_bounds_what_is_logged_and_the_greeting_is_always_there(command):
+def test_log_level_warning_keeps_only_address_line(command):
     with serving([*command, "--log-level", "warning"]) as server:
         server.complete("a", max_tokens=1)
     assert len(server.lines) == 1
@@ -93,13 +93,13 @@ def record(**fields: Any) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("kind", [TextLines, JsonLines])
-def test_no_field_begins_a_line_of_its_own(kind):
+def test_log_fields_escape_newlines(kind):
     written = kind().format(record(name="a\n2026 error forged", other=1.5))
     assert "\n" not in written
     assert "forged" in written
 
 
-def test_an_error_has_its_exception_within_its_object():
+def test_json_log_line_contains_exception():
     try:
         raise ValueError("of the device")
     except ValueError as error:

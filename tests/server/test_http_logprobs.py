@@ -26,7 +26,7 @@ CHAIN += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-def test_a_completion_has_four_lists_as_long_as_its_tokens(server):
+def test_completion_logprobs_lists_equal_expected(server):
     body = server.complete(
         [*"aö".encode(), 299, END], temperature=0, logprobs=2, return_token_ids=True
     )
@@ -46,14 +46,14 @@ def test_a_completion_has_four_lists_as_long_as_its_tokens(server):
     }
 
 
-def test_no_best_tokens_still_gives_the_logprob_of_each_token(server):
+def test_logprobs_0_returns_chosen_token_logprobs(server):
     choice = server.complete("ab", temperature=0, max_tokens=2, logprobs=0)["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-97 / 256, -98 / 256]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -97 / 256}, {"b": -98 / 256}]
     assert server.complete("ab", max_tokens=2)["choices"][0]["logprobs"] is None
 
 
-def test_a_chat_has_an_object_per_token(server):
+def test_chat_logprobs_have_one_entry_per_token(server):
     fields = {"messages": USER, "max_tokens": 2, "logit_bias": {str(0xC3): 100}}
     answer = server.post(CHAT, **fields, logprobs=True, top_logprobs=1).json()
     half = {"token": r"bytes:\xc3", "logprob": -195 / 256, "bytes": [0xC3]}
@@ -64,7 +64,7 @@ def test_a_chat_has_an_object_per_token(server):
     assert server.post(CHAT, **fields).json()["choices"][0]["logprobs"] is None
 
 
-def test_a_stop_string_ends_logprobs_and_tokens_together(server):
+def test_stop_string_truncates_logprobs_and_tokens(server):
     """Others cut tokens, logprobs and usage at different lengths (s#26163, s#39826)."""
     fields = {"temperature": 0, "stop": ["lo w"], "logprobs": MAX_LOGPROBS}
     body = server.complete("hello world", **fields, return_token_ids=True)
@@ -75,14 +75,14 @@ def test_a_stop_string_ends_logprobs_and_tokens_together(server):
     assert body["usage"]["completion_tokens"] == 7
 
 
-def test_min_tokens_ends_logprobs_where_the_text_ends(server):
+def test_min_tokens_keeps_logprobs_aligned_with_tokens(server):
     fields = {"temperature": 0, "max_tokens": 9, "logprobs": 0}
     choice = server.complete([97, END], **fields, min_tokens=3)["choices"][0]
     assert choice["logprobs"]["tokens"] == ["a", chr(FILLER), "a", "<|end|>"]
     assert choice["text"] == "a-a"
 
 
-def test_a_stream_of_a_completion_joins_to_the_whole_logprobs(server):
+def test_completion_stream_logprobs_equal_whole_response(server):
     fields = {"prompt": "grün 你好", "max_tokens": 30, "temperature": 0, "stop": "你好g"}
     whole = server.complete(**fields, logprobs=1)["choices"][0]["logprobs"]
     events = server.stream(COMPLETIONS, **fields, logprobs=1)
@@ -91,7 +91,7 @@ def test_a_stream_of_a_completion_joins_to_the_whole_logprobs(server):
     assert {name: [x for part in parts for x in part[name]] for name in LISTS} == whole
 
 
-def test_a_stream_of_a_chat_joins_to_the_whole_logprobs_of_each_choice(server):
+def test_chat_stream_logprobs_equal_whole_response(server):
     fields = {"messages": USER, "max_tokens": 8, "seed": 5, "n": 3}
     fields |= {"logprobs": True, "top_logprobs": 2}
     whole = server.post(CHAT, **fields).json()["choices"]
@@ -102,7 +102,7 @@ def test_a_stream_of_a_chat_joins_to_the_whole_logprobs_of_each_choice(server):
     assert joined == {choice["index"]: choice["logprobs"]["content"] for choice in whole}
 
 
-def test_the_openai_client_reads_both_forms(server):
+def test_openai_client_parses_completion_and_chat_logprobs(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     fields = {"model": "default", "max_tokens": 3, "temperature": 0}
     completion = client.completions.create(prompt="abc", logprobs=2, **fields)
@@ -209,7 +209,7 @@ def assert_echoed(server: Server, alone: dict[str, Any]) -> None:
         assert_same({**alone, "logprobs": got}, alone)
 
 
-def test_logprobs_are_the_same_with_drafts_and_without_alone_and_packed(tiny: list[str]):
+def test_logprobs_equal_with_and_without_speculation(tiny: list[str]):
     with serving([*tiny, "--overlap-depth", "0"]) as server:
         alone = [server.complete(**body)["choices"][0] for body in bodies()]
         assert_refused(server)

@@ -84,7 +84,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_nobody_waits_for_a_request_that_is_too_long(server, name):
+def test_oversized_request_does_not_block_other_requests(server, name):
     path, make = BODIES[name]
     body = make()
     assert SIZE / 4 < len(body) < 8 << 20
@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_request_that_is_too_long(server, name):
 
 
 @pytest.mark.parametrize("number", [16_000, 1 << 17])
-def test_lists_within_a_body_are_bounded(server, number):
+def test_long_body_lists_return_400_with_param(server, number):
     """What is short enough to be read is refused by its own name."""
     answer = server.post(COMPLETIONS, prompt="a", stop_token_ids=list(range(number)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop_token_ids")
@@ -115,7 +115,7 @@ def test_lists_within_a_body_are_bounded(server, number):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_other_threads_run_while_a_text_is_encoded():
+def test_tokenizer_encode_releases_gil():
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
     text, started = "the quick brown fox jumps. " * 30_000, time.monotonic()
@@ -123,7 +123,7 @@ def test_other_threads_run_while_a_text_is_encoded():
     assert gap < (time.monotonic() - started) / 2
 
 
-def test_a_text_that_may_fit_is_encoded(server):
+def test_length_bound_encodes_text_that_may_fit(server):
     """The bound is on what no tokenizer makes few tokens of, not on what is merely long."""
     longest = max(map(len, byte_tokenizer().get_vocab()))
     answer = server.post(COMPLETIONS, prompt="x" * 400 * longest)
@@ -141,7 +141,7 @@ def joining_tokenizer() -> FastTokenizer:
 @pytest.mark.parametrize("make", [byte_tokenizer, joining_tokenizer])
 @given(st.text(alphabet=st.sampled_from("aé\u0301 <|end|>\u1112\u1161\u11ab\u03b1\u0313\u0345🎉")))
 @settings(deadline=None, max_examples=200)
-def test_no_text_is_longer_than_its_tokens_can_be(make, text):
+def test_most_characters_bounds_text_per_token(make, text):
     tokenizer = make()
     most = most_characters(tokenizer)
     assert most is not None
@@ -173,5 +173,5 @@ def shortened_text() -> FastTokenizer:
 
 
 @pytest.mark.parametrize("make", [unknown_words, stripping_token, stripped_text, shortened_text])
-def test_a_tokenizer_that_drops_characters_has_no_bound(make):
+def test_most_characters_of_lossy_tokenizer_returns_none(make):
     assert most_characters(make()) is None

@@ -60,17 +60,17 @@ def families(server: Server) -> dict[str, str]:
     return found
 
 
-def test_the_page_has_its_names_before_the_first_step(server):
+def test_metrics_list_vllm_names_before_first_step(server):
     assert AS_VLLM.items() <= families(server).items()
     assert server.metrics()['tandem:request_success_total{finished_reason="stop"}'] == 0
 
 
-def test_model_was_created_when_its_server_began(server):
+def test_model_card_created_is_server_start(server):
     (card,) = httpx.get(server.url + "/v1/models").json()["data"]
     assert 0 <= time.time() - card["created"] < 3600
 
 
-def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
+def test_metrics_count_request_tokens_steps_and_seconds(server):
     before = server.metrics()
     body = server.complete([5, 6, 7], max_tokens=20, temperature=0, ignore_eos=True)
     server.wait_for_metric("tandem:num_requests_running", 0)
@@ -94,7 +94,7 @@ def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
     assert added["tandem:request_generation_tokens_sum"] == 20
 
 
-def test_positions_count_the_drafts_at_them():
+def test_count_drafts_counts_accepted_tokens_per_position():
     metrics = Metrics({}, 3)
     metrics.count_drafts([3, 3, 2, 3], [0, 3, 1, 1])
     found = metrics.snapshot()
@@ -104,14 +104,14 @@ def test_positions_count_the_drafts_at_them():
     metrics.count_drafts([], [])
 
 
-def test_an_engine_has_its_figures_before_its_first_step():
+def test_engine_metrics_exist_before_first_step():
     backend = ToyBackend(toy_capacity(num_pages=40, num_slots=5, overlap=1))
     found = toy_engine(backend).metrics.snapshot()
     assert set(found.values()) <= {0.0, 4.0, 39.0}
     assert any(StepKind.DECODE.value in name for name in found)
 
 
-def test_the_page_has_its_names_while_no_step_has_ended(tmp_path):
+def test_metrics_respond_while_first_step_hangs(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
         with pytest.raises(httpx.ReadTimeout):

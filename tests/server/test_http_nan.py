@@ -63,7 +63,7 @@ def check_failure(server: Server, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("depth", [pytest.param("0", marks=pytest.mark.matrix), "3"])
-def test_a_request_that_is_no_number_fails_alone_with_and_without_drafts(depth):
+def test_nan_request_fails_alone_with_and_without_drafts(depth):
     with serving(
         ["-m", "tests.support.serve_toy", "--step-ms", str(STEP_MS), "--depth", depth]
     ) as server:
@@ -108,6 +108,6 @@ def poisoned(request, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.matrix
-def test_a_request_that_is_no_number_fails_alone_with_every_drafter(poisoned):
+def test_nan_request_isolated_for_all_drafters(poisoned):
     chosen = {"prompt": [9, 8], "max_tokens": 8, "logit_bias": {str(TOKEN): 100}}
     tokens_beside(poisoned, [{"prompt": [9, TOKEN, 8], "max_tokens": 8}, chosen])

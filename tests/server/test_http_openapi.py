@@ -66,7 +66,7 @@ def told(server) -> dict[str, Any]:
     return httpx.get(server.url + "/openapi.json").json()
 
 
-def test_the_document_is_valid_and_every_reference_leads_somewhere(told):
+def test_openapi_document_is_valid_with_resolved_references(told):
     OpenAPI.model_validate(told)
     assert told["openapi"].startswith("3.1")
     names = {ref.rpartition("/")[2] for ref in references(told)}
@@ -85,7 +85,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def test_every_route_is_told_with_its_errors(told):
+def test_openapi_lists_routes_with_errors(told):
     assert {path: next(iter(methods)) for path, methods in told["paths"].items()} == ROUTES
     for methods in told["paths"].values():
         (operation,) = methods.values()
@@ -104,7 +104,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
-def test_every_field_is_told(told, kind: type[BaseModel]):
+def test_openapi_lists_all_request_fields(told, kind: type[BaseModel]):
     schema = told["components"]["schemas"][kind.__name__]
     fields = set(kind.model_fields)
     endpoint = {CompletionRequest: "completions", ChatRequest: "chat"}.get(kind)
@@ -117,7 +117,7 @@ def test_every_field_is_told(told, kind: type[BaseModel]):
         assert shape, f"{name} may be anything"
 
 
-def test_every_number_of_a_body_is_bounded(told):
+def test_openapi_numbers_have_bounds(told):
     schemas = told["components"]["schemas"]
     for kind in BODIES:
         for name, field in schemas[kind.__name__]["properties"].items():
@@ -141,7 +141,7 @@ def numbers(field: Any) -> Iterator[dict[str, Any]]:
             yield from numbers(value)
 
 
-def test_answers_are_as_they_are_told(server):
+def test_generation_responses_match_openapi_models(server):
     plain: dict[str, Any] = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
     chat: dict[str, Any] = {
         "messages": [{"role": "user", "content": CALL + SPECIAL[0]}],
@@ -170,7 +170,7 @@ def test_answers_are_as_they_are_told(server):
     answers.Error.model_validate(server.post(CHAT, messages=USER, seed=10**30).json())
 
 
-def test_answers_about_the_server_are_as_they_are_told(server):
+def test_server_responses_match_openapi_models(server):
     headers = {"authorization": f"Bearer {ADMIN_KEY}".encode()}
     for path, kind in (
         ("/v1/models", answers.Models),

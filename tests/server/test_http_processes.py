@@ -82,7 +82,7 @@ def assert_errors(requests: OpenRequests, word: str) -> None:
     assert word in requests.events[-1]["error"]["message"]
 
 
-def test_a_killed_engine_gives_open_requests_an_error_and_ends_the_server(server):
+def test_killed_engine_fails_requests_and_ends_server(server):
     pids, requests = server.pids(), OpenRequests(server)
     os.kill(server.process.pid, signal.SIGKILL)
     wait_for_end(server, pids)
@@ -90,7 +90,7 @@ def test_a_killed_engine_gives_open_requests_an_error_and_ends_the_server(server
     assert any("killed or crashed" in line for line in server.lines)
 
 
-def test_a_failing_engine_ends_both_with_the_reason(server):
+def test_failing_engine_ends_both_processes_with_reason(server):
     pids, requests = server.pids(), OpenRequests(server)
     answer = server.post("/v1/completions", prompt=[CRASH])
     assert answer.status_code == 503
@@ -99,7 +99,7 @@ def test_a_failing_engine_ends_both_with_the_reason(server):
     assert any("the device fell over" in line for line in server.lines)
 
 
-def test_a_killed_http_server_ends_the_engine_with_the_reason(server):
+def test_killed_http_server_ends_engine_with_reason(server):
     pids = server.pids()
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
@@ -119,7 +119,7 @@ USUAL = (signal.SIGINT, signal.SIGHUP)
         for number in ENDING
     ],
 )
-def test_an_end_by_a_signal_is_told_as_one(server, number):
+def test_stop_signal_is_reported_to_requests_and_log(server, number):
     pids, requests = server.pids(), OpenRequests(server)
     server.process.send_signal(number)
     assert wait_for_end(server, pids) == 0
@@ -129,7 +129,7 @@ def test_an_end_by_a_signal_is_told_as_one(server, number):
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_so_is_an_end_by_one_signal_too_many(server, number, pause_s):
+def test_repeated_stop_signal_during_hung_step_is_reported(server, number, pause_s):
     """The engine has no time to say it: a step does not end, and the last signal kills."""
     pids, answers = server.pids(), []
     frozen = threading.Thread(
@@ -157,7 +157,7 @@ def assert_told(server: Server, number: signal.Signals) -> None:
         assert " error " not in line
 
 
-def test_a_signal_to_both_processes_is_the_engines_affair(server):
+def test_http_server_ignores_stop_signals(server):
     """As a terminal sends them: to a group."""
     _, http_server = server.pids()
     for number in STOP_SIGNALS:
@@ -166,7 +166,7 @@ def test_a_signal_to_both_processes_is_the_engines_affair(server):
     assert httpx.get(server.url + "/live").status_code == 200
 
 
-def test_the_http_server_hears_no_signal_while_it_starts(tmp_path):
+def test_http_server_ignores_stop_signals_during_startup(tmp_path):
     with serving(["-c", OBSERVED, str(tmp_path)]) as running:  # which has sent it all of them
         assert httpx.get(running.url + "/live").status_code == 200
 
@@ -187,7 +187,7 @@ sys.exit(http_fixtures.main())
 """
 
 
-def test_what_the_start_was_told_to_ignore_stays_ignored(tmp_path):
+def test_inherited_ignored_signal_stays_ignored(tmp_path):
     """As by nohup."""
     ignoring = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
     ignoring += "from tests.support import http_fixtures; sys.exit(http_fixtures.main())"
@@ -211,7 +211,7 @@ AT_ONCE = pytest.mark.parametrize(
 
 
 @AT_ONCE
-def test_interrupt_or_a_second_sigterm_ends_both_at_once_in_order(server, numbers):
+def test_interrupt_or_second_sigterm_ends_processes_without_drain(server, numbers):
     pids, requests = server.pids(), OpenRequests(server)
     signal_to_end(server, numbers)
     assert wait_for_end(server, pids) == 0
@@ -219,7 +219,7 @@ def test_interrupt_or_a_second_sigterm_ends_both_at_once_in_order(server, number
     assert not any("Traceback" in line for line in server.lines)
 
 
-def test_a_step_that_does_not_end_ends_the_server_with_the_reason(server):
+def test_watchdog_ends_server_on_hung_step(server):
     pids, requests = server.pids(), OpenRequests(server)
     began = time.monotonic()
     answer = server.post("/v1/completions", prompt=[FREEZE])
@@ -232,7 +232,7 @@ def test_a_step_that_does_not_end_ends_the_server_with_the_reason(server):
 
 
 @AT_ONCE
-def test_a_signal_ends_both_while_a_step_does_not_end(server, numbers):
+def test_signal_ends_processes_during_hung_step(server, numbers):
     pids = server.pids()
     frozen = threading.Thread(
         target=lambda: server.post("/v1/completions", prompt=[FREEZE]), daemon=True
@@ -245,7 +245,7 @@ def test_a_signal_ends_both_while_a_step_does_not_end(server, numbers):
     assert not frozen.is_alive()
 
 
-def test_a_frozen_engine_is_ended_with_the_reason(server):
+def test_stopped_engine_is_killed_after_silence(server):
     """Its own watchdog is frozen with it; the server hears that nothing comes."""
     pids, requests = server.pids(), OpenRequests(server)
     os.kill(server.process.pid, signal.SIGSTOP)
@@ -256,7 +256,7 @@ def test_a_frozen_engine_is_ended_with_the_reason(server):
     assert any("sent nothing for" in line and "killing" in line for line in server.lines)
 
 
-def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):
+def test_broken_tokenizer_fails_startup_with_message(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     command = [sys.executable, "-m", "tests.support.http_fixtures", str(tmp_path)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

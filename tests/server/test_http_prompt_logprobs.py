@@ -31,7 +31,7 @@ def at(token: int, *others: int) -> dict[str, Any]:
     }
 
 
-def test_an_echoed_prompt_has_its_logprobs_before_the_answers(server):
+def test_echo_returns_prompt_logprobs_before_output(server):
     choice = server.complete("abc", **ECHO, max_tokens=2, logprobs=2)["choices"][0]
     assert (choice["text"], choice["token_ids"]) == ("abcab", [*b"ab"])
     a, b, c = -97 / 256, -98 / 256, -99 / 256
@@ -50,7 +50,7 @@ def test_an_echoed_prompt_has_its_logprobs_before_the_answers(server):
     assert "prompt_logprobs" not in choice
 
 
-def test_a_prompt_alone_is_scored_as_harnesses_ask_for_it(server):
+def test_echo_with_max_tokens_0_scores_prompt(server):
     """With no token of an answer, or with one that they leave out."""
     for prompt in ("abc", [*b"abc"]):
         nothing = server.complete(prompt, **ECHO, max_tokens=0, logprobs=1)
@@ -64,7 +64,7 @@ def test_a_prompt_alone_is_scored_as_harnesses_ask_for_it(server):
             assert len(choice["logprobs"][name]) == 3
 
 
-def test_offsets_are_those_of_the_text_that_is_given_back(server):
+def test_echo_text_offsets_index_returned_text(server):
     """Within a character, at special tokens that the text names, and at ids without a text."""
     logprobs = {**ECHO, "max_tokens": 1, "logprobs": 0}
     choice = server.complete("a<|end|>ö!", **logprobs)["choices"][0]
@@ -76,14 +76,14 @@ def test_offsets_are_those_of_the_text_that_is_given_back(server):
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 3]
 
 
-def test_every_choice_of_every_prompt_has_those_of_its_own(server):
+def test_echo_logprobs_belong_to_each_prompt(server):
     found = server.complete(["ab", "cde"], **ECHO, n=2, max_tokens=1, logprobs=0)["choices"]
     told = [choice["logprobs"]["token_logprobs"][:-1] for choice in found]
     ab, cde = [None, -98 / 256], [None, -100 / 256, -101 / 256]
     assert told == [ab, ab, cde, cde]
 
 
-def test_prompt_logprobs_are_told_by_id_with_their_ranks(server):
+def test_prompt_logprobs_keyed_by_id_with_ranks(server):
     """As vLLM has them: in each choice of a completion, and beside the choices of a chat."""
     body = server.complete("ab", temperature=0, max_tokens=1, n=2, prompt_logprobs=2)
     for choice in body["choices"]:
@@ -104,7 +104,7 @@ def test_prompt_logprobs_are_told_by_id_with_their_ranks(server):
     assert "prompt_logprobs" not in server.post(CHAT, messages=USER, max_tokens=1).json()
 
 
-def test_echoed_ones_and_those_by_id_may_be_of_different_numbers(server):
+def test_echo_logprobs_and_prompt_logprobs_counts_are_independent(server):
     for echoed, told in ((0, 3), (3, 0), (2, 2)):
         body = server.complete("ab", **ECHO, max_tokens=0, logprobs=echoed, prompt_logprobs=told)
         choice = body["choices"][0]
@@ -112,7 +112,7 @@ def test_echoed_ones_and_those_by_id_may_be_of_different_numbers(server):
         assert len(choice["prompt_logprobs"][1]) == max(told, 1)
 
 
-def test_a_stream_of_a_completion_has_the_prompts_in_its_first_event(server):
+def test_completion_stream_sends_prompt_logprobs_in_first_event(server):
     fields = {**ECHO, "prompt": "grün", "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 2}
     whole = server.complete(**fields)["choices"][0]
     events = [event["choices"][0] for event in server.stream(COMPLETIONS, **fields)]
@@ -123,14 +123,14 @@ def test_a_stream_of_a_completion_has_the_prompts_in_its_first_event(server):
     assert not any("prompt_logprobs" in event for event in events[1:])
 
 
-def test_a_stream_of_a_chat_has_them_once(server):
+def test_chat_stream_sends_prompt_logprobs_once(server):
     fields = {"messages": USER, "max_tokens": 5, "seed": 1, "n": 2, "prompt_logprobs": 1}
     whole = server.post(CHAT, **fields).json()["prompt_logprobs"]
     told = [e["prompt_logprobs"] for e in server.stream(CHAT, **fields) if "prompt_logprobs" in e]
     assert told == [whole]
 
 
-def test_the_openai_client_reads_an_echo_with_logprobs(server):
+def test_openai_client_parses_echo_logprobs(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     answer = client.completions.create(
         model="default", prompt=["abc", "d"], echo=True, max_tokens=0, logprobs=1
@@ -139,7 +139,7 @@ def test_the_openai_client_reads_an_echo_with_logprobs(server):
     assert found == [[None, -98 / 256, -99 / 256], [None]]
 
 
-def test_more_than_the_start_allows_is_refused_with_the_bound(server):
+def test_prompt_logprobs_above_limit_is_rejected(server):
     asked = {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": MAX_PROMPT_LOGPROBS + 1}
     assert (
         f"prompt_logprobs must be 0 to {MAX_PROMPT_LOGPROBS} "
@@ -147,7 +147,7 @@ def test_more_than_the_start_allows_is_refused_with_the_bound(server):
     )
 
 
-def test_no_answer_and_nothing_of_the_prompt_is_refused(server):
+def test_max_tokens_0_without_echo_returns_error(server):
     error = server.post(COMPLETIONS, prompt="ab", max_tokens=0).json()["error"]
     assert error["param"] == "max_tokens"
     assert "echo" in error["message"]

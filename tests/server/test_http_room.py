@@ -48,7 +48,7 @@ def answered(connection: socket.socket) -> bytes | None:
         return b""
 
 
-def test_who_finds_no_room_is_told_and_who_is_in_is_served(server):
+def test_connection_limit_returns_503_and_keeps_open_connections(server):
     with contextlib.ExitStack() as ends:
         inside = ends.enter_context(socket.create_connection(address(server.url), timeout=5))
         clients = [
@@ -84,7 +84,7 @@ def test_who_finds_no_room_is_told_and_who_is_in_is_served(server):
 
 @pytest.mark.parametrize("descriptors", [0, 1, 7, 40, 1000, 1 << 16])
 @pytest.mark.parametrize("num_sockets", [1, 2])
-def test_all_that_may_be_open_at_once_has_a_descriptor(descriptors, num_sockets):
+def test_connection_limit_fits_file_descriptors(descriptors, num_sockets):
     room = ConnectionLimit.of(descriptors, num_sockets)
     assert min(room.most, room.spare, room.backlog) >= 1
     assert room.spare <= MAX_SPARE
@@ -110,7 +110,7 @@ def logged() -> tuple[logging.Logger, list[str]]:
     return logger, handler.lines
 
 
-def test_an_error_that_repeats_is_logged_once_in_a_while_with_how_often(logged, monkeypatch):
+def test_rate_limit_filter_suppresses_repeats_with_count(logged, monkeypatch):
     logger, lines = logged
     now = 0.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
@@ -131,7 +131,7 @@ def test_an_error_that_repeats_is_logged_once_in_a_while_with_how_often(logged, 
     assert lines[-1] == "the same"
 
 
-def test_errors_that_differ_are_all_logged_and_no_more_is_kept_than_needed(logged):
+def test_rate_limit_filter_passes_distinct_errors_bounded(logged):
     logger, lines = logged
     for number in range(3 * logs.MAX_KINDS):
         logger.error("no. %d", number)

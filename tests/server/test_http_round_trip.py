@@ -186,7 +186,7 @@ def comparable(told: str, shape: str) -> str:
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_an_answer_comes_back_in_every_shape(server, client, case):
+def test_response_message_round_trips_for_client_shapes(server, client, case):
     said = SAID[case]
     raw = of_model(server, said)
     calls = raw.get("tool_calls", [])
@@ -205,7 +205,7 @@ def test_an_answer_comes_back_in_every_shape(server, client, case):
     assert comparable(shown(server, added(client, said)), "") == comparable(first, "")
 
 
-def test_what_was_cut_of_arguments_is_left_out_and_the_rest_read(server, client):
+def test_truncated_tool_arguments_are_accepted_and_repaired(server, client):
     cut = CALL[: CALL.index(", null")]
     message = whole(client, cut)
     (call,) = message.tool_calls
@@ -215,7 +215,7 @@ def test_what_was_cut_of_arguments_is_left_out_and_the_rest_read(server, client)
 
 
 @pytest.mark.parametrize("arguments", ["{]", '{"a": 1} x', "[1", "x", '{"a": 1}}', "{a"])
-def test_arguments_that_are_no_beginning_of_an_object_are_refused(server, arguments):
+def test_invalid_tool_arguments_return_400(server, arguments):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
     answer = server.post(CHAT, messages=messages, tools=TOOLS)
@@ -223,7 +223,7 @@ def test_arguments_that_are_no_beginning_of_an_object_are_refused(server, argume
     assert answer.json()["error"]["param"].endswith("arguments")
 
 
-def test_two_names_of_the_reasoning_may_not_differ(server):
+def test_reasoning_and_reasoning_content_must_match(server):
     message = {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}
     error = server.post(CHAT, messages=[message]).json()["error"]
     assert error["param"] == "messages[0]"

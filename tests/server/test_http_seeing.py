@@ -99,7 +99,7 @@ def answer_to(server: Server, messages: list[dict[str, Any]], **more: Any) -> di
     return answer.json()
 
 
-def test_texts_of_images_are_those_of_the_specification(server):
+def test_image_outputs_match_spec(server):
     """One and two images, some at the same time, one of which a chunk cuts."""
     asked = [
         conversation("what? ", ONE),
@@ -116,7 +116,7 @@ def test_texts_of_images_are_those_of_the_specification(server):
         assert usage["prompt_tokens_details"]["image_tokens"] == prompt.tokens.count(IMAGE)
 
 
-def test_an_image_is_encoded_once_and_never_taken_for_another(server):
+def test_prefix_cache_distinguishes_images_and_reuses_encoding(server):
     rest = " and then some words, so that pages behind the image are full"
     (one, first), (two, second) = (conversation(each, rest) for each in (ONE, OTHER))
     assert first.tokens == second.tokens
@@ -140,7 +140,7 @@ def held(server, request) -> Server:
     return server
 
 
-def test_a_text_behind_an_image_is_held_to_a_grammar(held):
+def test_guided_regex_after_image_matches_spec(held):
     texts = []
     for image in (ONE, OTHER):
         messages, prompt = conversation("what? ", image)
@@ -150,7 +150,7 @@ def test_a_text_behind_an_image_is_held_to_a_grammar(held):
     assert texts[0] != texts[1], "what the image shows counts"
 
 
-def test_a_function_is_called_behind_an_image(held):
+def test_required_tool_call_after_image_is_valid(held):
     parameters = {
         "type": "object",
         "properties": {"size": {"enum": ["small", "large"]}},
@@ -167,7 +167,7 @@ def test_a_function_is_called_behind_an_image(held):
     assert json.loads(call["function"]["arguments"])["size"] in ("small", "large")
 
 
-def test_an_image_token_without_an_image_is_refused(server):
+def test_image_token_without_image_returns_400(server):
     answer = server.post(COMPLETIONS, prompt=[1, IMAGE, 2], max_tokens=1)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "prompt")

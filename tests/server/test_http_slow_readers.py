@@ -140,7 +140,7 @@ def small_bounds(monkeypatch):
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_who_does_not_read_is_ended_within_a_bound_of_steps(choices):
+def test_stalled_client_is_aborted_within_unread_limit(choices):
     asyncio.run(_does_not_read(choices))
 
 
@@ -166,7 +166,7 @@ async def _does_not_read(choices: int) -> None:
             assert b"[DONE]" not in got
 
 
-def test_a_slow_reader_that_catches_up_in_time_loses_nothing():
+def test_slow_reader_that_catches_up_receives_all():
     asyncio.run(_catches_up())
 
 
@@ -183,7 +183,7 @@ async def _catches_up() -> None:
             assert b"slow_reader" not in got
 
 
-def test_who_reads_again_after_the_end_is_told_why(monkeypatch):
+def test_slow_client_receives_error_after_abort(monkeypatch):
     monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 60)
     got = asyncio.run(_reads_too_late())
     assert b'"code":"slow_reader"' in got
@@ -201,7 +201,7 @@ async def _reads_too_late() -> bytes:
             return await reading
 
 
-def test_others_are_served_beside_one_that_does_not_read():
+def test_stalled_client_does_not_block_other_requests():
     asyncio.run(_beside())
 
 

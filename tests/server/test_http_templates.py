@@ -52,7 +52,7 @@ def ask(server: Server, text: str) -> httpx.Response:
         ("write", f"the chat template wrote more than {MAX_BYTES} bytes"),
     ],
 )
-def test_a_template_that_takes_too_much_is_an_error_of_its_request(server, text, reason):
+def test_expensive_chat_template_returns_400(server, text, reason):
     began = time.monotonic()
     answer = ask(server, text)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
@@ -76,14 +76,14 @@ def worst_gap(server: Server) -> float:
     return max(gaps)
 
 
-def test_nobody_waits_for_a_template_that_does_not_end(server):
+def test_endless_chat_template_does_not_block_health(server):
     gaps: list[float] = []
     while len(gaps) < TRIES and min(gaps, default=1.0) >= MAX_GAP_S:
         gaps.append(worst_gap(server))
     assert min(gaps) < MAX_GAP_S
 
 
-def test_another_conversation_is_answered_meanwhile(server):
+def test_endless_chat_template_does_not_block_other_chats(server):
     ask(server, "hi")
     bomb = threading.Thread(target=ask, args=(server, "loop"))
     bomb.start()
@@ -100,7 +100,7 @@ def workers_of(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_stays_behind_a_server_whose_template_does_not_end(tmp_path, number):
+def test_endless_chat_template_worker_ends_with_server(tmp_path, number):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:

@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 MARK = 257  # <|user|>, of which the template's answer begins behind 258
 
 
-def test_a_text_has_the_tokens_that_its_prompt_has(server):
+def test_tokenize_prompt_returns_tokens(server):
     found = server.post("/tokenize", model="repeater", prompt="hé").json()
     want = {"count": 3, "max_model_len": CONTEXT, "tokens": [*"hé".encode()], "token_strs": None}
     assert found == want
@@ -27,13 +27,13 @@ def test_a_text_has_the_tokens_that_its_prompt_has(server):
     assert found["token_strs"] == ["h", r"bytes:\xc3", r"bytes:\xa9"]
 
 
-def test_a_conversation_has_the_tokens_that_its_prompt_has(server):
+def test_tokenize_messages_returns_chat_prompt_tokens(server):
     found = server.post("/tokenize", messages=USER, add_generation_prompt=True).json()
     assert found["tokens"] == [MARK, *b"hi", MARK + 1]
     assert found["count"] == 4
 
 
-def test_a_conversation_ends_as_it_is_asked_to(server):
+def test_tokenize_applies_generation_prompt_and_continue_final_message(server):
     found = server.post("/tokenize", messages=USER, add_generation_prompt=False).json()
     assert found["tokens"] == [MARK, *b"hi"]
     begun = [*USER, {"role": "assistant", "content": "so "}]
@@ -45,7 +45,7 @@ def test_a_conversation_ends_as_it_is_asked_to(server):
         assert answer["usage"]["prompt_tokens"] == found["count"]
 
 
-def test_tokens_have_their_text_with_special_ones(server):
+def test_detokenize_returns_text_with_special_tokens(server):
     found = server.post("/detokenize", tokens=[*"hé".encode(), END, VOCAB - 1]).json()
     assert found == {"prompt": "hé<|end|>"}
     assert server.post("/detokenize", tokens=[]).json() == {"prompt": ""}
@@ -71,14 +71,14 @@ def test_tokens_have_their_text_with_special_ones(server):
         ("detokenize", "tokens[1]", {"tokens": [1, 10**30]}),
     ],
 )
-def test_a_bad_field_is_named(server, path, param, fields):
+def test_invalid_field_returns_400_with_param(server, path, param, fields):
     answer = server.post("/" + path, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     answer = server.post("/" + path, **fields, model="other")
     assert answer.status_code in (400, 404)
 
 
-def test_a_prompt_is_given_back_where_that_is_asked_for(server):
+def test_echo_returns_prompt_before_output(server):
     fields = {"temperature": 0, "max_tokens": 3, "stop": "b"}  # the prompt's own ends nothing
     for prompt, text in (("abc", "abca"), ([*b"abc"], "abca"), ("cab", "cabca")):
         choice = server.complete(prompt, echo=True, **fields)["choices"][0]
@@ -90,7 +90,7 @@ def test_a_prompt_is_given_back_where_that_is_asked_for(server):
     assert server.complete("abc", echo=False, **fields)["choices"][0]["text"] == "a"
 
 
-def test_the_openai_client_gets_the_prompt_back(server):
+def test_openai_client_receives_echoed_prompt(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     answer = client.completions.create(
         model="default", prompt="abc", echo=True, max_tokens=2, temperature=0

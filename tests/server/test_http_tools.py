@@ -66,7 +66,7 @@ def client(server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
 
-def test_a_call_is_given_whole(client):
+def test_chat_returns_tool_call_with_reasoning(client):
     answer = client.chat.completions.create(
         messages=says(f"<think>\nhm\n</think>\n\nI look.\n{CALL}"), tools=[WEATHER], **GREEDY
     )
@@ -80,7 +80,7 @@ def test_a_call_is_given_whole(client):
     assert call.id.startswith("call_")
 
 
-def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(client):
+def test_tool_call_stream_sends_name_then_arguments(client):
     chunks = client.chat.completions.create(
         messages=says(f"Well.{CALL}\n{CALL}"), tools=[WEATHER], stream=True, **GREEDY
     )
@@ -99,7 +99,7 @@ def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(cli
     assert len({part.id for part in parts} - {None}) == 2
 
 
-def test_the_stream_helper_of_the_client_puts_a_call_together(client):
+def test_openai_stream_helper_assembles_tool_call(client):
     with client.chat.completions.stream(
         messages=says(f"<think>hm</think>{CALL}"), tools=[WEATHER], **GREEDY
     ) as stream:
@@ -111,7 +111,7 @@ def test_the_stream_helper_of_the_client_puts_a_call_together(client):
     assert not message.content
 
 
-def test_an_async_client_gets_the_same(server):
+def test_async_openai_client_returns_same_output(server):
     async def ask(stream: bool) -> str:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
             asked = {"messages": says(CALL), "tools": [WEATHER], **GREEDY}
@@ -127,7 +127,7 @@ def test_an_async_client_gets_the_same(server):
         assert asyncio.run(ask(stream)) == '{"city": "Rome"}'
 
 
-def test_a_conversation_goes_on_behind_a_call(client):
+def test_conversation_continues_after_tool_call(client):
     """The answer is sent back as the client has it."""
     first = client.chat.completions.create(messages=says(CALL), tools=[WEATHER], **GREEDY)
     message = first.choices[0].message
@@ -141,7 +141,7 @@ def test_a_conversation_goes_on_behind_a_call(client):
     assert again.choices[0].message.content == f"[{call_id} weather city=Rome]sunny"
 
 
-def test_reasoning_that_the_template_opened_is_reasoning(server):
+def test_reasoning_opened_by_template_is_separated(server):
     messages = says("hm</think>Yes")
     for thinking, reasoning, text in ((True, "hm", "Yes"), (False, None, "hm</think>Yes")):
         more = {"chat_template_kwargs": {"enable_thinking": thinking}}
@@ -154,7 +154,7 @@ def test_reasoning_that_the_template_opened_is_reasoning(server):
         assert "".join(d["content"] or "" for d in deltas) == text
 
 
-def test_the_model_is_told_of_tools_unless_none_may_be_called(server):
+def test_tool_choice_none_omits_tools_from_prompt(server):
     fields = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 30}
     for choice, told in (("auto", True), (None, True), ("none", False)):
         answer = server.post(CHAT, **fields, tools=[WEATHER], tool_choice=choice).json()
@@ -164,14 +164,14 @@ def test_the_model_is_told_of_tools_unless_none_may_be_called(server):
     assert "tool_calls" not in answer["choices"][0]["message"]
 
 
-def test_no_more_than_one_call_is_given_where_no_more_may_be(server):
+def test_parallel_tool_calls_false_returns_one_call(server):
     fields = {"messages": says(CALL + CALL), "temperature": 0, "tools": [WEATHER]}
     choice = server.post(CHAT, **fields, parallel_tool_calls=False).json()["choices"][0]
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["message"]["content"] == CALL
 
 
-def test_a_text_cut_within_a_call_says_that_it_was(server):
+def test_tool_call_cut_by_max_tokens_reports_length(server):
     fields = {"messages": says(CALL), "temperature": 0, "tools": [WEATHER], "max_tokens": 50}
     choice = server.post(CHAT, **fields).json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -182,7 +182,7 @@ def test_a_text_cut_within_a_call_says_that_it_was(server):
     )
 
 
-def test_a_call_that_a_stop_string_breaks_off_is_none_to_be_made(server):
+def test_tool_call_cut_by_stop_string_reports_stop(server):
     """Its arguments are no JSON, so the reason does not ask a client to read them."""
     for said, reason in (
         (CALL, "stop"),
@@ -198,7 +198,7 @@ def test_a_call_that_a_stop_string_breaks_off_is_none_to_be_made(server):
         assert last["choices"][0]["finish_reason"] == reason
 
 
-def test_half_a_mark_behind_a_call_is_not_in_the_content_of_a_cut_answer(server):
+def test_cut_response_drops_partial_delimiter_after_call(server):
     fields = {"messages": says(f"{CALL}\n{CALL}"), "temperature": 0, "tools": [WEATHER]}
     for more in (3, 6, 14):
         fields["max_tokens"] = len(CALL) + more
@@ -210,7 +210,7 @@ def test_half_a_mark_behind_a_call_is_not_in_the_content_of_a_cut_answer(server)
         assert not any(delta["content"] for delta in deltas)
 
 
-def test_a_call_within_open_reasoning_is_a_call(server):
+def test_tool_call_within_open_reasoning_is_returned(server):
     fields = {
         "messages": says(f"I use <tool_call> now.\n{CALL}"),
         "tools": [WEATHER],
@@ -277,7 +277,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD, ids=lambda value: repr(value)[:40])
-def test_a_bad_field_of_tools_is_named(server, param, fields):
+def test_tools_invalid_field_returns_400_with_param(server, param, fields):
     answer = server.post(CHAT, **{"messages": USER, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert len(answer.json()["error"]["message"]) < 300
@@ -294,13 +294,13 @@ def test_a_bad_field_of_tools_is_named(server, param, fields):
     ],
     ids=str,
 )
-def test_what_needs_a_grammar_is_refused_with_the_flag_to_set(server, param, fields):
+def test_grammar_fields_without_backend_name_flag(server, param, fields):
     error = server.post(CHAT, messages=USER, **fields).json()["error"]
     assert error["param"] == param
     assert "--grammar-backend llguidance" in error["message"]
 
 
-def test_tools_that_nobody_would_read_are_refused(plain_server):
+def test_tools_without_parser_return_400(plain_server):
     answer = plain_server.post(CHAT, messages=USER, tools=[WEATHER])
     assert answer.status_code == 400
     assert "--tool-call-parser" in answer.json()["error"]["message"]
@@ -312,7 +312,7 @@ def test_tools_that_nobody_would_read_are_refused(plain_server):
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
 
-def test_without_a_parser_an_answer_is_plain_text(plain_server):
+def test_server_without_parsers_returns_plain_text(plain_server):
     text = f"<think>hm</think>{CALL}"
     answer = plain_server.post(CHAT, messages=says(text), temperature=0).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}

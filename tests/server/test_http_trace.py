@@ -50,7 +50,7 @@ def said(steps: list[dict[str, Any]], field: str) -> list[Any]:
     return [token[field] for step in steps for token in step["tokens"]]
 
 
-def test_the_steps_of_an_answer_add_up_to_its_text_tokens_and_totals(server):
+def test_trace_steps_equal_text_tokens_and_totals(server):
     fields = {"prompt": "naïve ✓ text", "max_tokens": 40, "return_token_ids": True, "trace": True}
     whole = server.complete(**fields)
     trace = trace_of(server, whole["id"])
@@ -71,14 +71,14 @@ def test_the_steps_of_an_answer_add_up_to_its_text_tokens_and_totals(server):
     assert (trace["model"], trace["dropped_steps"]) == (whole["model"], 0)
 
 
-def test_a_text_that_ends_within_a_character_has_the_same_texts(server):
+def test_trace_text_equals_output_with_incomplete_character(server):
     whole = server.complete("a✓", max_tokens=6, temperature=0, trace=True)
     (choice,) = trace_of(server, whole["id"])["choices"]
     text = "".join(said(choice["steps"], "text"))
     assert text == whole["choices"][0]["text"] == "a✓a\ufffd"
 
 
-def test_a_stream_carries_the_step_of_each_event(server):
+def test_trace_stream_events_equal_stored_steps(server):
     events = server.stream(CHAT, messages=USER, max_tokens=20, temperature=0, trace=True)
     for event in events:
         answers.ChatEvent.model_validate(event)
@@ -89,7 +89,7 @@ def test_a_stream_carries_the_step_of_each_event(server):
     assert "".join(said(streamed, "text")) == text
 
 
-def test_who_does_not_ask_gets_no_trace(server):
+def test_trace_absent_unless_requested(server):
     plain = server.complete("ab", max_tokens=4)
     answer = httpx.get(f"{server.url}/v1/requests/{plain['id']}/trace")
     assert answer.status_code == 404
@@ -98,7 +98,7 @@ def test_who_does_not_ask_gets_no_trace(server):
         assert "trace" not in event["choices"][0]
 
 
-def test_each_choice_has_its_own_steps(server):
+def test_trace_choices_have_own_steps(server):
     whole = server.complete(["ab", "cd"], n=2, max_tokens=5, seed=1, trace=True)
     trace = trace_of(server, whole["id"])
     for told, choice in zip(trace["choices"], whole["choices"], strict=True):
@@ -106,7 +106,7 @@ def test_each_choice_has_its_own_steps(server):
         assert "".join(said(told["steps"], "text")) == choice["text"]
 
 
-def test_a_trace_ends_with_the_text_where_a_stop_string_cuts_it(server):
+def test_trace_ends_at_stop_string(server):
     whole = server.complete(
         "abcdefgh", max_tokens=30, temperature=0, stop=["fg"], return_token_ids=True, trace=True
     )
@@ -116,14 +116,14 @@ def test_a_trace_ends_with_the_text_where_a_stop_string_cuts_it(server):
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_request_that_may_not_draft_has_plain_steps(server):
+def test_trace_without_speculation_has_plain_steps(server):
     whole = server.complete("abc", max_tokens=6, trace=True, speculative={"enabled": False})
     (choice,) = trace_of(server, whole["id"])["choices"]
     assert [step["source"] for step in choice["steps"]] == [PREFILL] + [PLAIN] * 5
     assert set(said(choice["steps"][1:], "origin")) == {"target"}
 
 
-def test_a_trace_grows_while_its_request_runs_and_tells_that_it_was_left(server):
+def test_trace_grows_during_request_and_reports_abort(server):
     body = {"prompt": [SLOW, 97], "max_tokens": 300, "stream": True, "trace": True}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -139,14 +139,14 @@ def test_a_trace_grows_while_its_request_runs_and_tells_that_it_was_left(server)
     assert left["finish_reason"] == "abort"
 
 
-def test_a_request_that_failed_keeps_the_steps_before(server):
+def test_trace_of_failed_request_keeps_steps(server):
     events = server.stream(COMPLETIONS, prompt=[FAIL, 97], max_tokens=20, trace=True)
     (choice,) = trace_of(server, events[0]["id"])["choices"]
     assert choice["finish_reason"] == "error"
     assert choice["steps"]
 
 
-def test_a_server_may_keep_the_trace_of_every_request(folder):
+def test_trace_all_requests_stores_trace_without_streaming_it(folder):
     with serving(["-m", "tests.support.http_fixtures", folder, "--trace-all-requests"]) as server:
         events = server.stream(COMPLETIONS, prompt="ab", max_tokens=4)
         assert all("trace" not in event["choices"][0] for event in events)
@@ -160,7 +160,7 @@ def step(size: int) -> dict[str, Any]:
     return {"a": "x" * (size - len('{"a":""}'))}
 
 
-def test_the_latest_traces_are_kept():
+def test_traces_keep_latest_max_traces():
     kept = Traces()
     for number in range(MAX_TRACES + 3):
         kept.open(f"r{number}", {}, 1).add(0, step(100), "stop")
@@ -169,7 +169,7 @@ def test_the_latest_traces_are_kept():
     assert kept.find(f"r{MAX_TRACES + 2}") is not None
 
 
-def test_traces_are_bounded_in_bytes_and_tell_what_they_dropped():
+def test_traces_bounded_in_bytes_report_dropped_steps():
     kept = Traces(max_traces=10, max_bytes=1000)
     old, new = kept.open("old", {}, 1), kept.open("new", {}, 2)
     for _ in range(5):
@@ -188,7 +188,7 @@ def test_traces_are_bounded_in_bytes_and_tell_what_they_dropped():
     assert [len(choice["steps"]) for choice in told["choices"]] == [10, 0]
 
 
-def test_a_token_tells_where_its_draft_came_from():
+def test_step_json_reports_draft_sources():
     tree = StepTrace(
         number=3,
         source=NGRAM,

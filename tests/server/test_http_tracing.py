@@ -62,7 +62,7 @@ def span_of(told: RequestSummary) -> Any:
     return span
 
 
-def test_a_span_tells_of_a_request_and_nothing_of_what_it_says():
+def test_span_has_request_attributes_without_prompt_text():
     span = span_of(end())
     assert (span.name, span.kind) == ("llm_request", SpanKind.SERVER)
     assert (span.start_time, span.end_time) == (BEGAN_NS, BEGAN_NS + 1_500_000_000)
@@ -88,14 +88,14 @@ def test_a_span_tells_of_a_request_and_nothing_of_what_it_says():
     assert span.status.status_code is StatusCode.UNSET
 
 
-def test_a_request_without_a_trace_begins_one_and_one_that_failed_says_so():
+def test_span_without_traceparent_has_no_parent_reports_error():
     span = span_of(end(headers={}, finish_reasons=("stop", "error"), first_token_s=None))
     assert span.parent is None
     assert span.status.status_code is StatusCode.ERROR
     assert "gen_ai.latency.time_to_first_token" not in span.attributes
 
 
-def test_a_caller_that_samples_a_trace_out_gets_no_span():
+def test_unsampled_traceparent_exports_no_span():
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     tracing.on_request_end(end(headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}))
@@ -130,7 +130,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         listening.shutdown()
 
 
-def test_the_spans_of_a_server_reach_its_collector(tmp_path, collector):
+def test_server_exports_spans_to_otlp_collector(tmp_path, collector):
     endpoint, spans = collector
     save_tokenizer(tmp_path)
     command = ["-m", "tests.support.http_fixtures", str(tmp_path)]
@@ -149,7 +149,7 @@ def test_the_spans_of_a_server_reach_its_collector(tmp_path, collector):
 
 
 @pytest.mark.matrix
-def test_a_collector_that_is_not_there_holds_up_nobody(tmp_path):
+def test_unreachable_otlp_collector_does_not_block(tmp_path):
     save_tokenizer(tmp_path)
     command = ["-m", "tests.support.http_fixtures", str(tmp_path), "--otlp-traces-endpoint"]
     with serving([*command, "http://127.0.0.1:9/v1/traces"]) as server:
@@ -157,7 +157,7 @@ def test_a_collector_that_is_not_there_holds_up_nobody(tmp_path):
     assert server.process.returncode == 0
 
 
-def test_without_the_extra_the_flag_is_refused_by_name(monkeypatch):
+def test_otlp_traces_endpoint_requires_otel_extra(monkeypatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 

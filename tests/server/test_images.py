@@ -70,7 +70,7 @@ async def longest_gap(work: Awaitable[None]) -> float:
     return longest
 
 
-def test_images_come_in_the_order_of_their_addresses():
+def test_image_decoder_pool_preserves_request_order():
     async def work(opener: ImageDecoderPool) -> None:
         turned = url_of(stored(rgb().rotate(90, expand=True)))
         first, second = await opener.open(sent(GOOD, turned))
@@ -80,7 +80,7 @@ def test_images_come_in_the_order_of_their_addresses():
     with_opener(work)
 
 
-def test_image_of_low_detail_is_opened_within_its_bound():
+def test_image_decoder_pool_limits_low_detail_size():
     large = stored(Image.new("RGB", (1024, 1024)))
     config = replace(image_config(), max_pixels=1024 * 1024)
 
@@ -94,7 +94,7 @@ def test_image_of_low_detail_is_opened_within_its_bound():
     asyncio.run(asyncio.wait_for(work(), 120))
 
 
-def test_bad_images_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
+def test_image_decoder_pool_rejects_invalid_without_blocking():
     async def refused(opener: ImageDecoderPool, name: str) -> None:
         url, words = REFUSED[name]
         with pytest.raises(ApiError) as error:
@@ -122,7 +122,7 @@ async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
     return heard
 
 
-def test_images_of_all_that_runs_and_waits_are_bounded(monkeypatch):
+def test_open_image_bytes_limit_raises_queue_full(monkeypatch):
     pixels = np.zeros((8, 8, 3), np.uint8)
     shown = (PromptImage.of(0, pixels, 8),)
     prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1, 2], "", 0, shown)
@@ -148,7 +148,7 @@ def test_images_of_all_that_runs_and_waits_are_bounded(monkeypatch):
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_behind_it(monkeypatch):
+def test_submit_writes_pixels_in_chunks_in_order(monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 1000)
     large, small = (
         PromptImage.of(first, np.full((side, side, 3), side, np.uint8), 8)
@@ -186,7 +186,7 @@ def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_beh
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(monkeypatch):
+def test_unsent_pixels_of_disconnected_client_are_dropped(monkeypatch):
     """An engine that reads slowly is sent the image that is under way, and no other one."""
     pixels = np.zeros((1024, 1024, 3), np.uint8)  # more than a socket holds
     prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1], "", 0, (PromptImage.of(0, pixels, 8),))
@@ -214,7 +214,7 @@ def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(mon
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-def test_images_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
+def test_image_decoder_pool_limits_bytes_and_time(monkeypatch):
     async def work(opener: ImageDecoderPool) -> None:
         await opener.open(sent(GOOD, GOOD))
         monkeypatch.setattr(images, "MAX_BYTES", 2 * PATTERN.nbytes - 1)

@@ -44,7 +44,7 @@ def body_of(parts: list[dict[str, Any]]) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
 
 
-def test_of_ten_thousand_images_none_is_read(monkeypatch):
+def test_too_many_images_rejected_before_reading_parts(monkeypatch):
     read: list[Any] = []
     monkeypatch.setattr(content, "_read_part", lambda part, kinds: read.append(part) or part)
     bodies.parse(body_of([IMAGE] * content.MAX_IMAGES), ChatRequest)
@@ -54,7 +54,7 @@ def test_of_ten_thousand_images_none_is_read(monkeypatch):
     assert len(read) == content.MAX_IMAGES
 
 
-def test_while_a_body_is_read_others_may_run_behind_each_object(monkeypatch):
+def test_parse_yields_to_threads_per_object(monkeypatch):
     """A thread gives the interpreter away in Python's code alone, which is counted here."""
     runs: list[Any] = []
     monkeypatch.setattr(bodies, "_let_others_run", lambda fields: runs.append(fields) or fields)
@@ -62,7 +62,7 @@ def test_while_a_body_is_read_others_may_run_behind_each_object(monkeypatch):
     assert len(runs) == 1002
 
 
-def test_parts_are_counted_piece_by_piece_and_none_twice(monkeypatch):
+def test_parse_part_count_independent_of_chunk_size(monkeypatch):
     texts = json.dumps({"prompt": ['"a" ' * 9] * 9, "stop": ["b"] * 9}).encode()
 
     def fewest() -> int:
@@ -80,7 +80,7 @@ def test_parts_are_counted_piece_by_piece_and_none_twice(monkeypatch):
         assert fewest() == at_once == 20  # two names and 18 texts; quotes in texts begin none
 
 
-def test_the_loop_goes_on_while_a_long_body_is_read_and_one_is_read_at_a_time():
+def test_body_parsing_thread_serializes_without_blocking_loop():
     """The first piece of work could not end if it did not."""
     goes_on = threading.Event()
 
@@ -101,7 +101,7 @@ def test_the_loop_goes_on_while_a_long_body_is_read_and_one_is_read_at_a_time():
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_the_routes_read_long_bodies_beside_the_loop(path, monkeypatch):
+def test_routes_parse_long_bodies_off_loop(path, monkeypatch):
     threads: list[int] = []
 
     def read(body: bytes) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_the_routes_read_long_bodies_beside_the_loop(path, monkeypatch):
     assert short == threading.get_ident() != long
 
 
-def test_a_refusal_holds_nothing_of_what_was_read():
+def test_parse_error_holds_no_reference_to_body():
     async def refused() -> ApiError:
         with pytest.raises(ApiError) as raised:
             await BodyParsingThread().do(
@@ -138,7 +138,7 @@ def test_a_refusal_holds_nothing_of_what_was_read():
     assert "parse" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_a_long_message_is_handed_to_a_worker_in_pieces(monkeypatch):
+def test_worker_pool_writes_long_message_in_chunks(monkeypatch):
     taken: list[int] = []
 
     class Process:

@@ -59,14 +59,14 @@ def metrics_of_sources() -> set[str]:
     return {name for name in found if NAME.fullmatch(name)}
 
 
-def test_each_metric_has_a_text_and_each_text_its_metric():
+def test_help_texts_equal_metrics_of_sources():
     found = metrics_of_sources()
     composed = {name for name in HELP if name.startswith("spec_decode_source_")}
     assert found - {"spec_decode_source_"} == HELP.keys() - OWN - composed
 
 
 @pytest.mark.parametrize("name", HELP)
-def test_text_is_a_sentence_that_says_more_than_the_name(name: str):
+def test_help_text_is_sentence_with_unit(name: str):
     text = HELP[name]
     assert text[0].isupper()
     assert text.endswith(".")
@@ -78,7 +78,7 @@ def test_text_is_a_sentence_that_says_more_than_the_name(name: str):
             assert needed in text, word
 
 
-def test_page_has_the_texts():
+def test_metrics_page_has_help_texts():
     page = ServerMetrics("it").render({"kv_pages_free": 3.0, "tp_size": 2.0}).decode()
     assert f"# HELP tandem:kv_pages_free {HELP['kv_pages_free']}" in page
     counter = HELP["prompt_image_tokens_total"]

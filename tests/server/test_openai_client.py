@@ -54,12 +54,12 @@ def client(server) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_models_are_listed_and_retrieved(client):
+def test_openai_client_lists_and_retrieves_models(client):
     assert [model.id for model in client.models.list()] == ["repeater"]
     assert client.models.retrieve("repeater").owned_by == "tandem"
 
 
-def test_a_completion_is_given_whole_and_streamed(client):
+def test_openai_client_completion_whole_equals_stream(client):
     asked = {"prompt": "abc", "max_tokens": 6, **GREEDY}
     whole = client.completions.create(**asked)
     assert whole.choices[0].text == "abcabc"
@@ -75,7 +75,7 @@ def test_a_completion_is_given_whole_and_streamed(client):
     assert echoed.choices[0].text == "abcabcabc"
 
 
-def test_a_chat_is_given_whole_and_streamed(client):
+def test_openai_client_chat_whole_equals_stream(client):
     whole = client.chat.completions.create(messages=LETTERS, **GREEDY)
     message = whole.choices[0].message
     assert (message.role, message.content, message.refusal) == ("assistant", SHOWN, None)
@@ -96,7 +96,7 @@ def test_a_chat_is_given_whole_and_streamed(client):
     assert (final.message.content, final.finish_reason) == (SHOWN, "stop")
 
 
-def test_choices_of_a_stream_are_told_apart(client):
+def test_openai_client_stream_separates_choices(client):
     """Each begins with a letter of its seed."""
     asked = {"model": "default", "messages": LETTERS, "seed": 5, "n": 4, "max_tokens": 5}
     whole = client.chat.completions.create(**asked)
@@ -108,7 +108,7 @@ def test_choices_of_a_stream_are_told_apart(client):
     assert len(set(texts.values())) > 1
 
 
-def test_logprobs_have_the_types_of_the_client(client):
+def test_openai_client_parses_logprobs(client):
     asked = {"messages": LETTERS, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, **GREEDY}
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert [entry.token for entry in whole] == list("abcd")
@@ -129,7 +129,7 @@ def test_logprobs_have_the_types_of_the_client(client):
     assert found.top_logprobs == [{"a": -97 / 256}, {"b": -98 / 256}]
 
 
-def test_fields_beyond_openais_pass_both_ways(client):
+def test_openai_client_passes_extra_fields_both_ways(client):
     body = {"speculative": {"max_draft_tokens": 1}, "top_k": 5, "return_token_ids": True}
     answer = client.chat.completions.create(
         messages=LETTERS, max_completion_tokens=5, user="a", stop=["zz"], seed=1, extra_body=body,
@@ -142,7 +142,7 @@ def test_fields_beyond_openais_pass_both_ways(client):
     assert free.model_extra["speculative"]["accept_length"] == TOKENS_PER_STEP
 
 
-def test_raw_and_streamed_responses_are_had(client):
+def test_openai_client_reads_raw_and_streaming_responses(client):
     raw = client.chat.completions.with_raw_response.create(messages=LETTERS, **GREEDY)
     assert (raw.status_code, raw.headers["content-type"]) == (200, "application/json")
     assert raw.parse().choices[0].message.content == SHOWN
@@ -156,7 +156,7 @@ def test_raw_and_streamed_responses_are_had(client):
     assert caught.value.response.json()["error"]["param"] == "top_p"
 
 
-def test_an_async_client_gets_the_same(server):
+def test_async_openai_client_returns_same_output(server):
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY) as client:
             make = client.chat.completions.create
@@ -183,7 +183,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("param", ERRORS)
-def test_an_error_is_of_its_class_and_names_its_field(client, param, stream):
+def test_openai_client_raises_error_class_with_param(client, param, stream):
     kind, fields = ERRORS[param]
     with pytest.raises(kind) as caught:
         client.completions.create(**{"model": "default", "prompt": "a", **fields}, stream=stream)
@@ -192,7 +192,7 @@ def test_an_error_is_of_its_class_and_names_its_field(client, param, stream):
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_wrong_key_is_an_authentication_error(server):
+def test_wrong_key_raises_authentication_error(server):
     for key in ("wrong", KEY + "x", KEY[:-1]):
         with client_of(server, key) as client, pytest.raises(openai.AuthenticationError) as caught:
             client.models.list()
@@ -211,7 +211,7 @@ def wait_until_empty(client: openai.OpenAI) -> None:
     raise AssertionError("the server stays full")
 
 
-def test_a_full_server_and_a_failed_row_are_errors_of_the_server(client):
+def test_full_queue_and_nan_raise_internal_server_error(client):
     slow: Any = {"prompt": [[SLOW, 97]] * MAX_OPEN, "max_tokens": 300, "model": "default"}
     with client.completions.create(**slow, stream=True) as others:
         assert next(iter(others)).choices
@@ -226,7 +226,7 @@ def test_a_full_server_and_a_failed_row_are_errors_of_the_server(client):
         list(client.completions.create(**failing, stream=True))
 
 
-def test_a_server_that_is_gone_and_one_that_is_slow_are_connection_errors(server, tmp_path):
+def test_slow_or_stopped_server_raises_connection_errors(server, tmp_path):
     slow: Any = {"prompt": [SLOW, 97], "max_tokens": 300, "model": "default"}
     with client_of(server) as client, pytest.raises(openai.APITimeoutError):
         client.completions.create(**slow, timeout=0.3)
@@ -240,7 +240,7 @@ def test_a_server_that_is_gone_and_one_that_is_slow_are_connection_errors(server
 
 
 @pytest.mark.parametrize("call", ["embeddings", "moderations", "responses", "images"])
-def test_what_is_not_served_is_not_found_and_the_error_says_what_is(client, call):
+def test_unsupported_endpoint_raises_not_found_with_hint(client, call):
     calls = {
         "embeddings": lambda: client.embeddings.create(model="default", input="a"),
         "moderations": lambda: client.moderations.create(model="default", input="a"),
@@ -258,7 +258,7 @@ class City(BaseModel):
     people: int
 
 
-def test_a_schema_is_refused_by_name_where_no_grammar_is_served(client):
+def test_response_format_without_grammar_raises_bad_request(client):
     """An answer that ignores it would be worse; `test_http_grammar.py` has those that keep it."""
     schema = {"name": "city", "schema": City.model_json_schema(), "strict": True}
     wanted: Any = {"type": "json_schema", "json_schema": schema}

@@ -22,7 +22,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         yield running
 
 
-def test_the_page_and_all_that_it_names_are_served(server):
+def test_playground_serves_page_and_referenced_files(server):
     page = httpx.get(server.url + "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     named = set(loaded(page.text))
@@ -39,7 +39,7 @@ def loaded(text: str) -> list[str]:
     return [next(filter(None, found)) for found in LOADED.findall(text)]
 
 
-def test_the_page_may_load_its_own_files_only_and_runs_no_script_within_it(server):
+def test_playground_csp_forbids_foreign_and_inline_content(server):
     page = httpx.get(server.url + "/")
     policy = dict(
         part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";")
@@ -54,7 +54,7 @@ def test_the_page_may_load_its_own_files_only_and_runs_no_script_within_it(serve
 
 
 @pytest.mark.parametrize("name", ["none.js", "index.html", "..%2fapp.py", "%2e%2e/app.py", ""])
-def test_no_other_file_is_served(server, name):
+def test_playground_unknown_file_returns_404(server, name):
     answer = httpx.get(f"{server.url}/playground/{name}")
     assert answer.status_code == 404
     assert "import" not in answer.text

@@ -46,7 +46,7 @@ def answered(page, server) -> Page:
     return page
 
 
-def test_tokens_are_coloured_by_how_they_came(answered, tmp_path):
+def test_playground_colors_tokens_by_origin(answered, tmp_path):
     page = answered
     tokens = page.all(".token")
     assert [token.get_attribute("data-origin") for token in tokens[:4]] == [
@@ -69,7 +69,7 @@ def test_tokens_are_coloured_by_how_they_came(answered, tmp_path):
     assert page.complaints() == []
 
 
-def test_a_token_shows_its_step_and_the_tree_of_its_drafts(answered):
+def test_playground_token_shows_step_and_draft_tree(answered):
     page = answered
     page.all(".token")[2].click()
     assert page.one("#step-title").text == "Step 1: 2 of 4 drafts accepted"
@@ -80,7 +80,7 @@ def test_a_token_shows_its_step_and_the_tree_of_its_drafts(answered):
     assert "on the device" in page.one("#step-summary").text
 
 
-def test_the_numbers_are_those_of_the_server(answered, server):
+def test_playground_figures_equal_server_values(answered, server):
     page = answered
     assert page.one("#m-length").text == "3.00"
     assert page.one("#m-step").text == "1.5 ms"
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_server(answered, server):
     assert "31 tokens in 10 steps" in page.one(".note").text
 
 
-def test_arrow_keys_go_from_token_to_token(answered):
+def test_playground_arrow_keys_move_between_tokens(answered):
     page = answered
     first = page.all(".token")[0]
     page.driver.execute_script("arguments[0].focus()", first)
@@ -99,7 +99,7 @@ def test_arrow_keys_go_from_token_to_token(answered):
     assert len(page.all(".token[tabindex='0']")) == 1
 
 
-def test_rejected_drafts_are_shown_when_asked_for(answered):
+def test_playground_shows_rejected_drafts_on_request(answered):
     page = answered
     assert page.all(".ghost")
     assert not page.all(".ghost")[0].is_displayed()
@@ -110,7 +110,7 @@ def test_rejected_drafts_are_shown_when_asked_for(answered):
     assert "line-through" in page.style(ghost, "textDecorationLine")
 
 
-def test_a_request_bounds_its_drafts(answered):
+def test_playground_setting_disables_drafts(answered):
     page = answered
     page.one("#new-chat").click()
     assert page.one("#welcome").is_displayed()
@@ -124,7 +124,7 @@ def test_a_request_bounds_its_drafts(answered):
     assert page.one("#m-length").text == "1.00"
 
 
-def test_a_message_may_be_a_text_to_continue(answered):
+def test_playground_text_mode_continues_text(answered):
     """As models without a chat template need it: the repeater then knows of no roles."""
     page = answered
     page.one("#open-settings").click()
@@ -135,7 +135,7 @@ def test_a_message_may_be_a_text_to_continue(answered):
     assert words[1:7] == list("yzxyzx")
 
 
-def test_it_is_light_and_dark_and_fits_a_phone(answered):
+def test_playground_switches_theme_and_fits_phone(answered):
     page = answered
     body = page.one("body")
     before = page.style(body, "backgroundColor")
@@ -154,7 +154,7 @@ def test_it_is_light_and_dark_and_fits_a_phone(answered):
         page.resize(1280, 800)
 
 
-def test_what_is_refused_is_said_and_the_question_is_kept(page, server):
+def test_playground_error_keeps_question(page, server):
     page.open(server.url)
     page.set_most_tokens(POOL_TOKENS + 1)
     page.one("#question").send_keys("hello", "\n")
@@ -165,7 +165,7 @@ def test_what_is_refused_is_said_and_the_question_is_kept(page, server):
     page.complaints()
 
 
-def test_a_key_opens_the_page_and_one_that_is_wrong_is_asked_for_again(page, folder):
+def test_playground_wrong_api_key_shows_key_form(page, folder):
     command = ["-m", "tests.support.http_fixtures", folder, "--api-key", KEY]
     with serving(command) as server:
         host = server.url.removeprefix("http://")
@@ -185,7 +185,7 @@ def test_a_key_opens_the_page_and_one_that_is_wrong_is_asked_for_again(page, fol
 
 
 @pytest.mark.matrix
-def test_the_shipped_model_answers_and_can_be_stopped(page, tmp_path):
+def test_playground_demo_model_answers_and_stops(page, tmp_path):
     shape = ["--speculative-num-steps", "5", "--speculative-eagle-topk", "4"]
     shape += ["--speculative-num-draft-tokens", "12"]
     command = ["-m", "torch_impl.serve", "--port", "0", *EAGLE3, "models/demo/eagle3", *shape]

@@ -58,7 +58,7 @@ def give(page: Page, kind: str, name: str, data: bytes) -> None:
     page.until(lambda: len(page.all("#images .image")) > before)
 
 
-def test_images_come_by_file_drop_and_paste_and_show_their_places(page, server, tmp_path):
+def test_playground_accepts_images_by_file_drop_paste(page, server, tmp_path):
     page.open(server.url)
     page.set_most_tokens(7)
     assert page.one("#add-image").is_displayed()
@@ -84,7 +84,7 @@ def test_images_come_by_file_drop_and_paste_and_show_their_places(page, server, 
     assert page.complaints() == []
 
 
-def test_what_is_no_image_is_said_and_a_refused_question_keeps_its_images(page, server):
+def test_playground_image_errors_keep_question_and_images(page, server):
     page.open(server.url)
     page.set_most_tokens(7)
     page.driver.execute_script(GIVE, "drop", "not.png", "bm8=")
@@ -99,7 +99,7 @@ def test_what_is_no_image_is_said_and_a_refused_question_keeps_its_images(page, 
     page.complaints()
 
 
-def test_a_model_that_sees_nothing_takes_no_image(page, tmp_path):
+def test_playground_rejects_images_for_text_models(page, tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
         page.open(blind.url)

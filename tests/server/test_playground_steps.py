@@ -37,5 +37,5 @@ def title(accepted: int, tokens: int) -> str:
         (0, 1, "Step 13: 0 of 4 drafts accepted"),
     ],
 )
-def test_title_counts_drafts_that_the_text_has(accepted: int, tokens: int, words: str):
+def test_step_title_counts_accepted_drafts_in_text(accepted: int, tokens: int, words: str):
     assert title(accepted, tokens) == words

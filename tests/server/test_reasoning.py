@@ -59,7 +59,7 @@ def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
         ("</think>Yes", True, ("", "Yes")),
     ],
 )
-def test_reasoning_is_what_stands_before_its_end(text, is_open, want):
+def test_reasoning_parser_splits_at_end_tag(text, is_open, want):
     for size in (1, 2, 3, 100):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(thinking(is_open), pieces) == want
@@ -67,7 +67,7 @@ def test_reasoning_is_what_stands_before_its_end(text, is_open, want):
 
 @given(st.lists(st.sampled_from(PARTS), max_size=20), st.booleans(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_reasoning_does_not_depend_on_how_the_text_was_cut(parts, is_open, data):
+def test_reasoning_parser_independent_of_chunks(parts, is_open, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -77,7 +77,7 @@ def test_reasoning_does_not_depend_on_how_the_text_was_cut(parts, is_open, data)
         assert got == ("", text)
 
 
-def test_reasoning_is_said_as_soon_as_it_is_certain():
+def test_reasoning_parser_streams_certain_text():
     parser = thinking(False)
     said = [parser.push(text) for text in ("<think>", "a ", "b</th", "e</think", ">", "\nc")]
     reasoning = [delta.reasoning for delta in said]
@@ -85,7 +85,7 @@ def test_reasoning_is_said_as_soon_as_it_is_certain():
     assert said[-1].text == "c"
 
 
-def test_reasoning_and_a_call_may_end_and_begin_in_one_accepted_run():
+def test_reasoning_end_and_call_parsed_from_one_chunk():
     """Others lost the call (v#43221)."""
     text = '<think>look</think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for size in (1, 7, len(text)):
@@ -126,7 +126,7 @@ def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str,
         ("hm <tool_call>\n</think>\n{call}", "hm <tool_call>", "", 1),
     ],
 )  # fmt: skip
-def test_a_call_within_the_reasoning_ends_it(name, text, reasoning, answer, num_calls):
+def test_tool_call_within_reasoning_ends_reasoning(name, text, reasoning, answer, num_calls):
     whole = text.replace("{call}", CALLS[name])
     for size in (1, 2, 5, len(whole)):
         got = read_all(name, False, whole, size)
@@ -134,7 +134,7 @@ def test_a_call_within_the_reasoning_ends_it(name, text, reasoning, answer, num_
         assert [json.loads(arguments) for arguments in got[2]] == [{"a": "x"}] * num_calls
 
 
-def test_half_a_call_within_the_reasoning_does_not_take_the_answer_with_it():
+def test_incomplete_call_in_reasoning_preserves_later_call():
     draft = "hm <tool_call>\n<function=f>\n<parameter=a>\ny"
     text = f"{draft}\n</think>\n\n{CALLS['qwen3_coder']}"
     for size in (1, 5, 500):
@@ -144,7 +144,7 @@ def test_half_a_call_within_the_reasoning_does_not_take_the_answer_with_it():
 @pytest.mark.parametrize(
     ("name", "are_held"), [("llama3", False), ("hermes", True), ("qwen3_coder", True)]
 )
-def test_reasoning_that_cannot_end_with_a_call_keeps_what_looks_like_one(name, are_held):
+def test_constrained_reasoning_keeps_call_text(name, are_held):
     for size in (1, 5, 500):
         got = read_all(name, are_held, f"hm\n{CALLS[name]}\n</think>\n{CALLS[name]}", size)
         assert got[:2] == (f"hm\n{CALLS[name]}", "")
@@ -162,7 +162,7 @@ def test_reasoning_that_cannot_end_with_a_call_keeps_what_looks_like_one(name, a
         (ALWAYS_OPEN, QWEN_DOES_NOT, False),
     ],
 )
-def test_the_prompt_says_whether_the_model_is_within_its_reasoning(name, prompt, want):
+def test_is_open_after_detects_open_reasoning(name, prompt, want):
     assert name in REASONING_PARSERS
     assert is_open_after(prompt, name) == want
 
@@ -183,7 +183,7 @@ ASKED = "what is <think>?<|im_start|>assistant\n"
         (f"{ASKED}<think>\nhm\n</think>\n\n", "<think>again", True),
     ],
 )
-def test_an_answer_that_is_continued_is_within_its_reasoning_or_has_none(name, before, begun, want):
+def test_is_open_after_continued_message(name, before, begun, want):
     """Also where the template strips the content."""
     for prompt in (before + begun, before + begun.strip()):
         assert is_open_after(prompt, name, begun) is want
@@ -191,6 +191,6 @@ def test_an_answer_that_is_continued_is_within_its_reasoning_or_has_none(name, b
 
 
 @pytest.mark.parametrize("name", ["qwen3", ALWAYS_OPEN])
-def test_an_empty_beginning_of_an_answer_is_none(name):
+def test_is_open_after_empty_beginning_equals_none(name):
     for prompt in (ASKED, QWEN_THINKS, QWEN_DOES_NOT):
         assert is_open_after(prompt, name, "") == is_open_after(prompt, name)

@@ -73,7 +73,7 @@ OFF: dict[str, Any] = {"type": "disabled"}
         ),
     ],
 )
-def test_advice_reaches_the_template_that_reads_it(source, fields, want, ignored):
+def test_reasoning_advice_reaches_template_variables(source, fields, want, ignored):
     request = asked(**fields)
     assert rendered(source, **fields) == want
     assert ChatTemplate(source, {}).unread(request.advice) == ignored
@@ -99,14 +99,14 @@ def test_advice_reaches_the_template_that_reads_it(source, fields, want, ignored
         ),
     ],
 )
-def test_advice_that_contradicts_itself_is_refused(fields, part, reason):
+def test_contradicting_reasoning_advice_raises(fields, part, reason):
     with pytest.raises(TemplateError, match=reason) as refused:
         rendered(SWITCHED, **fields)
     assert refused.value.part == part
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_effort": value} for value in ("", 0, False, [])])
-def test_advice_of_another_type_is_invalid(fields):
+def test_reasoning_effort_rejects_other_types(fields):
     with pytest.raises(ApiError) as refused:
         asked(**fields)
     assert refused.value.param == "reasoning_effort"

@@ -80,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "text", "left", "calls"), CASES)
-def test_calls_are_read_and_the_rest_is_text(name, text, left, calls):
+def test_tool_call_parser_returns_calls_and_remaining_text(name, text, left, calls):
     for size in (1, 2, 3, 7, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(name, pieces) == (left, calls)
@@ -116,7 +116,7 @@ def test_calls_are_read_and_the_rest_is_text(name, text, left, calls):
         ("qwen3_coder", "<function=f><function=f><tool_call><function=f> <tool_call>"),
     ],
 )
-def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
+def test_tool_call_parser_preserves_text_without_calls(name, text):
     for size in (1, 3, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(name, pieces) == (text, [])
@@ -131,7 +131,7 @@ def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
         ("hermes", '<tool_call>{"name":"f","arguments":{}<tool_call>', "<tool_call>", "{}"),
     ],
 )
-def test_a_call_that_breaks_off_ends_there_and_the_rest_is_text(name, text, left, arguments):
+def test_tool_call_parser_returns_text_after_malformed_call(name, text, left, arguments):
     for size in (1, 5, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(name, pieces) == (left, [("f", arguments)])
@@ -182,13 +182,13 @@ CITY_OF_TEXAS = '{"city": "Dallas", "state": "TX"}'
         ),
     ],
 )
-def test_a_call_in_elements_is_read_without_the_marks_that_models_forget(text, left, calls):
+def test_qwen3_coder_parser_tolerates_missing_tags(text, left, calls):
     for size in (1, 2, 3, 7, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read("qwen3_coder", pieces) == (left, calls)
 
 
-def test_a_call_that_a_grammar_holds_begins_as_the_grammar_writes_it():
+def test_qwen3_coder_parser_constrained_requires_exact_format():
     bare = ELEMENTS.removeprefix("<tool_call>\n")
     parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
     assert parser.push(bare + ELEMENTS).tool_calls[0].arguments == '{"city": "5", "days": 5}'
@@ -217,7 +217,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function
         ({"response_format": {"type": "text"}}, False, False),
     ],
 )
-def test_only_what_a_grammar_asks_for_is_a_call_where_one_holds_them(fields, strict, is_held):
+def test_parsers_under_grammar_accept_only_grammar_calls(fields, strict, is_held):
     function = {"name": "get", "parameters": {"properties": CITY}, "strict": strict}
     tools = [{"type": "function", "function": function}]
     messages = [{"role": "user", "content": "hi"}]
@@ -243,7 +243,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_half_a_mark_that_max_tokens_cuts_behind_a_call_is_dropped(name):
+def test_partial_second_call_cut_by_max_tokens_dropped(name):
     whole = FIRST[name] + SECOND[name]
     for end in range(len(FIRST[name].removesuffix("</tool_call>")), len(whole) + 1):
         for pieces in ([whole[:end]], list(whole[:end])):
@@ -252,7 +252,7 @@ def test_half_a_mark_that_max_tokens_cuts_behind_a_call_is_dropped(name):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_no_word_of_the_model_is_dropped_where_max_tokens_cuts(name):
+def test_max_tokens_cut_preserves_model_text(name):
     second, word = SECOND[name], '{"a": 1' if name != "qwen3_coder" else "Rome"
     for first in ("", "Well. ", FIRST[name] + " so"):
         if name == "llama3" and first != "":
@@ -268,7 +268,7 @@ def test_no_word_of_the_model_is_dropped_where_max_tokens_cuts(name):
     assert read(name, [FIRST[name] + second], was_cut=False)[0].strip() == second.strip()
 
 
-def test_a_call_beyond_the_most_is_text():
+def test_calls_beyond_limit_are_text():
     one = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
     assert read("hermes", [one + one], most=1) == (one, [("f", "{}")])
 
@@ -290,7 +290,7 @@ PARTS = [
     data=st.data(),
 )
 @settings(deadline=None, max_examples=200)
-def test_calls_do_not_depend_on_how_the_text_was_cut(name, parts, is_open, are_held, was_cut, data):
+def test_tool_call_parser_independent_of_chunks(name, parts, is_open, are_held, was_cut, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -308,7 +308,7 @@ def test_calls_do_not_depend_on_how_the_text_was_cut(name, parts, is_open, are_h
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in got[2])
 
 
-def test_arguments_are_said_while_they_are_read():
+def test_tool_call_parser_streams_arguments():
     parser = new_parser("hermes", Said(TOOLS, None, False), None)
     said = [parser.push(text) for text in ('a <tool_call>{"name":"f","arguments":', "{", '"a":1')]
     assert said[0] == Delta("a")
@@ -334,7 +334,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=3), JSON), st.data())
 @settings(deadline=None, max_examples=150)
-def test_a_text_is_an_object_where_pythons_reader_says_so(value, data):
+def test_json_object_scanner_matches_json_loads(value, data):
     text = json.dumps(value, indent=data.draw(st.sampled_from([None, 1])))
     assert is_object(text)
     place = data.draw(st.integers(0, len(text)))
@@ -348,5 +348,5 @@ def test_a_text_is_an_object_where_pythons_reader_says_so(value, data):
     assert is_object(other) == is_valid
 
 
-def test_the_parsers_of_the_flag_are_those_that_are_there():
+def test_tool_call_parser_choices_equal_formats():
     assert set(TOOL_CALL_PARSERS) == FORMATS.keys()

@@ -50,7 +50,7 @@ def test_continue_final_message_matches_transformers(template: str, content: Any
     assert not want.endswith("<|im_end|>\n")
 
 
-def test_render_without_generation_prompt():
+def test_render_without_generation_prompt_ends_after_message():
     asked = Conversation([USER], add_generation_prompt=False)
     assert ChatTemplate(CHATML, {}).render(asked) == "<|im_start|>user\nso <|im_end|>\n"
 
