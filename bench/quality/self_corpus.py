@@ -51,4 +51,4 @@ def add(served: Served, outputs: Sequence[Sequence[int]]) -> None:
     if not isinstance(controller, NgramController):
         raise ValueError("corpus=own needs the drafter NGRAM")
     words = [token for output in outputs for token in (*output, SEPARATOR)]
-    controller.index.add_corpus(NAME, Corpus.build(np.array(words, np.int32)))
+    controller.index.corpora.add(NAME, Corpus.build(np.array(words, np.int32)))

@@ -66,7 +66,7 @@ def measure(
     language = Language(1)
     for name in range(num_corpora):
         words = np.array([*language.text(CORPUS_TOKENS), SEPARATOR], np.int32)
-        index.add_corpus(str(name), Corpus.build(words))
+        index.corpora.add(str(name), Corpus.build(words))
     earlier = Request(request_id=-1, prompt=(), sampling=SamplingParams())
     index.add_tokens(earlier, language.text(EARLIER_TOKENS))
     index.end(earlier, is_learnt=True)

@@ -43,7 +43,7 @@ class CorpusHandler:
         """Starts to build a corpus from int32 documents, each followed by a separator."""
         words = np.frombuffer(tokens, np.int32)
         try:
-            self._given().check_corpus(name, words)
+            self._given().corpora.check(name, words)
         except InvalidRequestError as refusal:
             self._refuse(ticket, refusal)
             return
@@ -54,7 +54,7 @@ class CorpusHandler:
     def remove(self, ticket: int, name: str) -> None:
         """Removes a corpus."""
         try:
-            self._given().remove_corpus(name)
+            self._given().corpora.remove(name)
         except InvalidRequestError as refusal:
             self._refuse(ticket, refusal)
         else:
@@ -77,7 +77,7 @@ class CorpusHandler:
                 waiting.append((ticket, name, built))
                 continue
             try:
-                self._given().add_corpus(name, built.result())
+                self._given().corpora.add(name, built.result())
             except InvalidRequestError as refusal:  # another corpus was added meanwhile
                 self._refuse(ticket, refusal)
             else:
@@ -92,7 +92,7 @@ class CorpusHandler:
         return self._index
 
     def _list(self, ticket: int) -> None:
-        held = {} if self._index is None else self._index.corpora
+        held = {} if self._index is None else self._index.corpora.sizes
         self._answers.append(["corpora", ticket, held, None, None])
 
     def _refuse(self, ticket: int, refusal: InvalidRequestError) -> None:

@@ -136,7 +136,7 @@ def text_again(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None
         for outcome in texts.values()
         for place, token in enumerate([*outcome.tokens, SEPARATOR])
     ]
-    index.add_corpus("said", Corpus.build(np.array(words, np.int32)))
+    index.corpora.add("said", Corpus.build(np.array(words, np.int32)))
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, serv
     own = corpus_of(*(w.tokens[:9] + w.tokens[10:20] for w in want.values()))
     fields = {"external_sam_budget": 3, "min_bfs_breadth": 2, "match_type": match_type}
     engine = ngram_engine(served.backend(name), overlap=overlap, **fields)
-    engine.controller.index.add_corpus("own", own)
+    engine.controller.index.corpora.add("own", own)
     found = trickle(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     accepted = {count for outcome in found.values() for count in outcome.accepted}
@@ -214,10 +214,10 @@ def test_a_corpus_of_the_models_own_outputs_gives_five_tokens_a_step(how, num_ot
     own = corpus_of(*([*r.prompt, *want[r.request_id].tokens] for r in requests))
     engine = ngram_engine(served.backend(), external_sam_budget=NODES - 1)
     for other in range(num_others):
-        engine.controller.index.add_corpus(
+        engine.controller.index.corpora.add(
             f"other {other}", corpus_of(rng.integers(2, 250, 2000).tolist())
         )
-    engine.controller.index.add_corpus("own", own)
+    engine.controller.index.corpora.add("own", own)
     found = drive(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     assert np.mean([tokens_per_step(outcome) for outcome in found.values()]) >= 5
@@ -250,7 +250,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
     engine = ngram_engine(served.backend("qwen3_5"), external_sam_budget=NODES - 1, scope="request")
     # The first request's corpus ends in the middle of its text, the other's goes on.
     first, second = (want[r.request_id].tokens for r in requests)
-    engine.controller.index.add_corpus("own", corpus_of(first[: 1 + NODES], second))
+    engine.controller.index.corpora.add("own", corpus_of(first[: 1 + NODES], second))
     rows: list[list[tuple[int, int]]] = []
     drafted = engine.controller.index.trees
 

@@ -106,7 +106,7 @@ def test_trees_are_those_of_the_reference(
     )
     if budget:
         for number, documents in enumerate(corpora):
-            index.add_corpus(str(number), corpus_of(*documents))
+            index.corpora.add(str(number), corpus_of(*documents))
     requests = [request(n, tenant="ab"[n % 2], max_drafts=limit - 1) for n in range(4)]
     texts: list[list[int]] = [[] for _ in requests]
     seen = [reference.SeenText(longest) for _ in range(2)]
@@ -141,11 +141,11 @@ def test_trees_are_those_of_the_reference(
 @given(documents=DOCUMENTS, text=st.lists(TOKENS, max_size=20))
 def test_the_automaton_finds_the_longest_match_and_its_first_place(documents, text):
     index, one = index_of(external_sam_budget=7, max_trie_depth=2), request(1)
-    index.add_corpus("it", corpus_of(*documents))
+    index.corpora.add("it", corpus_of(*documents))
     say(index, one, text)
     tree_of(index, one)
     rows = np.array([index._text(one).row], np.int32)
-    paths, lengths, matched = index._continuations(rows)
+    paths, lengths, matched = index.corpora.continuations(rows, DEPTH)
     size, path = reference.corpus_match(text, documents)
     assert int(matched[0, 0]) == size
     assert paths[0, 0, : lengths[0, 0]].tolist() == path[:DEPTH]
@@ -193,7 +193,7 @@ def test_a_request_gets_no_more_nodes_than_it_may_have(max_drafts):
 
 def test_no_tree_is_deeper_than_the_shape():
     index, one = index_of(depth=2, external_sam_budget=3), request(1)
-    index.add_corpus("it", corpus_of([1, 2, 3, 4, 5]))
+    index.corpora.add("it", corpus_of([1, 2, 3, 4, 5]))
     say(index, one, [1, 2, 3, 4, 5, 1])
     tokens, parents = tree_of(index, one)
     assert (tokens, parents) == ([0, 2, 3], [0, 0, 1])
@@ -366,8 +366,8 @@ def test_the_same_texts_give_the_same_trees_again():
 
 def test_corpora_share_their_budget_and_the_trie_gets_the_rest():
     index, one = index_of(external_sam_budget=4), request(1)
-    index.add_corpus("a", corpus_of([1, 20, 21, 22, 23, 24, 25]))
-    index.add_corpus("b", corpus_of([1, 30, 31, 32, 33, 34, 35]))
+    index.corpora.add("a", corpus_of([1, 20, 21, 22, 23, 24, 25]))
+    index.corpora.add("b", corpus_of([1, 30, 31, 32, 33, 34, 35]))
     say(index, one, [1, 40, 41, 42, 1])
     tokens, parents = tree_of(index, one)
     assert tokens == [0, 20, 21, 30, 31, 40, 41, 42]
@@ -376,8 +376,8 @@ def test_corpora_share_their_budget_and_the_trie_gets_the_rest():
 
 def test_the_corpus_that_matches_longest_gets_what_the_trie_leaves():
     index, one = index_of(external_sam_budget=2), request(1)
-    index.add_corpus("short", corpus_of([2, 30, 31, 32, 33]))
-    index.add_corpus("long", corpus_of([1, 2, 20, 21, 22, 23, 24, 25]))
+    index.corpora.add("short", corpus_of([2, 30, 31, 32, 33]))
+    index.corpora.add("long", corpus_of([1, 2, 20, 21, 22, 23, 24, 25]))
     say(index, one, [1, 2])
     assert tree_of(index, one)[0] == [0, 20, 30, 21, 22, 23, 24, 25]
 
@@ -385,16 +385,16 @@ def test_the_corpus_that_matches_longest_gets_what_the_trie_leaves():
 def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
     index, one = index_of(external_sam_budget=2), request(1)
     say(index, one, [1])
-    index.add_corpus("it", corpus_of([1, 2, 3]))
+    index.corpora.add("it", corpus_of([1, 2, 3]))
     assert tree_of(index, one) == ([0], [0])  # texts are followed from their next token on
     say(index, one, [1])
     assert tree_of(index, one)[0] == [0, 2, 3, 1]
-    index.remove_corpus("it")
+    index.corpora.remove("it")
     assert tree_of(index, one)[0] == [0, 1]
     with pytest.raises(InvalidRequestError, match="corpus 'it' not found"):
-        index.remove_corpus("it")
-    index.add_corpus("it", corpus_of([1, 5]))
-    assert index.corpora == {"it": 2}
+        index.corpora.remove("it")
+    index.corpora.add("it", corpus_of([1, 5]))
+    assert index.corpora.sizes == {"it": 2}
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
 def test_a_corpus_that_cannot_be_used_is_refused_by_name(documents, budget, reason):
     index = index_of(external_sam_budget=budget, external_corpus_max_tokens=6)
     if budget:
-        index.add_corpus("first", corpus_of([1, 2]))
+        index.corpora.add("first", corpus_of([1, 2]))
     with pytest.raises(InvalidRequestError, match=reason):
-        index.add_corpus("second", corpus_of(*documents))
+        index.corpora.add("second", corpus_of(*documents))
 
 
 def test_scopes_without_text_do_not_pile_up():

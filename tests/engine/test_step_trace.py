@@ -95,7 +95,7 @@ def test_a_path_is_found_among_siblings():
 def test_nodes_of_a_corpus_are_told_from_those_of_seen_text():
     config = NgramConfig(speculative_ngram_external_sam_budget=2)
     index = NgramIndex(config, nodes=6, depth=3, vocab=50, chain=False)
-    index.add_corpus("own", Corpus.build(np.array([1, 2, 30, 31, 32, SEPARATOR], np.int32)))
+    index.corpora.add("own", Corpus.build(np.array([1, 2, 30, 31, 32, SEPARATOR], np.int32)))
     text = Request(request_id=1, prompt=(), sampling=SamplingParams())
     index.add_tokens(text, [1, 2, 3, 4, 1, 2])
     index.trees([text])

@@ -10,10 +10,11 @@ BUILDS_FOR_EVER = """
 import time
 from types import SimpleNamespace
 from shared.engine.ngram.corpus import Corpus
-from shared.process.corpora import Corpora
+from shared.process.corpora import CorpusHandler
 
 Corpus.build = lambda words: time.sleep(3600)
-corpora = Corpora(SimpleNamespace(check_corpus=lambda name, words: None))
+index = SimpleNamespace(corpora=SimpleNamespace(check=lambda name, words: None))
+corpora = CorpusHandler(index)
 corpora.add(1, "large", b"")
 assert corpora.busy and not corpora.answers()
 print("ends", flush=True)

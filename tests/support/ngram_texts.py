@@ -66,7 +66,7 @@ def drafted(
             20 if (p % 6 == at or p % 10 == 9) and w != SEPARATOR else w
             for p, w in enumerate(words)
         ]
-        index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
+        index.corpora.add(str(at), Corpus.build(np.array(wrong, np.int32)))
     controller = NgramController(backend.capacity, index)
     engine = Engine(
         backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, cache=NO_CACHE

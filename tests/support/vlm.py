@@ -182,6 +182,8 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=0,
+        max_scores=0,
+        accept_rule="exact",
         images=EncoderCacheSpec(vision(), image_config(), 1 + pool_rows),
     )
 
@@ -230,7 +232,7 @@ def controller_of(drafter: str, capacity: BackendLimits, texts: Sequence[list[in
     else:
         index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
         controller = MergedDraftController(capacity, index, 0.0, {})
-    index.add_corpus("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
+    index.corpora.add("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
     return controller
 
 

@@ -22,8 +22,8 @@ def index_gauges(index: NgramIndex) -> Gauges:
         'ngram_lookups_total{result="hit"}': lambda: index.num_rows - index.num_empty_rows,
         'ngram_lookups_total{result="miss"}': lambda: index.num_empty_rows,
         "ngram_index_entries": lambda: index.num_ngrams,
-        "ngram_corpora": lambda: len(index.corpora),
-        "ngram_corpus_tokens": lambda: sum(index.corpora.values()),
+        "ngram_corpora": lambda: len(index.corpora.sizes),
+        "ngram_corpus_tokens": lambda: sum(index.corpora.sizes.values()),
     }
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import HostDraft
-from shared.engine.checks import check_ids
 from shared.engine.image_inputs import text_tokens
 from shared.engine.ngram import tree
-from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
-from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
-from shared.engine.request import InvalidRequestError, Request, SamplingParams
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.external_corpora import ExternalCorpora
+from shared.engine.ngram.trie import BORN, FIRST, NewTokens, Trie, forget
+from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 
 SWEPT_SCOPES = 2
@@ -32,10 +32,6 @@ empty scopes in the minority; checking all would stall the engine."""
 
 MOST_ENDED_TOKENS = 1 << 18
 """Maximum total tokens of finished requests whose output can still be truncated."""
-
-
-Tokens = tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " T"], Int32[np.ndarray, " n+1"]]
-"""Rows of sequences, their new tokens concatenated, and the start of each, and the end."""
 
 
 @dataclass(eq=False)
@@ -78,14 +74,6 @@ class FinishedText:
     num_before: int
 
 
-def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
-    """Returns rows and their new tokens as arrays."""
-    rows = np.array([row for row, _ in texts], np.int32)
-    tokens = np.array([token for _, new in texts for token in new], np.int32)
-    ends = np.array([0, *accumulate(len(new) for _, new in texts)], np.int32)
-    return rows, tokens, ends
-
-
 def host_draft_of(trees: tree.NgramTreeBatch) -> HostDraft:
     """Converts trees to the inputs of a plan."""
     return HostDraft(
@@ -115,6 +103,7 @@ class NgramIndex:
       num_rows: Number of trees built.
       num_empty_rows: Number of those without a match.
       texts: State of each running request.
+      corpora: External corpora.
       trie, scopes: N-grams of all sequences, and the root of each scope.
       ended, num_ended_tokens: Outputs that may still be truncated, by request, and their tokens.
     """
@@ -149,9 +138,8 @@ class NgramIndex:
         self._free_rows: list[int] = []
         self._unread: dict[int, list[int]] = {}
         self._prompts: list[tuple[int, list[int]]] = []
-        self._corpora: dict[str, Corpus] = {}
-        self._in_corpora: dict[str, Int32[np.ndarray, "rows 2"]] = {}
-        self._drafted_from = _batch([])
+        self.corpora = ExternalCorpora(config, vocab, num_rows=len(self._anchors))
+        self._drafted_from = NewTokens.of([])
         self.num_rows = 0
         self.num_empty_rows = 0
 
@@ -174,7 +162,7 @@ class NgramIndex:
             path=self._path,
         )
         words = np.array([0, 0, SEPARATOR], np.int32)
-        index.add_corpus("", Corpus.build(words))
+        index.corpora.add("", Corpus.build(words))
         for number in range(2):
             text = Request(request_id=number, prompt=(), sampling=SamplingParams())
             index.add_tokens(text, [0, 0])
@@ -215,28 +203,21 @@ class NgramIndex:
         while the device runs. An output is inserted only after its request's next tree or its end.
         A tree therefore does not depend on how steps of other requests interleave.
         """
-        if len(self._drafted_from[0]):
+        if len(self._drafted_from.rows):
             self._enter(self._drafted_from)
-            self._drafted_from = _batch([])
+            self._drafted_from = NewTokens.of([])
         if self._prompts:
-            prompts, self._prompts = _batch(self._prompts), []
-            self._follow(prompts)
+            prompts, self._prompts = NewTokens.of(self._prompts), []
+            self.corpora.follow(prompts)
             self._enter(prompts)
 
-    def _follow(self, tokens: Tokens) -> None:
-        for name, corpus in self._corpora.items():
-            automaton = (corpus.states, corpus.edges, corpus.buckets)
-            follow(*automaton, self._in_corpora[name], *tokens)
+    def _enter(self, tokens: NewTokens) -> None:
+        if len(tokens.rows):
+            self.trie.extend(self._anchors, tokens)
 
-    def _enter(self, tokens: Tokens) -> None:
-        if not len(tokens[0]):
-            return
-        trie = self.trie
-        extend(trie.nodes, trie.buckets, trie.head, self._anchors, *tokens)
-
-    def _take_unread(self, rows: Iterable[int]) -> Tokens:
+    def _take_unread(self, rows: Iterable[int]) -> NewTokens:
         """Returns and clears the unprocessed tokens of sequences."""
-        return _batch([(row, self._unread.pop(row)) for row in rows if row in self._unread])
+        return NewTokens.of([(row, self._unread.pop(row)) for row in rows if row in self._unread])
 
     def end(self, request: Request, *, is_learnt: bool) -> None:
         """Removes a finished request; its tokens stay, except in a scope of its own.
@@ -248,7 +229,7 @@ class NgramIndex:
         text = self.texts.pop(request.request_id, None)
         if text is None:
             return
-        if is_learnt or text.row in self._drafted_from[0]:
+        if is_learnt or text.row in self._drafted_from.rows:
             self.learn()
         if is_learnt:
             self._enter(self._take_unread([text.row]))
@@ -306,8 +287,7 @@ class NgramIndex:
             scope.num_texts += 1
             self._anchors[text.row] = 0
             self._anchors[text.row, 0] = scope.root, scope.born
-            for places in self._in_corpora.values():
-                places[text.row] = 0
+            self.corpora.reset(text.row)
             self.texts[request.request_id] = text
         return text
 
@@ -316,8 +296,7 @@ class NgramIndex:
             count = len(self._anchors)
             self._free_rows = list(range(2 * count - 1, count - 1, -1))
             self._anchors = np.concatenate([self._anchors, np.zeros_like(self._anchors)])
-            for name, places in self._in_corpora.items():
-                self._in_corpora[name] = np.concatenate([places, np.zeros_like(places)])
+            self.corpora.resize(len(self._anchors))
         return self._free_rows.pop()
 
     def _scope(self, name: str | int) -> IndexScope:
@@ -352,9 +331,9 @@ class NgramIndex:
         rows = np.array([self._text(request).row for request in requests], np.int32)
         self.learn()
         unread, anchors = self._take_unread(rows.tolist()), self._anchors.copy()
-        self._follow(unread)
+        self.corpora.follow(unread)
         self._drafted_from = unread
-        advance(self.trie.nodes, self.trie.buckets, anchors, *unread)
+        self.trie.advance(anchors, unread)
         most = [request.sampling.max_draft_tokens for request in requests]
         bounds = [N if m is None else 1 + m + self._ahead * (m > 0) for m in most]
         limits = np.minimum(bounds, N).astype(np.int32)
@@ -364,83 +343,8 @@ class NgramIndex:
             tree.extend_path(
                 self.trie.nodes, self.trie.buckets, anchors, rows, paths, self._growth, trees
             )
-        tree.draft(
-            self.trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
-        )
+        continuations = self.corpora.continuations(rows, self.depth)
+        tree.draft(self.trie.nodes, anchors, rows, limits, continuations, self._growth, trees)
         self.num_rows += B
         self.num_empty_rows += trees.num_nodes.tolist().count(1)
         return trees
-
-    def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.CorpusContinuations:
-        """Returns each corpus's continuation of each sequence: tokens, their number, and the length
-        of the match.
-        """
-        B, C = len(rows), len(self._corpora)
-        paths = np.zeros((B, C, self.depth), np.int32)
-        lengths, matched = np.zeros((B, C), np.int32), np.zeros((B, C), np.int32)
-        for index, (name, corpus) in enumerate(self._corpora.items()):
-            continuations(
-                corpus.tokens, corpus.states, self._in_corpora[name], rows,
-                paths[:, index], lengths[:, index], matched[:, index],
-            )  # fmt: skip
-        return tree.CorpusContinuations(paths=paths, lengths=lengths, matched=matched)
-
-    # Corpora
-
-    @property
-    def corpora(self) -> dict[str, int]:
-        """Tokens of each corpus by name, in the order of insertion."""
-        return {name: corpus.num_tokens for name, corpus in self._corpora.items()}
-
-    def check_corpus(self, name: str, tokens: Int32[np.ndarray, " T"]) -> None:
-        """Checks that a corpus can be added.
-
-        Args:
-          name: Name of the corpus.
-          tokens: Its documents, each followed by a separator.
-
-        Raises:
-          Refusal: Names the field at fault.
-        """
-        held, most = self.corpora, self._config.speculative_ngram_external_corpus_max_tokens
-        words = tokens[tokens != SEPARATOR]
-        if not self._config.sam_budget:
-            raise InvalidRequestError(
-                "corpus_id",
-                "external corpora require draft nodes; start the server with "
-                "--speculative-ngram-external-sam-budget",
-            )
-        if name in held:
-            raise InvalidRequestError(
-                "corpus_id", f"corpus {name!r:.200} already exists; remove it first"
-            )
-        if not len(words):
-            raise InvalidRequestError("documents", "documents must have at least one token")
-        check_ids("documents", (int(words.min()), int(words.max())), self._vocab)
-        total = sum(held.values()) + len(words)
-        if total > most:
-            raise InvalidRequestError(
-                "documents",
-                f"documents would make {total} tokens of external corpora, and "
-                f"--speculative-ngram-external-corpus-max-tokens is {most}",
-            )
-
-    def add_corpus(self, name: str, corpus: Corpus) -> None:
-        """Adds a corpus; sequences are matched in it from their next token on.
-
-        Raises:
-          Refusal: See `check_corpus`.
-        """
-        self.check_corpus(name, corpus.tokens)
-        self._corpora[name] = corpus
-        self._in_corpora[name] = np.zeros((len(self._anchors), 2), np.int32)
-
-    def remove_corpus(self, name: str) -> None:
-        """Removes a corpus.
-
-        Raises:
-          Refusal: There is none with this name.
-        """
-        if name not in self._corpora:
-            raise InvalidRequestError("corpus_id", f"corpus {name!r:.200} not found")
-        del self._corpora[name], self._in_corpora[name]

@@ -16,7 +16,10 @@ anchors are detected.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -37,6 +40,29 @@ NUM_HEADS = 6
 Nodes = Int32[np.ndarray, "rows columns"]
 Buckets = Int32[np.ndarray, " buckets"]
 Head = Int64[np.ndarray, " heads"]
+
+
+class NewTokens(NamedTuple):
+    """New tokens of several sequences.
+
+    Attributes:
+      rows: Row of each sequence.
+      tokens: Their new tokens, concatenated.
+      starts: Start of each sequence in `tokens`, and the end.
+    """
+
+    rows: Int32[np.ndarray, " n"]
+    tokens: Int32[np.ndarray, " T"]
+    starts: Int32[np.ndarray, " n+1"]
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, Sequence[int]]]) -> NewTokens:
+        """Returns rows and their new tokens as arrays."""
+        return cls(
+            rows=np.array([row for row, _ in texts], np.int32),
+            tokens=np.array([token for _, new in texts for token in new], np.int32),
+            starts=np.array([0, *accumulate(len(new) for _, new in texts)], np.int32),
+        )
 
 
 @dataclass
@@ -80,6 +106,14 @@ class Trie:
         """Frees a root and everything below it."""
         if root:
             drop(self.nodes, self.buckets, self.head, root)
+
+    def extend(self, anchors: Int32[np.ndarray, "texts D 2"], new: NewTokens) -> None:
+        """Adds new tokens to sequences and advances their anchors; see `extend` of this module."""
+        extend(self.nodes, self.buckets, self.head, anchors, new.rows, new.tokens, new.starts)
+
+    def advance(self, anchors: Int32[np.ndarray, "texts D 2"], new: NewTokens) -> None:
+        """Advances anchors by new tokens, without adding them."""
+        advance(self.nodes, self.buckets, anchors, new.rows, new.tokens, new.starts)
 
 
 @compiled
