@@ -257,8 +257,10 @@ def main() -> int:
     }
     if options.out:
         write_results(options.out, result)
-    print(f"{ended} of {options.count} models start in {options.language}: {programs} programs, "
-          f"{calls} kernels compiled, {result['seconds']} s")  # fmt: skip
+    print(
+        f"{ended} of {options.count} models start in {options.language}: {programs} programs, "
+        f"{calls} kernels compiled, {result['seconds']} s"
+    )
     return int(bool(faults))
 
 

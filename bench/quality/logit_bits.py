@@ -134,8 +134,14 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
         "--kinds", default="problems,copying", help=f"kinds of tasks, of {', '.join(KINDS)}"
     )
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[], metavar="NAME",
-                        help=f"random checkpoints instead, of {', '.join(FAMILIES)}")  # fmt: skip
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=FAMILIES,
+        default=[],
+        metavar="NAME",
+        help=f"random checkpoints instead, of {', '.join(FAMILIES)}",
+    )
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs")
     parser.add_argument("--flags", default="", help="more server flags, as one quoted word")
     parser.add_argument("--out", type=Path, help="JSON file")

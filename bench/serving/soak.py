@@ -140,9 +140,14 @@ class Traffic:
 
     async def ask_until(self, end: float) -> None:
         kinds: list[tuple[Callable[[], Awaitable[None]], int]] = [
-            (self.chat, 4), (self.stream, 4), (self.completions, 2), (self.tools, 1),
-            (self.leave, 3), (self.refused, 2), (self.small, 2),
-        ]  # fmt: skip
+            (self.chat, 4),
+            (self.stream, 4),
+            (self.completions, 2),
+            (self.tools, 1),
+            (self.leave, 3),
+            (self.refused, 2),
+            (self.small, 2),
+        ]
         calls, weights = zip(*kinds, strict=True)
         while time.monotonic() < end:
             (call,) = self._rng.choices(calls, weights)

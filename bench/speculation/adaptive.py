@@ -231,9 +231,13 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
         line += ["--speculative-adaptive-config", str(given.adaptive_config)]
     context = -(-(longest + given.max_tokens) // 64) * 64
     served = in_process_engine.start(
-        backend, line, batch=max(given.batch), context=context,
-        radix_cache=False, batches=tuple(given.batch),
-    )  # fmt: skip
+        backend,
+        line,
+        batch=max(given.batch),
+        context=context,
+        radix_cache=False,
+        batches=tuple(given.batch),
+    )
     begun = served.engine.controller
     assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
     tiers, measured = begun.shapes.tiers, begun.costs.table

@@ -43,10 +43,12 @@ def said(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], 
     requests = [request for phase in phases for request in phase.requests]
     longest = max(len(request.prompt) for request in requests)
     served = in_process_engine.start(
-        "torch", ["--model-path", str(model), "--dtype", "float32"],
-        batch=max(phase.batch for phase in phases), context=-(-(longest + most) // 64) * 64,
+        "torch",
+        ["--model-path", str(model), "--dtype", "float32"],
+        batch=max(phase.batch for phase in phases),
+        context=-(-(longest + most) // 64) * 64,
         radix_cache=False,
-    )  # fmt: skip
+    )
     outcomes = in_process_engine.serve_all(served.engine, requests)
     served.engine.close()
     texts = {

@@ -200,9 +200,11 @@ def tasks_of(model: Path, kind: str, batch: int, count: int, most: int) -> list[
     ends, requests = config_from_folder(model).eos_ids, []
     for number, example in enumerate(islice(KINDS[kind]("held_out", batch), count)):
         sampling = SamplingParams(
-            temperature=TEMPERATURES[kind], seed32=derive_seed(number, 0), max_tokens=most,
+            temperature=TEMPERATURES[kind],
+            seed32=derive_seed(number, 0),
+            max_tokens=most,
             stop_token_ids=ends,
-        )  # fmt: skip
+        )
         prompt = tuple(tokenizer.encode_chat(example.messages))
         requests.append(Request(request_id=number, prompt=prompt, sampling=sampling))
     return requests
@@ -223,9 +225,12 @@ def serve(
     }
     longest = max(len(request.prompt) for requests in tasks.values() for request in requests)
     served = in_process_engine.start(
-        backend, ["--model-path", str(given.model), *draft.flags(folders)], batch=batch,
-        context=-(-(longest + given.max_tokens) // 64) * 64, radix_cache=False,
-    )  # fmt: skip
+        backend,
+        ["--model-path", str(given.model), *draft.flags(folders)],
+        batch=batch,
+        context=-(-(longest + given.max_tokens) // 64) * 64,
+        radix_cache=False,
+    )
     steps, lines, engine = Steps(served), list[Line](), served.engine
     models = [{name: simulated[name]} for name in simulated] if joins(draft) else [simulated]
     for costs, (kind, requests) in product(models, tasks.items()):
@@ -260,14 +265,20 @@ def joins(draft: Draft) -> bool:
 def _begun_anew(served: in_process_engine.Served, draft_share: float) -> Engine:
     """An engine like the one of the start, which has seen no text, with another share."""
     controller = engines.make_controller(
-        served.backend, served.memory.settled, on_gpu=False, has_experts=False,
+        served.backend,
+        served.memory.settled,
+        on_gpu=False,
+        has_experts=False,
         draft_share=draft_share,
-    )  # fmt: skip
+    )
     settled = served.memory.settled
     return Engine(
-        served.last, controller, overlap=settled.overlap,
-        chunked_prefill_size=settled.prefill_chunk_size, cache=NO_CACHE,
-    )  # fmt: skip
+        served.last,
+        controller,
+        overlap=settled.overlap,
+        chunked_prefill_size=settled.prefill_chunk_size,
+        cache=NO_CACHE,
+    )
 
 
 def hash_of(texts: Sequence[Sequence[int]]) -> int:

@@ -28,9 +28,12 @@ GREETINGS = (
     ("Hello", "Hello! What can I do for you?"),
     ("Good morning!", "Good morning! What can I do for you?"),
     ("Can you help me?", "Yes. What can I do for you?"),
-    ("Who are you?", "I am a small language model. I solve word problems, edit lists and JSON, "
-     "and write short functions."),
-)  # fmt: skip
+    (
+        "Who are you?",
+        "I am a small language model. I solve word problems, edit lists and JSON, "
+        "and write short functions.",
+    ),
+)
 THANKS = (
     ("Thanks!", "You are welcome!"),
     ("Thank you.", "You are welcome!"),

@@ -285,9 +285,18 @@ class AcceptanceModel:
         known.age()
         before = known.shared_variance
         _learn(
-            rows, drafted, accepted, known.log_odds[family], known.slopes[family],
-            known.variances[family], before, known.request_variance, self._estimates, sums, moves,
-        )  # fmt: skip
+            rows,
+            drafted,
+            accepted,
+            known.log_odds[family],
+            known.slopes[family],
+            known.variances[family],
+            before,
+            known.request_variance,
+            self._estimates,
+            sums,
+            moves,
+        )
         moved = known.learn(family, sums)
         _follow(rows, moves, moved, before, known.shared_variance, self._estimates)
 
@@ -336,14 +345,27 @@ class AcceptanceModel:
             rates=np.empty((B, F, D)), reached=np.empty((B, F, D + 1)), tokens=np.zeros((2, count))
         )
         _expect(
-            rows, most, is_after_off, self._estimates, known.log_odds, known.slopes,
-            known.shared_variance, tiers, expected,
-        )  # fmt: skip
+            rows,
+            most,
+            is_after_off,
+            self._estimates,
+            known.log_odds,
+            known.slopes,
+            known.shared_variance,
+            tiers,
+            expected,
+        )
         narrowed, learnt = np.empty((count, count)), np.empty(count)
         exploration_variance(
-            expected, most, np.array(seconds), known.slopes, known.covariance, tiers,
-            narrowed, learnt,
-        )  # fmt: skip
+            expected,
+            most,
+            np.array(seconds),
+            known.slopes,
+            known.covariance,
+            tiers,
+            narrowed,
+            learnt,
+        )
         tokens, next_tokens = expected.tokens.tolist()
         lifetime = learnt / (WALK * FIRST_DEPTH)
         outcome = ExpectedTokens(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())

@@ -134,9 +134,14 @@ def build(
         copied = states[target, EDGE]
         while copied:
             num_edges = _connect(
-                states, edges, buckets, num_edges,
-                clone, edges[copied, LABEL], edges[copied, TARGET],
-            )  # fmt: skip
+                states,
+                edges,
+                buckets,
+                num_edges,
+                clone,
+                edges[copied, LABEL],
+                edges[copied, TARGET],
+            )
             copied = edges[copied, SIBLING]
         while state != -1:
             edge = _find(edges, buckets, state, token)
