@@ -9,10 +9,6 @@ from shared.boundary.program import Program
 from shared.boundary.workspace import WorkspaceCosts, split_attention, step_bytes
 from shared.models.config import ModelConfig
 
-LOGIT, REPORTED = 41, 4
-"""Measured: counts of each node twice, noise, the processed and the sorted logits, and ids of 8
-bytes."""
-
 
 def blocked_attention(
     program: Program, model: ModelConfig, capacity: BackendLimits, item: int
@@ -25,10 +21,8 @@ def blocked_attention(
     return gathered + 2 * rows * (keys + model.attention.head_size + 2) * 4
 
 
-ON_CPU = WorkspaceCosts(logit=LOGIT, reported=REPORTED, attention=blocked_attention)
-ON_GPU = WorkspaceCosts(
-    logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES)
-)
+ON_CPU = WorkspaceCosts.of_framework(blocked_attention)
+ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES))
 
 
 def workspace(program: Program, blueprint: BackendSpec) -> int:

@@ -12,14 +12,8 @@ from shared.boundary.workspace import (
     step_bytes,
 )
 
-LOGIT, REPORTED = 41, 4
-"""Measured: counts of each node twice, noise, the processed and the sorted logits, and ids of 8
-bytes."""
-
-ON_CPU = WorkspaceCosts(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
-ON_GPU = WorkspaceCosts(
-    logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES)
-)
+ON_CPU = WorkspaceCosts.of_framework(gathered_attention)
+ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES))
 
 
 def workspace(program: Program, blueprint: BackendSpec) -> int:

@@ -54,7 +54,7 @@ class EagleDrafter(NamedTuple):
 
     @property
     def sizes(self) -> DraftStateSizes:
-        return DraftStateSizes(self.head.config, self.head.num_layers, 0, True)
+        return DraftStateSizes.of_layers(self.head.config, self.head.num_layers)
 
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking

@@ -74,7 +74,7 @@ class BackendLimits:
       context_length: Maximum tokens of a request, prompt and output together.
       vocab: Vocabulary size of the target.
       max_stop_ids, max_bias, max_logprobs: Widths M and K of fields of the plan and of the result.
-      max_scores: Width K of a result's prompt logprobs.
+      max_scores: Width K of a result's prompt logprobs; 0 if no program returns any.
       accept_rule: Name of the rule in `shared.spec.acceptance.RULES`; all but "exact" need chains.
       accept_rates: Acceptance rate of each draft level if acceptance is simulated, else None; see
         `shared.spec.acceptance.simulate`.
@@ -97,8 +97,8 @@ class BackendLimits:
     max_stop_ids: int
     max_bias: int
     max_logprobs: int
-    max_scores: int = 0
-    accept_rule: str = "exact"
+    max_scores: int
+    accept_rule: str
     accept_rates: tuple[float, ...] | None = None
     images: EncoderCacheSpec | None = None
     texts: NgramTableSpec | None = None

@@ -18,9 +18,13 @@ from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.reduction_order import ATTENTION
 
-DRAFT_LAW_BYTES = 24
+DRAFT_DISTRIBUTION_BYTES = 24
 """Bytes per logit if draft tokens are sampled: their noise and logits, both distributions, the
 residual and its logarithm."""
+
+LOGIT_BYTES, LOGPROB_BYTES = 41, 4
+"""Measured costs of the JAX and torch backends: counts of each node twice, noise, the processed and
+the sorted logits, and ids of 8 bytes."""
 
 MASK_BYTES = 3
 """Bytes per logit under a grammar mask, from the bit to the byte."""
@@ -50,6 +54,11 @@ class WorkspaceCosts:
     logit: int
     reported: int
     attention: AttentionBytes
+
+    @classmethod
+    def of_framework(cls, attention: AttentionBytes) -> "WorkspaceCosts":
+        """Returns the costs of a JAX or torch backend, which differ only in attention."""
+        return cls(logit=LOGIT_BYTES, reported=LOGPROB_BYTES, attention=attention)
 
 
 def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) -> int:
@@ -202,7 +211,7 @@ def _logit_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts
     rows = program.batch if program.tokens else rows_of(program)
     each = rows * costs.logit
     if blueprint.capacity.accept_rule != "exact" and not program.shape.is_plain:
-        each += rows * DRAFT_LAW_BYTES
+        each += rows * DRAFT_DISTRIBUTION_BYTES
     if program.has(ProgramFeature.MASK):
         each += rows * MASK_BYTES
     if program.has(ProgramFeature.LOGPROBS):

@@ -86,7 +86,12 @@ class DraftConfig:
     @property
     def sizes(self) -> "DraftStateSizes":
         """State of the head on the device."""
-        return DraftStateSizes(self.layer, self.layer.num_attention_layers, 0, self.block is None)
+        return DraftStateSizes(
+            model=self.layer,
+            num_attention_layers=self.layer.num_attention_layers,
+            num_gated_delta_layers=0,
+            has_draft_input=self.block is None,
+        )
 
     @classmethod
     def from_folder(
@@ -234,16 +239,31 @@ class DraftStateSizes:
     has_draft_input: bool
 
     @classmethod
-    def of_layer(cls, target: ModelConfig) -> "DraftStateSizes":
-        """Returns the sizes of one attention layer with the target's sizes."""
-        return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_draft_input=True)
+    def of_layers(cls, config: ModelConfig, num_layers: int) -> "DraftStateSizes":
+        """Returns the sizes of an MTP layer or draft head: attention layers and a draft input.
+
+        Args:
+          config: Config of the layers.
+          num_layers: Number of attention layers.
+        """
+        return cls(
+            model=config,
+            num_attention_layers=num_layers,
+            num_gated_delta_layers=0,
+            has_draft_input=True,
+        )
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftStateSizes":
         """Returns the sizes of a draft model: KV and states of all its layers, and no draft
         input.
         """
-        return cls(config, config.num_attention_layers, config.num_gated_delta_layers, False)
+        return cls(
+            model=config,
+            num_attention_layers=config.num_attention_layers,
+            num_gated_delta_layers=config.num_gated_delta_layers,
+            has_draft_input=False,
+        )
 
 
 def head_json(folder: str | Path) -> Json:

@@ -43,7 +43,7 @@ class DrafterSpec:
     @classmethod
     def of_mtp(cls, target: ModelConfig) -> Self:
         """Returns the specification of the target's own MTP layer."""
-        return cls(kind=MTP, sizes=DraftStateSizes.of_layer(target), head=None, model=None)
+        return cls(kind=MTP, sizes=DraftStateSizes.of_layers(target, 1), head=None, model=None)
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:

@@ -35,6 +35,11 @@ class Controller(Protocol):
     gauges: Gauges
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the startup log: measured step times, or the reason why nothing drafts."""
+        ...
+
+    @property
     def needs_last_result(self) -> bool:
         """True if its next rows need tokens of a step in flight."""
         ...
@@ -118,11 +123,27 @@ def smallest_that_holds(shapes: Mapping[int, TreeShape], num_rows: int) -> TreeS
 class StaticController:
     """Controller that uses the same tree of the device's drafter in every step.
 
+    Args:
+      capacity: Limits and programs of the backend.
+      nodes, depth, width: The tree; 1, 0 and 0 for plain decoding.
+      notes: See `Controller.notes`.
+
+    Attributes:
+      notes: See above.
+
     Raises:
       ValueError: The backend has no decode program of this tree.
     """
 
-    def __init__(self, capacity: BackendLimits, *, nodes: int, depth: int, width: int) -> None:
+    def __init__(
+        self,
+        capacity: BackendLimits,
+        *,
+        nodes: int,
+        depth: int,
+        width: int,
+        notes: Sequence[str] = (),
+    ) -> None:
         wanted = (nodes, depth, width)
         self._shapes = shapes_by_batch(
             capacity, host_draft=False, is_wanted=lambda shape: shape.tree == wanted
@@ -131,6 +152,7 @@ class StaticController:
             raise ValueError(f"no decode program drafts {nodes} nodes, {depth} deep, {width} wide")
         self.max_rows = max(self._shapes)
         self.gauges: Gauges = {}
+        self.notes = notes
 
     @property
     def needs_last_result(self) -> bool:

@@ -69,6 +69,11 @@ class GrammarController:
         self.gauges: Gauges = inner.gauges
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Notes of the controller of all other steps."""
+        return self.inner.notes
+
+    @property
     def needs_last_result(self) -> bool:
         """True if tokens or draft trees of the previous step are not available yet."""
         return (

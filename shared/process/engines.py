@@ -39,6 +39,12 @@ step on an H200) it reached 0.81 times the tokens per second of plain decoding
 (`bench/results/ngram_short_steps_h200.json`).
 """
 
+NGRAM_DISABLED = (
+    "warning: NGRAM is disabled: decode steps take less than 1 ms on this GPU, "
+    "too short for the host to build drafts; remove --speculative-adaptive to "
+    "draft in every step"
+)
+
 
 def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     """Returns the engine of a backend that was built from a memory plan."""
@@ -140,7 +146,7 @@ def _controller_of_drafts(
         static = DeviceNgramController if settled.draft.drafts_from_table else StaticController
         return static(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
-        return StaticController(capacity, nodes=1, depth=0, width=0)
+        return StaticController(capacity, nodes=1, depth=0, width=0, notes=(NGRAM_DISABLED,))
     index = NgramIndex(
         options.ngram,
         nodes=shape.nodes,

@@ -56,6 +56,7 @@ class FixedShapeController:
         self._decoded_last: list[Request] = []
         self._rng = np.random.default_rng(0)
         self.gauges: Gauges = {}
+        self.notes: Sequence[str] = ()
         self.begin(shapes.by_size[shapes.batches[-1], 0])
 
     def begin(self, shape: TreeShape) -> None:

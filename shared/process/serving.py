@@ -18,7 +18,7 @@ from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
 from shared.process.progress import console_of, loading_progress, preparing_progress
 from shared.process.start import Platform, ValidatedStartup
-from shared.process.startup_report import report_plan, start_notes, step_notes
+from shared.process.startup_report import report_plan, start_notes
 from shared.process.tp.startup import TPStartup, tp_startup
 from shared.process.tp.workers import RankError
 from shared.process.watchdog import EXIT_FAILED, Watchdog, WatchedBackend
@@ -67,7 +67,7 @@ def start_serving(
         watchdog.claim_end()  # the thread that detected it reports it
         print(error, file=sys.stderr, flush=True)
         return lambda: EXIT_FAILED
-    for note in step_notes(options, engine.controller):
+    for note in engine.controller.notes:
         logs.info(note)
     facts, drain_s = server_info(start, listeners), options.server.graceful_shutdown_timeout
     index = ngram_index_of(engine.controller)

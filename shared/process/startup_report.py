@@ -11,10 +11,6 @@ from shared.boundary.kernel_coverage import FallbackOp
 from shared.drafts.aux_hidden_states import ambiguities
 from shared.drafts.config import head_json
 from shared.drafts.config_formats import read_raw_config
-from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.controller import Controller, StaticController
-from shared.engine.grammar_controller import GrammarController
-from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.active_parameters import active_numbers
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
@@ -101,27 +97,6 @@ def rank_notes(memory: MemoryPlan) -> Iterator[str]:
             f"reads only {layer / 1e6:.0f} MB of weights; more GPUs add memory and "
             "throughput"
         )
-
-
-def step_notes(told: Options, controller: Controller) -> Iterator[str]:
-    """Yields the choices of a controller that selects draft shapes, or the reason why it has
-    none.
-    """
-    if isinstance(controller, GrammarController):
-        controller = controller.inner
-    chooses = told.adaptive.speculative_adaptive and told.speculative.drafts
-    if chooses and isinstance(controller, StaticController):
-        yield (
-            "warning: NGRAM is disabled: decode steps take less than 1 ms on this GPU, "
-            "too short for the host to build drafts; remove --speculative-adaptive to "
-            "draft in every step"
-        )
-    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
-        return
-    for batch, seconds in controller.costs.table.items():
-        names = [*map(str, controller.shapes.tiers), "none without waiting"]
-        times = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
-        yield f"step time at batch {batch}: {', '.join(times)} ms"
 
 
 def report_plan(console: Console, memory: MemoryPlan) -> None:

@@ -79,6 +79,8 @@ def capacity() -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=0,
+        max_scores=0,
+        accept_rule="exact",
         images=EncoderCacheSpec(vision(), image_config(), ROWS),
     )
 

@@ -56,6 +56,7 @@ def capacity_of(program: Program, vocab: int, rule: str) -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=2,
+        max_scores=0,
         accept_rule=rule,
     )
 

@@ -85,6 +85,8 @@ def capacity_of(vocab: int) -> BackendLimits:
         max_stop_ids=1,
         max_bias=2,
         max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

@@ -56,6 +56,8 @@ def capacity_of(vocab: int, shape: TreeShape) -> BackendLimits:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
     )
     pages = bare.num_pages_for(bare.max_positions)
     programs = tuple(replace(each, pages=pages) for each in bare.programs)

@@ -116,6 +116,8 @@ def capacity_of(
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=2,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

@@ -53,7 +53,7 @@ def capacity_of(vocab: int) -> BackendLimits:
     return BackendLimits(
         page_size=4, num_pages=1 + 64 * BATCH, num_slots=1 + BATCH, num_snapshots=1,
         programs=(program(StepKind.PREFILL, PLAIN, 64), *decodes), overlap=2, context_length=160,
-        vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=1,
+        vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=1, max_scores=0, accept_rule="exact",
     )  # fmt: skip
 
 

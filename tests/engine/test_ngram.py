@@ -65,6 +65,8 @@ def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

@@ -16,7 +16,6 @@ from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import prepare
-from shared.process.startup_report import step_notes
 from tests.support import serve_reference
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, write_tiny
@@ -55,8 +54,9 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
     assert isinstance(controller, expected)
     if not chooses:
         assert controller.shape_for(1).is_plain
-    said = " ".join(step_notes(told, controller))
-    assert ("NGRAM is disabled" in said) is not chooses
+    notes = " ".join(controller.notes)
+    assert ("NGRAM is disabled" in notes) is not chooses
+    assert ("step time at batch 1: " in notes) is chooses
 
 
 def test_a_drafter_is_weighed_by_the_matrix_of_scores_that_it_reads(tmp_path):

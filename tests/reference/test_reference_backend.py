@@ -59,6 +59,7 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
     return BackendLimits(
         page_size=16, num_pages=65, num_slots=3, num_snapshots=3, programs=tuple(programs),
         overlap=1, context_length=400, vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=3,
+        max_scores=0, accept_rule="exact",
     )  # fmt: skip
 
 

@@ -103,6 +103,8 @@ def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Bac
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

@@ -102,6 +102,7 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
+        accept_rule="exact",
         max_scores=2,
     )
 

@@ -91,6 +91,8 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

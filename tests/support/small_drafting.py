@@ -41,6 +41,7 @@ def small_capacity(vocab: int, shape: TreeShape, rule: str) -> BackendLimits:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=1,
+        max_scores=0,
         accept_rule=rule,
     )
 

@@ -95,6 +95,7 @@ def toy_capacity(
         max_stop_ids=2,
         max_bias=1,
         max_logprobs=2,
+        accept_rule="exact",
         max_scores=max_scores,
     )
 

@@ -72,6 +72,8 @@ def tree_capacity(vocab: int) -> BackendLimits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
+        max_scores=0,
+        accept_rule="exact",
     )
 
 

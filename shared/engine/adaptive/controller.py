@@ -87,6 +87,11 @@ class AdaptiveController:
         self.gauges: Gauges = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Step times of the tiers, one line for each batch bucket."""
+        return step_time_notes(self.shapes, self.costs)
+
+    @property
     def needs_last_result(self) -> bool:
         """Always False: rows continue from the device's state."""
         return False
@@ -213,3 +218,13 @@ def gauges_of(
             key = f'spec_decode_adaptive_step_seconds{{batch="{batch}",{name(tier)}}}'
             gauges[key] = lambda batch=batch, number=number: seconds(batch, number)
     return gauges
+
+
+def step_time_notes(shapes: Shapes, costs: Costs) -> list[str]:
+    """Returns the step times of each batch bucket as lines for the startup log."""
+    names = [*map(str, shapes.tiers), "none without waiting"]
+    lines: list[str] = []
+    for batch, seconds in costs.table.items():
+        times = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        lines.append(f"step time at batch {batch}: {', '.join(times)} ms")
+    return lines

@@ -28,7 +28,7 @@ from jaxtyping import Float64, Int64
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
-from shared.engine.adaptive.controller import gauges_of, most_left
+from shared.engine.adaptive.controller import gauges_of, most_left, step_time_notes
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import TraceWriter
@@ -158,6 +158,11 @@ class AdaptiveNgramController:
             'spec_decode_adaptive_steps_total{tier="disabled"}': lambda: self.steps[self._asleep]
         }
         self.gauges: Gauges = {**index_gauges(index), **tiers, **asleep}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Step times of the tiers, one line for each batch bucket."""
+        return step_time_notes(self.shapes, self.costs)
 
     @property
     def needs_last_result(self) -> bool:

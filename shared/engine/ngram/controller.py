@@ -62,6 +62,7 @@ class NgramController:
         self._decoded_last: list[Request] = []
         self.max_rows = min(max(self._trees), max(self._plain))
         self.gauges: Gauges = index_gauges(index)
+        self.notes: Sequence[str] = ()
 
     @property
     def needs_last_result(self) -> bool:

@@ -121,6 +121,7 @@ class MergedDraftController:
         self._flights = deque[_Flight]()
         self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
         self.gauges: Gauges = {**index_gauges(index), **_gauges(self)}
+        self.notes: Sequence[str] = ()
 
     def warm_up(self) -> None:
         """Compiles the loops in advance."""

@@ -70,7 +70,7 @@ def simulated_capacity(
     return BackendLimits(
         page_size=page_size, num_pages=1 + slots * pages, num_slots=1 + slots, num_snapshots=1,
         programs=(*decodes, *prefills), overlap=overlap, context_length=context_length, vocab=16,
-        max_stop_ids=1, max_bias=1, max_logprobs=1,
+        max_stop_ids=1, max_bias=1, max_logprobs=1, max_scores=0, accept_rule="exact",
     )  # fmt: skip
 
 
