@@ -80,9 +80,19 @@ def _before_kernel(values_ref, base_ref, moved_ref, out_ref, *, size):
 
 
 def _behind_kernel(
-    values_ref, base_ref, moved_ref, x_ref, norms_ref, layer_ref, out_ref, normed_ref,
-    *, size, eps, order,
-):  # fmt: skip
+    values_ref,
+    base_ref,
+    moved_ref,
+    x_ref,
+    norms_ref,
+    layer_ref,
+    out_ref,
+    normed_ref,
+    *,
+    size,
+    eps,
+    order,
+):
     """One program per row: the residual sum and its norm."""
     hidden = x_ref.shape[1]
     chunks = pl.next_power_of_2(pl.cdiv(hidden, order.chunk))

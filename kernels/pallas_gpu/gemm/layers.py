@@ -185,8 +185,10 @@ def _gelu_kernel(x_ref, out_ref, *, is_tanh):
         z = jnp.abs(x) * 0.7071067811865476
         y = 0.3275911 * z
         t = 1.0 - y / (1.0 + y)  # 1 / (1 + y): the two compilers divide differently
-        above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
-            + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
+        above = t * (
+            0.127414796
+            + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        )
         above = above * jnp.exp2(-(z * z) * LOG2_E)
         out = x * jnp.where(x < 0, above, 1.0 - above)
     pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)

@@ -259,9 +259,28 @@ def _gathered(out, scaled, sums, gather):
 
 
 def _product_kernel(
-    x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, left_refs, *, outputs,
-    first, eps, is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
-):  # fmt: skip
+    x_ref,
+    weights_ref,
+    layer_ref,
+    given,
+    out_ref,
+    scaled_ref,
+    sums_ref,
+    left_refs,
+    *,
+    outputs,
+    first,
+    eps,
+    is_gated,
+    factor,
+    num_rows,
+    row_blocks,
+    rows,
+    order,
+    tiles,
+    boxes,
+    is_compiled,
+):
     """One program per block of outputs and block of rows; rows vary first to share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
     R, K = num_rows, x_ref.shape[1]

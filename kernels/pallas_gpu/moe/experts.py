@@ -285,9 +285,7 @@ def _gated_kernel(
         column = first + lax.rem(both, cut.columns)
         output = column + lax.div(both, cut.columns) * N
         of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
-        total = product(
-            x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, cut
-        )  # fmt: skip
+        total = product(x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, cut)
         gate, up = lax.split(early(total, cut.interpret).T, (cut.columns, cut.columns), axis=1)
         gate, up = gate * scale[:, None], up * scale[:, None]
         out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
@@ -301,9 +299,20 @@ def _gated_kernel(
 
 
 def _down_kernel(
-    _, x_ref, down, ids_ref, lists, ends, layer_ref, arrivals_ref, parts_ref, stream, *,
-    squares_order, cut,
-):  # fmt: skip
+    _,
+    x_ref,
+    down,
+    ids_ref,
+    lists,
+    ends,
+    layer_ref,
+    arrivals_ref,
+    parts_ref,
+    stream,
+    *,
+    squares_order,
+    cut,
+):
     """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     S, N = parts_ref.shape
     blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]

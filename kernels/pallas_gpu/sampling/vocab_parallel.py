@@ -182,9 +182,19 @@ def sum_exp(
 
 
 def _totals_kernel(
-    left_ref, peaks_ref, masses_ref, temperature_ref, first_ref, found_ref, *, groups, ranks, width,
-    tau, nodes,
-):  # fmt: skip
+    left_ref,
+    peaks_ref,
+    masses_ref,
+    temperature_ref,
+    first_ref,
+    found_ref,
+    *,
+    groups,
+    ranks,
+    width,
+    tau,
+    nodes,
+):
     row, most = pl.program_id(0), peaks_ref.shape[1]
     keys, _ = _left_of(left_ref, row, ranks, width)
     own = lax.iota(jnp.int32, pl.next_power_of_2(groups))
@@ -242,9 +252,20 @@ def merge_topk(
 
 
 def _join_kernel(
-    left_ref, totals_ref, temperature_ref, columns_ref, ids_ref, weights_ref, finite_ref, *, vocab,
-    ranks, width, tau, nodes,
-):  # fmt: skip
+    left_ref,
+    totals_ref,
+    temperature_ref,
+    columns_ref,
+    ids_ref,
+    weights_ref,
+    finite_ref,
+    *,
+    vocab,
+    ranks,
+    width,
+    tau,
+    nodes,
+):
     row, rank = pl.program_id(0), lax.iota(jnp.int32, pl.next_power_of_2(ranks))
     keys, ids = _left_of(left_ref, row, ranks, width)
     words = 2 * width + 1

@@ -247,18 +247,30 @@ def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr)
     sent = value
     for distance in tl.static_range(1, ranks):
         sent = tl.inline_asm_elementwise(
-            _SEND, _SEND_KINDS,
+            _SEND,
+            _SEND_KINDS,
             [sent, tl.load(mail_at + (rank ^ distance)), place, number, is_one.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     return sent
 
 
 @triton.jit
 def receive_words(
-    out_at, step, sent, place, is_one, mail_at, rank, number, call, pack: tl.constexpr,
+    out_at,
+    step,
+    sent,
+    place,
+    is_one,
+    mail_at,
+    rank,
+    number,
+    call,
+    pack: tl.constexpr,
     sizes: tl.constexpr,
-):  # fmt: skip
+):
     """Stores words that all other ranks send, each beside this rank's own.
 
     Args:
@@ -306,19 +318,31 @@ def _first_word(rank, number, sizes: tl.constexpr):
 def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
     if pack == 4:
         got = tl.inline_asm_elementwise(
-            _RECEIVE_4, _RECEIVE_KINDS_4, [box, place, number, looks, code, sent],
-            dtype=tl.int32, is_pure=False, pack=4,
-        )  # fmt: skip
+            _RECEIVE_4,
+            _RECEIVE_KINDS_4,
+            [box, place, number, looks, code, sent],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=4,
+        )
     elif pack == 2:
         got = tl.inline_asm_elementwise(
-            _RECEIVE_2, _RECEIVE_KINDS_2, [box, place, number, looks, code, sent],
-            dtype=tl.int32, is_pure=False, pack=2,
-        )  # fmt: skip
+            _RECEIVE_2,
+            _RECEIVE_KINDS_2,
+            [box, place, number, looks, code, sent],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=2,
+        )
     else:
         got = tl.inline_asm_elementwise(
-            _RECEIVE_1, _RECEIVE_KINDS_1, [box, place, number, looks, code, sent],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            _RECEIVE_1,
+            _RECEIVE_KINDS_1,
+            [box, place, number, looks, code, sent],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     return got
 
 

@@ -33,9 +33,13 @@ def raise_flags(flag, mail_at, rank, number, ranks: tl.constexpr):
     for distance in tl.static_range(1, ranks):
         box = tl.load(mail_at + (rank ^ distance))
         tl.inline_asm_elementwise(
-            _RAISE, _RAISE_KINDS, [is_first, box, flag + rank * 4, number, is_first],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            _RAISE,
+            _RAISE_KINDS,
+            [is_first, box, flag + rank * 4, number, is_first],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     return is_first
 
 
@@ -44,8 +48,11 @@ def has_come(peer, flag, box, number, looks, call, sent):
     """Returns whether a rank has raised its flag in time."""
     # Each thread looks, so that what it reads then is what had been stored.
     come = tl.inline_asm_elementwise(
-        _LOOK, _LOOK_KINDS,
+        _LOOK,
+        _LOOK_KINDS,
         [box, flag + peer * 4, number, looks + sent * 0, call * 16 + peer + 1, sent],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     return tl.min(come, 0) > 0

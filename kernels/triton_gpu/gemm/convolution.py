@@ -69,11 +69,25 @@ def _sizes(
 
 @triton.jit
 def _kernel(
-    values_at, base_at, moved_at, x_at, norm_at, out_at, normed_at, eps,
-    hidden: tl.constexpr, taps: tl.constexpr, groups: tl.constexpr, size: tl.constexpr,
-    chunk: tl.constexpr, spread: tl.constexpr, digits: tl.constexpr,
-    digits_of_chunks: tl.constexpr, is_behind: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    values_at,
+    base_at,
+    moved_at,
+    x_at,
+    norm_at,
+    out_at,
+    normed_at,
+    eps,
+    hidden: tl.constexpr,
+    taps: tl.constexpr,
+    groups: tl.constexpr,
+    size: tl.constexpr,
+    chunk: tl.constexpr,
+    spread: tl.constexpr,
+    digits: tl.constexpr,
+    digits_of_chunks: tl.constexpr,
+    is_behind: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per row, or per block of its columns if no norm follows."""
     row, side = tl.program_id(0).to(tl.int64), 1 if is_behind else 0
     column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]

@@ -39,9 +39,15 @@ def quantised(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantising_kernel(
-    x_at, codes_at, scales_at, num_rows, K: tl.constexpr, rows: tl.constexpr,
-    is_few: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    codes_at,
+    scales_at,
+    num_rows,
+    K: tl.constexpr,
+    rows: tl.constexpr,
+    is_few: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of inputs of some rows."""
     row, block = tl.program_id(0) * rows + tl.arange(0, rows), tl.program_id(1)
     is_row = row < num_rows

@@ -91,9 +91,13 @@ def widened(
 
 @triton.jit
 def _widening_kernel(
-    words_at, scales_at, wide_at, shares: tl.constexpr, blocks_in: tl.constexpr,
+    words_at,
+    scales_at,
+    wide_at,
+    shares: tl.constexpr,
+    blocks_in: tl.constexpr,
     is_launched: tl.constexpr,
-):  # fmt: skip
+):
     """One program per block."""
     block = tl.program_id(0)
     output = block // blocks_in * _BLOCK + tl.arange(0, _BLOCK)

@@ -46,9 +46,19 @@ def _encoded(x):
 
 @triton.jit
 def add_blocks(
-    acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, output, num_rows,
-    sizes: tl.constexpr, cut: tl.constexpr,
-):  # fmt: skip
+    acc,
+    up,
+    x_at,
+    weight_at,
+    scales_at,
+    row_scales_at,
+    at,
+    first_row,
+    output,
+    num_rows,
+    sizes: tl.constexpr,
+    cut: tl.constexpr,
+):
     """Adds the products of a step's FP8 blocks, one after the other.
 
     Args:
@@ -88,9 +98,7 @@ def scale_of(scales_at, output, at, K: tl.constexpr):
 
 
 @triton.jit
-def add_codes(
-    acc, x, weight, scale, is_swapped: tl.constexpr, is_interpreted: tl.constexpr
-):  # fmt: skip
+def add_codes(acc, x, weight, scale, is_swapped: tl.constexpr, is_interpreted: tl.constexpr):
     """Adds the products of an FP8 block, times its scale per row, with one rounding.
 
     The tensor core accumulates from zero, in fewer bits than float32. With 64 or more on its wide

@@ -209,8 +209,10 @@ def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.con
         z = tl.abs(x) * 0.7071067811865476
         y = 0.3275911 * z
         t = 1.0 - y / (1.0 + y)  # 1 / (1 + y): the two compilers divide differently
-        above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
-            + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
+        above = t * (
+            0.127414796
+            + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        )
         above = above * tl.exp2(-(z * z) * LOG2_E)
         out = x * tl.where(x < 0, above, 1.0 - above)
     tl.store(out_at + start + place, out.to(out_at.dtype.element_ty), mask=inside)
@@ -218,9 +220,14 @@ def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.con
 
 @triton.jit
 def _blend_kernel(
-    table_at, corners_at, shares_at, out_at,
-    hidden: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    table_at,
+    corners_at,
+    shares_at,
+    out_at,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per row: the weighted sum of the rows of its corners."""
     if is_launched:
         gdc_wait()

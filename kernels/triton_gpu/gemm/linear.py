@@ -252,9 +252,19 @@ def launching(x: Tensor) -> dict[str, bool]:
 
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _product_kernel(
-    x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks, blocks,
-    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    weight_at,
+    scales_at,
+    row_scales_at,
+    ends,
+    num_rows,
+    row_blocks,
+    blocks,
+    sizes: tl.constexpr,
+    squares: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of outputs and rows, or a persistent program per multiprocessor.
 
     A persistent program copies the next block while it finishes and stores the current one.

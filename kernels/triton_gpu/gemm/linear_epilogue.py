@@ -135,9 +135,18 @@ def store_result(
 
 @triton.jit
 def share_result(
-    out, norm, ends, row, column, block, num_rows, rank, number, sizes: tl.constexpr,
+    out,
+    norm,
+    ends,
+    row,
+    column,
+    block,
+    num_rows,
+    rank,
+    number,
+    sizes: tl.constexpr,
     squares: tl.constexpr,
-):  # fmt: skip
+):
     """Same as `store_result`, with all-gather: the next input and the squares are of all ranks.
 
     Programs of the same number have the same block on every rank and run at the same time. Data
@@ -172,11 +181,29 @@ def share_result(
     out_at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
     tl.store(out_at + rank * in_row, words, mask=is_word)
     receive_words(
-        out_at, in_row, sent, at_word, is_word, ends.mail, rank, number, ends.call, sizes.pack,
+        out_at,
+        in_row,
+        sent,
+        at_word,
+        is_word,
+        ends.mail,
+        rank,
+        number,
+        ends.call,
+        sizes.pack,
         sizes=sizes,
-    )  # fmt: skip
+    )
     if sizes.is_added:
         receive_words(
-            sums_at, chunks, sent_sums, at_sum, is_part, ends.mail, rank, number, ends.call, 1,
+            sums_at,
+            chunks,
+            sent_sums,
+            at_sum,
+            is_part,
+            ends.mail,
+            rank,
+            number,
+            ends.call,
+            1,
             sizes=sizes,
-        )  # fmt: skip
+        )

@@ -132,9 +132,19 @@ def launch(
 
 @gluon.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _described_kernel(
-    x_of, wide_of, narrow_of, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr,
-    squares: gl.constexpr, cut: gl.constexpr, warps: gl.constexpr, is_launched: gl.constexpr,
-):  # fmt: skip
+    x_of,
+    wide_of,
+    narrow_of,
+    ends,
+    num_rows,
+    row_blocks,
+    blocks,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+    cut: gl.constexpr,
+    warps: gl.constexpr,
+    is_launched: gl.constexpr,
+):
     """Persistent program: processes blocks of outputs and rows in turn; rows vary first."""
     stages: gl.constexpr = cut.stages
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -193,9 +203,16 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    ring, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr, squares: gl.constexpr,
-    cut: gl.constexpr, warps: gl.constexpr,
-):  # fmt: skip
+    ring,
+    ends,
+    num_rows,
+    row_blocks,
+    blocks,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+    cut: gl.constexpr,
+    warps: gl.constexpr,
+):
     """Consumer: accumulates the blocks of the ring, applies the epilogue and stores."""
     rows: gl.constexpr = cut.rows
     depth: gl.constexpr = cut.depth
@@ -238,9 +255,16 @@ def _multiply(
 
 @gluon.jit
 def _store(
-    acc, scale, ends, first_row, first_column, num_rows, sizes: gl.constexpr,
-    squares: gl.constexpr, warps: gl.constexpr,
-):  # fmt: skip
+    acc,
+    scale,
+    ends,
+    first_row,
+    first_column,
+    num_rows,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+    warps: gl.constexpr,
+):
     """Applies the epilogue, and stores the result with the inputs of the next norm."""
     N: gl.constexpr = sizes.N
     rows: gl.constexpr = acc.shape[0]
@@ -292,9 +316,14 @@ def _store(
 
 @gluon.jit
 def _scale_of(
-    ends, first_row, num_rows, sizes: gl.constexpr, squares: gl.constexpr, rows: gl.constexpr,
+    ends,
+    first_row,
+    num_rows,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+    rows: gl.constexpr,
     warps: gl.constexpr,
-):  # fmt: skip
+):
     """Computes the norm scale of each row."""
     layout: gl.constexpr = _squares_layout(squares.spread, warps)
     row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))

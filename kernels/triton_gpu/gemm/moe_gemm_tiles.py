@@ -73,9 +73,18 @@ def tile_of(number, ids_at, lists, cut: tl.constexpr):
 
 @triton.jit
 def product_of(
-    x_at, is_slot, stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
-    sizes: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    is_slot,
+    stored,
+    expert,
+    outputs: tl.constexpr,
+    output,
+    is_output,
+    has_all: tl.constexpr,
+    sizes: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """Multiplies some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
 
     The weight is the wide side of the tensor core (swap-AB).
@@ -99,9 +108,14 @@ def product_of(
 
 @triton.jit
 def place_of(
-    stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
+    stored,
+    expert,
+    outputs: tl.constexpr,
+    output,
+    is_output,
+    has_all: tl.constexpr,
     sizes: tl.constexpr,
-):  # fmt: skip
+):
     """Returns pointers to some outputs of an expert, [outputs, 1], and their scales."""
     expert = expert.to(tl.int64)
     if sizes.shares is not None:
@@ -145,9 +159,16 @@ def part_of(at, step, is_one, has_all: tl.constexpr, K: tl.constexpr, depth: tl.
 
 @triton.jit
 def add_four(
-    acc, of_weight, x_at, step, is_row, is_column, has_all: tl.constexpr, sizes: tl.constexpr,
+    acc,
+    of_weight,
+    x_at,
+    step,
+    is_row,
+    is_column,
+    has_all: tl.constexpr,
+    sizes: tl.constexpr,
     is_launched: tl.constexpr,
-):  # fmt: skip
+):
     """Adds the products of a block of inputs with a packed FP8 weight, in input order."""
     x0 = tl.trans(part_of(x_at, step, is_row, False, 32, 32))
     x1 = tl.trans(part_of(x_at, step + 32, is_row, False, 32, 32))

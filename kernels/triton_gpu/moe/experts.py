@@ -278,9 +278,18 @@ def _sizes(
 
 @triton.jit
 def _gated_kernel(
-    x_at, squares_at, gate_up, ids_at, lists, inner_at, eps, sizes: tl.constexpr,
-    chunks: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    squares_at,
+    gate_up,
+    ids_at,
+    lists,
+    inner_at,
+    eps,
+    sizes: tl.constexpr,
+    chunks: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per tile and block of outputs; gate and up rows form one matrix.
 
     Fewer outputs then fill the wide side of the tensor core, and there are twice as many programs.
@@ -301,9 +310,18 @@ def _gated_kernel(
     x_at += row.to(tl.int64)[:, None] * sizes.K
     has_all: tl.constexpr = N % cut.columns == 0
     acc = product_of(
-        x_at, is_slot, gate_up, tile.expert, 2 * N, output, column < N, has_all, sizes, cut,
+        x_at,
+        is_slot,
+        gate_up,
+        tile.expert,
+        2 * N,
+        output,
+        column < N,
+        has_all,
+        sizes,
+        cut,
         is_launched,
-    )  # fmt: skip
+    )
     if is_launched:
         gdc_launch_dependents()
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, cut.columns, cut.lanes)), (2, 1, 0)))
@@ -317,9 +335,19 @@ def _gated_kernel(
 
 @triton.jit
 def _down_kernel(
-    x_at, down, ids_at, lists, parts_at, arrivals_at, ends, stream, sizes: tl.constexpr,
-    sums: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    x_at,
+    down,
+    ids_at,
+    lists,
+    parts_at,
+    arrivals_at,
+    ends,
+    stream,
+    sizes: tl.constexpr,
+    sums: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     N: tl.constexpr = sizes.N
     blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
@@ -353,9 +381,15 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts_at, ids_at, ends, stream, sizes: tl.constexpr, sums: tl.constexpr,
-    columns: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    parts_at,
+    ids_at,
+    ends,
+    stream,
+    sizes: tl.constexpr,
+    sums: tl.constexpr,
+    columns: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per row and block of outputs."""
     blocks: tl.constexpr = (sizes.N + columns - 1) // columns
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks

@@ -94,9 +94,15 @@ def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
 
 @triton.jit(do_not_specialize=["num_rows", "most_tiles"])
 def _group_kernel(
-    ids_at, counts_at, arrivals_at, lists, num_rows, most_tiles, grouping: tl.constexpr,
+    ids_at,
+    counts_at,
+    arrivals_at,
+    lists,
+    num_rows,
+    most_tiles,
+    grouping: tl.constexpr,
     is_launched: tl.constexpr,
-):  # fmt: skip
+):
     """One program per expert, which lists its slots; the last to finish cuts all lists."""
     expert, lane = tl.program_id(0), tl.arange(0, grouping.lanes)
     if is_launched:

@@ -173,9 +173,16 @@ def route(
 
 @triton.jit(do_not_specialize=["num_rows", "blocks"])
 def _route_kernel(
-    read, kept, chosen, num_rows, blocks, chunks: tl.constexpr, choice: tl.constexpr,
-    cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    read,
+    kept,
+    chosen,
+    num_rows,
+    blocks,
+    chunks: tl.constexpr,
+    choice: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of rows, block of logits and segment; the last of a block selects."""
     number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if is_launched:
@@ -191,9 +198,18 @@ def _route_kernel(
 
 @triton.jit
 def _route_block(
-    read, kept, chosen, number, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
-    cut: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    read,
+    kept,
+    chosen,
+    number,
+    block,
+    live,
+    num_rows,
+    chunks: tl.constexpr,
+    choice: tl.constexpr,
+    cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """Runs one program, for a block with rows that are not padding."""
     hidden: tl.constexpr = cut.hidden
     rows: tl.constexpr = cut.rows
@@ -245,9 +261,16 @@ def _choose_nothing(chosen, block, num_rows, choice: tl.constexpr, rows: tl.cons
 
 @triton.jit
 def _choose(
-    read, kept, chosen, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
+    read,
+    kept,
+    chosen,
+    block,
+    live,
+    num_rows,
+    chunks: tl.constexpr,
+    choice: tl.constexpr,
     cut: tl.constexpr,
-):  # fmt: skip
+):
     """Selects the experts of a block of rows, after all its logits are stored."""
     rows: tl.constexpr = cut.rows
     top: tl.constexpr = choice.top

@@ -125,9 +125,15 @@ def row_outputs(
 
 @triton.jit
 def _asking_kernel(
-    inputs, asks_at, warmth_at, tokens_at, num_tokens, sizes: tl.constexpr, rest: tl.constexpr,
+    inputs,
+    asks_at,
+    warmth_at,
+    tokens_at,
+    num_tokens,
+    sizes: tl.constexpr,
+    rest: tl.constexpr,
     is_warm_whole: tl.constexpr,
-):  # fmt: skip
+):
     """One program per row."""
     row = tl.program_id(0)
     tl.store(tokens_at, num_tokens)

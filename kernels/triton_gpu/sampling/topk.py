@@ -196,9 +196,19 @@ def _power(count):
 
 @triton.jit
 def store_token(
-    best, row, rank, key, winner, highest, norm, sharpness, inputs, width: tl.constexpr,
-    sizes: tl.constexpr, tau: tl.constexpr,
-):  # fmt: skip
+    best,
+    row,
+    rank,
+    key,
+    winner,
+    highest,
+    norm,
+    sharpness,
+    inputs,
+    width: tl.constexpr,
+    sizes: tl.constexpr,
+    tau: tl.constexpr,
+):
     """Stores one token of a row with its weight; with its key, in a vocabulary shard."""
     if sizes.share > 0:
         at = best.left + row * (2 * width + 1) + rank

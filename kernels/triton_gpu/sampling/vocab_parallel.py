@@ -68,9 +68,17 @@ def rows_with_filters(
 
 @triton.jit
 def _filtered_kernel(
-    request_at, temperature_at, top_p_at, top_k_at, min_p_at, found_at, num_rows, vocab,
-    nodes: tl.constexpr, lanes: tl.constexpr,
-):  # fmt: skip
+    request_at,
+    temperature_at,
+    top_p_at,
+    top_k_at,
+    min_p_at,
+    found_at,
+    num_rows,
+    vocab,
+    nodes: tl.constexpr,
+    lanes: tl.constexpr,
+):
     row = tl.arange(0, lanes)
     is_row = row < num_rows
     request = row // nodes if nodes > 0 else tl.load(request_at + row, mask=is_row, other=0)
@@ -125,9 +133,19 @@ def gathered_rows(
 
 @triton.jit(do_not_specialize=["call", "first", "most", "num_rows"])
 def _gather_kernel(
-    own_at, out_at, rows_at, mail_at, clock_at, call, num_rows, first, most,
-    box: tl.constexpr, share: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
+    own_at,
+    out_at,
+    rows_at,
+    mail_at,
+    clock_at,
+    call,
+    num_rows,
+    first,
+    most,
+    box: tl.constexpr,
+    share: tl.constexpr,
+    at_once: tl.constexpr,
+):
     """Stores this program's rows in all symmetric buffers and copies those of the other ranks."""
     gdc_wait()
     gdc_launch_dependents()
@@ -208,10 +226,21 @@ def sum_exp(
 
 @triton.jit
 def _totals_kernel(
-    left_at, peaks_at, masses_at, temperature_at, first, found_at, num_groups,
-    nodes: tl.constexpr, ranks: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr,
-    own_groups: tl.constexpr, group_lanes: tl.constexpr, tau: tl.constexpr,
-):  # fmt: skip
+    left_at,
+    peaks_at,
+    masses_at,
+    temperature_at,
+    first,
+    found_at,
+    num_groups,
+    nodes: tl.constexpr,
+    ranks: tl.constexpr,
+    width: tl.constexpr,
+    lanes: tl.constexpr,
+    own_groups: tl.constexpr,
+    group_lanes: tl.constexpr,
+    tau: tl.constexpr,
+):
     row = tl.program_id(0)
     keys, _ = _left_of(left_at, row, ranks, width, lanes)
     own = tl.arange(0, group_lanes)
@@ -272,10 +301,23 @@ def merge_topk(
 
 @triton.jit
 def _join_kernel(
-    left_at, totals_at, temperature_at, columns_at, ids_at, weights_at, finite_at, vocab,
-    has_columns: tl.constexpr, is_weighed: tl.constexpr, nodes: tl.constexpr, ranks: tl.constexpr,
-    width: tl.constexpr, lanes: tl.constexpr, rank_lanes: tl.constexpr, tau: tl.constexpr,
-):  # fmt: skip
+    left_at,
+    totals_at,
+    temperature_at,
+    columns_at,
+    ids_at,
+    weights_at,
+    finite_at,
+    vocab,
+    has_columns: tl.constexpr,
+    is_weighed: tl.constexpr,
+    nodes: tl.constexpr,
+    ranks: tl.constexpr,
+    width: tl.constexpr,
+    lanes: tl.constexpr,
+    rank_lanes: tl.constexpr,
+    tau: tl.constexpr,
+):
     row = tl.program_id(0)
     keys, ids = _left_of(left_at, row, ranks, width, lanes)
     rank = tl.arange(0, rank_lanes)

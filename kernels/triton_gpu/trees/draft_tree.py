@@ -126,9 +126,17 @@ def next_level(
 
 @triton.jit(do_not_specialize=["s"])
 def _next_level_kernel(
-    expanded, found_parents_at, found_weights_at, level, s, sizes: tl.constexpr,
-    lanes: tl.constexpr, places: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
+    expanded,
+    found_parents_at,
+    found_weights_at,
+    level,
+    s,
+    sizes: tl.constexpr,
+    lanes: tl.constexpr,
+    places: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
     """One program per request; candidates are its lanes."""
     width: tl.constexpr = sizes.width
     count: tl.constexpr = width * width

@@ -153,11 +153,15 @@ def draft(
         *(x.contiguous() for x in (contexts, scopes, max_drafts)),
         *(trees, tokens.shape[1]),
         sizes=NgramSizes(
-            nodes=nodes, depth=depth, width=width, lanes=lanes, children=children,
+            nodes=nodes,
+            depth=depth,
+            width=width,
+            lanes=lanes,
+            children=children,
             candidates=lanes * children,
         ),
         num_warps=1 if lanes <= 16 else 4,
-    )  # fmt: skip
+    )
     return tuple(trees)
 
 
