@@ -1,25 +1,27 @@
-"""GPU kernels, one file per op and language; they import their framework, tiles and orders.
+"""GPU kernels, one file per operation and language: `pallas_gpu` and `triton_gpu`.
 
-The two languages give the same bits where these are equal in both files of an op:
+Kernels import their framework, tile configs and reduction orders. The two languages give the same
+bits if the two files of an operation (twins) have equal:
 
-- what is given: the parameters of the functions, and the order of `shared.spec.reduction_order`,
-which
+- inputs: the parameters of the functions, and the orders of `shared.spec.reduction_order`, which
   `ops` passes in;
-- the order inside a tile: which product comes first, what is scaled before and what after it, and
-  where a value is rounded to the type of its memory;
-- sums over lanes: by the matrix unit, of whole numbers, of two floats at a time, or of one beside
-  zeros, never of more floats by a reduction, whose order follows the warps;
-- sums of products of the matrix unit: written as sums, from which the compiler makes one chain;
-- logarithms: those of `noise`, never a library's;
-- the constants (`LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
-- the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
-  a product with a sum, which XLA's Triton does not do;
-- sums of codes of FP8: by the matrix unit on the codes, a block of 128 from zero, and one fused
-  multiply and add.
+- order inside a tile: the order of products, factors before and after them, and the places where a
+  value is rounded to the type of its memory;
+- sums over lanes: on tensor cores, of integers, of two floats, or of one float and zeros. A
+  reduction of more floats is never used, because its order depends on the warps;
+- sums of tensor core products: written as sums, which the compiler joins into one chain;
+- logarithms: from `gumbel_noise`, never from a library;
+- constants (`LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
+- compiler options: float32 products stay float32 (`HIGHEST`, `ieee`), and multiply-add fusion is
+  off in Triton, because XLA's Triton does not fuse;
+- sums of FP8 products: on FP8 tensor cores, each block of 128 from zero, then one fused
+  multiply-add.
 
-The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both. One
-op has a second kernel in Pallas, for Mosaic GPU: `pallas_gpu/linear_described.py` does what the
-branch with descriptors of `triton_gpu/linear.py` does, and `triton_gpu/linear_described.py` in
-tiles of 192 columns. `mix` has one in both languages, `mix_described`. Mosaic's own division and
-powers of two are not Triton's.
+Tile configs need not be equal, see `kernels/tiles.py`. A change to one twin is a change to both.
+
+Operations with WGMMA and TMA have second kernels, in modules that end in `_sm90`: for Mosaic GPU
+in Pallas, in Gluon beside Triton. `pallas_gpu/gemm/linear_sm90.py` does the work of the TMA path of
+`triton_gpu/gemm/linear.py`; `triton_gpu/gemm/linear_sm90.py` has tiles of 192 columns. Division and
+powers of two of Mosaic GPU have other bits than Triton's, so `pallas_gpu/gemm/ptx.py` replaces
+them.
 """

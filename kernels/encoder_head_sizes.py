@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 
 class EncoderHeadSizes(NamedTuple):
-    """Sizes of a head and of its column blocks, which are powers of two.
+    """Sizes of an attention head and of its column blocks, which are powers of two.
 
     Attributes:
-      heads: How many there are.
-      main, rest: Columns of a head in each of its two blocks, or all of them and 0.
-      main_block: Columns of its first block; those past the head's are 0.
-      rest_block: Of the second block of queries and keys, as well. Without a rest there is none.
-      beside_block: Of the second block of values, which has a 1 behind the rest.
+      heads: Number of heads.
+      main, rest: Columns of a head in its first and its second block; the rest may be 0.
+      main_block: Columns of the first block; columns after `main` are padding of zeros.
+      rest_block: Same for the second block of queries and keys; 0 without a rest.
+      beside_block: Same for the second block of values, in which a column of ones follows the rest.
     """
 
     heads: int
@@ -45,7 +45,7 @@ def sizes_of(heads: int, D: int) -> EncoderHeadSizes:
         heads=heads,
         main=main,
         rest=rest,
-        main_block=max(16, main),  # of fewer a matrix unit takes none
+        main_block=max(16, main),  # tensor cores require at least 16 columns
         rest_block=_block_of(rest) if rest else 0,
         beside_block=_block_of(rest + 1),
     )

@@ -4,23 +4,23 @@ from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = tuple(range(16, 257, 16))
-"""Attention head dimensions: multiples of the fewest columns that a matrix unit takes."""
+"""Attention head dimensions: multiples of 16, the fewest columns that tensor cores support."""
 
 DELTA_SIZES = (16, 32, 64, 128)
-"""Key and value sizes of a gated-delta head."""
+"""Key and value sizes of a GDN head."""
 
 MOST_NODES = 64
-"""Nodes of a tree, which are the bits of one or two words in `mix` and `delta_mix`."""
-
+"""Maximum nodes of a tree: the bits of one or two words in `attention_layer` and `gdn_layer`."""
 
 EXPERTS_UNIT = 16
 """Unit of the inputs and intermediate sizes of experts."""
 
 MOST_ROW_WARPS = 8
+"""Maximum warps of a program that reads one row."""
 
 
 def row_warps(size: int) -> int:
-    """Returns the warps of a program that reads one row: a power of two."""
+    """Returns the warps of a program that reads one row of `size` elements: a power of two."""
     return 1 << (max(1, min(MOST_ROW_WARPS, size // 512)).bit_length() - 1)
 
 
@@ -31,5 +31,5 @@ def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
 
 
 def arrivals_of_experts(rows: int, hidden: int) -> int:
-    """Returns the arrival counters of an MoE block; each is 0 before and after a launch."""
+    """Returns the number of arrival counters of an MoE block, zero before and after a launch."""
     return rows * -(-hidden // SQUARES.chunk)

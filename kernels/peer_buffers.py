@@ -1,67 +1,70 @@
-"""Mailboxes: where ranks on the GPUs of one host leave each other what they have computed.
+"""Layout and PTX of the symmetric buffers through which ranks on the GPUs of one host all-gather.
 
-Each rank has a piece of its GPU's memory in which all ranks write; no address of it is known to a
-compiler. What is sent is finished values and the number of the call, so nothing is ever emptied:
+Each rank has a buffer in its GPU's memory, into which all ranks store their shards. Addresses are
+known at run time only. Data is sent with the sequence number of the call, so no buffer is ever
+cleared:
 
     head | flags [programs, ranks] | words [2, ranks, WORDS] | blocks [2, ranks, bytes]
 
-Few values are words, four bytes of them and four of the number, which are written and read at once:
-a word that has come says so itself, whatever its value. Many are blocks, stored as they are, with a
-flag for each program that has stored its own. There are two of each, for even and for odd numbers:
-a rank that sends in call n + 2 has received in call n + 1 what each other rank sent after all of
-its call n. Every call therefore sends to all ranks and receives from all.
+Small messages use the LL protocol: four bytes of data and the sequence number form one 8-byte word,
+which is stored and loaded at once. A word has arrived if its sequence number is that of the call.
+Large messages use the flag protocol: data is stored as blocks, and then each program sets a flag.
 
-The head has an error, and in JAX a clock. In torch a step tells each call its number. In JAX it
-cannot: layers that are alike are traced once, and XLA orders the calls. It orders them alike for
-all ranks, whose program is one, so that there the call asks the clock: all programs of a kernel
-read it, and the last one to say so sets it.
+Words and blocks have two copies, for even and odd sequence numbers. A rank that sends in call n + 2
+has received, in call n + 1, data that each other rank sent after its own call n. Every call
+therefore sends to all ranks and receives from all ranks.
 
-Both languages have the same assembly but for how an address comes: in one register or in two.
+The head has an error word and, in JAX, the sequence number. A torch kernel receives the index of
+its call as an argument. JAX has no such argument, because equal layers are traced once and XLA
+orders the calls. All ranks run one program, so the order is the same on every rank. There, all
+programs of a kernel load the sequence number, and the last of them stores the next one.
+
+The PTX of both languages is the same, except that an address is in one register or in two.
 """
 
 from dataclasses import dataclass
 
 FLAG_PROGRAMS = 256
-"""Most programs of a call that raise a flag."""
+"""Maximum number of programs of a call that set a flag."""
 WORDS = 1 << 16
-"""Most words of a rank in a call."""
+"""Maximum number of words of a rank in a call."""
 LARGEST_WORDS_BYTES = 128 * 1024
-"""Most values of a rank that are sent as words; what is more takes blocks. Measured on two H200."""
+"""Maximum bytes of a rank for the LL protocol; larger messages are blocks. Measured on 2 H200."""
 MOST_JOINED_ROWS = 16
-"""Most rows of a product that gathers its result itself. Measured on two H200: the products of a
-layer take 73.6 us so with 8 rows, with gathers behind them 77.2; with 32 rows 104.6 and 99.0 us."""
+"""Maximum rows of a GEMM with a fused all-gather. Measured on 2 H200, GEMMs of a layer: 73.6 us
+fused and 77.2 us with separate all-gathers for 8 rows, 104.6 us and 99.0 us for 32 rows."""
 MOST_WHOLE_WORDS = 1 << 18
-"""Most logits of a rank that are gathered as they are, where parts of the vocabulary could leave
-less. Measured on two H200, a head with its choice: 160 us so with 1 row and 164 otherwise, with 8
-rows 176 and 168, with 128 rows 433 and 248."""
+"""Maximum logits of a rank that are gathered whole, and not reduced to candidates of its vocabulary
+shard first. Measured on 2 H200, LM head and sampling: 160 us whole and 164 us reduced for 1 row,
+176 us and 168 us for 8 rows, 433 us and 248 us for 128 rows."""
 MISSING_VALUE = 0x7FFFFFFF
-"""Stands where no word came in time: a number that is none, also as two of bfloat16."""
+"""Value in place of a word that did not arrive in time: NaN as float32 and as two bfloat16."""
 
 MAX_POLLS = 1 << 24
-"""Of a wait for another rank: longer than one's host takes to launch a step, some ten seconds."""
+"""Maximum polls for data of another rank: about ten seconds, longer than a host launches a step."""
 BLOCK_BYTES = 1 << 24
-"""Most bytes of a rank in a gather of a step; more rows take several."""
+"""Maximum bytes of a rank in one all-gather of a step; more rows take several all-gathers."""
 
 SEQUENCE_OFFSET = 64
-"""Where the number of the last call stands in a mailbox, in bytes, and behind it its arrivals."""
+"""Byte offset of the last call's sequence number in a buffer; its arrival counter follows."""
 _FLAGS_AT = 128
 _WORDS_AT = _FLAGS_AT + FLAG_PROGRAMS * 8 * 4
 _ALIGNMENT = 256
 
 ADDRESS = {1: "mov.b64 {0}, {1};", 2: "mov.b64 {0}, {{{1}, {2}}};"}
-"""An address of one register, or of two: the low half and the high one."""
+"""PTX that loads an address from one register, or from two: the low and the high half."""
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The sizes of the mailboxes of ranks, the same for all and for every program.
+    """Sizes of the symmetric buffers, equal on all ranks and for every program.
 
     Attributes:
-      ranks: How many there are: 2, 4 or 8.
-      block_bytes: Most bytes of a rank in a call.
+      ranks: Number of ranks: 2, 4 or 8.
+      block_bytes: Maximum bytes of a rank in a call.
 
     Raises:
-      ValueError: Of those that cannot be.
+      ValueError: The number of ranks or the size is not supported.
     """
 
     ranks: int
@@ -75,7 +78,9 @@ class BufferLayout:
                 f"block_bytes must be a multiple of {_ALIGNMENT}, got {self.block_bytes}"
             )
         if self.bytes >= 1 << 31:
-            raise ValueError(f"a mailbox must have less than 2 GiB, got {self.bytes} bytes")
+            raise ValueError(
+                f"a symmetric buffer must be smaller than 2 GiB, got {self.bytes} bytes"
+            )
 
     @property
     def blocks_at(self) -> int:
@@ -94,34 +99,40 @@ class BufferLayout:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a mailbox."""
+        """Bytes of a symmetric buffer."""
         return self.blocks_at + 2 * self.ranks * self.block_bytes
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
-        """Returns whether rows and their squares go in one call."""
+        """Returns whether rows and their sums of squares fit in one call.
+
+        Args:
+          rows: Number of rows.
+          share: Columns of a rank's shard.
+          item_bytes: Bytes of an element.
+        """
         return rows * share * item_bytes * 5 // 4 + 1024 <= self.block_bytes
 
     def most_rows(self, row_bytes: int) -> int:
-        """Returns the rows that fit in one call, at least one."""
+        """Returns the number of rows of `row_bytes` bytes that fit in one call, at least one."""
         return max(1, self.block_bytes * 3 // 4 // row_bytes)
 
 
 def device_mailbox_bytes(ranks: int) -> int:
-    """Of a step's mailboxes, on each of so many GPUs.
+    """Returns the bytes of the symmetric buffer on each GPU of a step.
 
     Raises:
-      ValueError: There cannot be so many.
+      ValueError: The number of ranks is not supported.
     """
     return BufferLayout(ranks, BLOCK_BYTES).bytes
 
 
 @dataclass(frozen=True)
 class PeerTimeout:
-    """Rank that sent nothing in time.
+    """Rank whose data did not arrive in time.
 
     Attributes:
-      rank: Whose values did not come.
-      call: Which of a step's, from 0; in JAX the number of the call in the mailboxes' clock.
+      rank: The rank whose data is missing.
+      call: Index of the all-gather in the step, from 0; in JAX its sequence number.
     """
 
     rank: int
@@ -129,21 +140,31 @@ class PeerTimeout:
 
     @classmethod
     def read(cls, word: int) -> "PeerTimeout | None":
-        """Decodes the error word of a mailbox; None if nothing was missing."""
+        """Decodes the error word of a symmetric buffer; None if no data was missing."""
         return cls((word & 15) - 1, word >> 4) if word else None
 
 
 def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
-    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
+    """Returns whether the all-gather of a GEMM is fused into its kernel.
+
+    Args:
+      rows: Rows of the result.
+      columns: Outputs of this rank.
+      item_bytes: Bytes of an output.
+      chunks: Sums of squares per row that are gathered with the result, 4 bytes each.
+    """
     words = rows * columns * item_bytes // 4
     is_whole = columns * item_bytes % 4 == 0
     return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
 
 
 def send_text(registers: int) -> str:
-    """Assembly: writes a word into a mailbox, and gives the value back.
+    """Returns PTX that stores a word in a symmetric buffer (LL protocol); its result is the value.
 
-    Operands: the value, the mailbox, the place in it in bytes, the number, and whether to do it.
+    Operands: the value, the buffer, the byte offset, the sequence number, and whether to store.
+
+    Args:
+      registers: Registers of an address.
     """
     address, value, place, number, is_one = _operands(1, registers, 1, 1, 1)
     return f"""{{ .reg .pred is_one; .reg .b32 bits; .reg .b64 box, at, word;
@@ -154,11 +175,16 @@ mov.b32 $0, bits; }}"""
 
 
 def receive_text(registers: int, pack: int) -> str:
-    """Assembly: waits for some words of a mailbox at once, and gives their values.
+    """Returns PTX that polls some words of a symmetric buffer at once; its results are the values.
 
-    Operands, each `pack` times: the mailbox, the place in bytes, the number, how often to look, 0
-    where no word is waited for, what is written as an error, and what was sent, which is not read.
-    A word that does not come in time is `MISSING_VALUE`.
+    Operands, each `pack` times: the buffer, the byte offset, the sequence number, the maximum
+    number of polls, the error word of a timeout, and the sent value. The sent value is not read,
+    and orders the polls after the store. With 0 polls nothing is loaded. A word that does not
+    arrive in time is `MISSING_VALUE`.
+
+    Args:
+      registers: Registers of an address.
+      pack: Words that a thread polls at once.
     """
     regs = [f"${pack + i}" for i in range(pack * (registers + 5))]
     boxes = [regs[i : registers * pack : pack] for i in range(pack)]
@@ -209,7 +235,7 @@ def receive_text(registers: int, pack: int) -> str:
 
 
 def store_block_ptx(registers: int) -> str:
-    """Assembly: stores four bytes of a block, and gives them back. Operands as of a word's."""
+    """Returns PTX that stores four bytes of a block; operands and result as for `send_text`."""
     address, value, place, _, is_one = _operands(1, registers, 1, 1, 1)
     return f"""{{ .reg .pred is_one; .reg .b32 bits; .reg .b64 box, at;
 mov.b32 bits, {value}; {address} cvt.u64.u32 at, {place}; add.u64 at, at, box;
@@ -218,10 +244,11 @@ mov.b32 $0, bits; }}"""
 
 
 def set_flag_ptx(registers: int) -> str:
-    """Assembly: raises a program's flag, after all that the program has stored.
+    """Returns PTX that sets a flag of a program, after all stores of the program.
 
-    All threads of a program must run it as often. Operands: what was stored, which is not read, the
-    mailbox, the place, the number, and whether this thread writes.
+    All threads of a program must execute it equally often. Operands: a stored value, the buffer,
+    the byte offset, the sequence number, and whether this thread stores the flag. The result is
+    the stored value, which only orders the flag after the store.
     """
     address, stored, place, number, is_one = _operands(1, registers, 1, 1, 1)
     return f"""{{ .reg .pred is_one; .reg .b64 box, at;
@@ -232,10 +259,10 @@ mov.b32 $0, {stored}; }}"""
 
 
 def wait_flag_ptx(registers: int) -> str:
-    """Assembly: waits for a flag; 1 where it was raised in time, else 0.
+    """Returns PTX that polls a flag; its result is 1 if the flag was set in time, else 0.
 
-    A flag of a later call counts too. Operands: the mailbox, the place, the number, how often to
-    look, what is written as an error, and what was sent, which is not read.
+    The flag of a later call counts too. Operands: the buffer, the byte offset, the sequence number,
+    the maximum number of polls, the error word of a timeout, and the sent value, which is not read.
     """
     address, place, number, looks, code, _ = _operands_of_look(registers)
     return f"""{{ .reg .pred come, has_more; .reg .b64 box, at; .reg .b32 seen, looked, old;
@@ -250,9 +277,9 @@ DONE: }}"""
 
 
 def load_block_ptx(registers: int) -> str:
-    """Assembly: four bytes of a block whose flag was raised, else `MISSING_VALUE`.
+    """Returns PTX that loads four bytes of a block; its result is `MISSING_VALUE` without a load.
 
-    Operands: the mailbox, the place, and whether to read.
+    Operands: the buffer, the byte offset, and whether to load.
     """
     names = [f"${1 + i}" for i in range(registers + 2)]
     address = ADDRESS[registers].format("box", *names[:registers])
@@ -264,10 +291,11 @@ setp.ne.s32 is_one, {is_one}, 0; mov.b32 $0, {MISSING_VALUE};
 
 
 def count_text(registers: int) -> str:
-    """Assembly: counts the programs of a call that have read the clock, and gives its number back.
+    """Returns PTX that counts the programs of a call that have loaded the sequence number.
 
-    The last one sets the clock. All threads of a program must run it, once. Operands: the number,
-    the mailbox, the place of the clock, and how many programs the call has.
+    The last program stores the number of the call for the next one. All threads of a program must
+    execute it, once. Operands: the number of the call, which is also the result, the buffer, the
+    byte offset of the sequence number, and the number of programs of the call.
     """
     names = [f"${1 + i}" for i in range(registers + 3)]
     number, address = names[0], ADDRESS[registers].format("box", *names[1 : 1 + registers])
@@ -282,12 +310,12 @@ DONE: mov.b32 $0, {number}; }}"""
 
 
 def constraints(results: int, *kinds: str) -> str:
-    """Of an instruction's operands: `r` for 32 bits, `l` for 64."""
+    """Returns the operand constraints of inline assembly: `r` for 32 bits, `l` for 64 bits."""
     return ",".join(["=r"] * results + list(kinds))
 
 
 def _operands(values: int, registers: int, *rest: int) -> tuple[str, ...]:
-    """The text that makes the address, then the names of the other operands in order."""
+    """Returns the PTX that loads the address, then the names of the other operands in order."""
     del values, rest
     names = [f"${1 + i}" for i in range(1 + registers + 3)]
     address = ADDRESS[registers].format("box", *names[1 : 1 + registers])

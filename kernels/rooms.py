@@ -1,4 +1,4 @@
-"""Modules of a package by name, whichever of its rooms (folders) they are in."""
+"""Imports of modules by name, from any room (folder) of a package."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -9,22 +9,22 @@ from shared.models.layers import MoEConfig
 class RoutingSettings:
     """Compile-time routing settings of an MoE block.
 
-    A row has a slot for each expert that it chooses, by ascending number, and a last one for the
+    A row has one slot per selected expert, by ascending expert number, and a last slot for the
     shared expert, if there is one.
 
     Attributes:
-      experts: Of which a row chooses.
-      top: Experts that a row chooses.
-      groups, top_groups: A row chooses from so many of the groups that the experts are cut into,
-        those whose two highest scores have the highest sums; of one group, from all.
-      is_sigmoid: Whether an expert's score is the sigmoid of its logit and weighs it; otherwise it
-        is the logit, and softmax weighs it.
-      is_renormalised: Whether the weights of the chosen are divided by their sum. Those of softmax
-        are otherwise shares of the sum over all experts.
-      factor: What these weights are multiplied by.
-      is_shared: Whether each row has, besides, the expert behind the others.
-      is_gated: Whether the shared expert's weight is the sigmoid of the logit behind the experts';
-        otherwise it is 1.
+      experts: Number of routed experts.
+      top: Experts that are selected per row (top-k).
+      groups, top_groups: Number of expert groups, and of groups that a row selects experts from:
+        the groups whose two highest scores have the highest sum. One group: no restriction.
+      is_sigmoid: Whether an expert's score and weight are the sigmoid of its logit. Otherwise the
+        score is the logit, and the weight is from a softmax.
+      is_renormalised: Whether the weights of the selected experts are divided by their sum.
+        Otherwise softmax weights are relative to all experts.
+      factor: Factor of the weights of routed experts.
+      is_shared: Whether each row also has the shared expert, which follows the routed experts.
+      is_gated: Whether the shared expert's weight is the sigmoid of a logit, which follows the
+        routed experts' logits. Otherwise the weight is 1.
     """
 
     experts: int
@@ -42,17 +42,21 @@ class RoutingSettings:
             raise ValueError(f"top must be from 1 to {self.experts}, got {self.top}")
         size, over = divmod(self.experts, self.groups)
         if over or self.groups > 1 and size < 2:
-            raise ValueError(f"{self.experts} experts make no {self.groups} groups of two or more")
+            raise ValueError(
+                f"experts must form groups of equal size, two or more each, got {self.experts} "
+                f"experts and {self.groups} groups"
+            )
         if not 0 < self.top_groups <= self.groups or self.top_groups * size < self.top:
             raise ValueError(
-                f"{self.top_groups} of {self.groups} groups have no {self.top} experts"
+                f"top_groups must be at most {self.groups} and have {self.top} experts or more, "
+                f"got {self.top_groups}"
             )
         if self.is_gated and not self.is_shared:
-            raise ValueError("only a shared expert has a gate")
+            raise ValueError("is_gated requires is_shared: only a shared expert has a gate")
 
     @property
     def slots(self) -> int:
-        """Experts of a row."""
+        """Slots of a row: its selected experts and the shared one."""
         return self.top + self.is_shared
 
     @property
@@ -67,7 +71,10 @@ class RoutingSettings:
 
 
 def routing_of(config: MoEConfig) -> RoutingSettings:
-    """How rows choose in such a layer, whose shared expert stands in the stacks of the others."""
+    """Returns the routing settings of an MoE layer.
+
+    A shared expert counts only if its weights are stored in the stacks of the routed experts.
+    """
     return RoutingSettings(
         experts=config.num_experts,
         top=config.top_k,

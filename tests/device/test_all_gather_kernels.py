@@ -81,7 +81,7 @@ def test_jax_missing_rank_sets_peer_timeout() -> None:
     [
         ((3, 256), "ranks on GPUs must be 2, 4 or 8, got 3"),
         ((2, 100), "block_bytes must be a multiple of 256, got 100"),
-        ((8, 1 << 27), "a mailbox must have less than 2 GiB, got"),
+        ((8, 1 << 27), "a symmetric buffer must be smaller than 2 GiB, got"),
     ],
 )
 def test_buffer_layout_rejects_invalid_sizes(sizes: tuple[int, int], why: str) -> None:

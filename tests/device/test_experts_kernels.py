@@ -223,10 +223,13 @@ def test_takes_experts_checks_dimensions() -> None:
     ("changed", "why"),
     [
         ({"top": 9}, "top must be from 1 to 8, got 9"),
-        ({"groups": 3}, "8 experts make no 3 groups"),
-        ({"groups": 8}, "8 experts make no 8 groups of two or more"),
-        ({"groups": 4, "top_groups": 1, "top": 3}, "1 of 4 groups have no 3 experts"),
-        ({"is_gated": True}, "only a shared expert has a gate"),
+        ({"groups": 3}, "groups of equal size, two or more each, got 8 experts and 3 groups"),
+        ({"groups": 8}, "groups of equal size, two or more each, got 8 experts and 8 groups"),
+        (
+            {"groups": 4, "top_groups": 1, "top": 3},
+            "top_groups must be at most 4 and have 3 experts or more, got 1",
+        ),
+        ({"is_gated": True}, "is_gated requires is_shared"),
     ],
 )
 def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> None:

@@ -1,1 +1,1 @@
-"""Collectives of tensor parallelism: all-gather and its buffers."""
+"""Tensor-parallel all-gather and its symmetric buffers."""

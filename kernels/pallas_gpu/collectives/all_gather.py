@@ -1,6 +1,6 @@
 """Low-latency (LL) all-gather of ranks over symmetric memory (Pallas, Triton backend).
 
-Assembly counts as free of effects, so what must come first is an operand of what comes after it.
+Inline assembly counts as free of side effects, so an operand carries each ordering dependency.
 """
 
 import functools
@@ -41,13 +41,13 @@ _WORD_WARPS = 4
 
 
 class AllGatherArgs(NamedTuple):
-    """Addresses of the symmetric-memory buffers for the all-gathers of a step.
+    """Symmetric buffers for the all-gathers of a step.
 
     Attributes:
-      place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this
-        is, and how often to look for what does not come; 0 looks do not wait, as where no other
-        rank may have begun.
-      boxes: The sizes of the mailboxes.
+      place: Addresses of the buffers by rank, each a low and a high word, then this rank, and the
+        maximum number of polls for missing data. With 0 polls nothing waits, for launches before
+        all ranks have started.
+      boxes: Layout of the buffers.
     """
 
     place: Int32[jax.Array, " two_of_ranks_and_2"]
@@ -55,13 +55,13 @@ class AllGatherArgs(NamedTuple):
 
 
 class GatherTile(NamedTuple):
-    """A block of a rank's part of an array.
+    """Block of a rank's shard of an array, for a fused all-gather.
 
     Attributes:
-      values: [rows, columns].
-      column, columns: Where it begins in the part, and how many columns that has.
-      first: Where the part's words begin among those of a rank.
-      every: The array of all ranks, as a reference.
+      values: `[rows, columns]` of the block.
+      column, columns: First column of the block in the shard, and columns of the shard.
+      first: First word of the shard among the words of a rank.
+      every: Reference to the array of all ranks.
     """
 
     values: Any
@@ -72,13 +72,13 @@ class GatherTile(NamedTuple):
 
 
 class Array(NamedTuple):
-    """One of the arrays of a call.
+    """Array of a call.
 
     Attributes:
-      rows, share: Its rows, and words of four bytes of a row that a rank has.
-      programs: That have a part of it.
-      first: Where its words begin among those of a rank.
-      first_flag: Of its programs.
+      rows, share: Number of rows, and 4-byte words of a row's shard.
+      programs: Number of programs that share the array.
+      first: First word of the array among the words of a rank.
+      first_flag: Flag index of the array's first program.
     """
 
     rows: int
@@ -96,18 +96,21 @@ def all_gather(
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
     after: jax.Array | None = None,
 ) -> tuple[Shaped[jax.Array, "R outputs"], Shaped[jax.Array, "R chunks_of_all"] | None]:
-    """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
+    """Concatenates the columns of all ranks in rank order; every rank gets the same bits.
 
     Args:
       values: This rank's columns.
-      sums: This rank's columns of a second array, as the squares of rows in chunks.
-      gather: Where the mailboxes are.
-      largest_words_bytes: Most bytes of `values` that are sent as words.
-      after: What comes first, of calls that are given the same: XLA would make them one.
+      sums: This rank's columns of a second array, such as the sums of squares per chunk.
+      gather: Symmetric buffers of the step.
+      largest_words_bytes: Maximum bytes of `values` for the LL protocol.
+      after: Ordering dependency of calls with equal arguments, which XLA would merge.
+
+    Returns:
+      The columns of all ranks, and those of the second array, if there is one.
 
     Raises:
-      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
-        mailbox takes.
+      ValueError: A row of an array is not a whole number of 4-byte words, or the arrays exceed the
+        capacity of a symmetric buffer.
     """
     arrays = [values] if sums is None else [values, sums]
     counts = [x.shape[0] * words_in_row(x) for x in arrays]
@@ -145,22 +148,23 @@ def words_in_row(x: jax.Array) -> int:
     """Returns the number of 4-byte words in a row.
 
     Raises:
-      ValueError: It has no whole number of them.
+      ValueError: A row is not a whole number of words.
     """
     size = x.dtype.itemsize
     if x.shape[1] * size % 4 or size not in (2, 4):
         raise ValueError(
-            "rows that ranks gather must lie side by side in whole words of four bytes, got "
+            "rows of an all-gather must be contiguous and whole 4-byte words, got "
             f"{x.shape[1]} values of {size} bytes"
         )
     return x.shape[1] * size // 4
 
 
 def missed(gather: AllGatherArgs, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
-    """Returns the message that a rank has missed so far; see `kernels.peer_buffers.PeerTimeout`.
+    """Returns the error word of the first rank that has one; see `peer_buffers.PeerTimeout`.
 
     Args:
-      after: What follows from the gathers that are asked about.
+      gather: Symmetric buffers of the step.
+      after: Ordering dependency on the all-gathers that are checked.
     """
     return pl.pallas_call(
         functools.partial(_missed_kernel, ranks=gather.boxes.ranks),
@@ -179,12 +183,16 @@ def _missed_kernel(place_ref, _, out_ref, *, ranks):
 
 
 def send_words(value: Any, place: Any, is_one: Any, link: PeerView) -> Any:
-    """Sends words to all other ranks, and gives them back, sent.
+    """Stores words in the buffers of all other ranks (LL protocol).
 
     Args:
       value: This rank's words.
-      place: Of each among those of a rank in this call.
-      is_one: Whether it is one.
+      place: Index of each word among the words of a rank in this call.
+      is_one: Mask of the valid words.
+      link: Symmetric buffers, as loaded by this program.
+
+    Returns:
+      The words, as a dependency of what follows the stores.
     """
     sent, at = value, place * 8 + link.first_word(link.rank)
     for box in link.others:
@@ -195,12 +203,13 @@ def send_words(value: Any, place: Any, is_one: Any, link: PeerView) -> Any:
 def receive_words(
     store: Any, sent: Any, place: Any, is_one: Any, link: PeerView, pack: int
 ) -> None:
-    """Has words stored that all other ranks send.
+    """Polls the words of all other ranks and stores them.
 
     Args:
-      store: Is called with a rank and its words.
-      sent: What `send_words` gives.
-      pack: For so many words a thread waits at once; it has as many, or a multiple.
+      store: Called with a rank and its words.
+      sent: Result of `send_words`.
+      place, is_one, link: Same as for `send_words`.
+      pack: Words that a thread polls at once; its number of words is a multiple.
     """
     wait = jnp.where(is_one, link.looks, 0)
     for distance in range(1, link.boxes.ranks):
@@ -213,11 +222,13 @@ def receive_words(
 def share_tiles(
     tiles: Sequence[GatherTile], row: Any, is_row: Any, link: PeerView, threads: int
 ) -> None:
-    """Sends tiles of some rows to all ranks, then stores them and what the others send.
+    """All-gathers tiles of some rows: sends all of them, then stores them and the received ones.
 
     Args:
-      row, is_row: Their rows, and whether each is one.
-      threads: Of the program.
+      tiles: Tiles of this rank.
+      row, is_row: Rows of the tiles, and a mask of the valid ones.
+      link: Symmetric buffers, as loaded by this program.
+      threads: Number of threads of the program.
     """
     begun = []
     for tile in tiles:
@@ -242,7 +253,7 @@ def share_tiles(
 
 
 def _words_of(tile):
-    """A tile as words, [rows, columns] of four bytes or [rows, columns / 2] of two."""
+    """Converts a tile to 4-byte words: [rows, columns], or [rows, columns / 2] of 16-bit values."""
     bits = _bits(tile)
     if tile.dtype.itemsize == 4:
         return bits
@@ -252,7 +263,7 @@ def _words_of(tile):
 
 
 def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
-    """Words of four bytes of some rows, of numbers of four bytes or of two."""
+    """Loads 4-byte words of some rows, from values of 32 or 16 bits."""
     if ref.dtype.itemsize == 4:
         other = 0 if ref.dtype == jnp.int32 else 0.0
         return _bits(pltriton.load(ref.at[row, word], mask=is_one, other=other))
@@ -263,12 +274,12 @@ def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
 
 
 def word_of(low: Any, high: Any) -> Any:
-    """Two numbers of two bytes as a word, each given as whole numbers of their bits."""
+    """Packs the bits of two 16-bit values, given as integers, into a 4-byte word."""
     return (low & 65535) | lax.shift_left(high, 16)
 
 
 def store_words(ref: Any, row: Any, word: Any, bits: Any, is_one: Any) -> None:
-    """Stores what `load_words` has loaded."""
+    """Stores words of `load_words`."""
     if ref.dtype.itemsize == 4:
         value = bits if ref.dtype == jnp.int32 else lax.bitcast_convert_type(bits, ref.dtype)
         pltriton.store(ref.at[row, word], value, mask=is_one)
@@ -279,7 +290,7 @@ def store_words(ref: Any, row: Any, word: Any, bits: Any, is_one: Any) -> None:
 
 
 def _bits(x):
-    """As whole numbers; never as wider numbers, by which what is none would change."""
+    """Returns the bits as int32. Values are never widened as floats, which would change NaNs."""
     if x.dtype == jnp.int32:
         return x
     return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}").astype(jnp.int32)
@@ -318,7 +329,7 @@ def _share_array(own_ref, out_ref, block, link, part, at_once):
 
 
 def _share_blocks(own_ref, out_ref, block, link, part, at_once):
-    """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    """All-gathers a program's blocks of an array with the flag protocol."""
     boxes, rank, number = link.boxes, link.rank, link.number
     ranks = boxes.ranks
     base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4

@@ -1,4 +1,4 @@
-"""Signal flags and sequence numbers of the block all-gather (Pallas, Triton backend).
+"""Peer buffers, signal flags and sequence numbers of the all-gather (Pallas, Triton backend).
 
 Inline assembly counts as free of side effects, so an operand carries each ordering dependency.
 """
@@ -30,19 +30,20 @@ BLOCK_WARPS = 8
 BLOCK_UNITS = 2048
 """Words that a program stores at once."""
 MOST_BLOCKS = 64
-"""Most programs that store the blocks of an array."""
+"""Maximum number of programs that store the blocks of an array."""
 
 
 class PeerView(NamedTuple):
-    """What a kernel has read of the mailboxes: early, as nothing that is sent may wait for it.
+    """Symmetric buffers, as loaded at the start of a program so that no store waits for it.
 
     Attributes:
-      rank, looks: See `Gather.place`; where something was missing, a step ends soon.
-      number: Of the call among all calls of all steps: it begins with 1, and wraps.
-      own, others: The address of this rank's mailbox, and of those of the others: at place i that
-        of the rank whose number differs from this one's in the bits of i + 1.
-      boxes: Their sizes.
-      programs: Of the kernel.
+      rank: This rank.
+      looks: Maximum polls for missing data; at most 1 after an error, so that the step ends soon.
+      number: Sequence number of the call, over all steps; the first one is 1, and int32 wraps.
+      own: Address of this rank's buffer.
+      others: Addresses of the other ranks' buffers; entry i is of the rank `rank ^ (i + 1)`.
+      boxes: Layout of the buffers.
+      programs: Number of programs of the kernel.
     """
 
     rank: Any
@@ -55,7 +56,7 @@ class PeerView(NamedTuple):
 
     @classmethod
     def read(cls, place: Any, boxes: BufferLayout, programs: int) -> "PeerView":
-        """Of `Gather.place`, as a reference."""
+        """Loads the fields from a reference to `AllGatherArgs.place`."""
         rank, looks = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
         every = [(place[2 * (rank ^ i)], place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)]
         error, number = (_only(taken(*every[0], at)) for at in (0, SEQUENCE_OFFSET))
@@ -63,27 +64,30 @@ class PeerView(NamedTuple):
         return cls(rank, looks, number + 1, every[0], every[1:], boxes, programs)
 
     def counted(self) -> "PeerView":
-        """The same, once this program is among those that have read the clock.
+        """Counts this program among those that have loaded the sequence number.
 
-        Each program does it once, when it has sent: nothing else may wait for it. Who waits for
-        words does so with what this gives, or a compiler would leave it out.
+        Each program does so once, after it has sent, so that the count delays no store. Code that
+        waits for data must use the result, otherwise a compiler removes the count.
+
+        Returns:
+          The same view, as a dependency.
         """
         one = jnp.full((1,), self.number)
         counted = instruct(_COUNT, 1, one, *self.own, SEQUENCE_OFFSET, self.programs)
         return self._replace(number=_only(counted))
 
     def missing(self, rank: Any) -> Any:
-        """The error word of a rank that does not come."""
+        """Returns the error word for missing data of a rank."""
         return (self.number & ((1 << 27) - 1)) * 16 + rank + 1
 
     def first_word(self, rank: Any) -> Any:
-        """Returns the byte offset of the words of a rank in a mailbox."""
+        """Returns the byte offset of the words of a rank in a symmetric buffer."""
         parity = (self.number & 1) * self.boxes.ranks
         return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 
 
 def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
-    """Stores words of a block in the mailboxes of all other ranks, and gives them back."""
+    """Stores words of a block in the buffers of all other ranks; returns them as a dependency."""
     for box in link.others:
         on = jnp.where(is_one, 1, 0)
         bits = instruct(_PUT, 1, bits, *box, base + place * 4, link.number, on)
@@ -91,21 +95,23 @@ def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: PeerView) -> 
 
 
 def take_words(base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
-    """Words of a block that has come."""
+    """Loads words of a block whose flag is set."""
     return instruct(_TAKE, 1, *link.own, base + place * 4, is_one)
 
 
 def raise_flags(flag: Any, kept: Any, link: PeerView) -> Any:
-    """Raises a program's flag at all other ranks, after all that it has stored.
+    """Sets a program's flag on all other ranks, after all stores of the program.
 
     Args:
-      kept: A number of what it has stored.
+      flag: Byte offset of the program's flags.
+      kept: A value that depends on the program's stores.
+      link: Symmetric buffers, as loaded by this program.
 
     Returns:
-      What comes after it.
+      A dependency on the flags.
     """
     thread = lax.iota(jnp.int32, 32 * BLOCK_WARPS)
-    # A number of all threads that what they have stored comes before.
+    # A value that depends on the stores of all threads.
     after = thread * 0 + jnp.max(kept & 1)
     for box in link.others:
         on = jnp.where(thread == 0, 1, 0)
@@ -114,13 +120,13 @@ def raise_flags(flag: Any, kept: Any, link: PeerView) -> Any:
 
 
 def has_come(peer: Any, flag: Any, after: Any, link: PeerView) -> Any:
-    """1 where a rank has raised its flag in time, else 0."""
+    """Returns 1 if a rank has set its flag in time, else 0."""
     code, at = link.missing(peer), flag + peer * 4
     return jnp.min(instruct(_LOOK, 1, *link.own, at, link.number, link.looks, code, after))
 
 
 def instruct(text, pack, *operands):
-    """Assembly for each word; an operand may be one number for all."""
+    """Applies inline assembly to each word; scalar operands are broadcast."""
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in operands))
     given = [jnp.broadcast_to(x, shape).astype(jnp.int32) for x in operands]
     (found,) = pltriton.elementwise_inline_asm(
@@ -134,10 +140,10 @@ def instruct(text, pack, *operands):
 
 
 def taken(low, high, place):
-    """A word of the head of a mailbox, as an array of one."""
+    """Loads a word from the head of a symmetric buffer, as an array of one element."""
     return instruct(_TAKE, 1, low, high, place, jnp.ones((1,), jnp.int32))
 
 
 def _only(one):
-    """The number of an array of one."""
+    """Returns the element of an array of one element as a scalar."""
     return jnp.max(one)

@@ -1,10 +1,10 @@
 """Top-k / top-p threshold (pivot) of a row, without a sort (Pallas, Triton backend).
 
 The threshold is the smallest logit with fewer than `top_k` tokens and less than `top_p` above it.
-Programs that share a row bracket it (`guess`), sum the weights above both ends, and list the few
-tokens in between. The last program to finish checks the bracket and bisects the list. If the
-bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket costs
-time only.
+Programs that share a row bracket it (`threshold_bracket`), sum the weights above both ends, and
+list the few tokens in between. The last program to finish checks the bracket and bisects the list.
+If the bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket
+costs time only.
 """
 
 from functools import partial

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Int32, Shaped
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -21,6 +21,8 @@ from kernels.triton_gpu.collectives.flag_protocol import (
     BLOCK_UNITS,
     BLOCK_WARPS,
     MOST_BLOCKS,
+    PeerArgs,
+    PeerLayout,
     has_come,
     looks_of,
     raise_flags,
@@ -46,57 +48,13 @@ _RECEIVE_KINDS_4 = tl.constexpr(_receive_kinds(4))
 _WORD_WARPS = 4
 
 
-class PeerArgs(NamedTuple):
-    """Addresses of the mailboxes for a rank's kernels.
-
-    Attributes:
-      place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
-        what does not come; 0 looks do not wait, as where no other rank may have begun.
-      clock: Calls of the steps so far, which `advance_sequence` counts.
-      error: What `advance_sequence` finds that was missing; see `kernels.peer_buffers.PeerTimeout`.
-    """
-
-    place: Int64[Tensor, " ranks_and_2"]
-    clock: Int32[Tensor, "1"]
-    error: Int32[Tensor, "1"]
-
-
-class PeerLayout(NamedTuple):
-    """Compile-time sizes of the mailboxes.
-
-    Attributes:
-      ranks: See `BufferLayout`.
-      words: Room for words of a rank in a call.
-      words_at, flags_at, blocks_at, block_bytes: Of a mailbox, in bytes.
-    """
-
-    ranks: int
-    words: int
-    words_at: int
-    flags_at: int
-    blocks_at: int
-    block_bytes: int
-
-    @classmethod
-    def of(cls, boxes: BufferLayout) -> "PeerLayout":
-        """Returns the sizes as compile-time constants."""
-        return cls(
-            ranks=boxes.ranks,
-            words=WORDS,
-            words_at=boxes.words_at,
-            flags_at=boxes.flags_at,
-            blocks_at=boxes.blocks_at,
-            block_bytes=boxes.block_bytes,
-        )
-
-
 class AllGatherArgs(NamedTuple):
-    """A gather of a step.
+    """All-gather of a step.
 
     Attributes:
-      mail: Where the mailboxes are.
-      call: Which gather of a step it is, from 0.
-      boxes: The sizes of the mailboxes.
+      mail: Symmetric buffers of the rank.
+      call: Index of the all-gather in the step, from 0.
+      boxes: Layout of the buffers.
     """
 
     mail: PeerArgs
@@ -105,15 +63,15 @@ class AllGatherArgs(NamedTuple):
 
 
 class GatherSizes(NamedTuple):
-    """The two arrays of a call.
+    """Compile-time sizes of the two arrays of a call.
 
     Attributes:
-      box: Of the mailboxes.
-      rows: Of both arrays.
-      share, second_share: Units of a row of each array that a rank has; 0: there is no second.
-      programs, second_programs: Of each array.
-      unit: Bytes of a unit.
-      at_once: Units that a program handles at once.
+      box: Layout of the symmetric buffers.
+      rows: Rows of both arrays.
+      share, second_share: Units of a row's shard in each array; 0: there is no second array.
+      programs, second_programs: Number of programs of each array.
+      unit: Bytes of a unit: 4 or 8.
+      at_once: Units that a program processes at once.
     """
 
     box: PeerLayout
@@ -135,19 +93,22 @@ def all_gather(
     boxes: BufferLayout,
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
 ) -> tuple[Shaped[Tensor, "R outputs"], Shaped[Tensor, "R chunks_of_all"] | None]:
-    """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
+    """Concatenates the columns of all ranks in rank order; every rank gets the same bits.
 
     Args:
       values: This rank's columns.
-      sums: This rank's columns of a second array, as the squares of rows in chunks.
-      mail: Where the mailboxes are.
-      call: Which gather of a step it is, from 0.
-      boxes: The sizes of the mailboxes.
-      largest_words_bytes: Most bytes of `values` that are sent as words.
+      sums: This rank's columns of a second array, such as the sums of squares per chunk.
+      mail: Symmetric buffers of the rank.
+      call: Index of the all-gather in the step, from 0.
+      boxes: Layout of the buffers.
+      largest_words_bytes: Maximum bytes of `values` for the LL protocol.
+
+    Returns:
+      The columns of all ranks, and those of the second array, if there is one.
 
     Raises:
-      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
-        mailbox takes.
+      ValueError: A row of an array is not a whole number of 4-byte words, or the arrays exceed the
+        capacity of a symmetric buffer.
     """
     arrays = [values] if sums is None else [values, sums]
     given = [in_words(x) for x in arrays]
@@ -194,21 +155,26 @@ def all_gather(
 
 
 def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
-    """Rows as words of four bytes.
+    """Returns a view of rows as 4-byte words.
 
     Raises:
-      ValueError: They have no whole number of them.
+      ValueError: A row is not a whole number of words, or the rows are not contiguous.
     """
     if x.shape[1] * x.element_size() % 4 or not x.is_contiguous():
         raise ValueError(
-            "rows that ranks gather must lie side by side in whole words of four bytes, got "
+            "rows of an all-gather must be contiguous and whole 4-byte words, got "
             f"{x.shape[1]} values of {x.element_size()} bytes"
         )
     return x.view(torch.int32)
 
 
 def advance_sequence(mail: PeerArgs, calls: int) -> None:
-    """Counts the calls of a step, after all of them, and says what was missing so far."""
+    """Adds the all-gathers of a finished step to the sequence number, and copies the error word.
+
+    Args:
+      mail: Symmetric buffers of the rank.
+      calls: Number of all-gathers of the step.
+    """
     ranks = len(mail.place) - 2
     _tick_kernel[(1,)](
         mail.place, mail.clock, mail.error, calls, ranks, num_warps=1, launch_pdl=True
@@ -226,21 +192,25 @@ def _tick_kernel(mail_at, clock_at, error_at, calls, ranks: tl.constexpr):
 
 @triton.jit
 def number_of(clock_at, call):
-    """Of a call, among all calls of all steps: it begins with 1, and wraps."""
+    """Returns the sequence number of a call of this step; the first one is 1, and int32 wraps."""
     return tl.load(clock_at) + call + 1
 
 
 @triton.jit
 def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr):
-    """Sends words to all other ranks, and gives them back.
+    """Stores words in the buffers of all other ranks (LL protocol).
 
     Args:
       value: This rank's words.
-      place: Of each among those of a rank in this call.
-      is_one: Whether it is one.
-      mail_at: See `PeerArgs.place`.
-      rank: As it says there: read early, it leaves all of it in the cache.
-      sizes: Of the kernel; among them is a `PeerLayout`.
+      place: Index of each word among the words of a rank in this call.
+      is_one: Mask of the valid words.
+      mail_at: Pointer to `PeerArgs.place`.
+      rank: This rank. Its early load brings all of `PeerArgs.place` into the cache.
+      number: Sequence number of the call.
+      sizes: Sizes of the kernel, with a `PeerLayout` as `box`.
+
+    Returns:
+      The words, as a dependency of what follows the stores.
     """
     ranks: tl.constexpr = sizes.box.ranks
     place = place * 8 + _first_word(rank, number, sizes)
@@ -271,12 +241,15 @@ def receive_words(
     pack: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """Stores words that all other ranks send, each beside this rank's own.
+    """Polls the words of all other ranks and stores them.
 
     Args:
-      out_at: Where a word of rank 0 goes; that of the next rank goes `step` words further.
-      sent: What `send_words` gives.
-      pack: For so many words a thread waits at once; it has as many, or a multiple.
+      out_at: Pointers to the words of rank 0.
+      step: Words between the results of consecutive ranks.
+      sent: Result of `send_words`.
+      place, is_one, mail_at, rank, number, sizes: Same as for `send_words`.
+      call: Index of the all-gather in the step, for the error word.
+      pack: Words that a thread polls at once; its number of words is a multiple.
     """
     ranks: tl.constexpr = sizes.box.ranks
     own = tl.load(mail_at + rank)
@@ -290,13 +263,13 @@ def receive_words(
 
 @triton.jit
 def rank_of(mail_at, sizes: tl.constexpr):
-    """Returns the rank of this process."""
+    """Loads the rank of this process."""
     return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
 
 
 @triton.jit
 def words_of(tile):
-    """A tile as words, [rows, columns] of four bytes or [rows, columns / 2] of two."""
+    """Converts a tile to 4-byte words: [rows, columns], or [rows, columns / 2] of 16-bit values."""
     if tile.dtype.primitive_bitwidth == 32:
         words = tile.to(tl.int32, bitcast=True)
     else:
@@ -309,7 +282,7 @@ def words_of(tile):
 
 @triton.jit
 def _first_word(rank, number, sizes: tl.constexpr):
-    """Returns the byte offset of the words of a rank in a mailbox."""
+    """Returns the byte offset of the words of a rank in a symmetric buffer."""
     box_words: tl.constexpr = sizes.box.words * 8
     return sizes.box.words_at + ((number & 1) * sizes.box.ranks + rank) * box_words
 
@@ -359,16 +332,32 @@ def _words_kernel(
         _share_array(values_at, out_at, block, 0, mail_at, rank, number, call, sizes.share, sizes)
     elif sizes.second_programs > 0:
         _share_array(
-            sums_at, sums_out_at, block - sizes.programs, first, mail_at, rank, number, call,
-            sizes.second_share, sizes,
-        )  # fmt: skip
+            sums_at,
+            sums_out_at,
+            block - sizes.programs,
+            first,
+            mail_at,
+            rank,
+            number,
+            call,
+            sizes.second_share,
+            sizes,
+        )
 
 
 @triton.jit
 def _share_array(
-    own_at, out_at, block, first: tl.constexpr, mail_at, rank, number, call, share: tl.constexpr,
+    own_at,
+    out_at,
+    block,
+    first: tl.constexpr,
+    mail_at,
+    rank,
+    number,
+    call,
+    share: tl.constexpr,
     sizes: tl.constexpr,
-):  # fmt: skip
+):
     place = block * sizes.at_once + tl.arange(0, sizes.at_once)
     is_one = place < sizes.rows * share
     value = tl.load(own_at + place, mask=is_one, other=0)
@@ -388,18 +377,36 @@ def _blocks_kernel(
     gdc_launch_dependents()
     number = number_of(clock_at, call)
     block = tl.program_id(0)
-    # Units of eight bytes, so that those of the second array lie as those of the first do.
+    # Whole units of eight bytes, so that the second array is aligned like the first.
     first: tl.constexpr = (sizes.rows * sizes.share * sizes.unit + 7) // 8 * 8
     if block < sizes.programs:
         _share_blocks(
-            values_at, out_at, block, 0, 0, mail_at, number, call, sizes.share, sizes.programs,
+            values_at,
+            out_at,
+            block,
+            0,
+            0,
+            mail_at,
+            number,
+            call,
+            sizes.share,
+            sizes.programs,
             sizes,
-        )  # fmt: skip
+        )
     elif sizes.second_programs > 0:
         _share_blocks(
-            sums_at, sums_out_at, block - sizes.programs, sizes.programs, first, mail_at, number,
-            call, sizes.second_share, sizes.second_programs, sizes,
-        )  # fmt: skip
+            sums_at,
+            sums_out_at,
+            block - sizes.programs,
+            sizes.programs,
+            first,
+            mail_at,
+            number,
+            call,
+            sizes.second_share,
+            sizes.second_programs,
+            sizes,
+        )
 
 
 @triton.jit
@@ -407,7 +414,7 @@ def _share_blocks(
     own_at, out_at, block, first_flag: tl.constexpr, first: tl.constexpr, mail_at, number, call,
     share: tl.constexpr, programs: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    """All-gathers a program's blocks of an array with the flag protocol."""
     ranks: tl.constexpr = sizes.box.ranks
     block_bytes: tl.constexpr = sizes.box.block_bytes
     total: tl.constexpr = sizes.rows * share

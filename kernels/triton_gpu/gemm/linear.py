@@ -17,13 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.collectives.all_gather import (
-    AllGatherArgs,
-    PeerLayout,
-    all_gather,
-    number_of,
-    rank_of,
-)
+from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, all_gather, number_of, rank_of
+from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
 from kernels.triton_gpu.gemm import linear_sm90
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_blocks, width_of
 from kernels.triton_gpu.gemm.fp8_w8a16 import widened
@@ -274,14 +269,34 @@ def _product_kernel(
             gdc_wait()
         for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
             _product_block(
-                number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
-                sizes, squares, cut, False,
-            )  # fmt: skip
+                number,
+                x_at,
+                weight_at,
+                scales_at,
+                row_scales_at,
+                ends,
+                num_rows,
+                row_blocks,
+                sizes,
+                squares,
+                cut,
+                False,
+            )
     else:
         _product_block(
-            tl.program_id(0), x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
-            sizes, squares, cut, is_launched,
-        )  # fmt: skip
+            tl.program_id(0),
+            x_at,
+            weight_at,
+            scales_at,
+            row_scales_at,
+            ends,
+            num_rows,
+            row_blocks,
+            sizes,
+            squares,
+            cut,
+            is_launched,
+        )
 
 
 @triton.jit

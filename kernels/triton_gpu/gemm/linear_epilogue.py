@@ -5,12 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.collectives.all_gather import (
-    PeerLayout,
-    receive_words,
-    send_words,
-    words_of,
-)
+from kernels.triton_gpu.collectives.all_gather import receive_words, send_words, words_of
+from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
 from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
 from shared.models.fp8_packing import ScaleLayout
 
@@ -24,9 +20,10 @@ class GemmOperands(NamedTuple):
       added, norm: Added to the result, and the scale that multiplies it for the next norm.
       out, scaled, sums: The result, the result times `norm`, and its sums of squares per chunk.
       eps: Epsilon of the norm.
-      asks, temperature, tokens, keys, ids, bad, peaks, masses: See `lm_head_epilogue.Leaves`.
+      asks, temperature, tokens, keys, ids, bad, peaks, masses: See
+        `lm_head_epilogue.BlockPartials`.
       all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
-      mail, clock, call: See `all_gather.Gather`.
+      mail, clock, call: See `all_gather.AllGatherArgs`.
     """
 
     squares: Any

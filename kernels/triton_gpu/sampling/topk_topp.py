@@ -1,10 +1,10 @@
 """Top-k / top-p threshold (pivot) of a row, without a sort (Triton).
 
 The threshold is the smallest logit with fewer than `top_k` tokens and less than `top_p` above it.
-Programs that share a row bracket it (`guess`), sum the weights above both ends, and list the few
-tokens in between. The last program to finish checks the bracket and bisects the list. If the
-bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket costs
-time only.
+Programs that share a row bracket it (`threshold_bracket`), sum the weights above both ends, and
+list the few tokens in between. The last program to finish checks the bracket and bisects the list.
+If the bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket
+costs time only.
 """
 
 from typing import Any, NamedTuple
@@ -139,7 +139,7 @@ def list_near(
       source: Source of the logits.
       memory: The row's largest keys of groups, its list of keys and ids, and its notes.
       at_once: Groups per step.
-      listed: BackendLimits of the list in tokens.
+      listed: Capacity of the list in tokens.
     """
     notes_at, list_at = memory.notes, memory.near
     lanes: tl.constexpr = at_once * 2 * PAIRS

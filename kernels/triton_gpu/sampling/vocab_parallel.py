@@ -15,11 +15,12 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, PeerLayout, in_words, number_of
+from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, in_words, number_of
 from kernels.triton_gpu.collectives.flag_protocol import (
     BLOCK_UNITS,
     BLOCK_WARPS,
     MOST_BLOCKS,
+    PeerLayout,
     has_come,
     looks_of,
     raise_flags,
