@@ -41,7 +41,7 @@ def told(tmp_path, monkeypatch):
     ],
     ids=["subject", "comment", "names", "diff"],
 )
-def test_a_change_of_kernels_or_figures_without_a_reason_is_refused(told, file, rest):
+def test_commit_hook_requires_body_for_kernels_and_results(told, file, rest):
     said = told(file, SUBJECT + rest)
     assert said is not None
     assert said.startswith(f"{file} changes: the commit message needs a body")
@@ -50,12 +50,12 @@ def test_a_change_of_kernels_or_figures_without_a_reason_is_refused(told, file, 
 @pytest.mark.parametrize(
     "file", ["kernels/triton_gpu/attention/attention_layer.py", "bench/results/op_mix.json"]
 )
-def test_a_change_of_kernels_or_figures_with_a_reason_passes(told, file):
+def test_commit_hook_accepts_kernels_and_results_with_body(told, file):
     assert told(file, f"{SUBJECT}\n{BODY}\nSigned-off-by: A <a@b.c>\n") is None
 
 
 @pytest.mark.parametrize(
     "file", ["shared/spec/attention_layer.py", "docs/kernels/mix.md", "bench/op.py"]
 )
-def test_other_changes_need_a_subject_alone(told, file):
+def test_commit_hook_accepts_other_changes_without_body(told, file):
     assert told(file, SUBJECT) is None

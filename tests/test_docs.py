@@ -108,7 +108,7 @@ def broken_links() -> set[str]:
     return found
 
 
-def test_links_lead_to_files_and_headings() -> None:
+def test_links_name_existing_files_and_headings() -> None:
     found = broken_links()
     assert not found, "\n".join(sorted(found))
 
@@ -163,7 +163,7 @@ code
 """ % ("x" * 101)
 
 
-def test_rules_of_a_planted_page() -> None:
+def test_page_rules_on_planted_page() -> None:
     assert words_of(PLANTED) == 10
     assert long_lines_of(PLANTED) == 1
     assert longest_gap_of(PLANTED) == 2
@@ -172,7 +172,7 @@ def test_rules_of_a_planted_page() -> None:
     assert site_pages.links("```\n[a](b)\n```\n`[c](d)` <!-- [e](f) -->") == []
 
 
-def test_guarantees_are_the_tests_of_the_tables() -> None:
+def test_guarantees_collect_tests_of_tables() -> None:
     text = (
         "| a | `tests/a/test_b.py::test_c` and `tests/a/test_d.py` |\nno row `tests/a/test_e.py`\n"
     )
@@ -180,7 +180,7 @@ def test_guarantees_are_the_tests_of_the_tables() -> None:
     assert guarantees.node_ids(names) == ["tests/a/test_b.py::test_c", "tests/a/test_d.py"]
 
 
-def test_guarantees_include_the_failure_modes() -> None:
+def test_guarantees_include_failure_modes() -> None:
     named = {name for page in guarantees.pages() for name in guarantees.named_in(page.read_text())}
     main_files = {file for file, _ in guarantees.named_in(read("docs/failure_modes.md"))}
     assert len(main_files) > 10

@@ -73,24 +73,24 @@ def text_files() -> list[Path]:
     ]
 
 
-def test_both_backends_have_the_same_files():
+def test_both_backends_have_same_files():
     alone = {path for path in modules("jax_impl") if path.parts[0] == ONE_SIDED_FOLDER}
     assert modules("jax_impl") - ONE_SIDED - alone == modules("torch_impl") - ONE_SIDED
 
 
-def test_every_op_has_a_specification_and_every_kernel_an_op_and_cases():
+def test_ops_have_specification_kernels_and_cases():
     ops, kernels = names("jax_impl/ops"), names("kernels/triton_gpu")
     assert ops <= names("shared/spec")
     assert names("kernels/pallas_gpu") - PALLAS_ALONE == kernels
     assert kernels - PARTS <= ops & names("tests/support/cases")
 
 
-def test_every_specification_has_a_test():
+def test_every_specification_has_test():
     proofs = {TEST_OF_SPEC.get(name, name) for name in names("shared/spec")}
     assert {f"test_{name}" for name in proofs} <= names("tests")
 
 
-def test_no_other_package_takes_our_names():
+def test_package_names_are_not_shadowed():
     for name in PACKAGES:
         spec = find_spec(name)
         assert spec is not None
@@ -98,7 +98,7 @@ def test_no_other_package_takes_our_names():
 
 
 @pytest.mark.parametrize("forbidden", [MACHINE_PATHS, REGISTRIES], ids=["paths", "registries"])
-def test_nothing_names_a_machines_path_or_a_registrys_host(forbidden):
+def test_files_contain_no_machine_path_or_registry_host(forbidden):
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in text_files()
@@ -116,7 +116,7 @@ LATE_IMPORTS = {
 }
 
 
-def test_imports_stand_at_the_top():
+def test_imports_are_at_module_top():
     """A circle is resolved by moving what both sides need, not by importing late."""
     found = set()
     for folder in (*PACKAGES, "bench", "examples"):
@@ -153,12 +153,12 @@ def test_import_tables_of_pages_are_current(table):
     assert page == table.written_into(page), "run python -m docs.make.import_table"
 
 
-def test_a_start_without_grammars_imports_no_library_of_theirs():
+def test_start_without_grammars_does_not_import_llguidance():
     code = "import sys, shared.process.serving; sys.exit('llguidance' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
 
 
-def test_what_tests_share_knows_no_bench():
+def test_support_does_not_import_bench():
     """The benches have tests of their own, and stand on `tests/support` as all tests do."""
     found = {
         str(path)
@@ -171,7 +171,7 @@ def test_what_tests_share_knows_no_bench():
     assert not found
 
 
-def test_the_page_on_benches_names_every_program():
+def test_bench_readme_lists_every_program():
     page = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
     programs = {
         ".".join(path.with_suffix("").parts).removesuffix(".__main__")
@@ -181,7 +181,7 @@ def test_the_page_on_benches_names_every_program():
     assert set(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == programs - {"bench.performance"}
 
 
-def test_a_file_tells_one_story():
+def test_python_files_have_at_most_450_lines():
     long = {
         str(path.relative_to(ROOT)): count
         for path in text_files()
@@ -190,11 +190,11 @@ def test_a_file_tells_one_story():
     assert not long
 
 
-def test_the_front_page_can_be_read_at_once():
+def test_readme_has_at_most_160_lines():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
 
 
-def test_shapes_in_signatures_are_checked_while_tests_run():
+def test_jaxtyping_shapes_checked_in_tests():
     with pytest.raises(jaxtyping.TypeCheckError):
         draft_tree.depths(np.zeros((1, 2, 3), np.int32))
 
@@ -211,7 +211,7 @@ def named_in_documents() -> list[tuple[Path, str, str]]:
     ]
 
 
-def test_the_files_and_tests_that_documents_name_exist():
+def test_files_and_tests_named_in_documents_exist():
     missing = [
         f"{document} names {file}::{test}"
         for document, file, test in named_in_documents()
@@ -234,14 +234,14 @@ def imported_tests(file: Path) -> set[str]:
     return {name for name in found if re.fullmatch(r"tests\.(\w+\.)*test_\w+", name)}
 
 
-def test_no_test_file_is_imported():
+def test_imports_name_no_test_file():
     """What several files of tests use lies in `tests/support`."""
     files = (ROOT / "tests").rglob("*.py")
     found = {file.relative_to(ROOT): names for file in files if (names := imported_tests(file))}
     assert not found
 
 
-def test_each_table_of_planted_faults_is_proven_in_its_file():
+def test_planted_fault_tables_are_proven_in_their_files():
     table = (ROOT / "tests" / "support" / "mutations.py").read_text(encoding="utf-8")
     files = re.findall(r'^    "(\w+/test_\w+)": \{', table, re.MULTILINE)
     assert len(files) >= 10
@@ -267,7 +267,7 @@ REACHED_NAMES = {
 """Private names that tests reach for, by file of `tests`. This list may only shrink."""
 
 
-def test_tests_go_through_public_names():
+def test_tests_use_public_names():
     private = defined_in(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
     files = (ROOT / "tests").rglob("*.py")
     reached = {
@@ -278,7 +278,7 @@ def test_tests_go_through_public_names():
     assert reached == REACHED_NAMES
 
 
-def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
+def test_failure_modes_have_tests():
     page = (ROOT / "docs" / "failure_modes.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 16))
@@ -303,7 +303,7 @@ def launchers(folder: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_call_hands_over_has_names(package: str) -> None:
+def test_calls_have_few_positional_arguments(package: str) -> None:
     """At most twelve arguments by place, and none of many by its number."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
@@ -328,7 +328,7 @@ def numbered(function: ast.FunctionDef, many: str, path: Path) -> list[str]:
     ]
 
 
-def test_what_launches_a_kernel_is_typed():
+def test_kernel_launch_functions_are_typed():
     """Kernels have pointers and references; `pyright` reads the functions that launch them."""
     triton = launchers("triton_gpu")
     pallas = launchers("pallas_gpu")

@@ -108,7 +108,7 @@ def found_in(folders: tuple[str, ...]) -> set[tuple[str, str]]:
     }
 
 
-def test_nothing_in_the_sources_runs_foreign_code_or_opens_foreign_addresses():
+def test_sources_run_no_foreign_code_or_addresses():
     beside = {
         (path, name)
         for path, name in found_in(BESIDE)
@@ -146,7 +146,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("code", FORBIDDEN)
-def test_what_is_forbidden_is_found(code):
+def test_findings_detects_forbidden_code(code):
     assert FORBIDDEN[code] in {name for _, name in findings(ast.parse(code))}
 
 
@@ -155,5 +155,5 @@ def test_what_is_forbidden_is_found(code):
     ["model.eval()", "np.load(path, allow_pickle=False)", "subprocess.run(['ls'])", "json.loads(t)"]
     + ["import_module(f'shared.spec.{name}')", "re.compile('a')", "from http import HTTPStatus"],
 )
-def test_what_is_harmless_is_left_alone(code):
+def test_findings_accepts_harmless_code(code):
     assert not list(findings(ast.parse(code)))

@@ -94,14 +94,14 @@ def check_excused(found: dict[str, str], excuses: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("package", ["torch_impl", "jax_impl"])
-def test_how_a_weight_is_stored_is_known_to_the_ops_alone(package: str) -> None:
+def test_weight_storage_known_to_ops_only(package: str) -> None:
     """So that another form of weights changes products and loading, and no layer."""
     read = re.compile(r"(?<!config)\.values\b(?!\()")
     above = (x for x in (ROOT / package).rglob("*.py") if not {"ops", "training"} & {*x.parts})
     assert not [path.name for path in above if read.search(path.read_text(encoding="utf-8"))]
 
 
-def test_a_reader_of_one_twin_knows_the_other():
+def test_twin_modules_have_same_public_names():
     """Public names and parameters are equal, but for what functional code carries."""
     found = {
         key: said
@@ -111,7 +111,7 @@ def test_a_reader_of_one_twin_knows_the_other():
     check_excused(found, ONE_SIDED_NAMES)
 
 
-def test_twins_call_the_same_ops():
+def test_twin_modules_call_same_ops():
     found = {
         key: said
         for file in backend_parity.files()

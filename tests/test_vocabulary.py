@@ -65,7 +65,7 @@ def words() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_private_word_stays_below_its_ceiling(word: str, words: dict[str, int]) -> None:
+def test_private_word_count_within_ceiling(word: str, words: dict[str, int]) -> None:
     assert words[word] <= WORD_CEILINGS[word], (
         f"{word!r}: see the terms in tests/support/vocabulary.py"
     )
@@ -80,16 +80,16 @@ def openings_by_folder() -> Counter[str]:
     return found
 
 
-def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+def test_docstring_openings_within_ceiling() -> None:
     above = openings_by_folder() - Counter(OPENING_CEILINGS)
     assert not above, f"begin with a noun phrase or a verb, not with {', '.join(OPENINGS)}"
 
 
-def test_docstrings_that_open_with_as_stay_below_the_ceiling() -> None:
+def test_docstrings_opening_with_as_within_ceiling() -> None:
     assert counted(vocabulary.openings)["As"].total() <= AS_CEILING, "write: Same as `x.y`, for ..."
 
 
-def test_class_names_of_unrelated_modules_stay_below_the_ceiling() -> None:
+def test_class_names_of_unrelated_modules_within_ceiling() -> None:
     names = vocabulary.shared_class_names()
     assert len(names) <= CLASS_NAME_CEILING, "\n".join(map(str, names.items()))
 
@@ -98,12 +98,12 @@ def test_documented_arguments_are_parameters() -> None:
     assert not vocabulary.unknown_arguments()
 
 
-def test_sections_that_omit_a_parameter_stay_below_the_ceiling() -> None:
+def test_sections_omitting_parameters_within_ceiling() -> None:
     found = vocabulary.undocumented_arguments()
     assert len(found) <= UNDOCUMENTED_CEILING, "\n".join(found)
 
 
-def test_spreads_and_unformatted_lines_stay_below_their_ceilings() -> None:
+def test_spreads_and_unformatted_lines_within_ceilings() -> None:
     found = Counter({k: v.total() for k, v in counted(vocabulary.spreads).items()})
     assert not found - Counter(SPREAD_CEILINGS)
 
@@ -128,7 +128,7 @@ def stands():  # it lies there
 '''
 
 
-def test_counts_of_a_planted_module() -> None:
+def test_counts_of_planted_module() -> None:
     source = Source("kernels/planted.py", PLANTED)
     found = {name: count for name, count in vocabulary.words(source).items() if count}
     assert found == {"picture": 1, "tell of data": 1, "tower": 1, "lie": 1}

@@ -14,7 +14,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.worked import worked
 
 
-def test_every_folder_of_a_model_is_started_with_all_that_drafts_for_it(tmp_path: Path) -> None:
+def test_shipped_starts_cover_every_model_and_drafter(tmp_path: Path) -> None:
     starts = list(shipped())
     named = {flag for start in starts for flag in start.all_flags(tmp_path)}
     read = {Path(path).name for path in named if path.startswith("/")}
@@ -24,7 +24,7 @@ def test_every_folder_of_a_model_is_started_with_all_that_drafts_for_it(tmp_path
     assert {start.ranks for start in starts} == {1, 2, 4, 8}
 
 
-def test_a_model_keeps_its_first_layers_and_its_head_reads_those(tmp_path: Path) -> None:
+def test_with_layers_truncates_model_and_head(tmp_path: Path) -> None:
     model = with_layers(SHAPES / "qwen3.5-9b", 4, tmp_path)
     assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 4
     assert with_layers(model, 4, tmp_path) == model
@@ -34,7 +34,7 @@ def test_a_model_keeps_its_first_layers_and_its_head_reads_those(tmp_path: Path)
     assert (with_layers(DEMO / "dflash", 8, tmp_path) / "model.safetensors").is_file()
 
 
-def test_programs_of_every_kind_are_chosen_with_the_fewest_and_most_rows() -> None:
+def test_chosen_programs_have_smallest_and_largest_batches() -> None:
     def decode(batch: int, *extras: ProgramFeature) -> Program:
         shape = TreeShape.plain(batch)
         extra = ProgramFeature.LOGPROBS if extras else ProgramFeature.NONE
@@ -47,7 +47,7 @@ def test_programs_of_every_kind_are_chosen_with_the_fewest_and_most_rows() -> No
     assert [p.batch for p in chosen(programs, is_brief=True)] == [16]
 
 
-def test_random_models_are_the_same_for_a_seed_and_all_can_be_served(tmp_path: Path) -> None:
+def test_random_starts_are_reproducible_per_seed(tmp_path: Path) -> None:
     def texts(folder: Path) -> list[str]:
         starts = list(random_starts(6, SEED, folder, "torch"))
         return [(start.model / "config.json").read_text() for start in starts]
@@ -63,7 +63,7 @@ CALL = """\
 """
 
 
-def test_a_kernel_is_read_out_of_a_program_once() -> None:
+def test_calls_of_returns_each_kernel_once() -> None:
     other = CALL.replace("%1", "%7").replace("%4", "%9")
     (call,) = calls_of(f"{CALL}  %5 = stablehlo.custom_call @Other() : () -> tensor<f32>\n{other}")
     assert call.name == "norm"
@@ -73,7 +73,7 @@ def test_a_kernel_is_read_out_of_a_program_once() -> None:
         list(calls_of(CALL.replace(" : (", " of (")))
 
 
-def test_items_are_shared_out_and_what_fails_ends_no_other() -> None:
+def test_shared_out_failed_item_does_not_stop_others() -> None:
     items = ["one", "raises", "ends", "stays", "two"]
     found = {done.item: done for done in shared_out(worked, items, jobs=2, limit_s=15)}
     assert set(found) == set(items)
@@ -83,7 +83,7 @@ def test_items_are_shared_out_and_what_fails_ends_no_other() -> None:
     assert found["stays"].error == "it has not ended within 15 s"
 
 
-def test_after_the_total_time_no_item_is_begun() -> None:
+def test_bounded_starts_no_item_after_total_time() -> None:
     late = Bounded(["one", "two"], total_s=-1)
     assert list(late) == []
     assert late.left == 2

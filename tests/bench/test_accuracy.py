@@ -63,11 +63,11 @@ def settings(**changes) -> Settings:
         ("copying", "- a\n- b\n", "- a\n- b", False),
     ],
 )
-def test_a_reply_is_right_by_its_number_or_by_every_letter(kind, text, answer, right):
+def test_is_right_compares_number_or_every_letter(kind, text, answer, right):
     assert is_right(kind, text, answer) == right
 
 
-def test_acceptance_counts_the_bonus_token_and_a_position_once_all_before_it_were_accepted():
+def test_acceptance_counts_bonus_token_and_reached_positions():
     found = acceptance([Outcome([], [0, 1, 3]), Outcome([], [3])], max_depth=3)
     assert found["accept_length"] == 2.75
     assert found["accept_length_histogram"] == [1, 1, 0, 2]
@@ -76,7 +76,7 @@ def test_acceptance_counts_the_bonus_token_and_a_position_once_all_before_it_wer
     assert acceptance([Outcome([5], [])], max_depth=0) == nothing
 
 
-def test_the_hash_sees_every_token_and_where_a_text_ends():
+def test_text_hash_depends_on_tokens_and_boundaries():
     texts = [[[1, 2], [3]], [[1], [2, 3]], [[12], [3]], [[1, 2], [4]], [[1, 2]], [[1, 2], [3], []]]
     assert len(set(map(text_hash, texts))) == len(texts)
 
@@ -94,9 +94,7 @@ class Says:
 @pytest.mark.parametrize(
     ("oracle", "excused", "wrong"), [(None, 0, 1), (Says(False), 0, 1), (Says(True), 1, 0)]
 )
-def test_a_changed_text_is_excused_only_where_the_specification_is_too_close_to_call(
-    oracle, excused, wrong, capsys
-):
+def test_changed_output_excused_only_for_near_ties(oracle, excused, wrong, capsys):
     row = {"temperature": 0.0, "kind": "problems", "algorithm": "NEXTN", "backend": "torch"}
     row |= {"keeps_text": True}
     requests = [Request(request_id=i, prompt=(1,), sampling=SamplingParams()) for i in range(2)]
@@ -112,7 +110,7 @@ def test_a_changed_text_is_excused_only_where_the_specification_is_too_close_to_
     assert "token 1: [6] became [8]" in said
 
 
-def test_near_ties_are_excused_only_while_they_are_rare():
+def test_near_ties_excused_only_while_rare():
     texts = Texts(None, tokens=10_000, excused=2)
     assert not texts.are_equal
     assert replace(texts, excused=1).are_equal
@@ -126,7 +124,7 @@ def measurement() -> Measurement:
     return found
 
 
-def test_every_drafter_has_a_row_for_each_kind_and_temperature_or_a_refusal(measurement):
+def test_accuracy_has_row_or_refusal_per_drafter(measurement):
     lines = {(r["algorithm"], r["temperature"], r["kind"]) for r in measurement.rows}
     tasks = [(t, kind) for t in (0.0, 1.0) for kind in ("problems", "copying")]
     assert lines == {(name, *task) for name in ("none", "NEXTN S=2") for task in tasks}
@@ -134,7 +132,7 @@ def test_every_drafter_has_a_row_for_each_kind_and_temperature_or_a_refusal(meas
     assert measurement.refusals[0]["refused"]
 
 
-def test_a_drafter_leaves_hash_and_accuracy_as_they_are_and_accepts_something(measurement):
+def test_drafter_preserves_hash_and_accuracy(measurement):
     by_task: dict = {}
     for row in measurement.rows:
         by_task.setdefault((row["temperature"], row["kind"]), []).append(row)
@@ -149,7 +147,7 @@ def test_a_drafter_leaves_hash_and_accuracy_as_they_are_and_accepts_something(me
     assert verdict(measurement) == 0
 
 
-def test_a_drafter_that_changes_one_token_ends_the_command_with_1(monkeypatch, capsys):
+def test_drafter_changing_token_exits_with_one(monkeypatch, capsys):
     run_timed = drafter_matrix.timed
 
     def spoiled(served, requests):
@@ -168,14 +166,14 @@ def test_a_drafter_that_changes_one_token_ends_the_command_with_1(monkeypatch, c
     assert [row["wrong"] for row in found.rows] == [0, 1]
 
 
-def test_a_run_in_which_every_drafter_was_refused_is_no_success(capsys):
+def test_run_with_all_drafters_unsupported_fails(capsys):
     found = Measurement(settings(drafts=[Draft.parse("DFLASH")]), lambda so_far: None)
     found.run()
     assert verdict(found) == 1
     assert "NOTHING WAS MEASURED" in capsys.readouterr().err
 
 
-def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement, tmp_path, capsys):
+def test_accuracy_show_replaces_table_between_markers(measurement, tmp_path, capsys):
     file, document = tmp_path / "found.json", tmp_path / "README.md"
     file.write_text(json.dumps(measurement.to_json("bench.quality.accuracy")))
     document.write_text("above\n<!-- accuracy -->\nold\n<!-- /accuracy -->\nbelow\n")
@@ -195,7 +193,7 @@ def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement,
         accuracy_table.insert(file, "table")
 
 
-def test_the_table_of_cells_has_acceptance_by_position_and_the_text_of_each(measurement):
+def test_render_cells_shows_acceptance_per_position_and_hash(measurement):
     _, _, *lines = accuracy_table.render_cells(measurement.rows).splitlines()
     assert len(lines) == len(measurement.rows)
     for line, row in zip(lines, measurement.rows, strict=True):
@@ -205,7 +203,7 @@ def test_the_table_of_cells_has_acceptance_by_position_and_the_text_of_each(meas
         assert cells[-1] == row["text_hash"]
 
 
-def test_the_matrix_is_shown(measurement, capsys):
+def test_spec_matrix_show_prints_rendered_cells(measurement, capsys):
     tables = spec_matrix.show([measurement.to_json("bench.quality.spec_matrix")])
     assert capsys.readouterr().out == f"{tables}\n"
     assert tables.endswith(f"{accuracy_table.render_cells(measurement.rows)}\n")
@@ -223,7 +221,7 @@ def table_file(*rows: dict) -> dict:
     return file | {"rows": list(rows), "refusals": [], "tokens": 1, "excused": 0, "wrong": 0}
 
 
-def test_the_table_joins_backends_and_takes_the_most_tasks():
+def test_accuracy_table_merges_backends_and_prefers_most_tasks():
     torch = table_file(
         table_row("torch", 8, "none", accept_length=1.0), table_row("torch", 8, "NEXTN")
     )
@@ -236,7 +234,7 @@ def test_the_table_joins_backends_and_takes_the_most_tasks():
     ]
 
 
-def test_files_whose_texts_differ_are_told():
+def test_accuracy_table_reports_unequal_outputs():
     same, other = table_file(table_row("torch", 8, "none")), table_row("jax", 8, "NEXTN")
     assert accuracy_table.faults([same, table_file(other)]) == []
     assert accuracy_table.faults([same, table_file(other | {"count": 5, "text_hash": "b"})]) == []
@@ -249,7 +247,7 @@ def test_files_whose_texts_differ_are_told():
 
 
 @pytest.mark.parametrize("text", dict.fromkeys((*accuracy.DRAFTS, *spec_matrix.DRAFTS)))
-def test_every_drafter_of_the_commands_is_one_that_the_server_takes(text):
+def test_bench_drafters_are_valid_server_flags(text):
     draft = Draft.parse(text)
     flags = draft.flags(folders_beside(Path("models/demo/target")))
     assert parse(flags).speculative.drafts == (text != "none")
@@ -258,13 +256,13 @@ def test_every_drafter_of_the_commands_is_one_that_the_server_takes(text):
     assert str(draft) == re.sub("[:,]", " ", text)
 
 
-def test_a_setting_without_a_value_is_refused():
+def test_draft_parse_rejects_setting_without_value():
     with pytest.raises(ValueError, match="NAME=VALUE"):
         Draft.parse("NEXTN:S")
 
 
 @pytest.mark.parametrize("are_compiled", [False, True])
-def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
+def test_one_bucket_has_one_decode_program_per_shape(are_compiled):
     """Also where the widest programs are made with logprobs alone."""
     costs = replace(PLATFORM.costs, are_compiled=are_compiled)
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
@@ -279,7 +277,7 @@ def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
 
 
 @pytest.mark.parametrize("kind", ["problems", "copying"])
-def test_the_lm_eval_task_reads_what_the_data_command_writes(kind, tmp_path):
+def test_lm_eval_task_reads_file_of_data_command(kind, tmp_path):
     task = yaml.safe_load((LM_EVAL / f"tandem_{kind}.yaml").read_text())
     data = task["dataset_kwargs"]["data_files"]["test"]
     assert task["task"] == f"tandem_{kind}"
@@ -296,7 +294,7 @@ def test_the_lm_eval_task_reads_what_the_data_command_writes(kind, tmp_path):
     assert set(re.findall(r"\w+", task["doc_to_target"])) & set(lines[0]) == {"answer"}
 
 
-def test_the_lm_eval_task_finds_the_number_that_the_scoring_finds():
+def test_lm_eval_filter_matches_answer_of():
     task = yaml.safe_load((LM_EVAL / "tandem_problems.yaml").read_text())
     last_line, first = task["filter_list"][0]["filter"]
     assert (last_line["group_select"], first["function"]) == (-1, "take_first")
@@ -327,7 +325,7 @@ def in_own_ways() -> Measurement:
 
 
 @pytest.mark.matrix
-def test_the_match_rule_keeps_the_text_and_the_rejection_rule_is_not_asked_to(in_own_ways):
+def test_match_rule_preserves_output_and_rejection_is_exempt(in_own_ways):
     plain, rejected, *matched = in_own_ways.rows
     assert verdict(in_own_ways) == 0
     assert [row["keeps_text"] for row in in_own_ways.rows] == [True, False, True, True]
@@ -335,13 +333,13 @@ def test_the_match_rule_keeps_the_text_and_the_rejection_rule_is_not_asked_to(in
     assert {row["text_hash"] for row in matched} == {plain["text_hash"]}
 
 
-def test_a_request_gets_no_more_drafts_than_the_setting_most(in_own_ways):
+def test_setting_most_limits_draft_tokens(in_own_ways):
     one = next(row for row in in_own_ways.rows if "most=1" in row["algorithm"])
     assert one["accept_length_histogram"][2] == 0
     assert one["accept_length_histogram"][0]
 
 
-def test_a_corpus_of_outputs_comes_from_another_run_and_is_drafted_from(in_own_ways):
+def test_corpus_of_own_outputs_raises_acceptance(in_own_ways):
     (outputs,) = in_own_ways._other_outputs.values()
     assert len(outputs) == 3
     row = next(row for row in in_own_ways.rows if "corpus=own" in row["algorithm"])
@@ -349,6 +347,6 @@ def test_a_corpus_of_outputs_comes_from_another_run_and_is_drafted_from(in_own_w
 
 
 @pytest.mark.parametrize("text", ["NEXTN:rule=none", "NGRAM:corpus=other", "NEXTN:most=few"])
-def test_a_setting_that_cannot_be_is_refused(text):
+def test_draft_parse_rejects_invalid_setting(text):
     with pytest.raises(ValueError, match=text.partition(":")[0]):
         Draft.parse(text)

@@ -16,7 +16,7 @@ TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
 TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075]}
 
 
-def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_ones():
+def test_oracle_bounds_every_policy():
     work = rated_work([8], 100, 5)
     runs = rated_runs(TIERS, TABLE, work, 1)
     lines = lines_of(runs, TIERS)
@@ -31,7 +31,7 @@ def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_
     assert all(line["phase"] in table_of("simulated", lines) for line in lines)
 
 
-def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
+def test_probe_policy_visits_other_tiers_periodically():
     nothing = [[0.0] * 3] * 3
     expected = ExpectedTokens([1.0, 3.0, 2.0], [1.0, 3.0, 2.0], nothing, [0.0] * 3)
     now = PolicyInput([1.0, 1.0, 1.0], expected, num_rows=1, after_off=0.0, steps_ahead=10.0)
@@ -42,7 +42,7 @@ def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
     assert {Greedy().choose(now) for _ in range(300)} == {1}
 
 
-def test_texts_are_written_in_every_order_and_told_in_the_first():
+def test_in_orders_reports_phases_in_first_order():
     """A text that repeats its prompt pays for drafts, whichever phase comes first."""
     phases, texts = written_work([1], 60, 3)
     seconds = {"1": {"none": 0.5, "S3": 0.6, "disabled": 0.4}}
@@ -52,7 +52,7 @@ def test_texts_are_written_in_every_order_and_told_in_the_first():
     assert copying["S3"] > 1.2 * copying["none"]
 
 
-def test_in_real_time_no_step_is_shorter_than_the_devices_part():
+def test_in_orders_step_time_at_least_device_time():
     phases, texts = written_work([1], 20, 3)
     seconds = {"1": {"none": 0.006, "S3": 0.007, "disabled": 0.001}}
     lines = in_orders(seconds, phases[:1], texts, orders=1, submit_s=0.001)

@@ -74,7 +74,7 @@ ENTRY %main (words: s32[7], pool: {POOL}) -> ({POOL}, s32[3]) {{
 """
 
 
-def test_registers_and_spills_are_of_ptxas_and_shared_memory_is_of_the_start_too():
+def test_read_ptxas_returns_registers_spills_and_shared_memory():
     assert read_ptxas(PTXAS, read_thunks(THUNKS)) == [
         Kernel("product__1", registers=48, spilled_bytes=0, shared_bytes=122880),
         Kernel("input_reduce_fusion", registers=255, spilled_bytes=640, shared_bytes=128),
@@ -83,7 +83,7 @@ def test_registers_and_spills_are_of_ptxas_and_shared_memory_is_of_the_start_too
 
 
 @pytest.mark.parametrize("where", ["in the function", "for the function"])
-def test_products_that_wait_for_each_other_are_told_with_the_reason(where: str) -> None:
+def test_read_ptxas_reports_serialised_wgmma(where: str) -> None:
     told = WAITS.replace("in the function", where)
     waits, other = read_ptxas(told + PTXAS, read_thunks(THUNKS))
     assert line_of(waits, "case", None).endswith("  serialised: ill formed pipeline stage")
@@ -91,14 +91,14 @@ def test_products_that_wait_for_each_other_are_told_with_the_reason(where: str) 
 
 
 @pytest.mark.parametrize("gone", ["spill", "registers"])
-def test_a_form_that_is_not_known_is_an_error_and_no_clean_kernel(gone: str) -> None:
+def test_read_ptxas_rejects_unknown_format(gone: str) -> None:
     with pytest.raises(ValueError, match="nothing of registers or spills of product__1"):
         read_ptxas(PTXAS.replace(gone, "other"), read_thunks(THUNKS))
     with pytest.raises(ValueError, match="no thunk starts product__1"):
         read_ptxas(PTXAS, [])
 
 
-def test_mosaic_tells_of_its_kernels_itself():
+def test_read_mosaic_returns_kernel_and_shared_memory():
     said = PTXAS.split("ptxas info    : Compiling entry function 'input")[0]
     said = said.replace("product__1", "described_product_mosaic_gpu_kernel")
     passes = "gpu.launch blocks(%1) threads(%2) dynamic_shared_memory_size %c163840_i32 {"
@@ -108,7 +108,7 @@ def test_mosaic_tells_of_its_kernels_itself():
             read_mosaic(text, other)
 
 
-def test_thunks_have_their_kind_their_kernel_and_their_depth():
+def test_read_thunks_returns_kind_kernel_and_depth():
     assert read_thunks(THUNKS) == [
         Thunk("kCommandBuffer", "", 0, 0),
         Thunk("kCustomKernel", "input_reduce_fusion", 4, 0),
@@ -117,12 +117,12 @@ def test_thunks_have_their_kind_their_kernel_and_their_depth():
     ]
 
 
-def test_what_xla_copies_are_copies_and_what_it_takes_out_of_weights_and_pools():
+def test_copied_by_xla_counts_copies_and_slices():
     """Also of a pool that a kernel has written; no update in place, no view, and no sum of rows."""
     assert copied_by_xla(HLO) == {"slice_fusion": 256, "late_fusion": 12, "copy.3": 36}
 
 
-def test_a_spill_and_too_much_shared_memory_are_faults():
+def test_faults_of_kernel_reports_spills_and_shared_memory():
     assert not list(faults_of_kernel(Kernel("mix", 255, 0, MOST_SHARED_BYTES), "a case"))
     wrong = Kernel("mix__2", 255, 8, MOST_SHARED_BYTES + 1)
     assert list(faults_of_kernel(wrong, "a case")) == [
@@ -131,7 +131,7 @@ def test_a_spill_and_too_much_shared_memory_are_faults():
     ]
 
 
-def test_an_excuse_is_for_so_many_bytes_of_a_kernel_in_a_case_and_is_told():
+def test_known_spill_limits_bytes_per_kernel_and_case():
     known = EXCUSES[0]
     name, case, most = known.kernel, known.cases[0], known.most_bytes
     kernel = Kernel(f"{name}__1", 255, most, 0)
@@ -144,7 +144,7 @@ def test_an_excuse_is_for_so_many_bytes_of_a_kernel_in_a_case_and_is_told():
     assert "excused" not in line_of(Kernel(name, 255, 0, 0), case, None)
 
 
-def test_a_step_is_one_command_buffer_of_kernels_and_small_copies():
+def test_faults_of_order_accepts_single_command_buffer():
     assert not list(faults_of_order(read_thunks(THUNKS), "a step"))
 
 
@@ -161,12 +161,12 @@ def test_a_step_is_one_command_buffer_of_kernels_and_small_copies():
         ("    004: kCublasLtMatmul [source]", "has in its command buffer kCublasLtMatmul"),
     ],
 )
-def test_what_stands_beside_the_command_buffer_or_breaks_it_is_a_fault(line: str, told: str):
+def test_faults_of_order_reports_thunks_outside_command_buffer(line: str, told: str):
     (fault,) = faults_of_order(read_thunks(THUNKS + line), "a step")
     assert fault.startswith(f"a step {told}")
 
 
-def test_a_step_of_loose_thunks_is_no_command_buffer():
+def test_faults_of_order_rejects_loose_thunks():
     loose = [Thunk("kCustomKernel", f"mix__{n}", 0, 0) for n in range(5)]
     (fault,) = faults_of_order(loose, "a step")
     assert "it has 0, and beside them kCustomKernel mix__0, " in fault
@@ -174,13 +174,13 @@ def test_a_step_of_loose_thunks_is_no_command_buffer():
 
 
 @pytest.mark.parametrize("name", ["slice_fusion", "copy.3"])
-def test_a_copy_of_a_weight_is_a_fault_and_one_of_a_row_is_none(name: str) -> None:
+def test_faults_of_copies_rejects_weights_not_rows(name: str) -> None:
     assert not list(faults_of_copies(HLO, 256, "a step"))
     large = re.sub(rf"%{name} = \w+\[[\d,]+\]", f"%{name} = bf16[129]", HLO)
     assert list(faults_of_copies(large, 256, "a step")) == [f"a step copies 258 bytes in {name}"]
 
 
-def test_memory_beyond_the_plan_and_a_sort_are_faults():
+def test_faults_of_memory_and_sort_operations():
     assert not list(faults_of_memory(100, 100, "a step"))
     assert list(faults_of_memory(101, 100, "a step"))
     line = '  %4 = "stablehlo.{}"(%3) <{{dimension = 1}}> ({{'
@@ -189,7 +189,7 @@ def test_memory_beyond_the_plan_and_a_sort_are_faults():
     assert fault == "a step has operations that break a command buffer: sort"
 
 
-def test_every_kernel_has_a_name_and_one_that_nothing_compiles_is_a_fault(monkeypatch) -> None:
+def test_report_names_uncompiled_kernels_and_unused_excuses(monkeypatch) -> None:
     texts = [path.read_text() for path in KERNELS.rglob("*.py")]
     calls = sum(x.count("pl.pallas_call(") + x.count("plgpu.kernel(") for x in texts)
     names = kernel_names(KERNELS)
@@ -214,12 +214,12 @@ def test_every_kernel_has_a_name_and_one_that_nothing_compiles_is_a_fault(monkey
     assert report.faults[0].endswith("is excused and spills nothing")
 
 
-def test_an_excuse_is_of_a_case_or_a_step_that_there_is() -> None:
+def test_known_spills_name_existing_cases_and_steps() -> None:
     names = {case.name for case in cases_of([])} | set(map(str, STEPS)) | set(RANKS)
     assert {case for known in EXCUSES for case in known.cases} <= names
 
 
-def test_kernels_of_xla_are_told_where_they_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_xla_kernels_only_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
     fine, wrong = Kernel("loop_add_fusion", 20, 0, 0), Kernel("loop_mul_fusion", 255, 4, 0)
     report.add_kernels([Kernel("mix", 200, 0, 0), fine, wrong], "a case", 1.0)
@@ -230,7 +230,7 @@ def test_kernels_of_xla_are_told_where_they_are_wrong(capsys: pytest.CaptureFixt
     assert report.summary.startswith("aot: 1 kernels, 1 fault, ")
 
 
-def test_an_item_that_did_not_end_and_a_start_that_fails_are_faults() -> None:
+def test_report_counts_unfinished_items_and_failed_starts() -> None:
     report, scratch = Report(), Path()
     step, start = Item("step", "a step", None, scratch), Item("start", "a start", None, scratch)
     report.add(Done(step, None, "it has not ended within 9 s", 9.0), "1/2")
@@ -243,14 +243,14 @@ def test_an_item_that_did_not_end_and_a_start_that_fails_are_faults() -> None:
     assert report.summary.startswith("aot: 0 kernels, 3 programs with 7 kernels in starts, 2 fault")
 
 
-def test_every_case_is_found_again_by_its_item() -> None:
+def test_items_of_covers_every_case() -> None:
     cases = [item for item in items_of([], Path()) if item.kind == "case"]
     assert len(cases) == len(list(cases_of([])))
     assert all(f"{case_of(item).op}: {case_of(item)}" == item.name for item in cases[::7])
     assert {case_of(item).function for item in cases if item.what == "gdn_layer"} > {"prefill"}
 
 
-def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
+def test_cases_of_filters_by_text() -> None:
     every = list(cases_of([]))
     assert all(case.is_large for case in every)
     assert {case.op for case in every} >= {
@@ -265,7 +265,7 @@ def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_step_is_of_a_shape_and_a_drafter_that_there_are(step: Step) -> None:
+def test_aot_steps_name_existing_shapes_and_drafters(step: Step) -> None:
     folder = SHAPES / step.model
     assert (folder / "config.json").is_file()
     flags = Draft.parse(step.drafts).flags(folders_of(folder, {}))

@@ -34,9 +34,7 @@ def first_of_each() -> list[str]:
         pytest.param([], 90, id="all cases", marks=pytest.mark.matrix),
     ],
 )
-def test_every_kernel_of_a_real_models_size_is_read_by_the_compiler(
-    only: list[str], least: int
-) -> None:
+def test_triton_kernels_of_real_sizes_compile(only: list[str], least: int) -> None:
     done = read(*only)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"(\d+) kernels, (\d+) compiled, 0 faults", done.stdout)
@@ -45,7 +43,7 @@ def test_every_kernel_of_a_real_models_size_is_read_by_the_compiler(
     assert int(found[2]) >= least
 
 
-def test_a_whole_kernel_is_told_with_what_it_takes() -> None:
+def test_aot_torch_whole_reports_kernel_resources() -> None:
     done = read("--whole", "--only", "slot_state: restore, 8 rows")
     assert done.returncode == 0, done.stdout + done.stderr
     kernel, *case, registers, spilled, shared = done.stdout.splitlines()[1].split()

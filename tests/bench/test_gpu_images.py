@@ -28,7 +28,7 @@ FOUND: dict[tuple[int, int], np.ndarray] = {}
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=str)
-def test_an_images_rows_have_the_same_bits_on_both_backends_and_with_padding(encoder, sides):
+def test_vision_encoder_backends_bitwise_equal_with_padding(encoder, sides):
     name, encode = encoder
     given = np.random.default_rng(sides[0]).integers(0, 256, (*sides, 3), dtype=np.uint8)
     image = vision_encoder.pixels_of(given, VISION, IMAGES)

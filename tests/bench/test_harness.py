@@ -28,7 +28,7 @@ def written(folder: Path, answers: list[str], score: float) -> lm_eval_runner.Li
     return {"drafts": folder.name, **lm_eval_runner.read_score(folder, "problems")}
 
 
-def test_a_score_or_an_answer_that_differs_is_told(tmp_path):
+def test_compared_reports_score_and_answer_differences(tmp_path):
     first = written(tmp_path / "none", ["a", "b"], 0.5)
     assert lm_eval_runner.compared(first, first) == {
         "drafts": "none", "score": 0.5, "count": 2, "differ": 0, "is_equal": True
@@ -39,7 +39,7 @@ def test_a_score_or_an_answer_that_differs_is_told(tmp_path):
     assert (worse["differ"], worse["is_equal"]) == (0, False)
 
 
-def test_given_answers_are_compared_by_their_order(tmp_path):
+def test_read_score_compares_choices_by_order(tmp_path):
     """Of which the score tells the first alone; sums of float32 may differ in their last bits."""
     inside, task = tmp_path / "default", lm_eval_runner.task_of("choices")
     inside.mkdir()
@@ -51,7 +51,7 @@ def test_given_answers_are_compared_by_their_order(tmp_path):
     assert lm_eval_runner.read_score(tmp_path, "choices") == {"score": 1.0, "answers": ["1 0 2"]}
 
 
-def test_the_given_answers_are_the_right_one_and_three_others(tmp_path):
+def test_choices_task_has_right_and_three_wrong_answers(tmp_path):
     lm_eval_runner.prepare(tmp_path, "choices", 20)
     task = yaml.safe_load((tmp_path / lm_eval_runner.TASKS / "tandem_choices.yaml").read_text())
     lines = (tmp_path / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
@@ -62,7 +62,7 @@ def test_the_given_answers_are_the_right_one_and_three_others(tmp_path):
 
 
 @pytest.mark.parametrize("kind", lm_eval_runner.KINDS)
-def test_a_completions_task_asks_in_the_chat_form_of_the_shipped_model(kind, tmp_path):
+def test_completions_task_prompt_equals_chat_template(kind, tmp_path):
     lm_eval_runner.prepare(tmp_path, kind, 2)
     task = yaml.safe_load(
         (tmp_path / lm_eval_runner.TASKS / f"{lm_eval_runner.task_of(kind)}.yaml").read_text()

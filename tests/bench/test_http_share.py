@@ -32,7 +32,7 @@ def sides(offline: list[float], http: list[float]):
     return side("offline", offline), side("http", http), asked
 
 
-def test_the_sides_take_turns_and_the_first_round_does_not_count(capsys):
+def test_rounds_alternate_sides_and_discard_first(capsys):
     offline, http, asked = sides([1, 100, 100, 200], [9, 90, 80, 190])
     found = rounds(offline, http, 3)
     assert asked == ["http", "offline", "offline", "http"] * 2
@@ -43,7 +43,7 @@ def test_the_sides_take_turns_and_the_first_round_does_not_count(capsys):
     assert "warm-up" in capsys.readouterr().out
 
 
-def test_time_without_a_processor_is_taken_off(monkeypatch):
+def test_clocks_subtract_waiting_time(monkeypatch):
     waits = iter([1.0, 3.0])
     monkeypatch.setattr(http_overhead, "waited_s", lambda pid: next(waits))
     found = Clocks({"engine": os.getpid()}).found(100, 6.0)
@@ -51,7 +51,7 @@ def test_time_without_a_processor_is_taken_off(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux tells of it")
-def test_the_processors_seconds_are_those_of_the_process():
+def test_cpu_and_waited_seconds_follow_process():
     before, waited = cpu_s(os.getpid()), waited_s(os.getpid())
     began = time.process_time()
     while time.process_time() < began + 0.2:
@@ -60,7 +60,7 @@ def test_the_processors_seconds_are_those_of_the_process():
     assert waited_s(os.getpid()) >= waited
 
 
-def test_a_shape_is_given_the_words_of_a_model(tmp_path):
+def test_worded_gives_shape_tokenizer_of_model(tmp_path):
     """It has the tokenizer's own tokens, and words for all that its vocabulary has behind them."""
     folder = worded(SHAPE, http_overhead.DEMO, tmp_path / "shape")
     demo, found = Tokenizer.from_folder(http_overhead.DEMO), Tokenizer.from_folder(folder)

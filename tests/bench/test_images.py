@@ -16,7 +16,7 @@ TINY = replace(
 )
 
 
-def test_products_are_of_every_patch_and_of_all_pairs():
+def test_products_of_counts_patches_and_attention_pairs():
     patches = 64
     of_patch = 1536 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 48)
     of_merger = (128 * 128 + 128 * 24) // 4
@@ -26,7 +26,7 @@ def test_products_are_of_every_patch_and_of_all_pairs():
     assert vision_encoder.image_of(16, TINY).num_patches == 64
 
 
-def test_both_backends_encode_the_same_images(monkeypatch, tmp_path, capsys):
+def test_bench_encodes_same_images_on_both_backends(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vision_encoder, "QWEN3_5", TINY)
     out = tmp_path / "found.json"
     words = ["--depth", "2", "--tokens", "4", "16", "--rounds", "2", "--out", str(out)]
@@ -46,7 +46,7 @@ def test_both_backends_encode_the_same_images(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_rows_are_near_those_of_the_specification(name):
+def test_bench_encoders_match_spec(name):
     image = vision_encoder.image_of(4, TINY)
     dummy = vision_encoder.DummyCheckpoint(vision_encoder.tower_parameters(TINY), {}, None)
     weights = {p.name: dummy.load(p, "float32") for p in vision_encoder.tower_parameters(TINY)}
@@ -57,7 +57,7 @@ def test_rows_are_near_those_of_the_specification(name):
     assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
 
 
-def test_a_model_with_a_tower_is_asked_with_images_that_are_new_and_kept(monkeypatch, tmp_path):
+def test_vlm_steps_requests_new_and_cached_images(monkeypatch, tmp_path):
     monkeypatch.setattr(vlm_steps, "QWEN3_5", TINY)
     out, model = tmp_path / "found.json", str(MODEL)
     words = ["--model", model, "--backend", "torch", "--tokens", "64", "--rounds", "1"]
@@ -76,7 +76,7 @@ def test_a_model_with_a_tower_is_asked_with_images_that_are_new_and_kept(monkeyp
     assert all(line[f"{what}_{x}_ms"] > 0 for what in ("first", "step") for x in ("new", "kept"))
 
 
-def test_a_large_image_is_encoded_in_steps_of_about_a_length():
+def test_encode_programs_split_large_images_within_limit():
     """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
     pool = EncoderCacheSpec(
         vision_encoder.QWEN3_5, replace(vision_encoder.IMAGES, max_pixels=4096 * 32**2), 9000

@@ -22,7 +22,7 @@ def program(shape: TreeShape, extras: ProgramFeature = ProgramFeature.NONE) -> P
     return Program(work=StepKind.DECODE, batch=1, pages=1, tokens=0, shape=shape, extras=extras)
 
 
-def test_a_step_costs_its_drafter_and_its_rows_and_waits_where_the_host_drafts():
+def test_costs_add_drafter_rows_and_host_wait():
     alone = replace(JOINED, grown=TreeShape.plain(1))
     assert COSTS.of(program(CHAIN)) == pytest.approx(5.0)
     assert COSTS.of(program(JOINED, ProgramFeature.NGRAM_DRAFTS)) == pytest.approx(5.4)
@@ -33,7 +33,7 @@ def test_a_step_costs_its_drafter_and_its_rows_and_waits_where_the_host_drafts()
     assert COSTS.draft_share(1) == pytest.approx(5.0 / 4.5 - 1)
 
 
-def test_both_sources_are_held_against_the_better_of_the_two():
+def test_compared_divides_by_better_source():
     def line(drafts: str, per_step: float, **speeds: float) -> dict:
         same = {"backend": "torch", "batch": 1, "kind": "code", "texts": 7}
         return {
@@ -50,7 +50,7 @@ def test_both_sources_are_held_against_the_better_of_the_two():
     assert not ratios["texts_equal"]
 
 
-def test_the_reports_that_costs_are_read_from_have_what_is_asked():
+def test_simulated_costs_have_valid_reports():
     for models in SIMULATED.values():
         for made in models.values():
             costs = made()

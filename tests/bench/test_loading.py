@@ -15,7 +15,7 @@ from shared.models.families import config_from_folder
 SHAPE = ROOT / "demo" / "standalone"
 
 
-def test_a_checkpoint_of_a_shape_is_whole_and_is_measured(tmp_path):
+def test_weight_loading_writes_valid_checkpoint_and_measures(tmp_path):
     found = weight_loading.write(SHAPE, tmp_path)
     open_checkpoint(tmp_path).check(config_from_folder(tmp_path), with_mtp=False)
     assert 0 < found["largest_tensor_gb"] <= found["checkpoint_gb"]
@@ -25,14 +25,14 @@ def test_a_checkpoint_of_a_shape_is_whole_and_is_measured(tmp_path):
         assert read["peak_gb"] < 1
 
 
-def test_a_checkpoint_is_written_and_read_file_by_file(tmp_path, monkeypatch):
+def test_weight_loading_writes_several_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_loading, "SHARD_BYTES", 1)
     weight_loading.write(SHAPE, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     open_checkpoint(tmp_path).check(config_from_folder(tmp_path), with_mtp=False)
 
 
-def test_each_tree_is_read_with_its_own_sources(tmp_path):
+def test_weight_loading_runs_each_tree_separately(tmp_path):
     other = tmp_path / "other"
     for name in ("shared", "torch_impl", "kernels"):
         shutil.copytree(weight_loading.ROOT / name, other / name)
@@ -48,7 +48,7 @@ def test_each_tree_is_read_with_its_own_sources(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for _, name in weight_loading.OWN])
-def test_memory_is_seen_wherever_the_system_tells_it(name, monkeypatch):
+def test_own_gigabytes_equal_for_every_source(name, monkeypatch):
     every = weight_loading.own_gigabytes()
     monkeypatch.setattr(
         weight_loading, "OWN", [each for each in weight_loading.OWN if each[1] == name]
@@ -59,7 +59,7 @@ def test_memory_is_seen_wherever_the_system_tells_it(name, monkeypatch):
         weight_loading.own_gigabytes()
 
 
-def test_the_peak_is_of_what_was_held_for_a_moment():
+def test_peak_includes_released_memory():
     before = weight_loading.own_gigabytes()
     with weight_loading.Peak() as peak:
         held = np.ones(60_000_000)

@@ -14,7 +14,7 @@ ODD = 2654435761
 DEMO = ROOT / "demo" / "target"
 
 
-def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts():
+def test_logit_sum_equal_in_frameworks_and_bit_sensitive():
     logits = np.random.default_rng(0).standard_normal((3, 5000)).astype(np.float32) * 100
     places = (2 * np.arange(5000, dtype=object) + 1) * ODD % 2**32
     want = ((logits.view(np.uint32).astype(object) * places).sum(1) % 2**32).tolist()
@@ -25,7 +25,7 @@ def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts()
     assert [x == y for x, y in zip(changed, want, strict=True)] == [True, False, True]
 
 
-def test_parts_of_a_row_that_ranks_have_add_up_to_the_whole_rows_sum():
+def test_logit_sum_of_parts_equals_whole_row():
     logits = np.random.default_rng(1).standard_normal((2, 300)).astype(np.float32)
     filled = np.pad(logits, ((0, 0), (0, 84)))  # three ranks have 128 places each
     want = logit_recorder.torch_sum(torch.tensor(logits)).tolist()
@@ -37,13 +37,13 @@ def test_parts_of_a_row_that_ranks_have_add_up_to_the_whole_rows_sum():
         assert logit_recorder.of_all([np.asarray(part).tolist() for part in parts]) == want
 
 
-def test_positions_count_as_far_as_both_have_gone_the_same_way():
+def test_compared_counts_positions_of_common_prefix():
     ours = [([5, 6, 7], [1, 2, 3]), ([5, 5], [1, 1])]
     theirs = [([5, 9, 7], [1, 4, 8]), ([5, 5], [1, 1])]
     assert logit_bits.compared(ours, theirs) == {"positions": 4, "with_other_bits": 1}
 
 
-def test_a_random_checkpoint_of_a_family_can_be_served_with_the_models_tokenizer(tmp_path):
+def test_write_random_checkpoint_loads_with_tokenizer(tmp_path):
     for family in ("granite", "phi3"):
         folder = tmp_path / family
         folder.mkdir()

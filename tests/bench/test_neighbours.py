@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkeypatch, capsys):
+def test_image_interference_reports_gaps_and_unexpected_status(tmp_path, monkeypatch, capsys):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
@@ -39,7 +39,7 @@ def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkey
 
 
 @pytest.mark.parametrize("most", [18, 64])
-def test_good_images_are_those_that_a_model_takes_which_takes_one_size_alone(most):
+def test_odd_images_valid_for_fixed_image_size(most):
     config = replace(IMAGES, multiple=32, min_pixels=most * 32**2, max_pixels=most * 32**2)
     odd = image_interference.odd_images({"min_tokens": most, "pixels_per_token": 32**2})
     good = [data_of(urls[0]) for urls, want in odd.values() if want == image_interference.OK]

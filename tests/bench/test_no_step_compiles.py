@@ -54,7 +54,7 @@ assert before and not late, late
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_a_started_controller_has_compiled_what_steps_run(kind: str) -> None:
+def test_started_controller_compiles_nothing_in_steps(kind: str) -> None:
     """In a process of its own: what other tests compiled would hide it."""
     script = COMMON + WORK[kind] + CHECK
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -75,7 +75,7 @@ def both(model: Path, quick_jax: None) -> Report:
     return run(model, *line, "--flags", "--chunked-prefill-size 64")
 
 
-def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
+def test_report_lines_are_timed_printed_and_written(model, tmp_path, capsys):
     out = tmp_path / "found.json"
     drafts = ["none", "EAGLE3:S=2", "NGRAM:N=3", "EAGLE:S=1"]
     line = ["--backend", "torch", "--batch", "2", "--temperature", "0", "0.8", "--output", "24"]
@@ -112,7 +112,7 @@ def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
 
 
 @pytest.mark.matrix
-def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
+def test_simulate_accept_length_recorded_in_line(model, capsys):
     drafts = ["none", "EAGLE3:S=3,L=1", "EAGLE3:S=3"]
     line = ["--backend", "torch", "--batch", "2", "--accept-length", "2.5", "--output", "64"]
     lines = run(model, *line, "--drafts", *drafts).found["lines"]
@@ -124,7 +124,7 @@ def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
     assert "simulated 2.5" in capsys.readouterr().out
 
 
-def test_the_backends_are_held_against_each_other(both):
+def test_backends_outputs_compared(both):
     assert [each["backend"] for each in both.found["lines"]] == ["torch", "jax"]
     assert both.found["lines"][1]["texts"] == {
         "equal": True,
@@ -135,7 +135,7 @@ def test_the_backends_are_held_against_each_other(both):
     assert not both.has_other_texts
 
 
-def test_starts_side_by_side_give_the_lines_of_one_after_the_other(model, capsys):
+def test_parallel_starts_equal_sequential_starts(model, capsys):
     line = ["--backend", "torch", "--batch", "1", "--drafts", "none", "NEXTN:S=1", "EAGLE:S=1"]
     alone, report = run(model, *line), run(model, *line, "--at-once", "3")
     told = [
@@ -149,7 +149,7 @@ def test_starts_side_by_side_give_the_lines_of_one_after_the_other(model, capsys
     assert report.found["sides"]["torch"]["kernels"] == alone.found["sides"]["torch"]["kernels"]
 
 
-def test_a_text_that_differs_is_seen(both):
+def test_report_detects_unequal_outputs(both):
     report, line = Report("", None), dict(both.found["lines"][0])
     report.add(line, [[1, 2, 3]], True)
     report.add(line | {"drafts": "NEXTN"}, [[1, 2, 3]], True)
@@ -166,13 +166,13 @@ def test_a_text_that_differs_is_seen(both):
     }
 
 
-def test_outputs_of_too_few_steps_are_refused(model):
+def test_too_few_output_steps_raise_error(model):
     report = run(model, "--backend", "torch", "--batch", "1", "--steps", "50")
     assert "raise --output" in report.found["refused"][0]["error"]
 
 
 @pytest.mark.matrix
-def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
+def test_compare_alternates_sides_and_reports_ratio(model, tmp_path):
     line = ["--model", str(model), *SHORT, "--turns", "3", "--batch", "2", "--accept-length", "2"]
     sides = ["--a", "torch none", "--b", "torch EAGLE3:S=2 --overlap-depth 0"]
     found = compare.run(compare.options().parse_args([*line, *sides]))
@@ -193,20 +193,20 @@ def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
 
 
 @pytest.mark.parametrize("side", ["", "torch", "cuda none"])
-def test_a_side_needs_a_backend_and_a_drafter(side, model):
+def test_compare_rejects_side_without_backend_or_drafter(side, model):
     line = ["--model", str(model), "--a", side, "--b", "torch none"]
     with pytest.raises(ValueError, match="--a is BACKEND DRAFTS"):
         compare.run(compare.options().parse_args(line))
 
 
-def test_a_lot_is_for_drafters_that_name_no_other():
+def test_simulated_acceptance_added_only_without_own_setting():
     assert with_lot(Draft.parse("none"), "2") == Draft.parse("none")
     assert with_lot(Draft.parse("NEXTN:L=3"), "2") == Draft.parse("NEXTN:L=3")
     lot = ["--speculative-simulate-accept-length", "0.9,0.5"]
     assert with_lot(Draft.parse("NEXTN"), "0.9,0.5").flags({})[-2:] == lot
 
 
-def test_heads_are_found_by_the_name_of_their_model(model):
+def test_folders_of_finds_heads_by_model_name(model):
     named = Path("elsewhere")
     folders = folders_of(model, {"STANDALONE": named})
     assert folders["EAGLE3"] == model.parent / "tiny-eagle3"
@@ -215,7 +215,7 @@ def test_heads_are_found_by_the_name_of_their_model(model):
     assert folders["STANDALONE"] == named
 
 
-def test_a_rest_joins_no_block():
+def test_blocks_ignore_incomplete_remainder():
     served = Round([], 0.0, [0.001, 0.003, 0.002, 0.002, 9.0], 5)
     assert served.blocks(2) == pytest.approx([2.0, 2.0])
 
@@ -230,7 +230,7 @@ def blueprint_of(drafts: DrafterSpec, config: ModelConfig) -> BackendSpec:
     )
 
 
-def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
+def test_step_bytes_of_qwen3_8b():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
     found = step_bytes(blueprint_of(DrafterSpec.none(), config), plain, 8, 500)
@@ -243,7 +243,7 @@ def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
     assert more == 3 * (2 * (layer + 32000 * 4096) + norms + 8 * 500 * 2 * 8 * 128 * 2)
 
 
-def test_the_products_of_qwen3_8b_are_of_all_its_weights_and_of_its_attention():
+def test_step_products_of_qwen3_8b():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
     found = step_products(blueprint_of(DrafterSpec.none(), config), plain, 8, 500)
@@ -259,7 +259,7 @@ def test_the_products_of_qwen3_8b_are_of_all_its_weights_and_of_its_attention():
     assert more == pytest.approx(16 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
 
 
-def test_a_row_is_multiplied_with_the_experts_that_it_chooses_and_with_a_tied_head_once():
+def test_step_products_count_chosen_experts_and_tied_head():
     config = config_from_folder(ROOT / "tests" / "golden" / "glm4_moe")  # 8 of width 8, 3 chosen
     plain = TreeShape.plain(1)
     dense = [p for p in parameters(config, False) if p.shape[p.stacked :][1:]]
@@ -271,7 +271,7 @@ def test_a_row_is_multiplied_with_the_experts_that_it_chooses_and_with_a_tied_he
     assert found == pytest.approx(0.596e9, rel=0.01)
 
 
-def test_of_experts_those_are_read_that_rows_choose():
+def test_step_bytes_count_expected_distinct_experts():
     config = config_from_folder(ROOT / "tests" / "golden" / "glm4_moe")  # 8 of width 8, 3 chosen
     plain = TreeShape.plain(1)
     one, all_of_them = (
@@ -283,7 +283,7 @@ def test_of_experts_those_are_read_that_rows_choose():
     assert two - one == pytest.approx((8 * (1 - (5 / 8) ** 2) - 3) * expert, rel=0.01)
 
 
-def test_what_stays_fp8_is_read_as_codes_and_scales():
+def test_step_bytes_of_w8a16_count_codes_and_scales():
     config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
     wide, plain = blueprint_of(DrafterSpec.none(), config), TreeShape.plain(1)
     names = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
@@ -292,7 +292,7 @@ def test_what_stays_fp8_is_read_as_codes_and_scales():
     assert found[0] - found[1] == pytest.approx(weights * (1 - 2 / 128**2), rel=1e-6)
 
 
-def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
+def test_step_bytes_of_block_head_read_once():
     config = config_from_folder(SHAPES / "qwen3-8b")
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
     of_head = blueprint_of(DrafterSpec.of_head(head), config)
@@ -301,7 +301,7 @@ def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
     assert more == pytest.approx(2 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
 
 
-def test_what_chooses_the_drafts_of_a_block_is_read_for_each_of_them():
+def test_step_bytes_of_dspark_scale_with_drafts():
     config = config_from_folder(SHAPES / "qwen3-8b")
     heads = (
         DraftConfig.from_folder(SHAPES / f"qwen3-8b-{x}", config) for x in ("dflash", "dspark")
@@ -313,7 +313,7 @@ def test_what_chooses_the_drafts_of_a_block_is_read_for_each_of_them():
     assert marked - block == pytest.approx(2 * 7 * config.vocab * 256, rel=0.001)
 
 
-def test_states_are_moved_once_more_where_drafts_are_replayed():
+def test_step_bytes_of_replay_move_states_once_more():
     config = config_from_folder(SHAPES / "qwen3.5-0.8b")
     of_mtp = blueprint_of(DrafterSpec.of_mtp(config), config)
     of_host = replace(of_mtp, drafts=DrafterSpec.none())
@@ -327,7 +327,7 @@ def test_states_are_moved_once_more_where_drafts_are_replayed():
 # Traces
 
 
-def test_kernels_side_by_side_are_busy_once_and_edges_cancel():
+def test_activity_of_overlapping_kernels_counts_once():
     few = Activity.of([("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy HtoD", 5.0, 6.0)])
     by_name = {"gemm": (1, 2.0), "norm": (1, 1.0), "Memcpy HtoD": (1, 1.0)}
     assert few == Activity(2, 1, 4.0, by_name)
@@ -336,7 +336,7 @@ def test_kernels_side_by_side_are_busy_once_and_edges_cancel():
     assert step == Activity(2.0, -0.2, 0.4, {"gemm": (2.2, 0.8)})
 
 
-def test_the_kernels_that_take_the_most_time_are_named_first():
+def test_activity_longest_sorts_by_total_time():
     spans = [("short", 0.0, 0.1), ("long", 1.0, 3.0), ("often", 4.0, 4.5), ("often", 5.0, 5.5)]
     found = Activity.of(spans)
     assert list(found.longest(2)) == ["long", "often"]
@@ -348,7 +348,7 @@ def test_the_kernels_that_take_the_most_time_are_named_first():
     assert kernels_of({}) == []
 
 
-def test_only_the_devices_part_of_a_trace_counts():
+def test_spans_include_device_events_only():
     events = [
         {"name": "k", "cat": "kernel", "ts": 1000, "dur": 500, "args": {"grid": [8, 2, 1]}},
         {"name": "Memset", "cat": "gpu_memset", "ts": 3000, "dur": 100},
@@ -384,7 +384,7 @@ NOT_THERE = (
 )
 
 
-def test_the_benches_do_without_the_servers_libraries():
+def test_benches_import_without_server_libraries():
     program = f"""
 import sys
 
@@ -408,7 +408,7 @@ import bench.steps.compare, bench.steps.decode_steps, torch_impl.platform, jax_i
         ("rejection", None, True, False),
     ],
 )
-def test_a_lot_keeps_no_text_and_a_rejection_rule_the_greedy_one(rule, rates, greedy, sampled):
+def test_text_comparison_skipped_for_simulated_acceptance(rule, rates, greedy, sampled):
     capacity = SimpleNamespace(accept_rule=rule, accept_rates=rates)
     served = SimpleNamespace(backend=SimpleNamespace(capacity=capacity))
     kept = [Served.keeps_text_at(served, temperature) for temperature in (0.0, 0.8)]

@@ -46,13 +46,13 @@ def first_of_each() -> list:
 
 
 @pytest.mark.parametrize(("side", "case"), first_of_each(), ids=str, indirect=["side"])
-def test_every_small_case_gives_what_the_specification_says(case: OpCase, side: Side) -> None:
+def test_op_small_cases_match_spec(case: OpCase, side: Side) -> None:
     arguments = case.arguments(seed=0)
     got = side.run(side.operation(case), side.placed(case, arguments))
     assert max(case.errors(arguments, got)) <= TOLERANCE[case.dtype]
 
 
-def test_a_table_has_its_lines_in_the_file_and_its_limits_beside_the_times(
+def test_op_run_writes_lines_and_versions(
     tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "op.json"
@@ -74,7 +74,7 @@ def test_a_table_has_its_lines_in_the_file_and_its_limits_beside_the_times(
     assert capsys.readouterr().out.count("three trees") == 3
 
 
-def test_copies_are_timed_warm_and_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_rate_measured_warm_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def timer(rounds: int) -> float:
@@ -90,7 +90,7 @@ def test_copies_are_timed_warm_and_many_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("function", ["attend", "step", "mix"])
-def test_a_wrong_result_and_one_that_is_no_number_are_seen(
+def test_op_measure_detects_wrong_and_nan_results(
     function: str, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, case = SIDES["torch"](), next(case for case in SMALL if case.function == function)
@@ -109,7 +109,7 @@ def test_a_wrong_result_and_one_that_is_no_number_are_seen(
         assert op.line_of(line).endswith("WRONG")
 
 
-def test_a_case_is_measured_with_the_tiles_that_the_command_names(
+def test_op_run_uses_given_tiles(
     short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bind_kernels(monkeypatch, ops := import_module("jax_impl.ops"), {})
@@ -142,7 +142,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
         op.run(options, "")
 
 
-def test_past_its_time_the_bench_begins_no_case_and_says_so(short: None) -> None:
+def test_op_run_stops_at_time_limit(short: None) -> None:
     report = op.run(
         op.options().parse_args(["attention", "--sizes", "small", "--seconds", "0"]), ""
     )
@@ -150,7 +150,7 @@ def test_past_its_time_the_bench_begins_no_case_and_says_so(short: None) -> None
     assert len(report.found["left_out"]) == 2 * sum(case.op == "attention" for case in SMALL)
 
 
-def test_a_large_case_is_compared_in_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_errors_sample_rows_of_large_case(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in table("attention") if case.name == "tree")
     arguments = case.arguments(seed=1)
     rows = case.real_rows(arguments)
@@ -168,7 +168,7 @@ def test_a_large_case_is_compared_in_some_of_its_rows(monkeypatch: pytest.Monkey
     assert sum(seen) == 3
 
 
-def test_a_limit_counts_what_a_call_must_move() -> None:
+def test_bytes_of_counts_moved_bytes() -> None:
     case = next(case for case in table("attention_layer") if case.name == "two trees")
     arguments = case.arguments(seed=0)
     positions, rows = (30 + 7) + (17 + 7), 7 + 4
@@ -179,7 +179,7 @@ def test_a_limit_counts_what_a_call_must_move() -> None:
     assert step.bytes_of(given, results) == sum(x.nbytes for x in (*given.values(), *results))
 
 
-def test_floats_of_a_half_precision_case_have_values_that_it_holds() -> None:
+def test_half_precision_case_values_are_representable() -> None:
     half = next(case for case in table("attention") if case.dtype == "bfloat16")
     bits = half.arguments(seed=0)["q"].view(np.uint32)
     assert not (bits & 0xFFFF).any()

@@ -17,7 +17,7 @@ def path(tmp_path_factory) -> Path:
     return found
 
 
-def test_policies_are_scored_on_a_trace(path):
+def test_policy_replay_scores_all_policies(path):
     """Off, every tier and the oracle frame what the recorded policy reached."""
     found = {score.name: score for score in policy_replay.scores(policy_replay.read(path))}
     tiers = {"none", "S1", "S3", "S7", "S5k4N16"}
@@ -28,7 +28,7 @@ def test_policies_are_scored_on_a_trace(path):
     assert "adaptive" in policy_replay.table(list(found.values()))
 
 
-def test_a_static_tier_scores_what_it_was_recorded_to_give(tmp_path):
+def test_policy_replay_static_score_equals_recorded_speed(tmp_path):
     path = tmp_path / "steps.jsonl"
     traced(path, Static(2))
     recorded = policy_replay.read(path)
@@ -39,7 +39,7 @@ def test_a_static_tier_scores_what_it_was_recorded_to_give(tmp_path):
     assert found["S3"] == pytest.approx(speed, rel=0.03)
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path):
+def test_policy_replay_rejects_other_files(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text("{}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is no trace"):

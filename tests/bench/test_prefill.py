@@ -12,9 +12,7 @@ ROOT = Path(__file__).parents[2]
 DEMO, SHAPES = ROOT / "models" / "demo" / "target", ROOT / "bench" / "shapes"
 
 
-def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
-    tmp_path, monkeypatch, capsys
-):
+def test_prefill_bench_times_prompts_and_detects_differences(tmp_path, monkeypatch, capsys):
     out = tmp_path / "found.json"
     words = ["--model", str(DEMO), "--load-format", "auto", "--backend", "torch", "--rounds", "1"]
     words += ["--prompt", "64", "100", "--output", "4", "--out", str(out)]
@@ -44,7 +42,7 @@ def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
         assert line["prefills_so_far"]["eager"] > 0
 
 
-def test_a_prompts_products_are_those_of_the_experts_that_its_rows_choose():
+def test_product_seconds_count_chosen_experts_per_layer():
     config, asked = config_from_folder(SHAPES / "qwen3.5-35b-a3b"), []
     side = SimpleNamespace(chain_seconds=lambda products: asked.append(products) or 1.0)
     # 30 layers have a delta rule and 10 attention: the chain is of three and one.

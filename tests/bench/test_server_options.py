@@ -32,17 +32,17 @@ def parser() -> argparse.ArgumentParser:
         (["--url", "http://host/"], "http://host"),
     ],
 )
-def test_an_address_may_be_spelled_in_many_ways(words, url):
+def test_url_of_accepts_every_address_spelling(words, url):
     assert url_of(parser().parse_args(words)) == url
 
 
 @pytest.mark.parametrize("text", ["ftp://host", "http://", "http://[::", "http://host:port"])
-def test_what_is_no_address_is_an_error(text):
+def test_plain_url_rejects_invalid_address(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not an address such as http"):
         plain_url(text)
 
 
-def test_earlier_spellings_are_read_and_not_shown():
+def test_earlier_flag_spellings_accepted_and_hidden():
     assert parser().parse_args(["--count", "3"]).num_prompts == 3
     assert parser().parse_args([]).num_prompts == 5
     assert "--count" not in parser().format_help()
@@ -50,7 +50,7 @@ def test_earlier_spellings_are_read_and_not_shown():
 
 
 @pytest.mark.parametrize("command", [run, send_one, image_interference])
-def test_every_command_for_a_server_takes_the_same_options(command):
+def test_server_commands_share_options(command):
     words = ["--url", "host:7", "--api-key", "k", "--model", "m", "--timeout", "3"]
     given = command.parse(words)
     assert (url_of(given), given.api_key, given.model) == ("http://host:7", "k", "m")
@@ -75,12 +75,12 @@ def failed(content: bytes) -> httpx.HTTPStatusError:
         (KeyError("data"), "The server at URL gave an answer that is not of OpenAI's API: Key"),
     ],
 )
-def test_what_a_server_did_not_answer_is_a_sentence(error, sentence):
+def test_no_answer_states_reason(error, sentence):
     assert no_answer("URL", error).startswith(sentence)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_seen_with_and_without_a_terminal(is_terminal):
+def test_progress_shown_with_and_without_terminal(is_terminal):
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
     with progress("answers", 3, console, every_s=0.0) as done:
         done()

@@ -44,7 +44,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("flag", ["--stream", "--no-stream"])
-def test_a_run_counts_what_the_server_gave_and_writes_it_down(server, flag, tmp_path, capsys):
+def test_serving_bench_counts_and_writes_results(server, flag, tmp_path, capsys):
     out, html = tmp_path / "run.json", tmp_path / "run.html"
     words = ["--base-url", server.url + "/v1/", "--dataset-name", "random", "--num-prompts", "12"]
     words += ["--random-input-len", "12", "--random-output-len", "10", "--random-vocab", "128"]
@@ -72,7 +72,7 @@ def test_a_run_counts_what_the_server_gave_and_writes_it_down(server, flag, tmp_
         assert SECRET not in text
 
 
-def test_the_page_asks_no_other_host_and_has_the_plots(server, tmp_path):
+def test_serving_page_is_self_contained_with_plots(server, tmp_path):
     html = tmp_path / "run.html"
     words = ["--base-url", server.url, "--num-prompts", "3", "--max-tokens", "9"]
     assert serving.main([*words, "--dataset-name", "copying", "--html", str(html)]) == 0
@@ -86,7 +86,7 @@ def test_the_page_asks_no_other_host_and_has_the_plots(server, tmp_path):
     assert page.count("<svg") == page.count("<figure>") == 7
 
 
-def test_counts_have_whole_numbers_at_their_ticks():
+def test_serving_plots_have_integer_ticks():
     replies = [Reply(0.1 * i, [0.1, 0.2], 0.3, prompt_tokens=7, tokens=2) for i in range(3)]
     for draw in (serving_page.course, serving_page.under_way):
         axes = Figure((5.4, 2.7)).subplots()
@@ -97,7 +97,7 @@ def test_counts_have_whole_numbers_at_their_ticks():
         assert all(tick == round(tick) for tick in ticks)
 
 
-def test_times_are_what_their_names_say():
+def test_summary_latency_definitions():
     """TPOT is of a token, ITL of an event, which may have several."""
     reply = Reply(5.0, [0.1, 0.2, 0.5], 0.6, prompt_tokens=7, tokens=9)
     alone = Reply(5.0, [0.3], 0.3, prompt_tokens=1, tokens=1)
@@ -116,7 +116,7 @@ def test_times_are_what_their_names_say():
     assert (whole["ttft_ms"], whole["itl_ms"], whole["tpot_ms"]) == (None, None, None)
 
 
-def test_acceptance_comes_from_the_answers_or_else_from_the_counters():
+def test_summary_acceptance_from_responses_or_counters():
     told = [Reply(0, tokens=4, histogram=[1, 0, 3]), Reply(0, tokens=4, histogram=[2, 0, 0])]
     found = serving_numbers.summary(Run(told, 1.0), True, (0, 0), (50, 50))
     assert found["accept_length"] == 2.0
@@ -127,7 +127,7 @@ def test_acceptance_comes_from_the_answers_or_else_from_the_counters():
     assert serving_numbers.summary(untold, True, None, None)["accept_length"] is None
 
 
-def test_counters_of_acceptance_are_read_in_any_engines_spelling(server):
+def test_accept_counters_read_in_every_spelling(server):
     page = '# HELP x\nvllm:spec_decode_num_drafts_total{model_name="a"} 4.0\n'
     page += 'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9.0\nother_total 7\n'
 
@@ -169,7 +169,7 @@ def wait_until_empty(server: Server) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_errors_are_told_by_kind_and_the_others_count(server, streams):
+def test_summary_groups_errors_and_counts_others(server, streams):
     body = {"max_tokens": 8, "temperature": 0}
     good = Ask(COMPLETIONS, {"prompt": "abcdefgh", **body})
     wrong = good.with_fields(temperature=9)
@@ -188,7 +188,7 @@ def test_errors_are_told_by_kind_and_the_others_count(server, streams):
     assert len(replies[3].times_s) == (4 if streams else 1)
 
 
-def test_a_server_that_goes_away_is_an_error_of_each_request(tmp_path):
+def test_server_exit_is_error_of_each_request(tmp_path):
     with http_fixtures.serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
         ask = Ask(COMPLETIONS, {"prompt": [SLOW, 97], "max_tokens": 300})
 
@@ -231,7 +231,7 @@ def driven(rate: float, most: int | None, count: int, wait_s: float, seed: int =
     return client
 
 
-def test_requests_arrive_as_a_poisson_process_and_in_bounds():
+def test_arrivals_follow_poisson_process_within_concurrency():
     gaps = np.diff(arrivals(4000, 5.0, seed=3))
     # Of exponential gaps: a mean of 1 / rate, and as large a deviation; 4,000 stray by 2 and 3 %.
     assert np.mean(gaps) == pytest.approx(1 / 5, rel=0.08)
@@ -243,7 +243,7 @@ def test_requests_arrive_as_a_poisson_process_and_in_bounds():
     assert driven(rate=math.inf, most=3, count=20, wait_s=0.01).most == 3
 
 
-def test_one_seed_gives_the_same_prompts():
+def test_asks_reproducible_per_seed():
     for name in NAMES:
         first, again, other = (asks(name, 8, seed, LENGTHS) for seed in (4, 4, 5))
         assert first == again != other
@@ -275,7 +275,7 @@ def test_send_one_prints_latency_tokens_acceptance_and_speed(server, capsys):
     assert "temperature" in capsys.readouterr().err
 
 
-def test_the_page_is_made_of_the_file(server, tmp_path):
+def test_serving_page_equals_page_of_result_file(server, tmp_path):
     """Whoever kept the file can have the page, and it is the same."""
     out, html = tmp_path / "run.json", tmp_path / "run.html"
     words = ["--base-url", server.url, "--num-prompts", "2", "--max-tokens", "5"]

@@ -28,7 +28,7 @@ def steady(count: int = 80) -> list[Sample]:
     ]
 
 
-def test_what_trembles_or_fills_at_first_is_no_growth():
+def test_judge_accepts_noise_and_initial_growth():
     assert set(judge(steady())) == {"rss_bytes", "threads", "files", "acceptance"}
 
 
@@ -41,17 +41,17 @@ def test_what_trembles_or_fills_at_first_is_no_growth():
         ("acceptance", lambda s, i: s.acceptance - i / 400),
     ],
 )
-def test_what_grows_slowly_is_found(name, grown):
+def test_judge_detects_slow_growth(name, grown):
     samples = [replace(s, **{name: grown(s, i)}) for i, s in enumerate(steady())]
     with pytest.raises(Growth, match=f"^{name} went from"):
         judge(samples)
 
 
-def test_values_of_a_page_are_found_by_name():
+def test_metrics_summed_by_name():
     page = '# HELP a\ntandem:a_total{model_name="x",k="1"} 2.0\ntandem:a_total{k="2"} 3.0\nb 1\n'
     assert metrics(page) == {"a_total": 5.0, "b": 1.0}
 
 
 @pytest.mark.matrix
-def test_of_ten_minutes_of_mixed_traffic_nothing_grows(tmp_path):
+def test_soak_of_mixed_traffic_has_no_growth(tmp_path):
     assert soak.main(["--minutes", str(MINUTES), "--out", str(tmp_path / "soak.json")]) == 0

@@ -41,7 +41,7 @@ def test_digest_ignores_names_and_places() -> None:
     assert with_kernel("one", 2.0).digest == with_kernel("other", 2.0).digest
 
 
-def test_digest_follows_operations_data_flow_shapes_and_kernels() -> None:
+def test_digest_depends_on_operations_shapes_and_kernels() -> None:
     digests = [
         program(lambda a, b: a - b, (2, 3), (2, 3)).digest,
         program(lambda a, b: b - a, (2, 3), (2, 3)).digest,
@@ -77,7 +77,7 @@ def test_stablehlo_operations_and_kernel_calls_are_counted() -> None:
     }
 
 
-def test_selected_programs_are_the_ends_of_decoding_and_one_with_logprobs() -> None:
+def test_selected_programs_cover_batch_ends_and_logprobs() -> None:
     def decode(batch: int, extras: ProgramFeature = ProgramFeature.NONE) -> Program:
         shape = TreeShape.plain(batch)
         return Program(

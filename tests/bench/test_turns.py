@@ -6,7 +6,7 @@ from bench.common.staggered_processes import in_turns
 from tests.support.waiting import noted
 
 
-def test_all_of_some_works_are_ready_before_one_has_its_turn(tmp_path: Path) -> None:
+def test_in_turns_prepares_batch_before_first_turn(tmp_path: Path) -> None:
     log = tmp_path / "log"
     found = list(in_turns(noted, [(log, name) for name in "abc"], at_once=2))
     told = [(i, f"{name} {part}") for i, name in enumerate("abc") for part in ("one", "two")]
@@ -16,7 +16,7 @@ def test_all_of_some_works_are_ready_before_one_has_its_turn(tmp_path: Path) -> 
     assert notes[2:] == ["begin a", "end a", "begin b", "end b", "ready c", "begin c", "end c"]
 
 
-def test_a_work_that_fails_holds_no_other_up(tmp_path: Path) -> None:
+def test_in_turns_failed_work_does_not_stop_others(tmp_path: Path) -> None:
     faults = {"a": "refused", "b": "ended", "c": "refused then", "d": "late", "e": ""}
     works = [(tmp_path / "log", name, fault) for name, fault in faults.items()]
     found = list(in_turns(noted, works, at_once=5, ready_s=12))

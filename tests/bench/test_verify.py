@@ -51,9 +51,7 @@ def run(folder: Path, prompts: Path, *flags: str) -> tuple[int, dict]:
     return code, json.loads(out.read_text())
 
 
-def test_a_server_that_keeps_its_texts_is_equal_to_itself_and_to_another(
-    servers, prompts, tmp_path, capsys
-):
+def test_verify_equal_server_reports_no_divergence(servers, prompts, tmp_path, capsys):
     honest, _ = servers
     for flags in ([], ["--against", honest.url]):
         code, found = run(tmp_path, prompts, "--base-url", honest.url, *flags)
@@ -66,7 +64,7 @@ def test_a_server_that_keeps_its_texts_is_equal_to_itself_and_to_another(
 
 
 @pytest.mark.parametrize("against", [False, True], ids=["plainly", "another server"])
-def test_a_token_that_differs_is_told_with_its_place_and_margin(
+def test_verify_reports_divergence_with_position_and_margin(
     servers, prompts, tmp_path, against, capsys
 ):
     honest, lying = servers
@@ -83,7 +81,7 @@ def test_a_token_that_differs_is_told_with_its_place_and_margin(
     assert f"| 0 | {WRONG_AT} | {LIE} | {ord('e')} | 0.00390625 |" in capsys.readouterr().out
 
 
-def test_a_text_that_ends_before_the_other_differs_there():
+def test_first_difference_of_shorter_output_is_its_end():
     long, short = verify.Text([1, 2, 3], [0.5, 0.5, 0.25], 1, 0), verify.Text([1, 2], [], 1, 0)
     expected = verify.Divergence(prompt=7, position=2, served=None, other=3, margin=0.25)
     assert verify.first_difference(7, short, long) == expected
@@ -99,14 +97,14 @@ def test_a_text_that_ends_before_the_other_differs_there():
         ("no", "cannot be read as lines of JSON"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_refused(line, words, tmp_path, capsys):
+def test_verify_rejects_invalid_prompt_line(line, words, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text(line)
     nowhere = ["--url", "http://127.0.0.1:9", "--prompts", str(tmp_path / "prompts.jsonl")]
     assert verify.main(nowhere) == 2
     assert words in capsys.readouterr().err
 
 
-def test_what_is_not_answered_is_told(servers, prompts, capsys):
+def test_verify_reports_server_errors(servers, prompts, capsys):
     honest, _ = servers
     words = ["--base-url", honest.url, "--prompts", str(prompts), "--api-key"]
     assert verify.main([*words, "no"]) == 2
@@ -118,16 +116,14 @@ def test_what_is_not_answered_is_told(servers, prompts, capsys):
     assert capsys.readouterr().err == wanted
 
 
-def test_the_bare_command_asks_the_server_of_make_serve():
+def test_verify_defaults_match_make_serve():
     given = verify.parser().parse_args([])
     assert (url_of(given), given.num_prompts, given.max_concurrency) == (URL, 20, 8)
     older = verify.parser().parse_args(["--url", "host:7/v1", "--count", "3", "--concurrency", "2"])
     assert (url_of(older), older.num_prompts, older.max_concurrency) == ("http://host:7", 3, 2)
 
 
-def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_checks(
-    prompts, tmp_path
-):
+def test_verify_and_shadow_verification_of_real_server(prompts, tmp_path):
     write_tiny(tmp_path / "tiny", "qwen3_5", 3)
     save_tokenizer(tmp_path / "tiny")
     command = ["-m", "tests.support.serve_reference", "--port", "0"]

@@ -61,7 +61,7 @@ def plain(requests: list[Request]) -> list[list[int]]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("drafts", ["NEXTN", "NGRAM"])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_an_adaptive_start_serves_the_plain_texts(framework, drafts, requests, plain):
+def test_adaptive_start_serves_plain_output_without_compiling(framework, drafts, requests, plain):
     """Every shape was timed at the start, and nothing is compiled once it has ended."""
     served = started(
         framework, requests, "--speculative-algorithm", drafts, "--speculative-adaptive"

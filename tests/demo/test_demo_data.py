@@ -79,14 +79,14 @@ def some(kind: str, split: str, count: int, seed: int = 5) -> list:
     return list(islice(KINDS[kind](split, seed), count))
 
 
-def test_every_part_of_a_story_has_its_effect_in_the_table():
+def test_effects_cover_every_story_part():
     tables = (openings.THINGS, openings.MONEY, items.EVENTS, items.ENDINGS)
     parts = {part for table in (*tables, money.EVENTS, money.ENDINGS) for _, part in table}
     assert parts | {money.sell} == set(EFFECTS)
 
 
 @pytest.mark.parametrize("part", EFFECTS, ids=lambda part: part.__name__)
-def test_a_part_works_what_its_sentences_say(part):
+def test_story_part_value_follows_its_sentences(part):
     rng = random.Random(part.__name__)
     told = 0
     while told < 60:
@@ -100,7 +100,7 @@ def test_a_part_works_what_its_sentences_say(part):
             assert story.question
 
 
-def test_a_part_takes_as_many_operations_as_its_table_says():
+def test_story_part_operations_equal_table():
     tables = (openings.THINGS, openings.MONEY, items.EVENTS, items.ENDINGS)
     for count, part in (row for table in (*tables, money.EVENTS, money.ENDINGS) for row in table):
         story = Story(random.Random(1))
@@ -111,7 +111,7 @@ def test_a_part_takes_as_many_operations_as_its_table_says():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_equation_of_a_worked_answer_is_right(split):
+def test_worked_answer_equations_are_correct(split):
     for example in some("problems", split, 400):
         *lines, last = example.answer.split("\n")
         results = []
@@ -126,7 +126,7 @@ def test_every_equation_of_a_worked_answer_is_right(split):
         assert answer_of(example.answer) == results[-1]
 
 
-def test_the_answer_is_what_the_steps_of_the_problem_give():
+def test_problem_answer_equals_result_of_steps():
     rng = random.Random(2)
     operations = set()
     for _ in range(600):
@@ -139,7 +139,7 @@ def test_the_answer_is_what_the_steps_of_the_problem_give():
     assert operations == {1, 2, 3, 4, 5}
 
 
-def test_a_problem_is_solved_from_its_own_numbers_and_all_but_the_distractors_are_needed():
+def test_problem_uses_all_numbers_except_distractors():
     """A number that a step takes is told, is a unit's size, or is the result of a step before."""
     rng = random.Random(3)
     distracted = 0
@@ -159,7 +159,7 @@ def test_a_problem_is_solved_from_its_own_numbers_and_all_but_the_distractors_ar
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_a_scene_asks_for_its_last_result(scene):
+def test_scene_value_equals_last_step(scene):
     rng = random.Random(scene.__name__)
     for _ in range(50):
         story = Story(rng)
@@ -181,7 +181,7 @@ def test_train_and_held_out_share_no_problem(kind):
         assert not texts["train"] & texts["held_out"]
 
 
-def test_the_key_of_a_problem_is_its_plan_and_not_its_wording():
+def test_problem_key_ignores_wording():
     rng = random.Random(4)
     wordings: dict[str, set[str]] = {}
     for _ in range(20_000):
@@ -190,7 +190,7 @@ def test_the_key_of_a_problem_is_its_plan_and_not_its_wording():
     assert max(map(len, wordings.values())) > 3
 
 
-def test_an_unknown_split_is_refused():
+def test_unknown_split_raises():
     with pytest.raises(ValueError, match="split"):
         next(KINDS["problems"]("test", 0))
 
@@ -206,11 +206,11 @@ def test_an_unknown_split_is_refused():
         ("#### ,", None),
     ],
 )
-def test_the_answer_is_read_from_its_last_line(text, answer):
+def test_answer_of_reads_last_line(text, answer):
     assert answer_of(text) == answer
 
 
-def test_an_answer_of_json_holds_what_the_prompt_says():
+def test_json_answer_values_occur_in_prompt():
     for example in some("copying", "train", 400):
         if example.answer[0] not in "[{":
             continue
@@ -222,7 +222,7 @@ def test_an_answer_of_json_holds_what_the_prompt_says():
 
 
 @pytest.mark.parametrize("task", dict.fromkeys(TASKS), ids=lambda task: task.__name__)
-def test_the_answer_of_a_copying_task_is_mostly_copied(task):
+def test_copying_answer_is_mostly_copied(task):
     rng = random.Random(task.__name__)
     for _ in range(100):
         example = task(rng)
@@ -233,7 +233,7 @@ def test_the_answer_of_a_copying_task_is_mostly_copied(task):
         assert copied >= 0.6 * len(words)
 
 
-def test_an_edited_list_is_the_old_list_with_the_edit():
+def test_edited_list_answer_applies_edit():
     seen = set()
     for example in some("copying", "train", 1200):
         text = example.messages[0]["content"]
@@ -256,7 +256,7 @@ def test_an_edited_list_is_the_old_list_with_the_edit():
     assert seen == {"Remove", "Replace", "Insert", "Add", "Move"}
 
 
-def test_the_example_in_each_docstring_is_what_the_function_returns():
+def test_generated_docstring_examples_pass():
     rng = random.Random(6)
     runner = doctest.DocTestRunner(verbose=False)
     names = set()
@@ -272,7 +272,7 @@ def test_the_example_in_each_docstring_is_what_the_function_returns():
     assert len(names) > len(ONE_LINE)
 
 
-def test_a_chat_takes_turns_and_ends_with_the_user():
+def test_chat_alternates_and_ends_with_user():
     lengths = set()
     for example in some("chats", "train", 300):
         roles = [message["role"] for message in example.messages]
@@ -284,7 +284,7 @@ def test_a_chat_takes_turns_and_ends_with_the_user():
     assert len(lengths) > 2
 
 
-def test_the_mixture_has_every_kind_and_follows_the_seed():
+def test_examples_contain_every_kind_and_follow_seed():
     first, again, other = (
         [(e.kind, e.messages, e.answer) for e in islice(examples("train", seed), 300)]
         for seed in (1, 1, 2)
@@ -294,7 +294,7 @@ def test_the_mixture_has_every_kind_and_follows_the_seed():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
-def test_the_command_writes_the_same_lines_in_every_process(kind, tmp_path):
+def test_data_command_is_reproducible_across_processes(kind, tmp_path):
     options = ["--split", "held_out", "--kind", kind, "--count", "12", "--out"]
     main([*options, str(tmp_path / "here.jsonl")])
     command = [sys.executable, "-m", "models.demo.data", *options, str(tmp_path / "there.jsonl")]
@@ -313,25 +313,25 @@ def tokenizer() -> FastTokenizer:
 
 
 @pytest.mark.matrix
-def test_training_the_tokenizer_again_writes_the_same_bytes(tmp_path):
+def test_tokenizer_training_is_reproducible(tmp_path):
     demo_tokenizer.write(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes()
 
 
-def test_the_vocabulary_has_4096_tokens_and_ends_with_the_special_ones(tokenizer):
+def test_vocabulary_has_4096_tokens_ending_with_special_tokens(tokenizer):
     assert tokenizer.get_vocab_size() == 4096
     assert [tokenizer.id_to_token(i) for i in (4093, 4094, 4095)] == list(SPECIAL_TOKENS)
 
 
-def test_a_digit_is_a_token_of_its_own(tokenizer):
+def test_tokenizer_splits_digits(tokenizer):
     tokens = tokenizer.encode("Ada has 1234 pens, 56*78=4368 x9y07").tokens
     assert [t for t in tokens if any(c.isdigit() for c in t)] == list("12345678436890" + "7")
     assert not [t for t in tokenizer.get_vocab() if len(t) > 1 and any(c.isdigit() for c in t)]
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_text_of_the_data_survives_the_tokenizer(tokenizer, split):
+def test_tokenizer_round_trips_every_example(tokenizer, split):
     for example in islice(examples(split, 9), 300):
         for text in (*(m["content"] for m in example.messages), example.answer):
             assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -339,11 +339,11 @@ def test_every_text_of_the_data_survives_the_tokenizer(tokenizer, split):
 
 @given(st.text())
 @settings(max_examples=200, deadline=None)
-def test_any_text_survives_the_tokenizer(tokenizer, text):
+def test_tokenizer_round_trips_any_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_server_writes_a_conversation_in_the_chat_form(tokenizer):
+def test_encode_chat_writes_chat_template(tokenizer):
     question = [{"role": "user", "content": "What is 2 + 3?"}]
     tokens = Tokenizer.from_folder(DEMO).encode_chat(question)
     assert tokenizer.decode(tokens, skip_special_tokens=False) == (

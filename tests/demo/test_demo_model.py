@@ -58,7 +58,7 @@ def readme_example() -> Example:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("implementation", [SpecModel, TorchModel])
-def test_transformers_loads_a_model_that_ships_and_computes_the_same(
+def test_demo_model_matches_transformers(
     name: str, implementation: type[GoldenModel], problems: Tasks
 ):
     oracle = AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_transformers_loads_a_model_that_ships_and_computes_the_same(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_transformers_puts_a_chat_into_the_servers_tokens(name: str, problems: Tasks):
+def test_demo_chat_template_matches_transformers(name: str, problems: Tasks):
     oracle = AutoTokenizer.from_pretrained(DEMO / name)
     for example, prompt in zip(problems.examples, problems.prompts, strict=True):
         text = oracle.apply_chat_template(
@@ -81,7 +81,7 @@ def test_transformers_puts_a_chat_into_the_servers_tokens(name: str, problems: T
         assert oracle(text)["input_ids"] == list(prompt)
 
 
-def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
+def test_demo_folders_share_tokenizer_and_stay_small():
     folders = {path.parent for path in DEMO.glob("*/config.json")}
     assert {DEMO / name for name in ARCHITECTURES} <= folders
     for folder in folders:
@@ -94,7 +94,7 @@ def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
         assert (DEMO / name / "tokenizer.json").is_file()
 
 
-def test_the_seeing_models_tokenizer_differs_by_one_token():
+def test_demo_vlm_tokenizer_differs_by_one_token():
     usual, seeing = (
         json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         for folder in (DEMO, DEMO / "vlm")
@@ -135,9 +135,7 @@ def answered(drafting: list[str], asked: Tasks) -> tuple[list[Outcome], int]:
         served.engine.close()
 
 
-def test_the_default_model_gives_the_readmes_answer_and_solves_held_out_problems(
-    answers, problems, tokenizer
-):
+def test_default_model_answers_readme_and_held_out_problems(answers, problems, tokenizer):
     assert DEFAULT_MODEL == DEMO / "target"
     # Without the token that ends each.
     texts = [tokenizer.decode(outcome.tokens[:-1]) for outcome in answers["none"][0]]
@@ -147,7 +145,7 @@ def test_the_default_model_gives_the_readmes_answer_and_solves_held_out_problems
 
 
 @pytest.mark.parametrize("drafter", ACCEPTED)
-def test_a_drafter_that_ships_is_accepted_and_leaves_the_text_as_it_is(answers, drafter):
+def test_demo_drafter_accepted_and_preserves_output(answers, drafter):
     plain, (drafted, max_depth) = answers["none"][0], answers[drafter]
     assert [outcome.tokens for outcome in drafted] == [outcome.tokens for outcome in plain]
     assert acceptance(drafted, max_depth)["accept_length"] > ACCEPTED[drafter]

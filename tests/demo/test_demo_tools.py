@@ -46,14 +46,14 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
 
-def test_parse_of_the_openai_client_gives_an_object(client: openai.OpenAI):
+def test_openai_parse_returns_object(client: openai.OpenAI):
     answer = client.chat.completions.parse(
         model="default", messages=QUESTION, response_format=Reply, temperature=0
     )
     assert isinstance(answer.choices[0].message.parsed, Reply)
 
 
-def test_forced_call_makes_a_round_trip(client: openai.OpenAI):
+def test_forced_tool_call_round_trip(client: openai.OpenAI):
     asked: Any = {"model": "default", "tools": [ADD], "temperature": 0, "max_tokens": 64}
     answer = client.chat.completions.create(
         messages=QUESTION, tool_choice="required", **asked

@@ -26,7 +26,7 @@ TARGETS = {"eagle3": "llama", "dflash": "qwen3", "dspark": "qwen3", "dflash2": "
     ("kind", "draft_vocab"),
     [("eagle3", None), ("eagle3", 64), ("dflash", None), ("dspark", None), ("dflash2", None)],
 )
-def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_vocab, tmp_path):
+def test_speculators_head_equals_head_in_original_format(kind, draft_vocab, tmp_path):
     folder = GOLDEN / TARGETS[kind]
     target, model = golden_model(TARGETS[kind])
     authors = tasks.head_json(kind, target, draft_vocab, 2, 4, 255)
@@ -58,7 +58,7 @@ def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_
     assert ("d2t" in names) == ("t2d" in names) == (draft_vocab is not None)
 
 
-def test_a_kind_that_the_format_has_no_place_for_is_refused(capsys, tmp_path):
+def test_speculators_format_rejects_eagle(capsys, tmp_path):
     words = ["--target", str(tmp_path), "--draft", "eagle", "--data", "none", "--out", "out"]
     assert main([*words, "--steps", "1", "--format", "speculators"]) == 2
     assert (
@@ -67,7 +67,7 @@ def test_a_kind_that_the_format_has_no_place_for_is_refused(capsys, tmp_path):
     )
 
 
-def test_a_heads_rotation_is_kept_in_the_other_format():
+def test_speculators_format_preserves_rope_scaling():
     target, _ = golden_model("llama")
     rope = {"type": "linear", "factor": 4.0}
     authors = {**tasks.head_json("eagle3", target, 64, 1, 4, 255), "rope_scaling": rope}
@@ -78,7 +78,7 @@ def test_a_heads_rotation_is_kept_in_the_other_format():
     assert rotary.type == "linear"
 
 
-def test_a_head_to_start_from_is_what_its_files_hold(tmp_path):
+def test_started_head_follows_its_files(tmp_path):
     """Its own head and embedding are trained on, and a bias that it lacks is not asked for."""
     files = open_checkpoint(GOLDEN / "llama")
     target, model = golden_model("llama")
@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_a_start_leaves_no_choice_of_is_refused_before_any_answer(fault, capsys, tmp_path):
+def test_invalid_start_rejected_before_generating_outputs(fault, capsys, tmp_path):
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text('{"prompt": "a"}\n', encoding="utf-8")
     words = ["--target", str(GOLDEN / "llama"), "--data", str(data), "--out", str(out)]
@@ -125,7 +125,7 @@ def test_what_a_start_leaves_no_choice_of_is_refused_before_any_answer(fault, ca
     assert not out.exists()
 
 
-def test_a_list_of_layers_that_may_mean_two_things_is_read_as_the_flag_says(capsys, tmp_path):
+def test_layer_id_meaning_flag_accepted_by_trainer(capsys, tmp_path):
     """The flag that the refusal names is the trainer's own too."""
     start, data = tmp_path / "start", tmp_path / "data.jsonl"
     shutil.copytree(GOLDEN / "eagle3", start)

@@ -160,7 +160,7 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     return drive(engine, [request])[1].tokens
 
 
-def test_training_from_scratch_lowers_the_loss_and_the_result_serves(target):
+def test_train_from_scratch_lowers_loss_and_serves(target):
     first, *_, last = log_of(target)
     assert last["loss"] < 0.8 * first["loss"]
     assert last["mtp_cross_entropy"] < first["mtp_cross_entropy"]
@@ -173,7 +173,7 @@ def test_training_from_scratch_lowers_the_loss_and_the_result_serves(target):
     assert text_of(target, "NEXTN", prompt) == text_of(target, "none", prompt)
 
 
-def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsys):
+def test_train_resumes_and_rejects_other_settings(target, data, capsys):
     given = target.parent / "given.json"
     words = ["--model", str(given), "--tokenizer", str(TOKENIZER), "--data", str(data)]
     words += ["--out", str(target), *RUN]
@@ -194,9 +194,7 @@ def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsy
         pytest.param("dflash2", marks=pytest.mark.matrix),
     ],
 )
-def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
-    target, data, answers, kind, tmp_path
-):
+def test_trained_head_serves_with_plain_output(target, data, answers, kind, tmp_path):
     out = tmp_path / kind
     assert trained_head(target, data, answers, kind, out) == 0
     assert "acceptance_length" in log_of(out)[-1]
@@ -215,7 +213,7 @@ def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
     assert text_of(target, head, prompt) == plain
 
 
-def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers, tmp_path, capsys):
+def test_target_outputs_generated_once(target, data, answers, tmp_path, capsys):
     assert trained_head(target, data, answers, "eagle", tmp_path / "a") == 0
     assert "1 of 7 prompts are left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
@@ -230,7 +228,7 @@ def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers
     assert answers.stat().st_mtime_ns > written
 
 
-def test_answers_are_of_use_to_runs_that_ask_for_their_prompts_and_so_many_tokens(tmp_path):
+def test_target_outputs_missing_and_read_limits(tmp_path):
     path = tmp_path / "outputs.jsonl"
     said = {(1, 2): [7, 8, 9, 7], (3,): [9, 258], (4,): [5, 6]}
     lines = [{"prompt_ids": list(p), "output_ids": output} for p, output in said.items()]
@@ -245,7 +243,7 @@ def test_answers_are_of_use_to_runs_that_ask_for_their_prompts_and_so_many_token
     assert rows.is_answer.tolist() == [False, True, True] * 2 + [False, False, True, True]
 
 
-def test_the_answers_of_another_model_are_refused(target, data, tmp_path, capsys):
+def test_target_outputs_of_other_model_rejected(target, data, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     other.write_text('{"target": "0123"}\n', encoding="utf-8")
     assert trained_head(target, data, other, "eagle", tmp_path / "out") == 2
@@ -259,7 +257,7 @@ def test_the_answers_of_another_model_are_refused(target, data, tmp_path, capsys
         ('{"prompt": "' + "long " * 99 + '"}', "no prompt leaves room"),
     ],
 )
-def test_data_that_is_refused_leaves_no_folder_of_a_run(line, fault, tmp_path, capsys):
+def test_invalid_data_leaves_no_output_folder(line, fault, tmp_path, capsys):
     bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
     bad.write_text(f"{line}\n", encoding="utf-8")
     for kind in ("mtp", "eagle"):
@@ -268,7 +266,7 @@ def test_data_that_is_refused_leaves_no_folder_of_a_run(line, fault, tmp_path, c
         assert not out.exists()
 
 
-def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
+def test_frequent_tokens_of_outputs_form_draft_vocabulary():
     row = target_outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
     rows = target_outputs.RaggedRows.of([row], max_tokens=9)
     assert target_outputs.frequent_tokens(rows, 10, 1).tolist() == [3]
@@ -276,7 +274,7 @@ def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
 
 
 @pytest.mark.parametrize("config", [HYBRID, QWEN3, MIXTURE], ids=["hybrid", "qwen3", "mixture"])
-def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_path):
+def test_exported_model_loads_equal_to_bfloat16(config, tmp_path):
     sizes = config_from_dict(config)
     model = init.fresh_model(sizes, 3, sizes.has_mtp)
     export.save_model(tmp_path, config, model, TOKENIZER, 1)
@@ -289,7 +287,7 @@ def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_
 
 
 @pytest.mark.parametrize("config", [HYBRID, QWEN3, MIXTURE], ids=["hybrid", "qwen3", "mixture"])
-def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_path):
+def test_exported_model_matches_transformers(config, tmp_path):
     sizes = config_from_dict(config)
     export.save_model(tmp_path, config, init.fresh_model(sizes, 3, sizes.has_mtp), TOKENIZER, 1)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 64))
@@ -303,7 +301,7 @@ def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
-def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(is_fp8, tmp_path):
+def test_mtp_export_copies_sharded_target(is_fp8, tmp_path):
     """The target's files lie in another folder, as its index says; they stay as they are."""
     source, files, out = tmp_path / "source", tmp_path / "files", tmp_path / "out"
     without = {**HYBRID, "mtp_num_hidden_layers": 0}
@@ -351,7 +349,7 @@ def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(is_fp8, tmp_path):
         (["--model", "m", "--tokenizer", "x", "--steps", "1"], "m cannot be read: No such file"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, capsys):
+def test_train_rejects_invalid_flags_in_one_line(data, tmp_path, words, fault, capsys):
     assert main([*words, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
     written = capsys.readouterr().err
     assert fault in written
@@ -374,34 +372,34 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
         ("qwen3_moe", None),
     ],
 )
-def test_a_model_that_the_trainer_would_read_half_is_refused_by_name(family, named):
+def test_check_trained_rejects_unsupported_model(family, named):
     config = config_from_dict(tiny_config(family, nested=False, with_mtp=False, tied=False))
     with nullcontext() if named is None else pytest.raises(ValueError, match=named):
         check_trained(config)
 
 
-def test_experts_that_a_sigmoid_scores_are_refused():
+def test_check_trained_rejects_sigmoid_router():
     fields = tiny_config("glm4_moe", nested=False, with_mtp=False, tied=False)
     fields |= {"n_shared_experts": 0, "attention_bias": False}
     with pytest.raises(ValueError, match="experts that a sigmoid scores"):
         check_trained(config_from_dict(fields))
 
 
-def test_no_head_is_trained_for_a_mixture_of_experts():
+def test_check_drafted_for_rejects_moe():
     config = config_from_dict(MIXTURE)
     with pytest.raises(ValueError, match="no head for it can be trained"):
         check_drafted_for(config)
 
 
 @pytest.mark.parametrize("weight", [-0.1, "0.01", True])
-def test_a_weight_of_the_balance_that_is_none_is_refused_by_its_field(weight):
+def test_balance_weight_rejects_invalid_value(weight):
     assert balance_weight({}) == BALANCE_WEIGHT
     assert balance_weight({"router_aux_loss_coef": 0}) == 0
     with pytest.raises(ValueError, match="router_aux_loss_coef in config.json must be a number"):
         balance_weight({"router_aux_loss_coef": weight})
 
 
-def test_the_demo_models_have_the_sizes_that_ship():
+def test_demo_models_have_expected_sizes():
     sizes = {}
     for name in ("target", "standalone", "mixture"):
         config_json = json.loads((DEMO / f"{name}_config.json").read_text(encoding="utf-8"))

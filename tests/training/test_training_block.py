@@ -24,7 +24,7 @@ def golden_block(folder: str) -> tuple[BlockHeadConfig, DraftModel]:
 
 
 @pytest.mark.parametrize("folder", ["dflash", "dspark_vanilla", "dflash2_anchor"])
-def test_blocks_of_one_sequence_give_the_golden_numbers_all_at_once(folder):
+def test_fill_of_all_anchors_matches_golden(folder):
     (block, head), (_, model) = golden_block(folder), golden_model("qwen3")
     given, want = vectors("dflash" if folder == "dflash" else "dflash_speculators"), vectors(folder)
     feats = np.pad(given["feats"], ((0, 8), (0, 0)))[None]
@@ -48,7 +48,7 @@ def surprise(scores: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("is_drafted", [True, False])
 @pytest.mark.parametrize("folder", ["dspark_vanilla", "dflash2_anchor"])
-def test_what_is_learnt_of_choices_is_what_their_golden_scores_say(folder, is_drafted):
+def test_candidate_loss_matches_golden_scores(folder, is_drafted):
     """Of labels that the makers' code drafts, and of others."""
     (block, head), (_, model) = golden_block(folder), golden_model("qwen3")
     given, want = vectors("dflash_speculators"), vectors(folder)
@@ -76,7 +76,7 @@ def test_what_is_learnt_of_choices_is_what_their_golden_scores_say(folder, is_dr
     close(losses, expected)
 
 
-def test_anchors_differ_and_stand_before_tokens_of_the_answer():
+def test_draw_anchors_precede_answer_tokens():
     mask = np.zeros((2, 20), np.float32)
     mask[0, [5, 9, 10, 19]] = 1
     mask[0, 2] = 0.1  # of the prompt
@@ -85,7 +85,7 @@ def test_anchors_differ_and_stand_before_tokens_of_the_answer():
     assert not is_real[1].any()
 
 
-def test_near_slots_weigh_more_and_slots_past_the_answer_nothing():
+def test_slot_weights_decrease_and_end_with_answer():
     block, _ = golden_block("dflash")
     mask = np.zeros((1, 20), np.float32)
     mask[0, 5:8] = 1
@@ -109,7 +109,7 @@ def test_near_slots_weigh_more_and_slots_past_the_answer_nothing():
         ("dflash2_anchor", False),
     ],
 )
-def test_a_gradient_step_lowers_the_loss_of_a_fresh_head(folder, remat):
+def test_block_loss_decreases_after_gradient_step(folder, remat):
     block, _ = golden_block(folder)
     config, model = golden_model("qwen3")
     head = init.fresh_block(block, config, model, 0)

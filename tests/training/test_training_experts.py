@@ -20,7 +20,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.training import CPU, golden_model, jitted, padded, vectors
 
 
-def test_a_random_mixture_gives_the_specifications_logits():
+def test_moe_forward_matches_spec():
     config, arrays = tiny_model("qwen3_moe", 11)
     model = ModelModule(weights.from_arrays(arrays, config, np.float32, CPU).named)
     tokens = np.random.default_rng(5).integers(0, config.vocab, 48).astype(np.int32)
@@ -31,7 +31,7 @@ def test_a_random_mixture_gives_the_specifications_logits():
     np.testing.assert_allclose(got, Oracle(config, arrays).logits(tokens), rtol=0, atol=1e-4)
 
 
-def test_shares_of_all_experts_are_used_where_the_config_does_not_renormalise():
+def test_moe_without_renormalisation_matches_golden():
     want, (config, model) = vectors("qwen3_moe"), golden_model("qwen3_moe")
     assert config.experts is not None
     shares = replace(config.experts, is_renormalised=False)
@@ -51,7 +51,7 @@ def routed(rng: np.random.Generator, rows: int, num_experts: int, num_chosen: in
     return Routed(logits, jax.lax.top_k(logits, num_chosen)[1])
 
 
-def test_the_balance_of_a_layer_is_that_of_transformers_and_padding_does_not_count():
+def test_balance_matches_transformers_and_ignores_padding():
     """There it is one over the rows of all layers; ours is a mean over them."""
     rng = np.random.default_rng(0)
     is_real = rng.random(40) < 0.7
@@ -67,7 +67,7 @@ def test_the_balance_of_a_layer_is_that_of_transformers_and_padding_does_not_cou
     np.testing.assert_allclose(least, np.min(loads) / is_real.sum() * 8 / 3, rtol=1e-6)
 
 
-def test_an_even_use_of_experts_costs_least():
+def test_balance_lowest_for_even_use():
     ids = jnp.asarray(np.arange(24).reshape(8, 3) % 8)
     even, least = experts.balance([Routed(jnp.zeros((8, 8)), ids)], jnp.ones(8, bool))
     assert float(even) == pytest.approx(3.0)
@@ -106,7 +106,7 @@ def trained(balance_weight: float, steps: int) -> tuple[dict, dict]:
     return tuple({name: float(x[at]) for name, x in each.items()} for at in (0, -1))
 
 
-def test_a_few_steps_lower_the_loss_and_bring_idle_experts_back_into_use():
+def test_balance_training_revives_idle_experts():
     first, last = trained(0.1, 60)
     assert last["cross_entropy"] < 0.2 * first["cross_entropy"]
     assert first["experts_least_used"] < 0.1

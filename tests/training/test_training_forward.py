@@ -21,7 +21,7 @@ close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("folder", ["llama", "qwen3", "qwen3_moe", "qwen3_5_dense"])
-def test_the_pass_gives_golden_logits_and_streams_and_padding_changes_nothing(folder):
+def test_forward_matches_golden_and_ignores_padding(folder):
     want, (config, model) = vectors(folder), golden_model(folder)
     tokens = jnp.concatenate([padded(want["short_ids"], 64), padded(want["short_ids"][:5], 64)])
     run = jitted(forward.forward, config, compute_dtype=jnp.float32, remat=False)
@@ -33,7 +33,7 @@ def test_the_pass_gives_golden_logits_and_streams_and_padding_changes_nothing(fo
 
 
 @pytest.mark.parametrize("folder", ["qwen3", "qwen3_moe", "qwen3_5_dense"])
-def test_a_gradient_can_be_traced_for_a_gpu(folder):
+def test_forward_gradient_traces_for_gpu(folder):
     """Only programs for a GPU have kernels, and kernels have no gradients."""
     config, model = golden_model(folder)
     tokens = padded(np.arange(5), 64)
@@ -45,14 +45,14 @@ def test_a_gradient_can_be_traced_for_a_gpu(folder):
         jax.eval_shape(jax.grad(total), model)
 
 
-def test_a_state_is_carried_from_chunk_to_chunk():
+def test_gdn_state_carried_between_chunks():
     want, (config, model) = vectors("qwen3_5_dense"), golden_model("qwen3_5_dense")
     run = jitted(forward.forward, config, compute_dtype=jnp.float32, remat=True)
     hidden = run(model, padded(want["long_ids"], 192)).hidden[0, 118:150]
     close(forward.logits(model, hidden, jnp.float32), want["long_logits_last32"])
 
 
-def test_a_product_has_the_gradients_of_a_matrix_product():
+def test_linear_gradients_match_matmul():
     """It has a rule of its own, so that bfloat16 factors are not widened for the gradient."""
     rng = np.random.default_rng(0)
     x, weight, slope = (
@@ -69,7 +69,7 @@ def test_a_product_has_the_gradients_of_a_matrix_product():
             np.testing.assert_allclose(ours, theirs, atol=tolerance * np.abs(theirs).max())
 
 
-def test_bfloat16_products_leave_the_pass_near_float32():
+def test_bfloat16_forward_close_to_float32():
     want, (config, model) = vectors("qwen3_5_dense"), golden_model("qwen3_5_dense")
     run = jitted(forward.forward, config, compute_dtype=jnp.bfloat16, remat=False)
     hidden = run(model, padded(want["short_ids"], 64)).hidden
@@ -87,7 +87,7 @@ def spec_outputs(q, k, v, log_decay, beta):
 
 
 @pytest.mark.parametrize("repeats", [1, 64], ids=["different keys", "one key"])
-def test_the_chunked_form_is_the_recurrence_and_so_are_its_gradients(repeats):
+def test_chunked_gated_delta_and_gradients_match_recurrence(repeats):
     """Where one key repeats undecayed, powers of A would reach 10^17 before they cancel."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, 128, 2, 16)).astype(np.float32) for _ in range(2))
@@ -122,7 +122,7 @@ def small_llama():
 
 
 @pytest.mark.parametrize("fresh", [small_llama, small_hybrid])
-def test_a_fresh_model_has_every_parameter_and_knows_nothing(fresh):
+def test_fresh_model_has_all_parameters_and_uniform_loss(fresh):
     config, model = fresh()
     shapes = sorted(x.shape for x in jax.tree.leaves(model))
     assert shapes == sorted(p.shape for p in parameters(config, config.has_mtp))
@@ -134,7 +134,7 @@ def test_a_fresh_model_has_every_parameter_and_knows_nothing(fresh):
     assert abs(metrics["cross_entropy"] - np.log(config.vocab)) < 0.5
 
 
-def test_a_gradient_step_lowers_the_loss_of_a_hybrid_and_its_mtp_layer():
+def test_hybrid_loss_decreases_after_gradient_step():
     config, model = small_hybrid()
     tokens = jax.random.randint(jax.random.key(0), (1, 32), 0, config.vocab)
 
@@ -147,7 +147,7 @@ def test_a_gradient_step_lowers_the_loss_of_a_hybrid_and_its_mtp_layer():
     assert after < before
 
 
-def test_a_mask_weighs_each_token_as_a_label():
+def test_loss_mask_weighs_each_label():
     config, model = small_llama()
     tokens = jax.random.randint(jax.random.key(0), (1, 64), 0, config.vocab)
     mask = np.zeros((1, 64), np.float32)

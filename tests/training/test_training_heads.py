@@ -80,7 +80,7 @@ subject_of = lru_cache(Subject)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_step_of_training_gives_the_numbers_of_drafting(name):
+def test_unrolled_steps_match_spec(name):
     """A request of any length drafts its next tokens from true rows, then from its own outputs."""
     subject = subject_of(name)
     tokens, reads = subject.tokens, subject.reads
@@ -97,7 +97,7 @@ def test_each_step_of_training_gives_the_numbers_of_drafting(name):
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle1", "eagle3"])
-def test_the_first_steps_give_the_golden_numbers(name):
+def test_first_unrolled_steps_match_golden(name):
     subject = subject_of(name)
     want = vectors("qwen3_5_dense" if name == "mtp" else name)
     prefix = "mtp_" if name == "mtp" else ""
@@ -109,7 +109,7 @@ def test_the_first_steps_give_the_golden_numbers(name):
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3"])
-def test_a_gradient_step_lowers_the_loss_of_every_kind_of_fresh_head(kind):
+def test_head_loss_decreases_after_gradient_step(kind):
     config, model = small_hybrid() if kind == "mtp" else golden_model("llama")
     if kind == "mtp":
         draft_config, head = None, init.fresh_mtp(config, model, 0)
@@ -127,7 +127,7 @@ def test_a_gradient_step_lowers_the_loss_of_every_kind_of_fresh_head(kind):
     assert after < before
 
 
-def test_acceptance_counts_chains_that_agree_from_their_first_draft_on():
+def test_acceptance_metrics_count_agreement_from_first_draft():
     """Against a head that knows the text, but for the drafts that are spoilt."""
     vocab, T, depth = 8, 12, 3
     tokens = jnp.asarray(np.arange(T)[None] % vocab)
@@ -167,7 +167,7 @@ UNTRAINED = {
 
 
 @pytest.mark.parametrize("named", UNTRAINED)
-def test_a_head_that_no_pass_of_training_knows_is_refused_by_name(named):
+def test_check_head_trained_rejects_unsupported_head(named):
     kind, fields = UNTRAINED[named]
     target, _ = tiny_model("llama", 0)
     config_of = tiny_block_config if kind == "DFLASH" else partial(tiny_head_config, kind=kind)

@@ -34,7 +34,7 @@ def write_lines(path, count):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def test_a_chat_is_tokenised_as_the_server_sends_it_and_every_answer_is_learnt():
+def test_row_of_chat_matches_server_tokens():
     tokenizer = examples.open_tokenizer(TOKENIZER)
     row = row_of("line", {"messages": CHAT, "answer": "Yes."}, tokenizer)
     prompt = tokenizer.encode_chat(CHAT)
@@ -43,7 +43,7 @@ def test_a_chat_is_tokenised_as_the_server_sends_it_and_every_answer_is_learnt()
     assert learnt == [*b"5", END, *b"Yes.", END]
 
 
-def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(tmp_path):
+def test_row_of_rewriting_template_trains_last_answer_only(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
     counts = "{{ messages | length }}:{% for m in messages %}{{ m.content }}|{% endfor %}"
@@ -54,7 +54,7 @@ def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(
     assert sum(row.is_answer) == len(b"Yes.") + 1
 
 
-def test_a_prompt_with_tools_is_as_the_server_sends_it(tmp_path):
+def test_read_prompts_with_tools_matches_server(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
     written = (
@@ -84,7 +84,7 @@ def test_a_prompt_with_tools_is_as_the_server_sends_it(tmp_path):
         (json.dumps({"messages": CHAT, "tools": [{"type": "function"}]}), "function with a name"),
     ],
 )
-def test_a_line_that_is_no_example_is_refused_with_its_place(tmp_path, line, fault):
+def test_read_rows_rejects_invalid_line_with_location(tmp_path, line, fault):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=fault) as refused:
@@ -108,7 +108,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("line", FORMATS.values(), ids=FORMATS)
-def test_each_format_of_a_chat_gives_the_same_row(line, tmp_path):
+def test_row_of_equal_for_every_chat_format(line, tmp_path):
     tokenizer = examples.open_tokenizer(TOKENIZER)
     prompt = tokenizer.encode_chat([ASKED])
     row = row_of("line", line, tokenizer)
@@ -120,12 +120,12 @@ def test_each_format_of_a_chat_gives_the_same_row(line, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["answer", "completion"])
-def test_a_prompt_and_its_answer_learn_the_answer_alone(field):
+def test_row_of_prompt_and_answer_trains_answer(field):
     row = row_of("line", {"prompt": "hi", field: "yo"}, examples.open_tokenizer(TOKENIZER))
     assert row == Row([*b"hi", *b"yo", END], [False] * 2 + [True] * 3)
 
 
-def test_an_answer_of_weight_0_is_context():
+def test_row_of_weight_zero_answer_is_context():
     tokenizer = examples.open_tokenizer(TOKENIZER)
     chat = [ASKED, SAID | {"weight": 0}, CHAT[2], {"role": "assistant", "content": "Yes."}]
     trl = {"prompt": [ASKED, SAID, CHAT[2]], "completion": "Yes."}
@@ -160,19 +160,19 @@ def test_an_answer_of_weight_0_is_context():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other parts than"),
     ],
 )
-def test_what_is_not_read_of_a_line_is_an_error(line, fault):
+def test_row_of_rejects_unknown_fields(line, fault):
     with pytest.raises(ValueError, match=f"^line.*{fault}"):
         row_of("line", line, examples.open_tokenizer(TOKENIZER))
 
 
-def test_a_chat_of_answers_alone_is_no_prompt(tmp_path):
+def test_read_prompts_rejects_chat_without_prompt(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": [SAID]}) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="byte 0 has no message before its answer"):
         examples.read_prompts([path], examples.open_tokenizer(TOKENIZER), 1)
 
 
-def test_several_processes_and_the_cache_give_the_rows_of_one(tmp_path, monkeypatch):
+def test_read_rows_equal_with_processes_and_cache(tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     write_lines(path, 20)
     whole = read_rows([path], TOKENIZER, 200)
@@ -189,7 +189,7 @@ def test_several_processes_and_the_cache_give_the_rows_of_one(tmp_path, monkeypa
         assert np.array_equal(rows.starts, whole.starts)
 
 
-def test_a_changed_file_is_not_read_from_the_cache(tmp_path):
+def test_read_rows_cache_misses_after_file_change(tmp_path):
     path = tmp_path / "data.jsonl"
     write_lines(path, 3)
     assert len(read_rows([path], TOKENIZER, 200).lengths) == 3
@@ -199,7 +199,7 @@ def test_a_changed_file_is_not_read_from_the_cache(tmp_path):
         read_rows([path], TOKENIZER, 59)
 
 
-def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
+def test_batches_epoch_contains_every_row_once_shuffled():
     batches = Batches(
         rows_of(*[10] * 8, *[100] * 4), batch_tokens=256, seed=1, prompt_weight=0.0, shares=1
     )
@@ -212,7 +212,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
     assert orders[0] != orders[1]
 
 
-def test_padding_and_prompts_weigh_what_they_should():
+def test_batches_weigh_padding_and_prompts():
     rows = RaggedRows.of([Row([5, 6, 7], [False, True, True])], max_tokens=10)
     batch = Batches(rows, batch_tokens=64, seed=0, prompt_weight=0.25, shares=1).at(0)
     assert batch.tokens.shape == (1, 64)
@@ -221,7 +221,7 @@ def test_padding_and_prompts_weigh_what_they_should():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_widths_are_those_that_pad_least(most):
+def test_best_widths_minimise_padding(most):
     lengths = np.array([10] * 50 + [70] * 9 + [130] * 20 + [500])
     found = best_widths(lengths, most)
 
@@ -261,7 +261,7 @@ def toy_run(folder, steps, broken_at, minutes=None):
     return train(task, batches, schedule, 7, folder)
 
 
-def test_a_run_that_broke_off_goes_on_as_if_it_had_not(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     whole = toy_run(tmp_path / "whole", 10, None)
     with pytest.raises(Broken):
         toy_run(tmp_path / "parts", 10, 5)
@@ -284,7 +284,7 @@ np.save(sys.argv[2], shared_run(__import__("pathlib").Path(sys.argv[1])))
 """
 
 
-def test_two_devices_learn_what_one_does(tmp_path):
+def test_two_devices_match_one_device(tmp_path):
     alone = shared_run(tmp_path / "one")
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two"), str(tmp_path / "two.npy")]
@@ -293,13 +293,13 @@ def test_two_devices_learn_what_one_does(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "two.npy"), alone, rtol=1e-5)
 
 
-def test_a_finished_run_stays_as_it_is(tmp_path):
+def test_finished_run_is_not_trained_further(tmp_path):
     done = toy_run(tmp_path, 4, None)
     again = toy_run(tmp_path, 4, 4)
     assert np.array_equal(done["matrix"], again["matrix"])
 
 
-def test_the_clock_ends_a_run_with_a_rate_that_has_fallen(tmp_path):
+def test_schedule_ends_with_decayed_rate_at_time_limit(tmp_path):
     schedule = Schedule(steps=None, minutes=1.0, learning_rate=1.0, warmup=10, save_minutes=1.0)
     assert schedule.rate(4, 0.0) == pytest.approx(0.5)
     assert schedule.rate(999, 30.0) == pytest.approx(0.51)
@@ -309,7 +309,7 @@ def test_the_clock_ends_a_run_with_a_rate_that_has_fallen(tmp_path):
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["step"] > 0
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+def test_nan_loss_ends_run(tmp_path):
     def loss(params, frozen, batch, key):
         return jnp.sum(params) / 0, {"loss": jnp.sum(params) / 0}
 
@@ -319,7 +319,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
         train(task, Batches(rows_of(5), 64, 0, 0.0, 1), schedule, 0, tmp_path)
 
 
-def test_no_checkpoint_holds_what_is_no_number(tmp_path):
+def test_checkpoints_never_contain_nan(tmp_path):
     """The same run goes on from before, once what was at fault is put right."""
 
     def run(least: float) -> np.ndarray:
@@ -337,7 +337,7 @@ def test_no_checkpoint_holds_what_is_no_number(tmp_path):
     assert np.isfinite(run(-np.inf)).all()
 
 
-def test_curves_have_no_empty_frame_and_whole_steps():
+def test_curves_have_markers_and_integer_steps():
     (axis,) = curves([{"step": 20, "loss": 3.0, "accuracy": float("nan")}]).axes
     assert [line.get_marker() for line in axis.get_lines()] == ["o"]
     lines = [{"step": step, "loss": 3.0, "accuracy": 0.5} for step in (1, 2, 3)]
