@@ -74,7 +74,7 @@ def ways_of(backend: str, kernels: Any, vocabulary: Any) -> dict[str, Callable[.
         return sampling.choose_parts(kernels, scores, *given, None, vocabulary).ids
 
     def joined_head(head: Any, *given: Any) -> Any:
-        return projection.kernel_joined(kernels, head, *given, vocabulary).ids
+        return projection.kernel_fused_choose(kernels, head, *given, vocabulary).ids
 
     return dict(zip(WAYS, (whole, parts, joined_head), strict=True))
 

@@ -89,7 +89,7 @@ def test_copy_rate_measured_warm_in_batches(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(asked[1:]) == {20}  # 0.02 s of them
 
 
-@pytest.mark.parametrize("function", ["attend", "step", "mix"])
+@pytest.mark.parametrize("function", ["attend", "step", "attention_layer"])
 def test_op_measure_detects_wrong_and_nan_results(
     function: str, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

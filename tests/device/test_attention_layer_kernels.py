@@ -291,7 +291,7 @@ def test_attention_layer_kernels_same_signature() -> None:
     for module, kernel in (
         ("attention", "attend"),
         ("qk_norm_rope_kv_write", "place"),
-        ("attention_layer", "mix"),
+        ("attention_layer", "attention_layer"),
     ):
         names = [
             list(inspect.signature(getattr(modules[module], kernel)).parameters)
@@ -312,7 +312,7 @@ def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bo
 def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     fields = ("request", "positions", *("places", "first", "until"))
     fields += ("window", "is_real", "page_table")
-    rows = ops.attention.attention.Rows(
+    rows = ops.attention.attention.AttentionRows(
         **{name: make(getattr(case.rows, name)) for name in fields},
         row_starts=make(case.row_starts),
         most_rows=case.most_rows,
@@ -355,7 +355,7 @@ def test_jax_attention_layer_kernels_lowered_for_gpu_only(name, launches, monkey
 def test_jax_row_bounds_kernel_and_reference_same_shapes(monkeypatch) -> None:
     mix = jax_impl.ops.attention.attention_layer
     on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    reach = jax_impl.ops.kernel_or_reference(mix.kernel_reach, mix.plain_reach)
+    reach = jax_impl.ops.kernel_or_reference(mix.kernel_row_bounds, mix.plain_row_bounds)
     rows, pools = op_arguments(FEW, jax_impl.ops, jnp.asarray)[4:6]
     bounds, arrivals = jax.eval_shape(lambda: reach(rows, FEW.heads.num_kv_heads))
     assert bounds.shape == pools.bounds.shape

@@ -246,10 +246,10 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     bind_kernels(monkeypatch, impl.ops, KERNELS[language])
     ops = impl.ops.gdn.gdn_layer
     side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
-    operation = partial(ops.kernel_feed, impl.ops.KERNELS)
+    operation = partial(ops.kernel_prefill, impl.ops.KERNELS)
     if language == "pallas":
         takes = impl.ops.is_bfloat16
-        operation = impl.ops.kernel_or_reference(ops.kernel_feed, ops.plain_feed, takes=takes)
+        operation = impl.ops.kernel_or_reference(ops.kernel_prefill, ops.plain_prefill, takes=takes)
     return operation, side.placed(case, case.arguments(0))
 
 

@@ -65,7 +65,7 @@ def test_torch_ngram_kernels_match_spec(monkeypatch: pytest.MonkeyPatch) -> None
         case = next(case for case in TABLE if case.function == name and sizes in case.name)
         arguments = case.arguments(0)
         table, *given = arguments.values()
-        held = ops.Table(*(to_torch(x).to(device) for x in arrays_of(table)))
+        held = ops.NgramTable(*(to_torch(x).to(device) for x in arrays_of(table)))
         placed = [x if isinstance(x, int) else to_torch(x).to(device) for x in given]
         found = getattr(ops, f"kernel_{name}")(torch_impl.ops.KERNELS, held, *placed)
         results = arrays_of(held if found is None else found)

@@ -153,7 +153,7 @@ def test_rejection_sample_kernels_same_signature() -> None:
 def test_jax_rejection_kernels_lowered_for_gpu_only(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
-    judge = jax_impl.ops.kernel_or_reference(ops.kernel_judge, ops.plain_judge)
+    judge = jax_impl.ops.kernel_or_reference(ops.kernel_rejection_sample, ops.plain_rejection_sample)
     arguments = judge_arguments(0, **LARGER, rule=rule)
     given = {name: mapped(x, to_jax, ops) for name, x in arguments.items()}
     fixed = {name: given.pop(name) for name in ("allowed", "rule")}
@@ -185,7 +185,7 @@ def test_torch_rejection_kernels_match_spec(rule: str, monkeypatch) -> None:
 
     ops = torch_impl.ops.sampling.acceptance
     given = {name: mapped(x, leaf, ops) for name, x in arguments.items()}
-    choices, is_finite = ops.kernel_judge(torch_impl.ops.KERNELS, **given)
+    choices, is_finite = ops.kernel_rejection_sample(torch_impl.ops.KERNELS, **given)
     want = spec.rejection_sample(**arguments)
     np.testing.assert_array_equal(choices.cpu().numpy(), want[0])
     np.testing.assert_array_equal(is_finite.cpu().numpy(), want[1])

@@ -155,7 +155,7 @@ def pallas_program(tiles: GDNPrefillTiles, dot: Callable) -> Callable:
     """The kernels as one program, traced with a product of matrices that tests may replace."""
     assert dot is pltriton.dot
     how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles, "interpret": INTERPRET}
-    kernel = partial(KERNELS["pallas"]["gdn_prefill"].feed, **how)
+    kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **how)
     return jax.jit(lambda **given: kernel(**given), compiler_options=AS_WRITTEN)
 
 
@@ -173,7 +173,7 @@ def _in_triton(case: Case, tiles: GDNPrefillTiles) -> Found:
     given = {k: torch.tensor(x, device=device) for k, x in case.arrays().items()}
     given |= {k: given[k].to(torch.bfloat16) for k in HALVES}
     how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles}
-    out = KERNELS["triton"]["gdn_prefill"].feed(layer=LAYER, **given, **how)
+    out = KERNELS["triton"]["gdn_prefill"].prefill(layer=LAYER, **given, **how)
     return Found(*(x.float().cpu().numpy() for x in (out, *(given[name] for name in STATES))))
 
 
