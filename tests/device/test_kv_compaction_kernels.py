@@ -77,7 +77,9 @@ def test_jax_kv_compaction_kernel_lowered_for_gpu_only(
 ) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.attention.attention
-    commit = jax_impl.ops.kernel_or_reference(ops.kernel_compact_accepted_kv, ops.plain_compact_accepted_kv)
+    commit = jax_impl.ops.kernel_or_reference(
+        ops.kernel_compact_accepted_kv, ops.plain_compact_accepted_kv
+    )
     given = commit_arguments(0, B=2, W=W, heads=heads, D=D)
     traced = jax.jit(commit).trace(**{k: jnp.asarray(v) for k, v in given.items()})
     launched = {

@@ -153,7 +153,9 @@ def test_rejection_sample_kernels_same_signature() -> None:
 def test_jax_rejection_kernels_lowered_for_gpu_only(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     ops = jax_impl.ops.sampling.acceptance
-    judge = jax_impl.ops.kernel_or_reference(ops.kernel_rejection_sample, ops.plain_rejection_sample)
+    judge = jax_impl.ops.kernel_or_reference(
+        ops.kernel_rejection_sample, ops.plain_rejection_sample
+    )
     arguments = judge_arguments(0, **LARGER, rule=rule)
     given = {name: mapped(x, to_jax, ops) for name, x in arguments.items()}
     fixed = {name: given.pop(name) for name in ("allowed", "rule")}
