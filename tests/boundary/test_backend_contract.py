@@ -31,7 +31,7 @@ from tests.support.mutations import prover
 
 @either_sampling
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_chain_gives_the_plain_text_and_accepts_some(host, seed, how):
+def test_chain_output_equals_plain_and_accepts_drafts(host, seed, how):
     tokens = prompt(seed, 20)
     request = host.request(tokens, **how)
     futures = host.submit_text(request, 12, CHAIN)
@@ -43,7 +43,7 @@ def test_a_chain_gives_the_plain_text_and_accepts_some(host, seed, how):
 
 
 @either_shape
-def test_order_steps_take_effect_in_the_order_of_submission(host, shape):
+def test_steps_take_effect_in_submission_order(host, shape):
     """The slot and the pages of the first request are handed on while its steps are in flight."""
     first_prompt, second_prompt = prompt(1, 20), prompt(2, 20)
     first = host.request(first_prompt, positions=120)
@@ -57,7 +57,7 @@ def test_order_steps_take_effect_in_the_order_of_submission(host, shape):
 
 
 @either_sampling
-def test_continuation_a_step_goes_on_from_the_device_with_any_shape(host, how):
+def test_decode_continues_from_device_state_across_shapes(host, how):
     """No step is waited for, and the shapes alternate: a slot keeps its place by itself."""
     tokens = prompt(1, 20)
     request = host.request(tokens, **how)
@@ -68,7 +68,7 @@ def test_continuation_a_step_goes_on_from_the_device_with_any_shape(host, how):
     assert text == host.alone(tokens, len(text), **how)
 
 
-def test_a_prompt_may_come_in_chunks(host):
+def test_prefill_output_independent_of_chunk_boundaries(host):
     tokens = prompt(4, 150)
     request = host.request(tokens)
     first = host.prefill(Chunk(request, 0, 64))
@@ -81,7 +81,7 @@ def test_a_prompt_may_come_in_chunks(host):
     assert text == [*emitted(last, 0), *host.go_on(other, 8, PLAIN)]
 
 
-def test_a_row_that_does_not_end_its_prompt_may_decode(host):
+def test_decode_allowed_after_partial_prefill(host):
     """It goes on from `next_tokens`, which the device holds as the newest token."""
     tokens = prompt(5, 41)
     request = host.request(tokens)
@@ -98,7 +98,7 @@ def test_a_row_that_does_not_end_its_prompt_may_decode(host):
 
 
 @either_shape
-def test_reach_a_step_leaves_every_other_slot_alone(host, shape):
+def test_step_leaves_other_slots_unchanged(host, shape):
     tokens = prompt(6, 33)
     request = host.request(tokens, **SAMPLED)
     text = host.text(request, 5, PLAIN)
@@ -109,7 +109,7 @@ def test_reach_a_step_leaves_every_other_slot_alone(host, shape):
     assert text == host.alone(tokens, len(text), **SAMPLED)
 
 
-def test_reach_full_pages_are_shared_and_never_written(host):
+def test_shared_full_pages_are_never_written(host):
     """Rows with a common prefix, one of them from a snapshot, decode side by side."""
     common = prompt(7, 64)
     first_prompt, second_prompt = (*common, *prompt(8, 9)), (*common, *prompt(9, 14))
@@ -135,7 +135,7 @@ def test_reach_full_pages_are_shared_and_never_written(host):
 
 @either_shape
 @pytest.mark.parametrize("length", [20, 21, 22, 23])
-def test_bound_a_step_stays_within_its_reservation(host, shape, length):
+def test_step_stays_within_page_reservation(host, shape, length):
     """Past the reserved pages the table names a neighbour's, whose text would suffer."""
     neighbour_prompt, tokens = prompt(10, 40), prompt(length, length)
     neighbour = host.request(neighbour_prompt)
@@ -159,7 +159,7 @@ def test_bound_a_step_stays_within_its_reservation(host, shape, length):
 
 @either_sampling
 @either_shape
-def test_independence_text_and_counts_do_not_depend_on_neighbours(host, shape, how):
+def test_output_and_counts_independent_of_neighbours(host, shape, how):
     tokens = prompt(1, 20)
     lonely = host.request(tokens, **how)
     lonely_futures = host.submit_text(lonely, 8, shape)
@@ -175,7 +175,7 @@ def test_independence_text_and_counts_do_not_depend_on_neighbours(host, shape, h
         assert lonely_future.result().counts[1:].sum() == 0, "padding has a text"
 
 
-def test_independence_rows_may_come_and_go(host):
+def test_output_independent_of_batch_composition(host):
     """Traps: the batch shrank under graphs, rows past it read another request's pages."""
     prompts = [prompt(30 + n, 10 + n) for n in range(BATCH)]
     requests = [host.request(tokens) for tokens in prompts]
@@ -190,7 +190,7 @@ def test_independence_rows_may_come_and_go(host):
 
 
 @either_shape
-def test_isolation_nan_fails_its_row_only(host, shape):
+def test_nan_fails_only_its_row(host, shape):
     tokens = prompt(1, 20)
     poisoned = host.request((*prompt(13, 10), POISON, *prompt(14, 10)))
     healthy = host.request(tokens)
@@ -207,7 +207,7 @@ def test_isolation_nan_fails_its_row_only(host, shape):
 
 
 @either_shape
-def test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner(host, shape):
+def test_nan_in_freed_slot_harms_no_new_owner(host, shape):
     """A longer neighbour makes the batch look at positions that the heir has not written."""
     tokens = prompt(1, 20)
     poisoned = host.request((POISON,) * 100)
@@ -221,7 +221,7 @@ def test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner(host, shape):
     assert text == host.alone(tokens, len(text))
 
 
-def test_isolation_nan_in_the_sink_page_harms_nobody(host):
+def test_nan_in_scratch_page_harms_no_request(host):
     poisoned = host.request((POISON,) * 20)
     plan = host.prefill_plan(poisoned)
     plan.page_table[:] = 0
@@ -233,7 +233,7 @@ def test_isolation_nan_in_the_sink_page_harms_nobody(host):
     assert text == host.alone(tokens, len(text))
 
 
-def test_a_new_owner_starts_from_nothing(host):
+def test_new_slot_owner_starts_from_clean_state(host):
     """Traps: state, counts and draft memory of the last owner of a slot (SGLang 19415)."""
     tokens = prompt(1, 20)
     how = SAMPLED | {"repetition_penalty": 1.8, "frequency_penalty": 1.5}
@@ -248,7 +248,7 @@ def test_a_new_owner_starts_from_nothing(host):
 
 
 @pytest.mark.parametrize("work", ["prefill", "plain", "chain"])
-def test_the_sink_does_not_grow(host, sink_length, work):
+def test_scratch_slot_length_stays_zero(host, sink_length, work):
     """Traps: the padding slot's length grew by one a step and slowed the batch for ever."""
     request = host.request(prompt(19, 10))
     host.prefill(request)
@@ -261,7 +261,7 @@ def test_the_sink_does_not_grow(host, sink_length, work):
 
 
 @either_shape
-def test_late_rows_stay_in_their_reach(host, shape):
+def test_stale_rows_stay_within_their_pages(host, shape):
     """A request ends, a step of it is still in flight, and its slot and pages go to another."""
     first = host.request(prompt(1, 20), positions=100)
     host.text(first, 4, shape)
@@ -278,7 +278,7 @@ def test_late_rows_stay_in_their_reach(host, shape):
 
 
 @either_shape
-def test_logprobs_are_those_of_the_emitted_tokens(host, shape):
+def test_logprobs_match_emitted_tokens(host, shape):
     tokens = prompt(1, 20)
     request = host.request(tokens, logprobs=3)
     for result in [host.prefill(request), *(host.decode(request, shape=shape) for _ in range(5))]:
@@ -295,7 +295,7 @@ def test_logprobs_are_those_of_the_emitted_tokens(host, shape):
 
 
 @either_shape
-def test_a_row_reports_what_it_reports_alone(host, shape):
+def test_row_logprobs_independent_of_neighbours(host, shape):
     """Beside rows that do not, which have zeros."""
     tokens, asked = prompt(1, 20), {**SAMPLED, "logprobs": 2}
     lonely, silent = host.request(tokens, **asked), host.request(prompt(21, 30), **SAMPLED)
@@ -316,7 +316,7 @@ def test_a_row_reports_what_it_reports_alone(host, shape):
 
 
 @either_shape
-def test_a_step_reports_nothing_where_no_row_asks(host, shape):
+def test_logprobs_zero_unless_row_requests_them(host, shape):
     request, asking = host.request(prompt(1, 20)), host.request(prompt(1, 20), logprobs=0)
     steps = [(host.prefill(row), host.decode(row, shape=shape)) for row in (request, asking)]
     for silent, told in zip(*steps, strict=True):
@@ -325,7 +325,7 @@ def test_a_step_reports_nothing_where_no_row_asks(host, shape):
         assert not any(part.any() for part in vars(silent.logprobs).values())
 
 
-def test_scores_of_a_prompt_are_those_its_tokens_have_as_an_answer(host):
+def test_prompt_logprobs_equal_decode_logprobs(host):
     """Beside another prompt, and where the token after a chunk's last is of the next chunk."""
     tokens = prompt(1, 90)
     request = host.request(tokens, logprobs=2)
@@ -351,7 +351,7 @@ def test_scores_of_a_prompt_are_those_its_tokens_have_as_an_answer(host):
     assert not any(part[7 + 17 :].any() for part in beside), "padding has zeros"
 
 
-def test_a_result_outlives_the_steps_in_flight(host):
+def test_result_outlives_steps_in_flight(host):
     """Results come back in buffers of their own for as many steps as may be in flight."""
     request = host.request(prompt(1, 20))
     host.prefill(request)
@@ -367,7 +367,7 @@ def test_a_result_outlives_the_steps_in_flight(host):
     np.testing.assert_array_equal(result.drafts, kept[1])
 
 
-def test_a_plan_is_not_written_by_the_device(host):
+def test_plan_buffer_not_written_by_device(host):
     request = host.request(prompt(1, 20))
     for plan in (host.prefill_plan(request), host.decode_plan(request, shape=CHAIN)):
         before = plan.buffer.copy()
@@ -375,7 +375,7 @@ def test_a_plan_is_not_written_by_the_device(host):
         np.testing.assert_array_equal(plan.buffer, before)
 
 
-def test_work_without_a_program_is_refused(host):
+def test_submit_rejects_unprepared_program(host):
     request = host.request(prompt(1, 20))
     plan = host.decode_plan(request, shape=PLAIN)
     assert isinstance(plan.work, Decode)
@@ -386,7 +386,7 @@ def test_work_without_a_program_is_refused(host):
         host.backend.submit(smaller)
 
 
-def test_padding_tokens_of_a_prefill_are_not_read(host):
+def test_prefill_ignores_padding_tokens(host):
     tokens = prompt(1, 20)
     request = host.request(tokens)
     plan = host.prefill_plan(request)

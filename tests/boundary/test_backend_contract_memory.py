@@ -32,7 +32,7 @@ from tests.support.mutations import prover
 @pytest.mark.parametrize(
     ("save_at", "is_saved"), [(64, 1), (70, 1), (63, 0), (65, 0), (71, 0), (0, 0)]
 )
-def test_a_prefill_saves_where_the_chunked_rule_has_a_state(host, save_at, is_saved):
+def test_prefill_saves_snapshot_at_whole_chunks(host, save_at, is_saved):
     request = host.request(prompt(20, 70))
     plan = host.prefill_plan(request)
     plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
@@ -40,7 +40,7 @@ def test_a_prefill_saves_where_the_chunked_rule_has_a_state(host, save_at, is_sa
 
 
 @pytest.mark.parametrize(("save_at", "is_saved"), [(30, 0), (64, 1), (94, 0), (100, 1)])
-def test_a_later_chunk_saves_where_its_own_tokens_make_whole_chunks(host, save_at, is_saved):
+def test_later_chunk_saves_snapshot_at_own_chunks(host, save_at, is_saved):
     request = host.request(prompt(20, 100))
     saved = 0
     for first, end in ((0, 64), (64, 100)):
@@ -52,7 +52,7 @@ def test_a_later_chunk_saves_where_its_own_tokens_make_whole_chunks(host, save_a
 
 @either_shape
 @pytest.mark.parametrize("field", ["starts", "restore"])
-def test_a_decode_never_starts_a_row(host, shape, field):
+def test_submit_rejects_decode_that_starts_rows(host, shape, field):
     """A plan that says so is refused, and the row goes on as if it had not been submitted."""
     tokens = prompt(1, 20)
     request = host.request(tokens)
@@ -65,7 +65,7 @@ def test_a_decode_never_starts_a_row(host, shape, field):
     assert text == host.alone(tokens, len(text))
 
 
-def test_a_decode_does_not_read_where_draft_memory_begins(host):
+def test_decode_ignores_draft_from(host):
     tokens = prompt(1, 20)
     sizes = []
     for draft_from in (0, 15):
@@ -79,7 +79,7 @@ def test_a_decode_does_not_read_where_draft_memory_begins(host):
 
 
 @either_shape
-def test_a_decode_step_saves_exactly_where_it_passes(host, shape):
+def test_decode_saves_snapshot_exactly_when_passing_position(host, shape):
     """Several steps in flight name the same snapshot; the one that passes the position takes it."""
     tokens = prompt(21, 30)
     save_at = place_to_save(host, tokens, shape)
@@ -118,7 +118,7 @@ def place_to_save(host: Host, tokens: tuple[int, ...], shape: TreeShape) -> int:
 
 
 @pytest.mark.parametrize("draft_from", [0, 64], ids=["whole", "cold"])
-def test_a_restored_row_drafts_from_where_its_draft_memory_is_whole(host, draft_from):
+def test_restored_row_ignores_draft_kv_before_draft_from(host, draft_from):
     """Foreign draft memory before `draft_from` is not read: garbage there changes no draft."""
     tokens = prompt(22, 80)
     first = host.request(tokens)
@@ -159,7 +159,7 @@ def spoil_draft_memory(host: Host, owner) -> None:
 
 @either_sampling
 @either_shape
-def test_a_resume_goes_on_where_the_request_stood(host, shape, how):
+def test_resumed_request_output_equals_uninterrupted(host, shape, how):
     """Text, and with drafts acceptance too, are those of a request that was never preempted."""
     tokens = prompt(23, 60)
     request = host.request(tokens, **how)
@@ -172,7 +172,7 @@ def test_a_resume_goes_on_where_the_request_stood(host, shape, how):
     assert text == host.alone(tokens, len(text), **how)
 
 
-def test_a_resumed_request_drafts_as_before(host):
+def test_resumed_request_drafts_equal_uninterrupted(host):
     tokens = prompt(2, 20)
     request = host.request(tokens, **SAMPLED)
     text = emitted(host.prefill(request), 0)
@@ -186,7 +186,7 @@ def test_a_resumed_request_drafts_as_before(host):
         assert emitted(went_on, 0) == emitted(came_back, 0)
 
 
-def test_count_stands_for_the_tokens_that_a_cache_hit_spares(host):
+def test_count_step_restores_penalties_after_cache_hit(host):
     """Penalties after a hit are those after a whole prefill."""
     how = SAMPLED | {"repetition_penalty": 1.9, "logit_bias": {}}
     tokens = prompt(27, 90)
@@ -210,7 +210,7 @@ def test_count_stands_for_the_tokens_that_a_cache_hit_spares(host):
     assert texts[1][1:] != whole[1:], "the penalties do not matter, so nothing was tested"
 
 
-def test_counts_in_several_steps_tell_outputs_from_the_prompt(host):
+def test_count_steps_distinguish_prompt_from_output(host):
     """A request that resumes after a hit has outputs among what its prefill does not feed."""
     how = {"temperature": 0.0, "frequency_penalty": -1.0}
     tokens = prompt(28, 40)
@@ -238,7 +238,7 @@ def test_counts_in_several_steps_tell_outputs_from_the_prompt(host):
 
 
 @pytest.mark.parametrize("max_drafts", [0, 1, 2])
-def test_a_row_drafts_no_more_than_it_may(host, max_drafts):
+def test_row_drafts_limited_by_max_draft_tokens(host, max_drafts):
     tokens = prompt(1, 20)
     request = host.request(tokens, max_draft_tokens=max_drafts)
     free = host.request(prompt(2, 20))
@@ -251,7 +251,7 @@ def test_a_row_drafts_no_more_than_it_may(host, max_drafts):
     assert text == host.alone(tokens, len(text))
 
 
-def test_a_plain_step_leaves_the_drafter_cold_and_one_step_warms_it(host):
+def test_plain_step_cools_drafter_for_one_step(host):
     tokens = prompt(1, 20)
     request = host.request(tokens)
     text = emitted(host.prefill(request), 0)
@@ -264,7 +264,7 @@ def test_a_plain_step_leaves_the_drafter_cold_and_one_step_warms_it(host):
     assert text == host.alone(tokens, len(text))
 
 
-def test_holes_in_draft_memory_are_never_read(host):
+def test_gaps_in_draft_kv_are_never_read(host):
     """Traps: switching drafting off leaves holes, and drafts depend on what lay in the page."""
     drafts = []
     for before in (prompt(30, 90), (POISON,) * 90):
@@ -279,7 +279,7 @@ def test_holes_in_draft_memory_are_never_read(host):
 
 
 @either_sampling
-def test_a_draft_alone_is_the_draft_of_the_step_and_commits_nothing(host, how):
+def test_draft_only_step_equals_fused_drafts_without_commit(host, how):
     tokens = prompt(1, 20)
     request = host.request(tokens, **how)
     text = emitted(host.prefill(request), 0)
@@ -299,7 +299,7 @@ def test_a_draft_alone_is_the_draft_of_the_step_and_commits_nothing(host, how):
 
 @either_sampling
 @pytest.mark.parametrize("right", [1, 2], ids=["first branch", "second branch"])
-def test_a_tree_of_the_hosts_gives_the_plain_text(host, how, right):
+def test_host_tree_output_equals_plain(host, how, right):
     """The branch that is right is accepted, and the other leaves no trace."""
     tokens = prompt(2, 20)
     whole = host.alone(tokens, 30, **how)
@@ -316,7 +316,7 @@ def test_a_tree_of_the_hosts_gives_the_plain_text(host, how, right):
     assert text[:30] == whole[: len(text)]
 
 
-def test_a_wrong_tree_costs_nothing_but_time(host):
+def test_wrong_host_tree_preserves_output(host):
     tokens = prompt(1, 20)
     request = host.request(tokens)
     text = emitted(host.prefill(request), 0)
@@ -327,7 +327,7 @@ def test_a_wrong_tree_costs_nothing_but_time(host):
     assert text == host.alone(tokens, len(text))
 
 
-def test_forced_chains_bring_outputs_back(host):
+def test_forced_chain_restores_output_tokens(host):
     """They are accepted whatever the target says; the last one becomes the newest token."""
     tokens, forced = prompt(35, 21), prompt(36, 5)
     request = host.request(tokens, output=forced[:1])

@@ -28,19 +28,19 @@ def fresh(framework: str) -> Iterator[Backend]:
     backend.close()
 
 
-def test_readiness_a_program_that_was_not_prepared_is_refused(fresh):
+def test_submit_rejects_every_unprepared_program(fresh):
     for program in fresh.capacity.programs:
         with pytest.raises(ValueError, match=f"{program} is not prepared; call prepare"):
             fresh.submit(empty_plan(program, fresh.capacity))
 
 
-def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
+def test_prepare_rejects_unlisted_program(fresh):
     program = replace(fresh.capacity.programs[0], batch=7)
     with pytest.raises(ValueError, match="prefill of 7 rows.* is not among the programs"):
         fresh.prepare([program], lambda program: None)
 
 
-def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
+def test_prepare_skips_ready_programs(host):
     """On the backend that other tests share, so that nothing is compiled for it alone."""
     plan = empty_plan(host.capacity.programs[0], host.capacity)
     host.run(plan)
@@ -50,7 +50,7 @@ def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
 
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
-def test_preparing_says_what_it_does_before_it_is_done(name):
+def test_prepare_reports_each_program_once(name):
     """JAX would compile for this alone."""
     backend, named = made(name), []
     first, second = backend.capacity.programs[:2]
@@ -59,7 +59,7 @@ def test_preparing_says_what_it_does_before_it_is_done(name):
     backend.close()
 
 
-def test_a_backend_says_what_a_step_works_on(fresh):
+def test_workspace_grows_with_nodes_and_batch(fresh):
     capacity: BackendLimits = fresh.capacity
     sizes = {p: fresh.workspace(p) for p in capacity.programs}
     assert all(size > 0 for size in sizes.values())
@@ -80,20 +80,20 @@ def with_rows(rows: int) -> tuple[Program, ...]:
     )
 
 
-def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
+def test_verify_rows_fewer_than_batch_rows_raise(framework):
     with pytest.raises(
         ValueError, match="one verify row per batch row is required, got 3 in decode of 4 rows"
     ):
         made(framework, programs=with_rows(3))
 
 
-def test_a_rule_that_judges_sampled_drafts_verifies_all_of_them(framework):
+def test_rejection_sampling_rejects_partial_verify_rows(framework):
     """Whether a draft is verified would depend on the token that was drawn."""
     chains = tuple(p for p in with_rows(15) if not p.has(ProgramFeature.NGRAM_DRAFTS))
     with pytest.raises(ValueError, match="rejection must verify every draft token, but decode"):
         made(framework, programs=chains, accept_rule="rejection")
 
 
-def test_a_rule_that_judges_sampled_drafts_has_no_copies(framework):
+def test_rejection_sampling_rejects_ngram_shapes(framework):
     with pytest.raises(ValueError, match="rejection requires draft chains"):
         made(framework, accept_rule="rejection")

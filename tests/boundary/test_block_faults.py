@@ -112,7 +112,7 @@ def golden_block(folder: str) -> SpecBlock:
 
 
 @pytest.mark.parametrize("name", GOLDEN_FAULTS)
-def test_a_planted_fault_makes_the_golden_test_fail(name, monkeypatch):
+def test_planted_fault_fails_golden_block_numbers(name, monkeypatch):
     assert_golden_numbers("dflash", golden_block)
     GOLDEN_FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
@@ -127,7 +127,7 @@ def backends() -> Iterator[Backends]:
     made.close()
 
 
-def test_what_the_specification_throws_away_may_as_well_lie_past_the_length(backends, monkeypatch):
+def test_block_rows_past_length_change_nothing(backends, monkeypatch):
     keep_block_rows(monkeypatch)
     block_cells.assert_cell(
         block_cells.cell("qwen3", SAMPLED, "mixed", 1, 16), backends, ("reference", "torch")
@@ -135,7 +135,7 @@ def test_what_the_specification_throws_away_may_as_well_lie_past_the_length(back
 
 
 @pytest.mark.parametrize("name", SERVED_FAULTS)
-def test_a_planted_fault_changes_what_is_accepted(name, backends, monkeypatch):
+def test_planted_fault_changes_block_acceptance(name, backends, monkeypatch):
     SERVED_FAULTS[name](monkeypatch)
     each = block_cells.cell("qwen3", SAMPLED, "mixed", 1, 16)
     with pytest.raises(AssertionError):

@@ -28,7 +28,7 @@ class Unbounded(Sampling):
     weights: Float32[np.ndarray, "B words"]
 
 
-def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
+def test_sampling_layout_follows_field_annotations():
     layout = sampling_layout(OneMore, CAPACITY)
     assert layout["most_words"] == ((CAPACITY.max_bias,), np.int32)
     assert layout["seed"] == ((), np.uint32)
@@ -42,12 +42,12 @@ def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
         (Unbounded, "weights: axis words has no bound"),
     ],
 )
-def test_a_field_that_no_buffer_holds_is_refused_by_name(kind, said):
+def test_sampling_layout_rejects_unsupported_annotation(kind, said):
     with pytest.raises(TypeError, match=said):
         sampling_layout(kind, CAPACITY)
 
 
-def test_a_row_of_padding_is_a_row_that_asks_for_nothing():
+def test_padding_row_equals_neutral_sampling():
     program = CAPACITY.programs[0]
     padding, asked = empty_plan(program, CAPACITY).sampling, neutral(CAPACITY, program.batch)
     for field in fields(Sampling):

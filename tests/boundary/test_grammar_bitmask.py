@@ -57,7 +57,7 @@ def all_but(host: Host, *tokens: int) -> list[int]:
 
 
 @either_sampling
-def test_every_node_chooses_by_the_mask_of_its_own(host, how):
+def test_every_node_chooses_by_own_mask(host, how):
     """Each mask allows one token, the next one of a text that no model would write."""
     request = host.request(prompt(40, 20), **how | {"min_tokens": 0})
     host.prefill(request)
@@ -73,7 +73,7 @@ def test_every_node_chooses_by_the_mask_of_its_own(host, how):
 
 
 @pytest.mark.parametrize("how", [GREEDY, NOISY], ids=["greedy", "noisy"])
-def test_a_mask_that_allows_the_plain_choice_changes_nothing(host, how):
+def test_mask_allowing_plain_choice_preserves_output(host, how):
     tokens = prompt(1, 20)
     whole = host.alone(tokens, 14, **how)
     request = host.request(tokens, **how)
@@ -89,7 +89,7 @@ def test_a_mask_that_allows_the_plain_choice_changes_nothing(host, how):
 
 
 @either_sampling
-def test_what_a_mask_forbids_is_as_if_it_could_not_be(host, how):
+def test_masked_token_equals_infinite_negative_bias(host, how):
     """As a bias that no logit outweighs has it: the next best is chosen, with the same noise."""
     tokens = prompt(42, 20)
     rest = how | {"logit_bias": {}}
@@ -108,7 +108,7 @@ def test_what_a_mask_forbids_is_as_if_it_could_not_be(host, how):
 
 
 @either_sampling
-def test_a_row_without_a_grammar_is_served_as_ever_beside_one_that_has_one(host, how):
+def test_unconstrained_row_unaffected_by_masked_neighbour(host, how):
     tokens = prompt(1, 20)
     free, held = host.request(tokens, **how), host.request(prompt(43, 9))
     text = emitted(host.prefill(held, free), 1)
@@ -123,14 +123,14 @@ def test_a_row_without_a_grammar_is_served_as_ever_beside_one_that_has_one(host,
     assert text == host.alone(tokens, len(text), **how)
 
 
-def test_a_plan_of_padding_allows_every_token(host):
+def test_padding_plan_mask_allows_every_token(host):
     plan = host.tree_plan(host.request(prompt(44, 5)), [], [], mask=True)
     assert plan.mask.bits.shape[1] == mask_words(host.capacity.vocab)
     assert (plan.mask.bits[plan.mask.index] == -1).all()
 
 
 @pytest.mark.parametrize("work", [StepKind.PREFILL, StepKind.DRAFT, StepKind.DECODE])
-def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
+def test_masks_require_host_built_trees(work):
     config, _ = contract_model()
     capacity = contract_capacity(config)
     found = next(

@@ -157,7 +157,7 @@ TWO, ONE = Prompt("mm", (0, 1), 1), Prompt("one", (2,), 41)
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=["plain", "chain"])
 @pytest.mark.parametrize("ends", [(57,), (20, 57), (4, 36, 57)], ids=str)
-def test_a_prompt_with_images_has_its_text_however_it_is_cut_and_drafted(host, ends, shape):
+def test_image_prompt_output_independent_of_chunks_and_drafts(host, ends, shape):
     TWO.encode(host)
     request, futures = TWO.request(host), []
     for first, end in zip((0, *ends), ends, strict=False):
@@ -166,7 +166,7 @@ def test_a_prompt_with_images_has_its_text_however_it_is_cut_and_drafted(host, e
     assert text == TWO.text
 
 
-def test_prompts_with_other_images_and_of_text_run_side_by_side(host):
+def test_image_and_text_prompts_run_together(host):
     """One slot held a prompt with images before: its delta is not the text's."""
     host.allocator.free(TWO.request(host).slot)
     ONE.encode(host)
@@ -188,7 +188,7 @@ def test_prompts_with_other_images_and_of_text_run_side_by_side(host):
     assert [each[:10] for each in texts] == [ONE.text, text]
 
 
-def test_an_images_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_there(host):
+def test_image_embeddings_independent_of_cache_placement(host):
     texts = []
     for place, neighbour in ((1, None), (50, 1), (50, 2)):
         if neighbour is not None:
@@ -201,7 +201,7 @@ def test_an_images_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_th
     assert texts == [ONE.text] * 3
 
 
-def test_an_image_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_them(host):
+def test_partial_encode_independent_of_interleaved_steps(host):
     """Text is decoded between them, a smaller image encoded, and an image given up before."""
     ONE.encode(host)
     beside = ONE.request(host)
@@ -218,7 +218,7 @@ def test_an_image_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_
     assert [*emitted(result, 0), *host.go_on(request, 9, CHAIN)] == TWO.text
 
 
-def test_encodings_that_leave_out_a_block_are_refused_by_name():
+def test_encode_programs_missing_encoder_block_raise():
     config = config_from_folder(MODEL)
     weights = load_all(MODEL, config, True)
     fewer = tuple(each for each in capacity().programs if each is not PIECES[0])
@@ -228,7 +228,7 @@ def test_encodings_that_leave_out_a_block_are_refused_by_name():
         )
 
 
-def test_another_image_of_the_same_size_gives_another_text(host):
+def test_different_image_of_same_size_changes_output(host):
     TWO.encode(host)
     plan = image_plan(host, 0, 1)
     plan.work.pixels.bytes[:] = plan.work.pixels.bytes[::-1]
@@ -257,7 +257,7 @@ def expected_drafts(prompt: Prompt, rows: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("prompt", [TWO, ONE], ids=["two", "one"])
-def test_drafts_read_the_images_rows_and_turn_behind_them(host, prompt):
+def test_image_drafts_match_golden_mtp(host, prompt):
     """Of placeholders, or of turns by places, they would be others: see `expected_drafts`."""
     prompt.encode(host)
     request = prompt.request(host)
@@ -268,7 +268,7 @@ def test_drafts_read_the_images_rows_and_turn_behind_them(host, prompt):
     assert drafted.drafts[0].tolist() == expected_drafts(prompt, np.concatenate(rows))
 
 
-def test_a_start_without_a_tower_has_no_program_that_encodes():
+def test_encode_programs_require_encoder_cache_and_vlm():
     config = config_from_folder(MODEL)
     weights = load_all(MODEL, config, True)
     with pytest.raises(ValueError, match="a vision encoder requires an encoder cache"):

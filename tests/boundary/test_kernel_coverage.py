@@ -77,7 +77,7 @@ DELTA = {16, 32, 64, 128}
 
 
 @each_platform
-def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platform):
+def test_attention_head_sizes_have_kernels_or_raise(platform):
     for size in range(2, 322, 2):
         if size in HEADS:
             assert asked(platform, config_with(head_size=size), **NEXTN) == ()
@@ -87,7 +87,7 @@ def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platfo
 
 
 @each_platform
-def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
+def test_gdn_head_sizes_have_kernels_or_raise(platform):
     sizes = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     for key, value in product(sizes, sizes):
         config = config_with(key_size=key, value_size=value)
@@ -101,7 +101,7 @@ def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
 
 @each_platform
 @pytest.mark.parametrize("width", range(1, 17))
-def test_each_width_of_a_tree_has_kernels(width: int, platform):
+def test_tree_widths_have_kernels(width: int, platform):
     nodes = {"speculative_num_draft_tokens": min(64, 1 + width + width**2)} if width > 1 else {}
     shape = {"speculative_num_steps": 2, "speculative_eagle_topk": width, **nodes}
     assert asked(platform, CONFIG, **NEXTN, **shape) == ()
@@ -109,7 +109,7 @@ def test_each_width_of_a_tree_has_kernels(width: int, platform):
 
 @each_platform
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_has_kernels(rule: str, platform):
+def test_accept_rules_have_kernels(rule: str, platform):
     flags = {"accept_rule": "exact" if rule == "exact" else "rejection"}
     assert (
         asked(
@@ -120,7 +120,7 @@ def test_each_rule_has_kernels(rule: str, platform):
 
 
 @each_platform
-def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
+def test_float32_fallbacks_counted_on_gpu_only(platform):
     found = asked(platform, CONFIG, dtype="float32")
     names = ["gdn_layer.prefill", "layers.rms_norm", "linear", "lm_head"]
     assert [each.name for each in found] == names
@@ -129,7 +129,7 @@ def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
 
 
 @each_platform
-def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
+def test_float32_head_convolutions_counted_on_gpu(platform):
     flags = {"speculative_algorithm": "DFLASH2", "speculative_draft_model_path": "head"}
     flags |= {"head": tiny_pair_head(CONFIG, 0, head_dim=16).config}
     found = {each.name: each for each in asked(platform, CONFIG, dtype="float32", **flags)}
@@ -139,7 +139,7 @@ def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
 
 
 @each_platform
-def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
+def test_float32_vision_encoder_counted_on_gpu(platform):
     tower = VisionEncoder(vision(), image_config())
     found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
     assert {*OF_TOWERS} <= found.keys()
@@ -158,7 +158,7 @@ def with_experts(**changed):
 
 
 @each_platform
-def test_experts_in_float32_are_counted_on_a_gpu(platform):
+def test_float32_experts_counted_on_gpu(platform):
     found = {each.name: each.reason for each in asked(platform, with_experts(), dtype="float32")}
     assert found["experts"] == "bfloat16, got float32"
     assert asked(platform, with_experts()) == ()
@@ -178,7 +178,7 @@ def test_experts_in_float32_are_counted_on_a_gpu(platform):
         ),
     ],
 )
-def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, said):
+def test_unsupported_expert_widths_raise(platform, changed, said):
     model = with_experts(**changed)
     with pytest.raises(ValueError, match=said):
         asked(platform, model)
@@ -190,9 +190,7 @@ def started(platform: Platform, *flags: str) -> int:
 
 
 @each_platform
-def test_a_start_that_no_kernel_takes_is_refused_before_weights_are_read(
-    platform, tmp_path, capfd, monkeypatch
-):
+def test_unsupported_kernel_sizes_rejected_before_loading(platform, tmp_path, capfd, monkeypatch):
     write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"head_dim": 16', '"head_dim": 24'))
@@ -202,7 +200,7 @@ def test_a_start_that_no_kernel_takes_is_refused_before_weights_are_read(
     assert "got 24" in line
 
 
-def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
+def test_fallback_ops_are_logged_and_counted(tmp_path, capfd, monkeypatch):
     write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
     served = []
     monkeypatch.setattr(loop, "run", lambda engine, *rest: served.append(engine) or 0)
@@ -222,14 +220,14 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
     assert 0 < counts["gdn_layer.prefill"] < counts["linear"] == counts["layers.rms_norm"]
 
 
-def test_a_start_without_plain_operations_counts_zeros():
+def test_fallback_gauges_without_fallbacks_equal_zero():
     assert {name: read() for name, read in fallback_gauges(()).items()} == {
         f'engine_fallback_ops{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
     }
 
 
 @pytest.mark.parametrize("backend", ["jax_impl", "torch_impl"])
-def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
+def test_fallback_ops_in_code_match_operations_table(backend: str):
     """By their text: what has a condition for its kernels, or a kernel's function that gives up."""
     found = set()
     for path in (ROOT / backend / "ops").rglob("*.py"):

@@ -46,7 +46,7 @@ def step(host: Host, rows: list[Request], copies: NgramTrees) -> StepResult:
 
 
 @either_sampling
-def test_copies_that_are_right_or_wrong_or_late_give_the_plain_text(host, how):
+def test_ngram_drafts_do_not_change_output(host, how):
     """Of every age: made of the text two tokens ago at most, as with steps in flight."""
     prompts = [prompt(30 + n, 10 + 7 * n) for n in range(3)]
     hows = [how, {**how, "seed32": 5}, {**how, "max_draft_tokens": 2}]
@@ -76,7 +76,7 @@ def test_copies_that_are_right_or_wrong_or_late_give_the_plain_text(host, how):
         assert text == plain[: len(text)]
 
 
-def test_without_copies_the_drafts_are_the_chain_of_the_drafter(host):
+def test_merged_step_without_ngrams_equals_chain(host):
     rows, twins = ([host.request(prompt(40 + n, 12)) for n in range(BATCH)] for _ in range(2))
     host.prefill(*rows)
     host.prefill(*twins)
@@ -92,7 +92,7 @@ def test_without_copies_the_drafts_are_the_chain_of_the_drafter(host):
     assert not joined.origins.copied.any()
 
 
-def test_a_row_whose_drafter_was_not_fed_verifies_its_copies_alone(host):
+def test_cold_row_verifies_only_ngram_drafts(host):
     tokens = prompt(50, 12)
     want = host.alone(tokens, 12)
     row = host.request(tokens)
@@ -106,7 +106,7 @@ def test_a_row_whose_drafter_was_not_fed_verifies_its_copies_alone(host):
     assert result.origins.drafted[0].sum() == CHAIN.depth, "the accepted copies fed the drafter"
 
 
-def test_a_request_that_may_have_no_drafts_verifies_no_copies(host):
+def test_max_draft_tokens_zero_verifies_no_ngrams(host):
     tokens = prompt(51, 12)
     want = host.alone(tokens, 12)
     row = host.request(tokens, max_draft_tokens=0)
@@ -116,7 +116,7 @@ def test_a_request_that_may_have_no_drafts_verifies_no_copies(host):
     assert text + emitted(result, 0) == want[:2]
 
 
-def test_backends_join_and_accept_alike(host, recorded):
+def test_merged_trees_of_backends_bitwise_equal(host, recorded):
     """Copies right up to a word, in a batch with a padded row, with the numpy backend's results."""
     rows = [host.request(prompt(60 + n, 15), **{**SAMPLED, "seed32": n}) for n in range(3)]
     texts = [emitted(host.prefill(*rows), row) for row in range(3)]

@@ -39,7 +39,7 @@ DRAFTS = SHARED.rows - BATCH
 LIKELY, SELDOM = 0.0, -50.0
 
 
-def test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all(host):
+def test_verify_budget_preserves_output_and_uses_all_rows(host):
     """A padded batch of all temperatures; one row may have a single draft."""
     hows = [
         SAMPLED,
@@ -68,7 +68,7 @@ def test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all(host):
         assert text == host.alone(tokens, len(text), **how)
 
 
-def test_what_is_verified_are_the_first_drafts_of_the_whole_chain(host):
+def test_verify_budget_keeps_first_chain_drafts(host):
     tokens = prompt(50, 12)
     shared, whole = ([host.request(tokens, output=()) for _ in range(BATCH)] for _ in range(2))
     for rows in (shared, whole):
@@ -88,7 +88,7 @@ def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]
     return host.run(plan).num_nodes[: len(rows)].tolist()
 
 
-def test_a_request_whose_drafts_are_accepted_gets_more_rows_than_one_whose_are_not(host):
+def test_verify_budget_prefers_rows_with_high_acceptance(host):
     rows = [host.request(prompt(60, 15)) for _ in range(BATCH)]
     host.prefill(*rows)
     likely, seldom = [LIKELY] * 3, [SELDOM] * 3
@@ -99,14 +99,14 @@ def test_a_request_whose_drafts_are_accepted_gets_more_rows_than_one_whose_are_n
         assert sum(nodes) == SHARED.rows
 
 
-def test_a_depth_that_is_seldom_reached_is_not_verified(host):
+def test_verify_budget_skips_unlikely_depths(host):
     """And what stands behind it neither, whatever is said of that."""
     rows = [host.request(prompt(61, 15)) for _ in range(2)]
     host.prefill(*rows)
     assert shared_nodes(host, rows, [[LIKELY, SELDOM, LIKELY], [LIKELY] * 3]) == [2, 4]
 
 
-def test_a_row_that_cannot_draft_leaves_its_rows_to_the_others(host):
+def test_cold_row_gives_verify_budget_to_others(host):
     cold, *warm = [host.request(prompt(62 + n, 15)) for n in range(3)]
     host.prefill(cold, *warm)
     host.decode(cold, shape=PLAIN)  # whose drafter was not fed
@@ -115,7 +115,7 @@ def test_a_row_that_cannot_draft_leaves_its_rows_to_the_others(host):
     assert result.num_nodes[1:3].sum() == 2 + DRAFTS
 
 
-def test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours(host):
+def test_failed_row_takes_no_verify_budget(host):
     tokens = prompt(1, 20)
     poisoned = host.request((*prompt(13, 10), POISON, *prompt(14, 10)))
     healthy = host.request(tokens)
@@ -128,7 +128,7 @@ def test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours(host):
     assert text == host.alone(tokens, len(text))
 
 
-def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
+def test_host_trees_beyond_verify_rows_raise():
     """The host limits its trees itself; every row of the plan verifies its root."""
     config, _ = contract_model()
     capacity = contract_capacity(config)

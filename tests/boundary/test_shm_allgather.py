@@ -36,14 +36,14 @@ def expected(calls=40):
     return [np.stack([given_by(rank, call) for rank in range(3)]) for call in range(calls)]
 
 
-def test_all_ranks_get_what_each_has_given_in_order(mailboxes):
+def test_shm_allgather_returns_all_ranks_in_order(mailboxes):
     with ThreadPoolExecutor(3) as threads:
         got = list(threads.map(partial(exchanges, mailboxes), range(3)))
     for of_rank in got:
         np.testing.assert_array_equal(of_rank, expected())
 
 
-def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes, monkeypatch):
+def test_shm_allgather_fences_values_and_sequence_numbers(mailboxes, monkeypatch):
     """What a processor without an order of stores needs; only what it stands between is seen."""
     path, *_ = mailboxes.__reduce__()[1]
     memory, seen = np.memmap(path, np.uint8, "r"), []
@@ -66,7 +66,7 @@ def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes
     assert seen == [(0, 1, values), (1, 1, values), (1, 1, values)]
 
 
-def test_processes_exchange_as_threads_do(mailboxes):
+def test_shm_allgather_works_across_processes(mailboxes):
     mailboxes.wait_s = 60.0  # the others have to start
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         others = pool.map_async(partial(exchanges, mailboxes), (1, 2), chunksize=1)
@@ -75,7 +75,7 @@ def test_processes_exchange_as_threads_do(mailboxes):
             np.testing.assert_array_equal(of_rank, expected())
 
 
-def test_a_rank_that_does_not_come_is_named(mailboxes):
+def test_shm_allgather_timeout_names_missing_rank(mailboxes):
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(mailboxes.all_gather, rank, given_by(rank, 0)) for rank in (0, 1)]
         for rank, future in enumerate(waiting):
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named(mailboxes):
                 future.result(10)
 
 
-def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
+def test_shm_allgather_waits_once_for_missing_rank(mailboxes):
     """A step has many exchanges, and its end is not to wait for each."""
     for call in (1, 2):
         began = time.monotonic()
@@ -95,7 +95,7 @@ def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
         assert (time.monotonic() - began > 0.25) is (call == 1)
 
 
-def test_a_rank_with_other_bytes_is_named(mailboxes):
+def test_shm_allgather_size_mismatch_names_rank(mailboxes):
     with ThreadPoolExecutor(3) as threads:
         sizes = (8, 8, 12)
         futures = [
@@ -106,7 +106,7 @@ def test_a_rank_with_other_bytes_is_named(mailboxes):
             futures[0].result(10)
 
 
-def test_ranks_that_do_not_exist_are_refused(mailboxes):
+def test_tp_group_rejects_invalid_ranks(mailboxes):
     with pytest.raises(ValueError, match="rank must be in 0..2, got 3"):
         TPGroup(3, 3, mailboxes)
     with pytest.raises(ValueError, match="mailboxes must be created for 2 ranks, got 3"):
@@ -114,7 +114,7 @@ def test_ranks_that_do_not_exist_are_refused(mailboxes):
     assert SINGLE_RANK.is_single
 
 
-def test_nothing_is_left_in_a_folder_of_the_machine():
+def test_shm_allgather_leaves_no_file():
     """A process that is killed takes nothing away."""
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()

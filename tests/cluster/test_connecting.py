@@ -36,13 +36,13 @@ VERSIONS = RuntimeError("Version mismatch: The cluster was started with:\n    Ra
         ),
     ],
 )
-def test_each_fault_has_its_sentence(error, sentence):
+def test_connection_fault_names_each_cause(error, sentence):
     found = connection_fault(error)
     assert found.startswith(sentence)
     assert "\n" not in found
 
 
-def test_an_address_that_answers_is_a_ray_that_did_not_accept():
+def test_connection_fault_distinguishes_rejected_from_absent_ray():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         error = ConnectionError(f"Failed to connect to Ray cluster at 127.0.0.1:{port}")

@@ -37,7 +37,7 @@ def _is_open(call: socket.socket) -> bool:
     return False
 
 
-def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener):
+def test_accept_rank_connection_ignores_strangers(listener):
     """One is silent, one says too little, two the wrong words, one resets, one leaves."""
     with ExitStack() as stack:
         calls = [
@@ -72,7 +72,7 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
             assert _is_open(stranger) is False, "a stranger is answered, or kept"
 
 
-def test_a_rank_that_ends_or_does_not_call_is_named_by_its_host(listener, monkeypatch):
+def test_accept_rank_connection_names_host_of_lost_rank(listener, monkeypatch):
     monkeypatch.setattr(rank_connection, "LOOK_S", 0.05)
     with pytest.raises(ConfigError, match="a rank on a host was terminated by SIGKILL"):
         accept_rank_connection(listener, SECRET, "a host", lambda: "was terminated by SIGKILL")

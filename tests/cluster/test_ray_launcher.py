@@ -67,7 +67,7 @@ def text_of(server: Server) -> str:
 
 
 @NEEDS_RAY
-def test_two_hosts_serve_the_text_of_one_and_end_together(hosts):
+def test_ray_hosts_output_equals_single_rank_and_exit(hosts):
     with serving(["-m", MODULE, *FLAGS]) as alone:
         wanted = text_of(alone)
     with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
@@ -80,7 +80,7 @@ def test_two_hosts_serve_the_text_of_one_and_end_together(hosts):
 
 @NEEDS_RAY
 @pytest.mark.parametrize("lost", ["rank", "actor", "stopped"])
-def test_a_rank_that_is_lost_ends_all_by_its_name_and_host(hosts, lost):
+def test_lost_ray_rank_ends_all_ranks(hosts, lost):
     reasons = {
         "rank": "was terminated by SIGKILL while serving",
         "actor": "was lost with its Ray actor while serving",
@@ -99,7 +99,7 @@ def test_a_rank_that_is_lost_ends_all_by_its_name_and_host(hosts, lost):
 
 
 @NEEDS_RAY
-def test_no_rank_outlives_rank_0(hosts):
+def test_ray_workers_exit_with_rank_0(hosts):
     with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
         rank = rank_1()
         pids = [*server.pids(), rank]
@@ -108,7 +108,7 @@ def test_no_rank_outlives_rank_0(hosts):
 
 
 @NEEDS_RAY
-def test_more_ranks_than_there_is_room_for_are_refused(hosts, monkeypatch):
+def test_ray_launcher_rejects_more_ranks_than_resources(hosts, monkeypatch):
     from shared.cluster import ray_launcher
 
     monkeypatch.setattr(ray_launcher, "ROOM_S", 5.0)
@@ -118,7 +118,7 @@ def test_more_ranks_than_there_is_room_for_are_refused(hosts, monkeypatch):
         ray_launcher.RayLauncher(3, "no.module", with_gpus=False)
 
 
-def test_without_ray_the_start_says_what_to_install(monkeypatch):
+def test_missing_ray_package_names_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "shared.cluster.ray_launcher", raising=False)
     options = parse([*FLAGS, *BY_RAY])
@@ -143,7 +143,7 @@ NOTHING_TO_PLACE = {
 
 
 @pytest.mark.parametrize("flags", NOTHING_TO_PLACE)
-def test_where_there_is_nothing_to_place_ray_is_refused(flags):
+def test_ray_backend_requires_tp_and_torch(flags):
     module, sentence = NOTHING_TO_PLACE[flags]
     options = parse([*FLAGS, *flags.split()])
     refused = pytest.raises(ConfigError, match=sentence)

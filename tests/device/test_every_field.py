@@ -111,9 +111,9 @@ ELSEWHERE = {
         ("add_generation_prompt", "continue_final_message"),
         f"{HTTP}_tokens.py::test_tokenize_applies_generation_prompt_and_continue_final_message",
     ),
-    "trace": "tests/engine/test_step_trace.py::test_only_who_asks_is_told_and_nobodys_text_changes",
-    "user": f"{ENGINE}::test_tenants_do_not_see_each_other",
-    "priority": f"{ENGINE}::test_priorities_go_first_and_nobody_starves",
+    "trace": "tests/engine/test_step_trace.py::test_step_trace_only_for_requesting_requests",
+    "user": f"{ENGINE}::test_prefix_cache_isolates_tenants",
+    "priority": f"{ENGINE}::test_priority_scheduling_without_starvation",
 }
 """Where it is tested what other fields do: those that choose no token, however a text comes about,
 and those of grammars, whose masks need programs of their own."""

@@ -26,7 +26,7 @@ def parsed(**fields) -> DraftConfig:
     return DraftConfig.from_dict({**CONFIG, **fields}, TARGET)
 
 
-def test_a_written_model_loads_again(tmp_path):
+def test_dflash2_head_round_trips(tmp_path):
     want = write_tiny_pair(tmp_path / "head", TARGET, 3)
     files = open_head(tmp_path / "head")
     assert kind_of(files.names) == want.config.kind == "DFLASH2"
@@ -38,7 +38,7 @@ def test_a_written_model_loads_again(tmp_path):
         np.testing.assert_array_equal(got.weights[name], array, err_msg=name)
 
 
-def test_its_fields_may_stand_in_either_place():
+def test_dflash2_fields_accepted_in_either_place():
     flat = {name: value for name, value in CONFIG.items() if name not in OWN}
     nested = {**flat["dflash_config"], **{name: CONFIG[name] for name in OWN}}
     assert DraftConfig.from_dict({**flat, "dflash_config": nested}, TARGET) == parsed()
@@ -49,7 +49,7 @@ def test_its_fields_may_stand_in_either_place():
     assert parsed(sample_from_anchor=True).block.nodes == 5
 
 
-def test_its_format_leaves_out_what_is_usual():
+def test_speculators_dflash2_config_uses_defaults():
     outer = ("architectures", "block_size", "dflash_config", "num_target_layers", *OWN)
     layer = {name: value for name, value in CONFIG.items() if name not in outer}
     written = {
@@ -79,7 +79,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_not_supported_is_refused_by_its_name(field):
+def test_dflash2_config_rejects_unsupported_field(field):
     fields, named = REFUSED[field]
     with pytest.raises(ValueError, match="draft model") as refused:
         parsed(**fields)
@@ -87,12 +87,12 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
     assert named in str(refused.value)
 
 
-def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
+def test_dflash2_config_rejects_differing_vocab_padding():
     with pytest.raises(ValueError, match="selector is indexed by the target's tokens"):
         DraftConfig.from_dict({**CONFIG, "vocab_size": TARGET.vocab + 8}, TARGET, None, 99)
 
 
-def test_it_is_told_from_a_dflash_head(tmp_path):
+def test_dflash2_head_distinguished_from_dflash(tmp_path):
     write_tiny_pair(tmp_path / "head", TARGET, 3)
     path = tmp_path / "head" / "config.json"
     path.write_text(json.dumps(tiny_block_config(TARGET)), encoding="utf-8")

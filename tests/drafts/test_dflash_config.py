@@ -51,7 +51,7 @@ def write(folder, prefix: str = "", **fields) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_written_model_loads_again_with_and_without_a_prefix(prefix, tmp_path):
+def test_dflash_head_round_trips_with_and_without_prefix(prefix, tmp_path):
     write(tmp_path / "head", prefix)
     checkpoint = open_head(tmp_path / "head")
     assert kind_of(checkpoint.names) == "DFLASH"
@@ -63,14 +63,14 @@ def test_a_written_model_loads_again_with_and_without_a_prefix(prefix, tmp_path)
         np.testing.assert_array_equal(got.weights[name], HEAD.weights[name], err_msg=name)
 
 
-def test_the_block_is_read_from_either_place():
+def test_dflash_block_size_read_from_either_place():
     outer = {"block_size": 8, **dflash()}
     inner = {"block_size": None, **dflash(block_size=8)}
     assert parsed(**outer).block == parsed(**inner).block
     assert parsed(**outer).block.size == 8
 
 
-def test_layers_slide_and_look_back_as_config_json_says():
+def test_dflash_windows_and_causality_follow_config():
     block = parsed().block
     assert block.windows == (2, 2, 2, None)
     assert block.causal == (True, True, True, False)
@@ -80,7 +80,7 @@ def test_layers_slide_and_look_back_as_config_json_says():
     assert (full.windows, full.causal) == ((None,) * 4, (False,) * 4)
 
 
-def test_a_window_option_replaces_the_windows_of_all_layers():
+def test_with_window_replaces_windows_of_all_layers():
     config = parsed()
     assert config.with_window(None) is config
     assert config.with_window(6).block.windows == (6,) * 4
@@ -97,7 +97,7 @@ def test_a_window_option_replaces_the_windows_of_all_layers():
         (2, 8, (2, 6)),
     ],
 )
-def test_without_ids_the_layers_that_are_read_are_spread_evenly(num_layers, target_layers, streams):
+def test_dflash_default_aux_layers_are_spread_evenly(num_layers, target_layers, streams):
     target = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * target_layers)
     fields = {"num_hidden_layers": num_layers, "num_target_layers": target_layers}
     found = parsed(target, layer_types=None, **fields, **dflash(target_layer_ids=None))
@@ -137,7 +137,7 @@ OF_ANOTHER_KIND = [
 
 
 @pytest.mark.parametrize(("field", "value", "must"), OF_ANOTHER_KIND, ids=str)
-def test_a_value_of_another_kind_is_refused_by_its_field(field, value, must):
+def test_dflash_config_rejects_invalid_field_value(field, value, must):
     for fields in ({field: value}, dflash(**{field: value})):
         with pytest.raises(
             ValueError, match=f"^{field} in the draft model's config.json must {must}"
@@ -145,7 +145,7 @@ def test_a_value_of_another_kind_is_refused_by_its_field(field, value, must):
             parsed(**fields)
 
 
-def test_a_blocks_nodes_are_not_read_from_a_format_of_another_kind():
+def test_stated_nodes_rejects_invalid_speculators_model_type():
     assert stated_nodes(CONFIG, "DFLASH") == 4
     for value in ({}, ["dflash"], 5):
         with pytest.raises(ValueError, match="^speculators_model_type in the draft model's"):
@@ -153,7 +153,7 @@ def test_a_blocks_nodes_are_not_read_from_a_format_of_another_kind():
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_not_supported_is_refused_by_its_name(field):
+def test_dflash_config_rejects_unsupported_field(field):
     fields, named = REFUSED[field]
     with pytest.raises(ValueError, match="draft model") as refused:
         parsed(**fields)
@@ -170,7 +170,7 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
         ("layers.7.mlp.up_proj.weight", "layers.7.mlp.up_proj.weight"),
     ],
 )
-def test_tensors_of_other_models_are_refused_by_name(tensor, model, tmp_path):
+def test_tensors_of_other_models_rejected_by_name(tensor, model, tmp_path):
     write(tmp_path / "head")
     path = tmp_path / "head" / SINGLE_FILE
     save_file({**load_file(path), tensor: np.zeros(3, np.float32)}, path)
@@ -183,7 +183,7 @@ COSTS = PLATFORM.costs
 CPU = Device("cpu", "CPU", 8 << 30)
 
 
-def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
+def test_dflash_block_sets_shape_and_memory_plan():
     planned = plan(parse(DFLASH), TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
     capacity, sizes = planned.capacity, {line.name: line.num_bytes for line in planned.lines}
     drafted = {(s.nodes, s.depth, s.width) for s in capacity.shapes if not s.is_plain}
@@ -203,7 +203,7 @@ def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
         ("--speculative-draft-window-size 3", "than the draft model's chain of 4 nodes"),
     ],
 )
-def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
+def test_dflash_rejects_conflicting_shape_flags(flag, told):
     options = parse([*DFLASH, *flag.split()])
     (refused,) = refusals(
         RuleContext(options=options, model=TARGET, has_mtp=False, head_kind="DFLASH", block=4)
@@ -211,7 +211,7 @@ def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
     assert told in refused
 
 
-def test_a_shape_that_is_the_blocks_may_be_given():
+def test_dflash_accepts_matching_shape_flags():
     same = ["--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"]
     with_flags, without = (
         plan(parse(f), TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
@@ -230,7 +230,7 @@ def test_a_shape_that_is_the_blocks_may_be_given():
     ],
     ids=str,
 )
-def test_a_backend_drafts_chains_of_the_block_only(shape, told, framework):
+def test_backend_rejects_shapes_other_than_dflash_chain(shape, told, framework):
     capacity: BackendLimits = capacity_of("qwen3", 16, (shape,))
     with pytest.raises(ValueError, match=told):
         make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), capacity, HEAD)

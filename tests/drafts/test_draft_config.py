@@ -45,7 +45,7 @@ def renamed(tensors, old, new):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_a_written_head_loads_again_for_every_target(family, kind, tmp_path):
+def test_eagle_head_round_trips_for_every_target(family, kind, tmp_path):
     target, weights = tiny_model(family, 0)
     want = write_tiny_head(tmp_path / "head", target, weights, kind, 1)
     config = DraftConfig.from_folder(tmp_path / "head", target)
@@ -60,7 +60,7 @@ def test_a_written_head_loads_again_for_every_target(family, kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", EAGLE3_VARIANTS)
-def test_a_variant_of_eagle3_has_the_tensors_that_its_config_asks_for(name, tmp_path):
+def test_eagle3_variant_has_configured_tensors(name, tmp_path):
     fields = EAGLE3_VARIANTS[name]
     head = write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE3", 1, **fields)
     wanted = check_head(open_head(tmp_path / "head"), head.config)
@@ -72,7 +72,7 @@ def test_a_variant_of_eagle3_has_the_tensors_that_its_config_asks_for(name, tmp_
     assert head.config.has_draft_vocab == (name not in whole) == ("draft_ids" in head.weights)
 
 
-def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
+def test_aux_streams_follow_listed_or_default_layers():
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     assert parsed("EAGLE3", eight, eagle_config={}).aux_streams == (2, 4, 5)
     for nothing in ([], None):
@@ -90,7 +90,7 @@ def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested):
+def test_aux_layer_ids_including_layer_count_are_streams(nested):
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
@@ -101,7 +101,7 @@ def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested)
     ("ids", "nested"),
     [([0, 3, 6], False), ([3, 4, 6], True), ([3, 4, 6], False)],
 )
-def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused_until_a_flag_tells(ids, nested):
+def test_ambiguous_aux_layer_ids_require_flag(ids, nested):
     """Read by the wrong one of the two, a head loads and drafts badly without a word."""
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": ids}
@@ -113,7 +113,7 @@ def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused_until_a_flag_te
     assert told == [tuple(ids), tuple(i + 1 for i in ids)]
 
 
-def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
+def test_aux_layer_convention_without_list_raises():
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     for config in (
         tiny_head_config(eight, "EAGLE3", eagle_config={}),
@@ -133,7 +133,7 @@ def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
         ("LlamaForCausalLMEagle3", {}, "EAGLE3"),
     ],
 )
-def test_the_kind_is_told_by_architecture_and_draft_vocabulary(architecture, fields, kind):
+def test_head_kind_follows_architecture_and_draft_vocabulary(architecture, fields, kind):
     config = tiny_head_config(TARGET, "EAGLE3")
     del config["draft_vocab_size"]
     config |= {"architectures": [architecture], **fields}
@@ -142,7 +142,7 @@ def test_the_kind_is_told_by_architecture_and_draft_vocabulary(architecture, fie
     assert DraftConfig.from_dict(config, TARGET).kind == kind
 
 
-def test_rotation_and_bias_are_the_heads_own():
+def test_head_rotation_and_bias_are_own():
     assert TARGET.attention.rotary.type == "llama3"
     rotary = parsed("EAGLE").layer.attention.rotary
     assert (rotary.type, rotary.theta) == ("default", 10000.0)
@@ -199,7 +199,7 @@ REFUSED_CONFIGS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)
-def test_what_a_head_may_not_be_is_refused_by_the_name_of_its_field(case):
+def test_unsupported_head_config_names_field(case):
     kind, fields, named = REFUSED_CONFIGS[case]
     with pytest.raises(ValueError, match="draft model") as refused:
         parsed(kind, **fields)
@@ -221,12 +221,12 @@ OF_ANOTHER_KIND = [
 
 
 @pytest.mark.parametrize(("field", "value", "must"), OF_ANOTHER_KIND, ids=str)
-def test_a_value_of_another_kind_is_refused_by_its_field(field, value, must):
+def test_head_config_rejects_invalid_field_value(field, value, must):
     with pytest.raises(ValueError, match=f"^{field} in the draft model's config.json must {must}"):
         parsed("EAGLE3", **{field: value})
 
 
-def test_a_head_in_the_speculators_format_names_its_layers_by_a_text():
+def test_speculators_layer_model_type_must_be_string():
     layer = tiny_head_config(TARGET, "EAGLE3")
     del layer["architectures"], layer["draft_vocab_size"], layer["eagle_config"]
     config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
@@ -270,7 +270,7 @@ REFUSED_TENSORS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_files_of_another_head_are_refused_by_their_tensors(case, tmp_path):
+def test_tensors_of_other_heads_rejected_by_name(case, tmp_path):
     kind, spoil, named = REFUSED_TENSORS[case]
     head = write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, kind, 1)
     rewrite(tmp_path / "head", spoil)
@@ -280,7 +280,7 @@ def test_files_of_another_head_are_refused_by_their_tensors(case, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_the_kind_is_read_off_the_tensors_and_must_be_that_of_the_config(kind, tmp_path):
+def test_kind_of_tensors_must_match_config(kind, tmp_path):
     write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, kind, 1)
     checkpoint = open_head(tmp_path / "head")
     assert kind_of(checkpoint.names) == kind
@@ -289,7 +289,7 @@ def test_the_kind_is_read_off_the_tensors_and_must_be_that_of_the_config(kind, t
         check_head(checkpoint, parsed(other))
 
 
-def test_other_spellings_of_tensors_are_accepted(tmp_path):
+def test_head_tensors_accept_other_spellings(tmp_path):
     fields = {"use_aux_norm": True}
     want = write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE3", 1, **fields)
 
@@ -306,7 +306,7 @@ def test_other_spellings_of_tensors_are_accepted(tmp_path):
         np.testing.assert_array_equal(got.weights[name], want.weights[name], err_msg=name)
 
 
-def test_a_bias_that_is_not_stored_is_zero(tmp_path):
+def test_missing_fc_bias_is_dropped(tmp_path):
     write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE", 1)
     rewrite(tmp_path / "head", lambda tensors: tensors.pop("fc.bias"))
     files = open_head(tmp_path / "head")
@@ -314,14 +314,14 @@ def test_a_bias_that_is_not_stored_is_zero(tmp_path):
     assert "fc_bias" not in head.weights
 
 
-def test_pickled_weights_are_refused_by_name(tmp_path):
+def test_pickled_head_weights_raise(tmp_path):
     write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE3", 1)
     (tmp_path / "head" / SINGLE_FILE).rename(tmp_path / "head" / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         open_head(tmp_path / "head")
 
 
-def test_a_missing_or_broken_config_is_named(tmp_path):
+def test_missing_or_broken_head_config_raises(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         DraftConfig.from_folder(tmp_path / "nowhere", TARGET)
     with pytest.raises(ValueError, match=r"no config\.json"):
@@ -337,7 +337,7 @@ def passed_over(rng, num_rows):
     return model.Forward(streams[-1].astype(np.float32), streams.astype(np.float32), kv)
 
 
-def test_the_norms_before_fc_take_each_stream_and_then_all_as_one():
+def test_fc_norms_apply_per_stream_then_jointly():
     head = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1, fc_norm=True, norm_before_fc=True, bias=True)
     passed, eps = passed_over(np.random.default_rng(0), 5), head.config.layer.rms_eps
     norms = zip(head.config.aux_streams, head.weights["aux_norm"], strict=True)
@@ -361,7 +361,7 @@ def one_row(head, reads):
     return hidden, logits
 
 
-def test_a_normed_output_changes_what_the_next_step_reads_and_nothing_else():
+def test_norm_output_changes_only_next_hidden():
     reads = np.random.default_rng(0).standard_normal((1, TARGET.hidden)).astype(np.float32)
     plain = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1)
     config = dataclasses.replace(plain.config, norm_output=True)
@@ -372,14 +372,14 @@ def test_a_normed_output_changes_what_the_next_step_reads_and_nothing_else():
     np.testing.assert_array_equal(normed, want)
 
 
-def test_a_head_scores_the_tokens_of_its_draft_vocabulary_and_no_others():
+def test_head_scores_only_draft_vocabulary():
     reads = np.random.default_rng(0).standard_normal((1, TARGET.hidden)).astype(np.float32)
     head = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1)
     _, logits = one_row(head, reads)
     np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), head.weights["draft_ids"])
 
 
-def test_a_head_of_its_own_size_reads_its_own_embedding():
+def test_head_of_own_size_uses_own_embedding():
     fields = {"hidden_size": 32, "target_hidden_size": TARGET.hidden}
     head = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1, **fields)
     reads = np.random.default_rng(0).standard_normal((1, 32)).astype(np.float32)

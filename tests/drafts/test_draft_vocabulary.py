@@ -41,7 +41,7 @@ def written(folder: Path, contents: object) -> str:
     return str(path)
 
 
-def test_a_list_in_any_order_is_read_ascending(tmp_path):
+def test_read_token_map_sorts_ids(tmp_path):
     assert read_token_map(written(tmp_path, [7, 0, 287, 5]), VOCAB) == (0, 5, 7, 287)
 
 
@@ -57,20 +57,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_another_list_is_refused_by_the_name_of_its_fault(case, tmp_path):
+def test_read_token_map_rejects_invalid_list(case, tmp_path):
     contents, named = REFUSED[case]
     with pytest.raises(ValueError, match=named):
         read_token_map(written(tmp_path, contents), VOCAB)
 
 
-def test_a_pickle_and_a_file_that_is_not_there_are_refused():
+def test_read_token_map_rejects_pickle_and_missing_file():
     with pytest.raises(ValueError, match="is a pickle"):
         read_token_map("freq_32768.pt", VOCAB)
     with pytest.raises(ValueError, match="cannot be read"):
         read_token_map("nowhere.json", VOCAB)
 
 
-def test_the_most_frequent_tokens_are_kept_and_of_equals_the_lower():
+def test_most_frequent_keeps_top_tokens_ties_lower():
     counts = np.array([3, 0, 5, 3, 0, 3])
     assert most_frequent(counts, 3).tolist() == [0, 2, 3]
     assert most_frequent(counts, 3, [4]).tolist() == [0, 2, 4]
@@ -78,7 +78,7 @@ def test_the_most_frequent_tokens_are_kept_and_of_equals_the_lower():
         most_frequent(counts, 7)
 
 
-def test_texts_of_all_forms_are_counted_and_give_the_same_list_each_time(tmp_path):
+def test_token_map_counts_all_text_formats_deterministically(tmp_path):
     write_tiny(tmp_path / "model", "qwen3_5", 0)
     save_tokenizer(tmp_path / "model")
     lines = ["aab", [98, 98], {"target": "01ab"}, {"prompt_ids": [122], "output_ids": [98, 99]}]
@@ -114,14 +114,14 @@ def test_texts_of_all_forms_are_counted_and_give_the_same_list_each_time(tmp_pat
         ("{bad", "line 1 is not valid JSON"),
     ],
 )
-def test_a_line_that_is_no_text_of_the_model_is_named(line, sentence, tmp_path):
+def test_token_map_rejects_invalid_line(line, sentence, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(line + "\n")
     with pytest.raises(ValueError, match=f"texts.jsonl.*{sentence}"):
         token_map.counted([texts], None, VOCAB)
 
 
-def test_answers_beside_messages_are_counted_too(tmp_path):
+def test_token_map_counts_answers_beside_messages(tmp_path):
     save_tokenizer(tmp_path)
     said = {"role": "assistant", "content": "f"}
     lines = [{"messages": [said], "answer": "d"}, {"prompt": "z", "completion": "e"}]
@@ -133,7 +133,7 @@ def test_answers_beside_messages_are_counted_too(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_rows_of_a_map_are_the_heads_own_on_every_rank(tied, tmp_path, monkeypatch):
+def test_draft_head_shards_equal_token_map_rows(tied, tmp_path, monkeypatch):
     config = write_tiny(tmp_path, "qwen3_5", 0, tied=tied)
     files, nothing = open_checkpoint(tmp_path), lambda count: None
     whole = next(p for p in parameters(config, False) if p.name == ("embed" if tied else "lm_head"))
@@ -169,7 +169,7 @@ def start(argv: list[str], reached: list) -> int:
     return launch(["--port", "0", *argv], lambda: platform)
 
 
-def test_a_start_gives_the_map_to_the_backend_and_has_a_line_for_its_rows(tmp_path):
+def test_token_map_reaches_backend_and_memory_plan(tmp_path):
     config, reached = write_tiny(tmp_path / "model", "qwen3_5", 0), []
     argv = ["--model-path", str(tmp_path / "model"), *NEXTN]
     argv += ["--speculative-token-map", written(tmp_path, [*MAP])]
@@ -183,7 +183,7 @@ def test_a_start_gives_the_map_to_the_backend_and_has_a_line_for_its_rows(tmp_pa
     assert made.num_bytes == bare.num_bytes + rows
 
 
-def test_a_map_that_a_drafter_cannot_use_is_refused(tmp_path, capfd):
+def test_unusable_token_map_raises(tmp_path, capfd):
     target = tiny_model("llama", 0)
     write_tiny(tmp_path / "model", "llama", 0)
     argv = ["--model-path", str(tmp_path / "model")]

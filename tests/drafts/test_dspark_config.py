@@ -35,7 +35,7 @@ def parsed(**fields) -> DraftConfig:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_written_model_loads_again(kind, tmp_path):
+def test_dspark_head_round_trips(kind, tmp_path):
     want = write_tiny_spark(tmp_path / "head", TARGET, WEIGHTS, 3, **KINDS[kind])
     files = open_head(tmp_path / "head")
     assert kind_of(files.names) == want.config.kind == "DSPARK"
@@ -47,7 +47,7 @@ def test_a_written_model_loads_again(kind, tmp_path):
         np.testing.assert_array_equal(got.weights[name], array, err_msg=name)
 
 
-def test_its_makers_forms_say_the_same():
+def test_dspark_config_spellings_are_equal():
     flat = {**CONFIG, "markov_rank": None, "block_size": None}
     nested = {**flat["dflash_config"], "markov_rank": TARGET.hidden, "block_size": 3}
     specforge = {**flat, "dflash_config": {**nested, "projector_type": "dspark"}}
@@ -60,7 +60,7 @@ def test_its_makers_forms_say_the_same():
     assert parsed().block.markov == markov
 
 
-def test_its_format_leaves_out_what_is_usual():
+def test_speculators_dspark_config_uses_defaults():
     outer = ("architectures", "block_size", "dflash_config", "num_target_layers", "markov_rank")
     layer = {name: value for name, value in CONFIG.items() if name not in outer}
     written = {
@@ -76,7 +76,7 @@ def test_its_format_leaves_out_what_is_usual():
     assert stated_nodes(written, "DSPARK") == 9
 
 
-def test_the_newest_tokens_own_slot_drafts_where_the_model_does_not_say_otherwise():
+def test_dspark_first_slot_follows_sample_from_anchor():
     assert (parsed().block.first_slot, parsed().block.nodes) == (0, 4)
     other = parsed(sample_from_anchor=False).block
     assert (other.first_slot, other.nodes) == (1, 3)
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_not_supported_is_refused_by_its_name(field):
+def test_dspark_config_rejects_unsupported_field(field):
     fields, named = REFUSED[field]
     with pytest.raises(ValueError, match="draft model") as refused:
         parsed(**fields)
@@ -103,7 +103,7 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
     assert named in str(refused.value)
 
 
-def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
+def test_dspark_config_rejects_differing_vocab_padding():
     with pytest.raises(ValueError, match="Markov step is indexed by the target's tokens"):
         DraftConfig.from_dict({**CONFIG, "vocab_size": TARGET.vocab + 8}, TARGET, None, 99)
 
@@ -116,9 +116,7 @@ def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
         ({"enable_confidence_head": False}, False, False),
     ],
 )
-def test_the_files_decide_whether_there_is_a_confidence_and_what_it_reads(
-    fields, has, sees, tmp_path
-):
+def test_dspark_confidence_inferred_from_tensors(fields, has, sees, tmp_path):
     write_tiny_spark(tmp_path / "head", TARGET, WEIGHTS, 3, **fields)
     path = tmp_path / "head" / "config.json"
     silent = {name: x for name, x in CONFIG.items() if "confidence" not in name}
@@ -130,7 +128,7 @@ def test_the_files_decide_whether_there_is_a_confidence_and_what_it_reads(
     check_head(files, config)
 
 
-def test_tensors_of_another_kind_are_refused_by_name(tmp_path):
+def test_dspark_rejects_tensors_of_other_kinds(tmp_path):
     head = write_tiny_spark(tmp_path / "head", TARGET, WEIGHTS, 3)
     files, dflash = open_head(tmp_path / "head"), tiny_block_config(TARGET)
     with pytest.raises(
@@ -143,7 +141,7 @@ def test_tensors_of_another_kind_are_refused_by_name(tmp_path):
         check_head(open_head(tmp_path / "head"), head.config)
 
 
-def test_the_algorithm_is_that_of_the_head():
+def test_speculative_algorithm_must_match_head_kind():
     for told, kind in (("DFLASH", "DSPARK"), ("DSPARK", "DFLASH")):
         line = ["--speculative-algorithm", told, "--speculative-draft-model-path", "head"]
         setup = RuleContext(

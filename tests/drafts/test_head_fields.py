@@ -57,12 +57,12 @@ def read(config: dict) -> DraftConfig:
 
 @pytest.mark.parametrize("field", WRITTEN)
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "DFLASH"])
-def test_fields_that_change_no_draft_are_served(kind, field):
+def test_head_config_ignores_fields_without_effect(kind, field):
     assert read(flat(kind) | {field: WRITTEN[field]}) == read(flat(kind))
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "DFLASH"])
-def test_rotary_settings_are_read_in_every_spelling(kind):
+def test_head_rotary_settings_accept_every_spelling(kind):
     config = flat(kind) | {"rope_scaling": None, "rope_theta": None}
     want = read(config | {"rope_theta": 7.0}).layer
     nested = {"full_attention": {"rope_theta": 7}, "sliding_attention": {"rope_theta": 7}}
@@ -73,7 +73,7 @@ def test_rotary_settings_are_read_in_every_spelling(kind):
         read(config | {"rope_parameters": nested})
 
 
-def test_a_speculators_layer_has_nested_rotary_settings():
+def test_speculators_layer_accepts_nested_rope_parameters():
     rope = {"rope_type": "default", "rope_theta": 7.0}
     absent = {"rope_theta": None, "rope_scaling": None}
     config = speculators(rope_parameters=rope, **absent)
@@ -88,7 +88,7 @@ def test_a_speculators_layer_has_nested_rotary_settings():
     [("EAGLE", None, LLAMA), ("EAGLE3", "llama", LLAMA), ("DFLASH", "qwen3", QWEN3)]
     + [("EAGLE3", "qwen3", QWEN3), ("DFLASH", None, QWEN3)],
 )
-def test_absent_fields_have_the_defaults_of_the_class(kind, model_type, of):
+def test_absent_head_fields_use_class_defaults(kind, model_type, of):
     config = flat(kind) | {"model_type": model_type, "rope_scaling": None}
     for field in ("rms_norm_eps", "rope_theta", "head_dim", "intermediate_size"):
         config.pop(field, None)

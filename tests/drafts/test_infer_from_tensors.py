@@ -45,7 +45,7 @@ def found(folder, target) -> DraftConfig:
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "DFLASH"])
-def test_an_embedding_that_differs_is_the_heads_own_and_a_copy_is_shared(kind, target, tmp_path):
+def test_differing_embedding_is_own_and_copy_shared(kind, target, tmp_path):
     embed = WEIGHTS["embed"]
     copies = {"same": embed, "rounded": embed.astype(np.float16)}
     for name, copy in copies.items():
@@ -65,7 +65,7 @@ def test_an_embedding_that_differs_is_the_heads_own_and_a_copy_is_shared(kind, t
     assert line.num_bytes == 4 * sum(array.size for array in head.weights.values())
 
 
-def test_biases_and_norms_of_heads_are_those_that_the_files_have(tmp_path):
+def test_head_biases_and_norms_follow_tensors(tmp_path):
     D, queries, keys = 16, 6 * 16, 3 * 16
     sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": TARGET.hidden}
     layer = {f"midlayer.self_attn.{x}.bias": np.ones(n, np.float32) for x, n in sizes.items()}
@@ -85,7 +85,7 @@ def test_biases_and_norms_of_heads_are_those_that_the_files_have(tmp_path):
 
 
 @pytest.mark.parametrize("size", [TARGET.vocab, TARGET.vocab // 2])
-def test_a_whole_vocabulary_without_an_lm_head_is_scored_by_the_targets(size, tmp_path):
+def test_missing_lm_head_uses_target_for_whole_vocabulary(size, tmp_path):
     folder = tmp_path / "head"
     write_tiny_head(folder, TARGET, WEIGHTS, "EAGLE3", 1, draft_vocab_size=size)
     assert found(folder, None).own_lm_head
@@ -105,7 +105,7 @@ def padded(table: np.ndarray, more: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("more", [8, -8])
-def test_a_head_may_be_padded_otherwise_than_its_target(more, kind, target, tmp_path):
+def test_head_vocab_padding_may_differ_from_target(more, kind, target, tmp_path):
     """The tokenizer knows fewer tokens than either counts."""
     known, embed, folder = TARGET.vocab - 10, WEIGHTS["embed"], tmp_path / "head"
     write(folder, kind, {"embed_tokens.weight": padded(embed, more)})

@@ -63,7 +63,7 @@ def joined(folder: Path, target: Path):
 
 @pytest.mark.parametrize("with_mtp", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_layers_tensors_stand_for_the_checkpoints_own(family, with_mtp, tmp_path):
+def test_external_mtp_layer_replaces_checkpoint_tensors(family, with_mtp, tmp_path):
     write_tiny(tmp_path / "target", family, 0, with_mtp=with_mtp)
     write_layer(tmp_path, family, 7)
     assert kind_of(open_head(tmp_path / "layer").names) == "NEXTN"
@@ -89,7 +89,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_layer_of_another_model_is_refused_by_the_name_of_its_field(case, tmp_path):
+def test_incompatible_mtp_layer_names_field(case, tmp_path):
     fields, named = REFUSED[case]
     write_tiny(tmp_path / "target", "qwen3_5_moe", 0)
     write_layer(tmp_path, "qwen3_5_moe", 7, **fields)
@@ -97,7 +97,7 @@ def test_a_layer_of_another_model_is_refused_by_the_name_of_its_field(case, tmp_
         joined(tmp_path, tmp_path / "target")
 
 
-def test_a_target_without_such_layers_and_a_tensor_too_many_are_refused(tmp_path):
+def test_mtp_layer_rejects_unsupported_target_and_tensors(tmp_path):
     write_tiny(tmp_path / "llama", "llama", 0)
     write_tiny(tmp_path / "target", "qwen3_5", 0)
     write_layer(tmp_path, "qwen3_5", 7)
@@ -116,7 +116,7 @@ def test_a_target_without_such_layers_and_a_tensor_too_many_are_refused(tmp_path
         files.check(model, with_mtp=True)
 
 
-def test_a_start_with_nextn_gives_the_layer_to_the_backend(tmp_path):
+def test_nextn_startup_passes_external_layer_to_backend(tmp_path):
     write_tiny(tmp_path / "target", "qwen3_5", 0, with_mtp=False)
     want, reached = write_layer(tmp_path, "qwen3_5", 7), []
 

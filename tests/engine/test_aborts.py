@@ -46,7 +46,7 @@ WHERE: dict[str, Callable[[Request], bool]] = {
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("has_neighbour", [False, True])
-def test_what_a_request_held_is_free_within_two_steps(where, has_neighbour):
+def test_abort_frees_request_resources_within_two_steps(where, has_neighbour):
     engine, neighbour = made(200), request(1, 9, max_tokens=60)
     outcome = Outcome()
     if has_neighbour:
@@ -75,7 +75,7 @@ def test_what_a_request_held_is_free_within_two_steps(where, has_neighbour):
     assert free(engine) == (199, SLOTS, 0)
 
 
-def test_one_that_waits_leaves_the_queue_at_once():
+def test_abort_removes_waiting_request_at_once():
     engine = made(200)
     requests = [request(number, 5) for number in range(SLOTS + 3)]
     for each in requests:
@@ -90,7 +90,7 @@ def test_one_that_waits_leaves_the_queue_at_once():
 
 
 @pytest.mark.parametrize("num_pages", [52, 400], ids=["few pages", "many pages"])
-def test_of_an_abort_storm_of_500_nothing_is_left(num_pages):
+def test_abort_storm_of_500_requests_leaks_nothing(num_pages):
     """Ends, aborts, stop strings, failures and preemptions in any order."""
     engine, rng = made(num_pages), random.Random(num_pages)
     outcomes: dict[int, Outcome] = {}

@@ -81,13 +81,13 @@ def changing(tier: int | None) -> Run:
     return Run(policy, *imposed(CHANGING, part=1 << 20))
 
 
-def test_changing_work_is_served_faster_than_by_any_tier():
+def test_adaptive_beats_every_static_tier_on_changing_work():
     best = min(changing(tier).seconds for tier in range(len(TIERS)))
     assert best / changing(None).seconds > 1.05
 
 
 @pytest.mark.parametrize("phase", range(len(CHANGING)), ids=[each[0] for each in CHANGING])
-def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(phase):
+def test_adaptive_speed_per_phase_near_best_tier(phase):
     static = [changing(tier).served[phase].speed for tier in range(len(TIERS))]
     adaptive = changing(None).served[phase].speed
     assert adaptive > 0.97 * max(static)
@@ -95,7 +95,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(phase):
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.matrix), 32])
-def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
+def test_adaptive_without_accepted_drafts_near_plain_speed(batch):
     """What trying costs is bounded by what it could gain."""
     work = imposed([("nothing", batch, batch, 3000, always(0.02))], part=1 << 20)
     adaptive, off = Run(ExpectedValuePolicy(), *work), Run(Static(OFF), *work)
@@ -103,7 +103,7 @@ def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
     assert adaptive.tiers.count(OFF) > 0.85 * len(adaptive.tiers)
 
 
-def test_off_is_left_when_rates_rise_and_taken_when_they_fall():
+def test_adaptive_follows_acceptance_rate_changes_within_requests():
     """Within requests that go on: no new request tells that times have changed."""
     work = imposed([("turns", 8, 8, 3000, lambda rng: (0.03, 0.9, 0.03))], part=1000)
     run = Run(ExpectedValuePolicy(), *work)
@@ -127,7 +127,7 @@ SLOW = seconds_of(
 """Of a CPU, where a draft costs nearly as much as a token."""
 
 
-def test_off_is_left_where_only_deep_drafts_pay_and_each_try_is_dear():
+def test_adaptive_tries_expensive_deep_drafts_when_they_pay():
     """What a try shows of all requests is worth it, though none of them alone is."""
     plan = [
         ("free text", 1, 10, 400, always(0.2)),
@@ -139,7 +139,7 @@ def test_off_is_left_where_only_deep_drafts_pay_and_each_try_is_dear():
     assert adaptive.served[-1].speed > 0.93 * deep.served[-1].speed
 
 
-def test_a_chain_is_found_beside_a_tree_that_never_misses():
+def test_adaptive_finds_cheap_chain_beside_perfect_tree():
     """At one request a tree is nearly as fast, and shows nothing of how good a chain is."""
     work = imposed([("copying", 1, 20, 400, always(0.95))], part=1 << 20)
     cheap = seconds_of({**MILLISECONDS, "S7": {1: 6.1, 8: 6.8, 32: 10.5}})
@@ -147,7 +147,7 @@ def test_a_chain_is_found_beside_a_tree_that_never_misses():
     assert long.seconds / adaptive.seconds > 0.97
 
 
-def test_the_choice_does_not_swing_between_equals():
+def test_adaptive_rarely_switches_between_equal_tiers():
     """At a rate where off and a chain are worth the same, both are, and a switch costs."""
     work = imposed([("even", 32, 32, 1500, always(0.13))], part=1 << 20)
     run = Run(ExpectedValuePolicy(), *work)
@@ -157,13 +157,13 @@ def test_the_choice_does_not_swing_between_equals():
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_results_that_come_late_are_late_for_both(overlap):
+def test_adaptive_near_best_tier_at_any_overlap(overlap):
     work = imposed([("copying", 8, 16, 400, always(0.9))], part=1 << 20)
     adaptive, best = (Run(p, *work, overlap=overlap) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert best.seconds / adaptive.seconds > 0.97
 
 
-def test_metrics_tell_the_tiers():
+def test_adaptive_metrics_report_tiers():
     found = changing(None).snapshot
     steps = [found[f'spec_decode_adaptive_steps_total{{tier="{tier}"}}'] for tier in TIERS]
     assert sum(steps) == len(changing(None).tiers)

@@ -39,7 +39,7 @@ def tokens(known: AcceptanceModel, request: int, most: int = 99, is_after_off: b
     return found
 
 
-def test_rates_are_those_that_were_seen():
+def test_acceptance_model_estimates_observed_conditional_rates():
     """A draft of every second chain is accepted at depth 1, and then always at depth 2."""
     known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [0, 3] * 100)
@@ -47,7 +47,7 @@ def test_rates_are_those_that_were_seen():
     assert tokens(known, 1).tokens[NUMBER[SHORT]] == pytest.approx(2.5, abs=0.2)
 
 
-def test_what_was_not_observed_is_no_failure():
+def test_acceptance_model_ignores_unobserved_depths():
     """Below a rejected draft, and below the tier, nothing was seen."""
     known, both = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [3] * 60)
@@ -56,7 +56,7 @@ def test_what_was_not_observed_is_no_failure():
     assert chances(both, 1)[1:] == pytest.approx([0.95] * 6, abs=0.06)
 
 
-def test_a_new_request_is_as_the_others_until_it_has_shown_otherwise():
+def test_acceptance_model_new_request_starts_from_population():
     known = AcceptanceModel(TIERS)
     for request in range(10):
         learn(known, request, SHORT, [3] * 20)
@@ -66,7 +66,7 @@ def test_a_new_request_is_as_the_others_until_it_has_shown_otherwise():
     assert chances(known, 5)[0] > 0.8
 
 
-def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
+def test_acceptance_model_prefers_recent_steps_and_decays_confidence():
     known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [3] * 300)
     learn(known, 1, SHORT, [0] * 40)
@@ -76,7 +76,7 @@ def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
     assert tokens(known, 1).trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 2 * before
 
 
-def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
+def test_acceptance_model_predicts_tree_from_chains_until_observed():
     known = AcceptanceModel(TIERS)
     learn(known, 1, LONG, [0, 1, 0, 2] * 50)
     guess = tokens(known, 1).tokens
@@ -86,7 +86,7 @@ def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
     assert seen[NUMBER[TREE]] < 1.4
 
 
-def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
+def test_acceptance_model_remembers_tree_correction_while_chains_run():
     """What sets a family apart shows when it is tried, and outlives the rates of that time."""
     known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
@@ -98,7 +98,7 @@ def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
     assert found[0] < 0.8 * found[1]
 
 
-def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
+def test_acceptance_model_perfect_tree_preserves_chain_rates():
     """Of a chain that is right 19 times of 20 it says as little as of one that always is."""
     known = AcceptanceModel(TIERS)
     for request in range(10):
@@ -108,7 +108,7 @@ def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
     assert chances(known, 99)[0] == pytest.approx(before, abs=0.02)
 
 
-def test_chains_are_not_believed_to_fall_while_a_tree_never_misses():
+def test_acceptance_model_perfect_tree_keeps_chain_rates_high():
     """Nothing has shown it: the tree would miss at times if they had."""
     known = AcceptanceModel(TIERS)
     ends(known, range(3), LONG, ([7] * 19 + [0]) * 2)
@@ -123,7 +123,7 @@ def ends(known: AcceptanceModel, requests: range, tier: Tier, accepted: list[int
         known.forget(request)
 
 
-def test_how_far_one_miss_condemns_a_request_is_learnt_from_those_before_it():
+def test_acceptance_model_learns_spread_between_requests():
     """Where all are alike it is chance; where they differ it tells of which kind this one is."""
     alike, mixed = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     ends(alike, range(60), LONG, [7] * 7 + [0] + [7] * 8)
@@ -136,7 +136,7 @@ def test_how_far_one_miss_condemns_a_request_is_learnt_from_those_before_it():
     assert chances(alike, 99)[0] - chances(mixed, 99)[0] > 0.5
 
 
-def test_what_one_request_showed_is_its_own_and_what_many_showed_is_of_all():
+def test_acceptance_model_weighs_many_requests_above_one():
     """As much was seen of both, but one request may differ from the next."""
     one, many = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(one, 0, SHORT, [0] * 40)
@@ -145,7 +145,7 @@ def test_what_one_request_showed_is_its_own_and_what_many_showed_is_of_all():
     assert chances(many, 99)[0] < 0.6 * chances(one, 99)[0]
 
 
-def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
+def test_acceptance_model_tolerates_single_tree_miss():
     """As when times change: the guess was off, and chains tell so at once."""
     known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
@@ -157,7 +157,7 @@ def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
     assert found[0] > 0.85 * found[1]
 
 
-def test_a_tier_that_cannot_win_is_not_worth_a_try():
+def test_trial_gain_of_too_slow_tier_equals_zero():
     """Whatever a step of eight tokens showed, it takes twenty times as long."""
     known, seconds = AcceptanceModel(TIERS), [1.0, 1.0, 20.0, 1.0]
     rows = known.rows_of([1])
@@ -166,7 +166,7 @@ def test_a_tier_that_cannot_win_is_not_worth_a_try():
     assert found.trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 0
 
 
-def test_tokens_end_with_the_request_and_cold_rows_give_one():
+def test_expected_tokens_bounded_by_remaining_and_cold_rows():
     known = AcceptanceModel(TIERS)
     learn(known, 1, LONG, [7] * 50)
     assert tokens(known, 1, most=0).tokens == [1.0] * 4
@@ -175,7 +175,7 @@ def test_tokens_end_with_the_request_and_cold_rows_give_one():
     assert tokens(known, 1, is_after_off=True).tokens[NUMBER[LONG]] > 5
 
 
-def test_a_row_is_empty_for_its_next_request():
+def test_acceptance_model_forget_clears_request_row():
     known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [0] * 50)
     known.forget(1)
@@ -194,7 +194,7 @@ def observe(known: Costs, tier: int, seconds: float, steps: int) -> None:
         known.observe(8, 8, tier, seconds)
 
 
-def test_a_tier_that_runs_tells_what_moves_all_of_them():
+def test_costs_observed_drift_shifts_all_tiers():
     """Contexts grew by two units of time: so do the tiers that have not run."""
     known = costs()
     observe(known, 1, 7.0, 50)
@@ -203,13 +203,13 @@ def test_a_tier_that_runs_tells_what_moves_all_of_them():
     assert known.of(1, 1) == [4.0, 5.0, 6.0]
 
 
-def test_what_the_host_does_between_steps_is_no_part_of_those_that_follow_each_other():
+def test_costs_overlapped_tier_ignores_host_drift():
     known = Costs({8: [5.0, 7.0, 9.0, 4.0]}, (1, 8), last_waits=False)
     observe(known, 1, 8.5, 100)
     assert known.of(8, 8) == pytest.approx([6.5, 8.5, 10.5, 4.0], abs=0.3)
 
 
-def test_a_wrong_entry_is_put_right_by_its_own_steps():
+def test_costs_wrong_table_entry_corrected_by_observations():
     known = costs()
     for _ in range(30):
         observe(known, 0, 5.0, 5)
@@ -219,7 +219,7 @@ def test_a_wrong_entry_is_put_right_by_its_own_steps():
     assert found[1] - found[0] == pytest.approx(1.0, abs=0.25)
 
 
-def test_a_hiccup_and_an_unknown_time_move_next_to_nothing():
+def test_costs_ignore_outlier_and_unknown_times():
     known = costs()
     observe(known, 1, 7.0, 50)
     known.observe(8, 8, 1, 700.0)
@@ -227,7 +227,7 @@ def test_a_hiccup_and_an_unknown_time_move_next_to_nothing():
     assert known.of(8, 8) == pytest.approx([5.0, 7.0, 9.0], rel=0.05)
 
 
-def test_between_the_numbers_of_requests_that_were_measured_seconds_lie_on_a_line():
+def test_costs_interpolate_between_measured_batch_sizes():
     """A mixture of experts; what its steps show is of every number of requests in the bucket."""
     table = {1: [2.0, 4.0], 2: [2.5, 5.0], 5: [4.0, 8.0], 8: [5.5, 9.5]}
     known = Costs(table, (1, 2, 8), last_waits=True)
@@ -242,13 +242,13 @@ def test_between_the_numbers_of_requests_that_were_measured_seconds_lie_on_a_lin
     assert known.of(2, 2) == [2.5, 5.0]
 
 
-def test_without_a_table_nothing_is_known():
+def test_costs_without_table_return_none():
     known = Costs({}, (8,), last_waits=True)
     known.observe(8, 8, 1, 7.0)
     assert known.of(8, 8) is None
 
 
-def test_shapes_are_the_tiers_that_every_batch_has():
+def test_shapes_list_tiers_common_to_all_batches():
     capacity = toy_capacity(num_pages=40, num_slots=5, overlap=1, depths=(0, 1, 3))
     shapes = Shapes.of(capacity, host_draft=False)
     assert [str(tier) for tier in shapes.tiers] == ["none", "S1", "S3"]
@@ -262,7 +262,7 @@ def test_shapes_are_the_tiers_that_every_batch_has():
         Tier.parse("S3x")
 
 
-def test_rows_that_are_shared_go_to_the_requests_that_use_them():
+def test_verify_budget_goes_to_requests_that_accept():
     """One request accepts everything, one nothing: half of the rows give nearly all the tokens."""
     tiers = (OFF, Tier(8, 7, 1, 0.5), LONG)
     known = AcceptanceModel(tiers)

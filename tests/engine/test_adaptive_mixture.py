@@ -98,7 +98,7 @@ def static(batch: int, rate: float, tiers: tuple[Tier, ...] = TIERS) -> list[flo
 
 @pytest.mark.parametrize("rate", [LOW, HIGH])
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_a_mixture_is_served_about_as_fast_as_by_its_best_tier(batch, rate):
+def test_adaptive_moe_speed_near_best_tier(batch, rate):
     adaptive, each = run(ExpectedValuePolicy(), batch, rate), static(batch, rate)
     assert adaptive.speed > 0.97 * max(each)
     if rate == LOW:
@@ -113,7 +113,7 @@ def as_if_dense(known: PolicyInput) -> PolicyInput:
 
 
 @pytest.mark.parametrize(("batch", "rate"), [(1, LOW), (8, EVEN)])
-def test_costs_of_a_dense_model_would_draft_where_off_is_best(batch, rate):
+def test_dense_costs_overdraft_for_moe_model(batch, rate):
     each = static(batch, rate)
     assert each[OFF] == max(each)
     dense = run(ExpectedValuePolicy(), batch, rate, believes=as_if_dense)
@@ -134,7 +134,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_a_step_after_off_does_not_tell_what_drafts_cost(has_experts):
+def test_costs_ignore_cold_draft_steps_only_for_moe(has_experts):
     phases, law = imposed([("turns", 8, 8, 200, always(HIGH))], part=1 << 20)
     backend = made(TIERS, law)
     controller = AdaptiveController(backend.capacity, Turns(), measured(), has_experts=has_experts)
@@ -147,7 +147,7 @@ def test_a_step_after_off_does_not_tell_what_drafts_cost(has_experts):
         assert believed < 0.7
 
 
-def test_it_counts_how_many_requests_run_and_not_how_many_a_program_holds():
+def test_moe_costs_use_running_requests_not_bucket_size():
     """Nine of sixteen: off costs 4.6 ms and S1 6.8, where a full batch has 6.1 and 8.9."""
     each, known = static(9, EVEN, CHAINS), measured()
     assert each[OFF] == max(each)

@@ -40,20 +40,20 @@ def situation(
 @pytest.mark.parametrize(
     "policy", [Greedy(), ExpectedValuePolicy()], ids=lambda p: type(p).__name__
 )
-def test_the_most_tokens_a_second_win(policy, tokens, tier):
+def test_policy_chooses_most_tokens_per_second(policy, tokens, tier):
     assert policy.choose(situation(tokens)) == tier
 
 
-def test_a_static_policy_looks_at_nothing():
+def test_static_policy_returns_its_tier():
     assert Static(CHAIN).choose(situation(8.0)) == CHAIN
 
 
-def test_without_measured_seconds_nothing_is_trimmed():
+def test_policy_without_measured_seconds_chooses_most_tokens():
     for policy in (ExpectedValuePolicy(), Greedy()):
         assert policy.choose(replace(situation(8.5), seconds=None)) == CHAIN
 
 
-def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
+def test_expected_value_policy_explores_when_trial_gain_pays():
     """By value and on no timer; greedy never tries."""
     policy, ahead = ExpectedValuePolicy(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
     assert policy.choose(situation(**ahead, trial_gain=0.1)) == OFF
@@ -61,7 +61,7 @@ def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
     assert Greedy().choose(situation(**ahead, trial_gain=2.0)) == OFF
 
 
-def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
+def test_expected_value_policy_counts_trial_gain_beyond_request():
     """For as long as it is of use: what will soon be as uncertain again could be learnt then."""
     policy = ExpectedValuePolicy()
     ending = {"tokens": 9.5, "trial_gain": 2.0, "after_off": 1.0, "steps_ahead": 3.0}
@@ -69,13 +69,13 @@ def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
     assert policy.choose(situation(**ending, lifetime=100.0)) == CHAIN
 
 
-def test_the_time_of_a_step_that_outlasts_the_window_counts():
+def test_expected_value_policy_counts_time_beyond_window():
     """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
     ending = replace(situation(24.0, after_off=1.0, steps_ahead=3.0), seconds=[4.0, 400.0])
     assert ExpectedValuePolicy().choose(ending) == OFF
 
 
-def test_a_switch_must_pay_for_itself():
+def test_expected_value_policy_has_switching_hysteresis():
     """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
     policy = ExpectedValuePolicy()
     assert policy.choose(situation(10.02, after_off=1.0)) == OFF
@@ -84,7 +84,7 @@ def test_a_switch_must_pay_for_itself():
     assert policy.choose(situation(9.5, after_off=0.0)) == OFF
 
 
-def test_the_mean_of_the_best_of_two():
+def test_expected_maximum_equals_known_values():
     assert expected_maximum(1.0, 0.0, 2.0) == 2.0
     assert expected_maximum(2.0, 1.0, 2.0) == pytest.approx(2.0 + 0.39894, abs=1e-4)
     assert expected_maximum(-9.0, 1.0, 2.0) == pytest.approx(2.0)

@@ -55,7 +55,7 @@ def serve(backend: Backend, overlap: int) -> tuple[dict, list[int]]:
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_texts_do_not_depend_on_what_is_chosen(framework, overlap, served):
+def test_output_independent_of_tier_switches(framework, overlap, served):
     outcomes, taken = serve(served.backend(framework, "NEXTN"), overlap)
     assert set(taken) == {0, 1, 2, 3, 4}
     for asked in requests():
@@ -74,7 +74,7 @@ def leaves(state: Any) -> Iterator[Any]:
         yield state
 
 
-def test_a_switch_moves_no_buffer_of_torch(served):
+def test_torch_tier_switch_preserves_state_buffers(served):
     """Graphs that were captured hold addresses: a buffer made anew would leave them behind."""
     backend = served.backend("torch", "NEXTN")
     state = backend.backend.state
@@ -85,7 +85,7 @@ def test_a_switch_moves_no_buffer_of_torch(served):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_what_a_backend_holds_does_not_grow_with_its_tiers(framework):
+def test_backend_state_size_independent_of_tier_count(framework):
     """It is as large as for the largest tier alone, in JAX the tree that every step is given."""
     config, weights = DRAFTED["NEXTN"].model()
     capacity = tree_capacity(config.vocab)

@@ -15,7 +15,7 @@ from tests.support.simulation.work import SECONDS, TIERS
 FULL = Path("/dev/full")
 
 
-def test_every_step_has_a_line_and_all_are_there_when_nothing_runs(tmp_path):
+def test_trace_writer_records_every_step(tmp_path):
     path = tmp_path / "steps.jsonl"
     _, controller = traced(path, ExpectedValuePolicy())
     first, *steps = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -31,7 +31,7 @@ def test_every_step_has_a_line_and_all_are_there_when_nothing_runs(tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file on a full disk")
-def test_a_full_disk_ends_the_trace_and_nothing_else(capsys):
+def test_trace_writer_full_disk_stops_tracing_only(capsys):
     trace = TraceWriter(FULL, TIERS, {})
     trace.flush()
     trace.flush()

@@ -24,7 +24,7 @@ def make(num_pages: int = 20) -> Allocator:
 
 @settings(max_examples=100, deadline=None)
 @given(ACTIONS)
-def test_nothing_is_lost_or_shared_whatever_the_order(actions):
+def test_allocator_conserves_pages_in_any_order(actions):
     allocator, taken = make(), []
     for action, which, positions in actions:
         if action == "take" and allocator.num_free_slots:
@@ -48,7 +48,7 @@ def test_nothing_is_lost_or_shared_whatever_the_order(actions):
     assert allocator.num_free_pages == 19
 
 
-def test_a_reservation_is_whole_or_nothing():
+def test_reserve_is_atomic():
     allocator = make(num_pages=4)
     slot = allocator.take_slot()
     assert not allocator.reserve(slot, 13)  # 4 pages of 4 tokens; 3 are free
@@ -57,7 +57,7 @@ def test_a_reservation_is_whole_or_nothing():
     assert allocator.num_free_pages == 0
 
 
-def test_a_growing_slot_keeps_its_pages_in_place():
+def test_reserve_for_growing_slot_preserves_pages():
     allocator = make()
     slot = allocator.take_slot()
     allocator.reserve(slot, 8)
@@ -67,7 +67,7 @@ def test_a_growing_slot_keeps_its_pages_in_place():
     assert allocator.num_pages[slot] == 8
 
 
-def test_a_slot_cannot_be_freed_twice():
+def test_free_slot_twice_raises():
     allocator = make()
     slot = allocator.take_slot()
     allocator.free(slot)
@@ -75,7 +75,7 @@ def test_a_slot_cannot_be_freed_twice():
         allocator.free(slot)
 
 
-def test_two_slots_share_a_prefix_until_the_last_of_them_goes():
+def test_shared_prefix_pages_freed_with_last_owner():
     allocator = make()
     first = allocator.take_slot()
     allocator.reserve(first, 16)
@@ -98,7 +98,7 @@ def test_two_slots_share_a_prefix_until_the_last_of_them_goes():
     allocator.check()
 
 
-def test_no_page_is_handed_out_while_it_has_an_owner():
+def test_reserve_never_returns_owned_pages():
     allocator = make(num_pages=6)
     first = allocator.take_slot()
     allocator.reserve(first, 12)
@@ -111,7 +111,7 @@ def test_no_page_is_handed_out_while_it_has_an_owner():
     assert not shared & set(allocator.page_table[third, :3].tolist())
 
 
-def test_a_prefix_of_pages_that_nobody_owns_is_refused():
+def test_take_slot_rejects_unowned_prefix_pages():
     allocator = make()
     slot = allocator.take_slot()
     allocator.reserve(slot, 8)
@@ -123,7 +123,7 @@ def test_a_prefix_of_pages_that_nobody_owns_is_refused():
 
 
 @pytest.mark.parametrize("fault", ["leak", "share", "stale", "miscount"])
-def test_the_check_sees_each_fault(fault):
+def test_allocator_check_detects_each_fault(fault):
     allocator = make()
     first, second = allocator.take_slot(), allocator.take_slot()
     allocator.reserve(first, 9)
@@ -141,7 +141,7 @@ def test_the_check_sees_each_fault(fault):
         allocator.check()
 
 
-def test_sinks_are_never_handed_out():
+def test_scratch_page_and_slot_never_allocated():
     allocator = make()
     slots = [allocator.take_slot() for _ in range(4)]
     assert 0 not in slots

@@ -50,13 +50,13 @@ CHAT |= {"prompt_logprobs": "echoed"}
         ),
     ],
 )
-def test_a_refusal_names_the_field_in_the_callers_words(prompt, asked, field, words):
+def test_check_error_names_field_of_caller(prompt, asked, field, words):
     with pytest.raises(InvalidRequestError, match=words) as refused:
         check(prompt, SamplingParams(**asked), LIMITS, CHAT)
     assert refused.value.field == field
 
 
-def test_the_longest_request_is_taken_and_one_token_more_is_not():
+def test_check_accepts_longest_request_and_rejects_longer():
     check([1] * 60, SamplingParams(max_tokens=4, min_tokens=4, logprobs=5), LIMITS)
     with pytest.raises(InvalidRequestError, match="more than the context of 64 tokens") as refused:
         check([1] * 60, SamplingParams(max_tokens=5), LIMITS)
@@ -69,6 +69,6 @@ def test_the_longest_request_is_taken_and_one_token_more_is_not():
     assert refused.value.code == TOO_LONG
 
 
-def test_logprobs_that_no_program_computes_are_refused():
+def test_check_rejects_logprobs_without_program():
     with pytest.raises(InvalidRequestError, match="logprobs are off"):
         check([1], SamplingParams(logprobs=0), replace(LIMITS, max_logprobs=None))

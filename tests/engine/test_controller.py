@@ -66,7 +66,7 @@ def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[Diary, Engine]
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_controller_learns_from_every_step_what_each_row_got(overlap):
+def test_controller_on_result_receives_every_step(overlap):
     """What chooses by measured time and acceptance finds both here, by request and by shape."""
     diary, engine = diary_engine(overlap)
     outcomes = drive(engine, [request(number) for number in range(6)])
@@ -84,7 +84,7 @@ def test_a_controller_learns_from_every_step_what_each_row_got(overlap):
     assert len(diary.learnt) == diary.num_submitted
 
 
-def test_a_controller_sees_every_token_and_every_end():
+def test_controller_receives_every_token_and_end():
     diary, engine = diary_engine(num_pages=30)
     outcomes = drive(engine, [request(number, 40, max_tokens=40) for number in range(6)])
     assert engine.scheduler.num_preemptions
@@ -92,7 +92,7 @@ def test_a_controller_sees_every_token_and_every_end():
     assert sorted(diary.ends) == list(range(6))
 
 
-def test_a_cut_reaches_the_controller_even_when_the_request_has_ended_by_itself():
+def test_controller_on_truncate_called_after_request_end():
     """A stop string is found after the event in which the length ended the request."""
     diary, engine = diary_engine()
     drive(engine, [request(0, max_tokens=6)])
@@ -124,16 +124,16 @@ def index_of(nodes: int, depth: int) -> NgramIndex:
     return NgramIndex(NgramConfig(), nodes=nodes, depth=depth, vocab=97, chain=False)
 
 
-def test_the_index_takes_no_more_rows_than_its_trees_have_programs_for():
+def test_ngram_controller_max_rows_limited_by_programs():
     assert NgramController(host_capacity(), index_of(4, 2)).max_rows == 2
 
 
-def test_trees_that_no_program_takes_are_refused():
+def test_ngram_controller_rejects_trees_without_program():
     with pytest.raises(ValueError, match=r"host-built trees \(5 nodes, depth 4\)"):
         NgramController(host_capacity(), index_of(5, 4))
 
 
-def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
+def test_ngram_controller_waits_only_for_own_rows():
     controller = NgramController(host_capacity(), index_of(4, 2))
     first, second = request(1), request(2)
 
@@ -164,7 +164,7 @@ def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
     assert rows.drafts.num_nodes.tolist()[1] == 1
 
 
-def test_a_row_without_room_gets_no_tree():
+def test_ngram_controller_without_pages_drafts_nothing():
     """Its text would be learnt, and its next tree would find its own newest tokens."""
     index = index_of(4, 2)
     controller, one = NgramController(host_capacity(), index), request(1)

@@ -52,7 +52,7 @@ def random_requests(seed: int, count: int) -> list[Request]:
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("num_pages", [38, 400])
-def test_text_is_the_plain_one_with_any_overlap_drafts_and_pages(overlap, depth, num_pages):
+def test_output_equals_plain_for_overlap_drafts_and_pages(overlap, depth, num_pages):
     engine = make(num_pages=num_pages, overlap=overlap, depth=depth)
     requests = random_requests(seed=overlap, count=40)
     outcomes = drive(engine, requests)
@@ -63,7 +63,7 @@ def test_text_is_the_plain_one_with_any_overlap_drafts_and_pages(overlap, depth,
     assert engine.metrics.snapshot()["kv_cache_usage_perc"] == 0.0
 
 
-def test_acceptance_does_not_depend_on_overlap_or_preemption():
+def test_acceptance_independent_of_overlap_and_preemption():
     """Traps: acceptance fell with overlap and nobody could say why (SGLang 20547)."""
     requests = [random_requests(seed=1, count=30) for _ in range(3)]
     alone, overlapped, crowded = (
@@ -87,7 +87,7 @@ class AnyShape(StaticController):
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_text_does_not_depend_on_changing_shapes(overlap):
+def test_output_independent_of_changing_draft_shapes(overlap):
     backend = ToyBackend(toy_capacity(num_pages=45, num_slots=5, overlap=2))
     engine = Engine(
         backend,
@@ -154,7 +154,7 @@ Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestTraffic = Traffic.TestCase
 
 
-def test_a_prompt_is_counted_once_however_often_it_is_fed():
+def test_prompt_tokens_total_counts_preempted_prompts_once():
     engine, requests = make(num_pages=38), random_requests(seed=1, count=30)
     drive(engine, requests)
     assert engine.scheduler.num_preemptions
@@ -162,7 +162,7 @@ def test_a_prompt_is_counted_once_however_often_it_is_fed():
     assert engine.metrics.snapshot()["prompt_tokens_total"] == total
 
 
-def test_late_rows_are_dropped():
+def test_stale_rows_are_dropped():
     engine = make(overlap=2, depth=0)
     one = next(
         each
@@ -175,7 +175,7 @@ def test_late_rows_are_dropped():
     assert engine.metrics.snapshot()["overlap_stale_rows_total"] == 2
 
 
-def test_tokens_logprobs_and_text_end_together():
+def test_logprobs_trimmed_to_output_tokens():
     """Traps: tokens, logprobs and usage were trimmed to different lengths (SGLang 26163, 39826)."""
     engine = make()
     requests = [request(n, (n + 1,), max_tokens=n % 9 + 1, logprobs=n % 3) for n in range(12)]
@@ -192,7 +192,7 @@ def test_tokens_logprobs_and_text_end_together():
     assert engine.metrics.snapshot()["generation_tokens_total"] == total
 
 
-def test_a_request_without_logprobs_gets_none():
+def test_logprobs_absent_unless_requested():
     engine = make()
     engine.add(request(0))
     engine.add(request(1, logprobs=0))
@@ -213,12 +213,12 @@ def test_accepted_counts_drafts_before_trimming():
     assert found["spec_decode_num_accepted_tokens_total"] == sum(outcome.accepted)
 
 
-def test_a_plain_step_accepts_nothing_and_is_counted():
+def test_accepted_of_plain_steps_equals_zero():
     outcome = drive(make(depth=0), [request(0, max_tokens=6, stop_token_ids=())])[0]
     assert outcome.accepted == [0] * 5
 
 
-def test_a_failed_row_ends_alone():
+def test_nonfinite_row_fails_only_its_request():
     engine = make()
     poisoned, healthy = request(0, (1, POISON, 2)), request(1)
     outcomes = drive(engine, [poisoned, healthy])
@@ -227,7 +227,7 @@ def test_a_failed_row_ends_alone():
     assert outcomes[1].tokens == plain_text(healthy)
 
 
-def test_abort_frees_at_once_even_with_steps_in_flight():
+def test_abort_frees_pages_with_steps_in_flight():
     engine = make(overlap=2)
     engine.add(request(0, (1,) * 50))
     engine.step()
@@ -240,7 +240,7 @@ def test_abort_frees_at_once_even_with_steps_in_flight():
         assert checked_step(engine) == []
 
 
-def test_a_slot_is_handed_on_while_a_late_row_is_in_flight():
+def test_slot_reuse_with_stale_row_preserves_output():
     """Traps: a finished request in flight overwrote a recycled slot (SGLang 19415, 28484)."""
     engine = make(overlap=2)
     for number in range(4):
@@ -258,7 +258,7 @@ def test_a_slot_is_handed_on_while_a_late_row_is_in_flight():
     assert outcomes[9].tokens == plain_text(heir)
 
 
-def test_finish_keeps_the_tokens_of_the_text():
+def test_finish_truncates_output_and_ends_request():
     engine = make(overlap=0)
     one = request(0, max_tokens=30, stop_token_ids=())
     engine.add(one)
@@ -292,14 +292,14 @@ def test_finish_keeps_the_tokens_of_the_text():
         ((1,), {"prompt_logprobs": 0}, "start the server with --max-prompt-logprobs"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_sentence(prompt, sampling, words):
+def test_engine_add_rejects_invalid_request(prompt, sampling, words):
     engine = make()
     with pytest.raises(ValueError, match=words):
         engine.add(request(0, prompt, **sampling))
     assert not engine.busy
 
 
-def test_the_longest_request_that_is_taken_ends():
+def test_longest_accepted_request_finishes():
     engine = make(num_pages=40, overlap=2)
     longest = 39 * 4 - 8 - 4 + 1  # pages less the growth in flight and the scratch
     one = request(0, (1,) * 100, max_tokens=longest - 100, stop_token_ids=())
@@ -308,17 +308,17 @@ def test_the_longest_request_that_is_taken_ends():
         engine.add(request(1, (1,) * 101, max_tokens=longest - 100))
 
 
-def test_an_overlap_that_the_backend_has_not_is_refused():
+def test_engine_rejects_overlap_beyond_backend():
     with pytest.raises(ValueError, match="overlap"):
         make(overlap=2, device_overlap=1)
 
 
-def test_a_tree_that_the_backend_has_not_is_refused():
+def test_static_controller_rejects_shape_without_program():
     with pytest.raises(ValueError, match="5 nodes"):
         make(depth=4)
 
 
-def test_close_ends_everything():
+def test_engine_close_ends_requests_and_frees_pages():
     engine = make()
     engine.add(request(0))
     engine.step()
@@ -327,7 +327,7 @@ def test_close_ends_everything():
     assert engine.cache.usage == 0.0
 
 
-def test_steps_are_counted_by_how_they_were_launched():
+def test_engine_steps_total_counts_by_kind_and_launch():
     engine = make()
     drive(engine, [request(0)])
     found = engine.metrics.snapshot()

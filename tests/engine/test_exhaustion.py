@@ -52,7 +52,7 @@ def engine_of(backend: ToyBackend, overlap: int, depth: int, cache: CachePolicy)
 @pytest.mark.parametrize("cache", [NO_CACHE, CACHE], ids=["cold", "cached"])
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("lacks", ["pages", "slots"])
-def test_pages_and_slots_run_out_with_a_step_in_flight(lacks, overlap, cache, depth):
+def test_output_equals_plain_when_pages_or_slots_exhausted(lacks, overlap, cache, depth):
     """Traps: a page handed on while a step in flight still wrote to it."""
     pages = 45 if lacks == "pages" else 400
     engine = engine_of(
@@ -80,7 +80,7 @@ def test_pages_and_slots_run_out_with_a_step_in_flight(lacks, overlap, cache, de
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("depth", [0, 3], ids=["plain", "drafts"])
-def test_a_batch_of_32_ends_one_by_one_through_every_bucket(overlap, depth):
+def test_batch_shrinks_through_every_bucket(overlap, depth):
     capacity = toy_capacity(num_pages=1200, num_slots=33, overlap=2, batch_sizes=BUCKETS)
     backend = Toy(capacity)
     engine = engine_of(backend, overlap, depth, NO_CACHE)

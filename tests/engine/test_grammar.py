@@ -66,7 +66,7 @@ def letters(text: str) -> list[int]:
     return list(text.encode())
 
 
-def test_every_node_that_can_be_reached_has_the_mask_of_its_path():
+def test_grammar_masks_cover_reachable_tree_nodes():
     """Siblings, what a draft forbids to come behind it, and the end of the text."""
     held = constraint_of(of_regex("a[bc]{2}d"))
     assert held.take(ord("a"))
@@ -84,7 +84,7 @@ def test_every_node_that_can_be_reached_has_the_mask_of_its_path():
     assert allowed(again[0]) == letters("bc"), "the walk left the matcher elsewhere"
 
 
-def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_the_text_is_long_enough():
+def test_eos_allowed_after_grammar_complete_and_min_tokens():
     for min_tokens, end in ((0, [EOS_ID]), (2, []), (1, [EOS_ID])):
         held = constraint_of(of_lark('start: "a"+'), min_tokens)
         first = held.masks([0, ord("a")], [0, 0])
@@ -94,14 +94,14 @@ def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_the_text_is_long_
     assert not held.is_terminated
 
 
-def test_a_stop_token_among_the_drafts_has_nothing_behind_it():
+def test_grammar_masks_end_at_drafted_stop_token():
     held = constraint_of(of_lark('start: "a"+'))
     masks = held.masks([0, ord("a"), EOS_ID, ord("a")], [0, 0, 1, 2])
     assert masks is not None
     assert masks.keys() == {0, 1}
 
 
-def test_a_stop_token_is_allowed_as_an_end_and_never_as_text():
+def test_stop_token_allowed_only_as_grammar_end():
     """As text it would end the answer amid its form, and before it is as long as was asked."""
     stops = (EOS_ID, ord("a"))
     held = constraint_of(of_regex("[ab]{2}"), stops=stops)
@@ -113,14 +113,14 @@ def test_a_stop_token_is_allowed_as_an_end_and_never_as_text():
     assert held.fault == NO_TOKEN
 
 
-def test_a_text_ends_where_nothing_may_follow_without_a_token_for_it():
+def test_request_stops_when_grammar_terminates():
     request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100, min_tokens=90)
     text = letters("ab aaa aaaaaaa zzz xxx ccccccc")
     assert request.append_tokens([*text, 5, 6]) == len(text)
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
+def test_append_tokens_outside_grammar_ends_with_error():
     request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100)
     assert request.append_tokens([*letters("ab"), ord("Z"), ord("a")]) == 2
     assert (request.finish_reason, request.fault) == (FinishReason.ERROR, BROKEN)
@@ -128,7 +128,7 @@ def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
 
 
 @pytest.mark.parametrize("fault", [TOO_MUCH, UNFOLLOWED])
-def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on(fault):
+def test_grammar_limit_drops_draft_masks_before_failing(fault):
     """Until the text itself meets the bound; then it is told what the matcher says."""
     held = GrammarState(Weary(2, fault=fault), VOCAB, (EOS_ID,), 0)
     assert held.take(97)
@@ -141,13 +141,13 @@ def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on(fault):
     assert held.fault == fault
 
 
-def test_a_grammar_that_no_token_can_follow_is_a_fault_that_names_it():
+def test_grammar_without_allowed_token_reports_fault():
     held = GrammarState(Weary(9, tokens=()), VOCAB, (EOS_ID,), 0)
     assert held.masks([0], [0]) is None
     assert held.fault == NO_TOKEN
 
 
-def test_a_request_that_cannot_be_held_is_refused_by_name():
+def test_check_rejects_unsupported_structured_output():
     limits = RequestLimits(
         context_length=99,
         max_request_tokens=99,

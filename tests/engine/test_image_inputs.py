@@ -83,7 +83,7 @@ FRAMEWORKS = [
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_golden_prompts_with_images_have_their_golden_texts_side_by_side(framework):
+def test_golden_image_prompts_match_golden_outputs(framework):
     engine = engine_of(framework, "NEXTN")
     texts = served(engine, golden("mm"), golden("one"))
     assert [text[:10] for text in texts] == [WANT[f"{name}_greedy_ids"].tolist() for name in GOLDEN]
@@ -117,7 +117,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("drafter", "frameworks"), CASES)
-def test_texts_with_images_are_plain_ones_cut_preempted_and_drafted(drafter, frameworks):
+def test_image_output_equals_plain_with_preemption_and_drafts(drafter, frameworks):
     """Few pages: requests give way in the middle, and find what is left of their prefix."""
     texts, drafted = [each.text() for each in traffic()], {}
     for framework in frameworks:
@@ -160,7 +160,7 @@ def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
 
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
-def test_a_prompt_finds_the_same_image_and_never_another_of_its_size(framework):
+def test_prefix_cache_distinguishes_images_of_equal_size(framework):
     engine = engine_of(framework, "NEXTN")
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2))
     assert LONG.tokens == other.tokens
@@ -182,7 +182,7 @@ def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
     return request.cached_tokens or 0
 
 
-def test_prompts_that_part_in_an_image_do_not_wait_for_each_other():
+def test_prompts_with_different_images_prefill_concurrently():
     """One waits for another's pages only where they are to hold the same images."""
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
     same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
@@ -198,7 +198,7 @@ def test_prompts_that_part_in_an_image_do_not_wait_for_each_other():
     assert engine.images.num_encoded == 2
 
 
-def test_a_pool_that_is_too_small_for_all_encodes_anew():
+def test_small_encoder_cache_reencodes_images():
     many = Prompt(*(part for i in range(5) for part in (words(3, i), pixels(4, 6, i))), words(9, 1))
     large = Prompt(words(50, 1), pixels(8, 12, 8), pixels(8, 12, 9), words(5, 1))
     fewer = replace(backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(96))
@@ -207,7 +207,7 @@ def test_a_pool_that_is_too_small_for_all_encodes_anew():
     assert engine.images.num_held <= least_rows(96)
 
 
-def test_an_image_is_encoded_though_another_prompt_goes_before_it():
+def test_image_encoded_after_prompt_with_cached_image():
     """The first prompt of a step needs no encoding any more, and the second one's has to wait."""
     engine = engine_of("reference", "none")
     served(engine, Prompt(words(9, 1), pixels(3, 4, 1), words(5, 2)))
@@ -216,7 +216,7 @@ def test_an_image_is_encoded_though_another_prompt_goes_before_it():
     assert served(engine, first, second) == [first.text(), second.text()]
 
 
-def test_an_image_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
+def test_image_encoded_before_prefill_of_shared_step():
     """Of short prompts one step reads several: an image's is left out until it has its rows."""
     seen = [Prompt(words(3, n), pixels(2, 3, n % 2), words(5, n)) for n in range(3)]
     together = [Prompt(words(9, 7)), *seen]
@@ -225,7 +225,7 @@ def test_an_image_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
     assert engine.images.num_encoded == 2
 
 
-def test_a_stream_has_steps_between_those_of_an_image_that_others_give_up_or_go_before():
+def test_decode_runs_between_partial_image_encodes():
     """One prompt ends when its image has had a step; another's waits for a better priority's."""
     engine, submitted = engine_of("reference", "none"), list[Program]()
     submit = engine.backend.submit
@@ -268,7 +268,7 @@ def test_a_stream_has_steps_between_those_of_an_image_that_others_give_up_or_go_
     assert engine.images.num_encoded == 2
 
 
-def test_what_cannot_be_served_is_refused_by_name():
+def test_engine_add_rejects_mismatched_images():
     engine, image = engine_of("reference", "none"), PromptImage.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
 
@@ -291,11 +291,11 @@ def test_what_cannot_be_served_is_refused_by_name():
 
 
 @pytest.mark.matrix
-def test_ranks_in_jax_see_as_one_does():
+def test_jax_vlm_ranks_equal_single_rank():
     jax_vlm_ranks.check()
 
 
-def test_seen_text_is_learnt_as_if_there_were_no_images():
+def test_ngram_index_ignores_image_tokens():
     indices = []
     for parts in ((words(9, 1), words(5, 2)), (words(9, 1), pixels(2, 3, 1), words(5, 2))):
         index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=256, chain=False)
@@ -318,7 +318,7 @@ def test_seen_text_is_learnt_as_if_there_were_no_images():
 # Rows of the pool
 
 
-def test_rows_are_given_to_images_that_a_chunk_names_at_once():
+def test_encoder_cache_rows_of_chunk_images_disjoint():
     """Whatever was encoded before, and however it lies, the images of a chunk have rows apart."""
     rng = np.random.default_rng(0)
     pool = replace(
@@ -352,7 +352,7 @@ def test_rows_are_given_to_images_that_a_chunk_names_at_once():
             request.prefill(chunk.end)
 
 
-def test_what_a_chunk_names_stays_for_its_other_images():
+def test_encoder_cache_keeps_images_of_current_chunk():
     pool = replace(
         backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
     )
@@ -368,7 +368,7 @@ def test_what_a_chunk_names_stays_for_its_other_images():
         assert rows.num_encoded == encoded
 
 
-def test_the_page_before_an_image_is_another_where_a_head_reads_the_row_behind_it():
+def test_radix_cache_key_lookahead_includes_next_image():
     """Its last row of draft KV is made of the image's first."""
     prompts = [Prompt(words(PAGE, 1), pixels(4, 6, seed), [1, 2]) for seed in (1, 2)]
     capacity = backend_of("reference", "none").capacity
@@ -382,7 +382,7 @@ def test_the_page_before_an_image_is_another_where_a_head_reads_the_row_behind_i
         assert found == [4, 1 - key_reach]
 
 
-def test_a_key_names_each_image_and_the_place_in_it():
+def test_cache_key_includes_image_and_offset():
     one, two = (PromptImage.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
     assert cache_key([one], 0, 3) == cache_key([one], 9, 12) == b""
     keys = [cache_key([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
@@ -393,7 +393,7 @@ def test_a_key_names_each_image_and_the_place_in_it():
     assert turned.digest != one.digest, "the same bytes of other sides are another image"
 
 
-def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
+def test_shadow_verify_limits_waiting_image_bytes(monkeypatch):
     engine = engine_of("torch", "NEXTN")
     monkeypatch.setattr(
         shadow_verify, "ReferenceRunner", lambda *given: None
@@ -412,7 +412,7 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [4, 8, 10])
-def test_a_chunk_lays_the_rows_of_images_and_of_the_token_behind_it(end):
+def test_scheduled_rows_fill_writes_image_sources(end):
     prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
     request, capacity = prompt.request(), backend_of("reference", "none").capacity
     request.mrope = MropePositions.of(prompt.tokens, IMAGE, prompt.images)

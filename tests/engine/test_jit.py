@@ -7,7 +7,7 @@ from numba.core import caching
 from shared.engine.jit import compiled
 
 
-def test_loops_are_compiled_where_no_folder_can_be_written(monkeypatch):
+def test_compiled_works_without_writable_cache_folder(monkeypatch):
     """As in a container whose files are read-only, for a user without a home."""
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
 

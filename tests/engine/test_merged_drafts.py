@@ -142,7 +142,7 @@ def text_again(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None
 @pytest.mark.parametrize(
     ("sampled", "overlap"), [(False, 0), (False, 1), (True, 1), (True, 2)], ids=str
 )
-def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampled, overlap):
+def test_merged_output_equals_plain_and_accepts_corpus_drafts(backend, plain, sampled, overlap):
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[sampled], wrong=9)
     late = Late(backend)
@@ -166,7 +166,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
     assert sum(controller.accepted.values()) == sum(sum(o.accepted) for o in found.values())
 
 
-def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
+def test_merged_without_ngrams_uses_model_steps(backend, plain):
     """A new text is no reason to verify anything beside it."""
     controller = MergedDraftController(backend.capacity, index_of(backend.capacity), SHARE, {})
     found = served(backend, controller, 1, True)
@@ -178,7 +178,7 @@ def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in own.items()}
 
 
-def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend, plain):
+def test_tokens_ahead_after_ngram_step_equals_max_depth(backend, plain):
     """Where one of them is wrong, the text has left the copies that the next step brings."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
@@ -202,7 +202,7 @@ def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend
     assert max(alone) <= CHAIN.max_tokens
 
 
-def test_a_path_of_copies_is_longer_than_any_n_gram(backend):
+def test_ngram_tree_path_exceeds_trie_depth(backend):
     index = index_of(backend.capacity, max_trie_depth=4)
     text = Request(request_id=1, prompt=(), sampling=SamplingParams())
     said = list(range(10, 40))
@@ -221,7 +221,7 @@ def trees_of(parents: Sequence[int]) -> NgramTreeBatch:
     return NgramTreeBatch(zeros, known, np.array([count], np.int32), zeros)
 
 
-def test_copies_are_worth_what_they_give_beyond_the_drafter():
+def test_expected_tokens_of_tree_counts_gain_over_drafter():
     worth = DrafterAcceptance(2, 4)
     worth.rates[:] = 0.9, 0.5
     chances = np.array([[1.0, 0.8, 0.7, 0.3, 0.6]])
@@ -235,7 +235,7 @@ def test_copies_are_worth_what_they_give_beyond_the_drafter():
     assert never == pytest.approx((own, own, 1))
 
 
-def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
+def test_drafter_acceptance_learns_only_from_observed_levels():
     worth = DrafterAcceptance(2, 4)
     for _ in range(400):
         worth.learn(drafted=2, by_drafter=1)  # copies went on from its first draft
@@ -244,7 +244,7 @@ def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
     assert worth.expected_tokens == pytest.approx(2, abs=0.05)
 
 
-def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
+def test_drafter_levels_end_at_first_ngram_node():
     drafted = [True, True, False, False]  # two chains, of which the second goes on from node 1
     assert drafter_levels([0, 1, 1, 3], drafted, [1, 3, 4]) == (2, 1)
     assert drafter_levels([0, 1, 1, 3], drafted, [1, 2]) == (2, 2)
@@ -263,9 +263,7 @@ def table_of(capacity: BackendLimits, seconds: dict[str, float]) -> dict[int, li
 
 
 @pytest.mark.parametrize("dear", [None, "drafts", "all"])
-def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
-    backend, plain, dear
-):
+def test_merged_kind_maximizes_tokens_per_measured_second(backend, plain, dear):
     """Copies of what is said are there; where everything is dear next to nothing is drafted."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
@@ -291,7 +289,7 @@ def controller_with(backend: Backend, **seconds: float) -> MergedDraftController
     return MergedDraftController(backend.capacity, index_of(backend.capacity), SHARE, table)
 
 
-def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
+def test_merged_backoff_doubles_between_failed_trials(backend):
     controller, kinds = controller_with(backend, joined=9, copied=9), []
     for _ in range(600):
         worth = controller.worth
@@ -309,7 +307,7 @@ def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
     assert after.count("model") < 0.1 * len(after)
 
 
-def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
+def test_merged_backoff_ends_with_ngrams_or_accepted_drafts(backend):
     controller = controller_with(backend, joined=9)
     controller.worth.rates[:] = 0.01
     none = {"model": 1.01, "merged": 1.01, "ngram": 1.0}
@@ -324,7 +322,7 @@ def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
     assert controller.kind_of(none | {"model": controller.worth.expected_tokens}, BATCH) == "model"
 
 
-def test_measured_seconds_are_followed(backend):
+def test_merged_kind_follows_observed_step_times(backend):
     controller = controller_with(backend)
     tokens = {"model": 2.0, "merged": 2.1, "ngram": 1.0}
     assert controller.kind_of(tokens, BATCH) == "model"
@@ -333,7 +331,7 @@ def test_measured_seconds_are_followed(backend):
     assert controller.kind_of(tokens | {"merged": 2.6}, BATCH) == "merged"
 
 
-def test_programs_without_copies_or_of_another_size_are_refused(backend):
+def test_merged_controller_rejects_mismatched_ngram_nodes(backend):
     index = NgramIndex(NgramConfig(), nodes=5, depth=4, vocab=backend.capacity.vocab, chain=False)
     with pytest.raises(ValueError, match="with 5 n-gram nodes"):
         MergedDraftController(backend.capacity, index, SHARE, {})

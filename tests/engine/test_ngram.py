@@ -169,7 +169,7 @@ def trickle(engine: Engine, requests: Sequence[Request]) -> dict[int, Outcome]:
     ("name", "overlap", "match_type"),
     [("llama", 0, "BFS"), ("llama", 1, "PROB"), ("llama", 2, "BFS"), ("qwen3_5", 1, "BFS")],
 )
-def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, served):
+def test_ngram_output_equals_plain_decoding(name, overlap, match_type, how, served):
     requests = requests_of(how)
     want = served.plain(requests, name)
     own = corpus_of(*(w.tokens[:9] + w.tokens[10:20] for w in want.values()))
@@ -183,7 +183,7 @@ def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, serv
     assert max(accepted) > 2, accepted
 
 
-def test_the_next_step_is_on_its_way_before_anyone_hears_of_the_last(served):
+def test_ngram_submits_next_step_before_returning_events(served):
     """Trees wait for the tokens of the step before; whoever reads those need not be waited for."""
     engine = ngram_engine(served.backend())
     for one in requests_of(GREEDY, 2):
@@ -197,7 +197,7 @@ def test_the_next_step_is_on_its_way_before_anyone_hears_of_the_last(served):
 
 
 @either_sampling
-def test_a_prompt_that_is_copied_gives_more_than_three_tokens_a_step(how, served):
+def test_ngram_copied_prompt_exceeds_three_tokens_per_step(how, served):
     """The model goes round all tokens; the prompt is a part of the round, and its first token."""
     how = how | {"temperature": how["temperature"] * 0.05, "presence_penalty": 0.0}
     (start,) = served.plain([request(0, [9], max_tokens=60, **how)], "cycle").values()
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_copied_gives_more_than_three_tokens_a_step(how, served
 
 @either_sampling
 @pytest.mark.parametrize("num_others", [0, 2])
-def test_a_corpus_of_the_models_own_outputs_gives_five_tokens_a_step(how, num_others, served):
+def test_own_output_corpus_reaches_five_tokens_per_step(how, num_others, served):
     requests, rng = requests_of(how, 3), np.random.default_rng(8)
     want = served.plain(requests)
     own = corpus_of(*([*r.prompt, *want[r.request_id].tokens] for r in requests))
@@ -226,9 +226,7 @@ def test_a_corpus_of_the_models_own_outputs_gives_five_tokens_a_step(how, num_ot
 
 
 @either_sampling
-def test_in_the_scope_of_a_request_neither_overlap_nor_neighbours_change_what_is_accepted(
-    how, served
-):
+def test_request_scope_acceptance_independent_of_overlap_and_neighbours(how, served):
     requests = requests_of(how)
     runs = [
         trickle(ngram_engine(served.backend(), overlap=overlap, scope="request"), again_all)
@@ -245,7 +243,7 @@ def test_in_the_scope_of_a_request_neither_overlap_nor_neighbours_change_what_is
 
 
 @either_sampling
-def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
+def test_undrafted_row_continues_from_fully_accepted_tree(how, served):
     """Trap (v#52942): a step of no drafts after one of accepted drafts read a stale state."""
     requests = requests_of(how, 2)
     want = served.plain(requests, "qwen3_5")
@@ -302,7 +300,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_decode_steps_wait_for_each_other_and_prompts_overlap_them(overlap, served):
+def test_ngram_decode_steps_serialize_and_overlap_prefill(overlap, served):
     watched = Watched(served.backend())
     trickle(ngram_engine(watched, overlap=overlap), requests_of(GREEDY))
     assert not watched.early
@@ -310,7 +308,7 @@ def test_decode_steps_wait_for_each_other_and_prompts_overlap_them(overlap, serv
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_between_two_decode_steps_there_is_at_most_one_prefill(overlap, served):
+def test_ngram_at_most_one_prefill_between_decodes(overlap, served):
     watched = Watched(served.backend())
     rng = np.random.default_rng(6)
     longs = [request(n, rng.integers(2, 250, 180).tolist()) for n in range(1, 5)]
@@ -322,7 +320,7 @@ def test_between_two_decode_steps_there_is_at_most_one_prefill(overlap, served):
     assert "pp" not in runs, runs
 
 
-def test_without_any_match_steps_are_plain_and_count_no_drafts(served):
+def test_ngram_lookup_miss_counts_no_drafts(served):
     engine = ngram_engine(served.backend(), max_trie_depth=2)
     one = request(0, [2, 3, 4, 5], max_tokens=2, **GREEDY)
     drive(engine, [one])
@@ -332,7 +330,7 @@ def test_without_any_match_steps_are_plain_and_count_no_drafts(served):
     assert found["spec_decode_num_drafts_total"] == 0
 
 
-def test_a_request_may_forbid_drafts(served):
+def test_max_draft_tokens_zero_disables_ngram_drafts(served):
     """With the same text."""
     requests = requests_of(GREEDY, 2)
     want = served.plain(requests)
@@ -344,7 +342,7 @@ def test_a_request_may_forbid_drafts(served):
     assert any(found[1].accepted)
 
 
-def test_preempted_requests_resume_with_the_plain_text(served):
+def test_ngram_preempted_requests_equal_plain_output(served):
     requests = requests_of({"max_tokens": 60, **GREEDY}, 3)
     want = served.plain(requests)
     engine = ngram_engine(served.backend(num_pages=1 + 34), overlap=2)
@@ -371,7 +369,7 @@ def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> li
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
-def test_after_a_stop_string_the_index_keeps_the_text_up_to_it(ends_by_itself, served):
+def test_ngram_index_drops_tokens_after_stop_string(ends_by_itself, served):
     """The engine learns late that the text had ended; what came after was never said.
 
     So late that it may have ended the request by itself: the string was in the last tokens.
@@ -395,7 +393,7 @@ def test_after_a_stop_string_the_index_keeps_the_text_up_to_it(ends_by_itself, s
     assert tree_after(index, text[7:8]) == []
 
 
-def test_an_aborted_requests_late_tokens_are_not_learnt(served):
+def test_ngram_index_ignores_stale_tokens_of_aborted_request(served):
     engine, one = ngram_engine(served.backend(), max_trie_depth=4), request(0, [5, 6, 7], **GREEDY)
     (want,) = served.plain([one]).values()
     engine.add(one)
@@ -409,7 +407,7 @@ def test_an_aborted_requests_late_tokens_are_not_learnt(served):
     assert tree_after(engine.controller.index, want.tokens[known - 1 : known]) == []
 
 
-def test_a_tenants_requests_draft_from_their_own_text_only(served):
+def test_ngram_drafts_isolated_by_tenant(served):
     engine, (first,) = ngram_engine(served.backend()), requests_of(GREEDY, 1)
     first.tenant = "a"
     drive(engine, [first])

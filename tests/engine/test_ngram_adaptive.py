@@ -48,7 +48,7 @@ def learn(known: NodeAcceptance, found: NgramTreeBatch, text: list[int], times: 
         known.learn(found, np.array([0]), texts, counts)
 
 
-def test_nodes_are_judged_by_the_text_where_their_parent_was_right():
+def test_node_acceptance_learns_only_below_accepted_parents():
     known, fork = NodeAcceptance(), trees(FORK)
     before = known.rates
     learn(known, fork, [12, 99], 100)  # the second child, and nothing below it
@@ -59,7 +59,7 @@ def test_nodes_are_judged_by_the_text_where_their_parent_was_right():
     assert (known.rates[others] == before[others]).all()
 
 
-def test_what_kinds_are_worth_follows_the_times():
+def test_node_acceptance_follows_recent_steps():
     known, fork = NodeAcceptance(), trees(FORK)
     learn(known, fork, [11], 2000)
     learn(known, fork, [50], 1500)
@@ -76,7 +76,7 @@ def selected(
     return size, gains, cut
 
 
-def test_the_best_nodes_of_a_batch_are_taken_and_are_trees():
+def test_select_nodes_keeps_best_nodes_as_trees():
     found = trees(FORK, ((21, 0, 0), (22, 1, 0), (23, 2, 0)))
     weights = np.array([[1, 0.6, 0.3, 0.5, 0.1], [1, 0.9, 0.8, 0.7, 0]])
     many, few = (5, 4), (3, 99)  # of all rows beside their roots, and of each row with its root
@@ -89,13 +89,13 @@ def test_the_best_nodes_of_a_batch_are_taken_and_are_trees():
 
 
 @pytest.mark.parametrize(("costs", "size"), [([1, 2, 3.5], 1), ([1, 3, 3.5], 0), ([1, 3, 3], 2)])
-def test_the_size_with_the_most_tokens_for_its_cost_is_taken(costs, size):
+def test_select_nodes_maximizes_tokens_per_cost(costs, size):
     chain = trees(((21, 0, 0), (22, 1, 0), (23, 2, 0)))
     weights = np.array([[1, 0.9, 0.8, 0.7]])
     assert selected(chain, weights, [(1, 0), (3, 2), (4, 3)], costs)[0] == size
 
 
-def test_a_row_has_no_use_for_drafts_behind_its_end():
+def test_node_weights_zero_beyond_remaining_tokens():
     known, found = NodeAcceptance(), trees(FORK)
     assert (known.weights(found, np.array([1]))[0, [3, 4]] == 0).all()
     assert (known.weights(found, np.array([0]))[0, 1:] == 0).all()
@@ -147,7 +147,7 @@ NEVER, ALWAYS = [1.0, 50.0, 90.0, 0.5], [1.0, 1e-3, 1e-2, 50.0]
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("table", [{}, {BATCH: NEVER}, {BATCH: ALWAYS}], ids=["none", "no", "yes"])
-def test_texts_are_plain_whatever_pays(table, overlap, served):
+def test_adaptive_ngram_output_equals_plain(table, overlap, served):
     engine, controller = engine_of(table, overlap)
     controller._clock = lambda: 0.0  # keeps the table
     outcomes = drive(engine, requests())
@@ -163,7 +163,7 @@ def test_texts_are_plain_whatever_pays(table, overlap, served):
     assert controller.evidence.tried.sum() > 0
 
 
-def test_it_wakes_when_what_it_would_have_drafted_pays():
+def test_adaptive_ngram_reenables_when_drafts_pay():
     engine, controller = engine_of({BATCH: [1.0, 1.01, 1.02, 0.95]}, 1)
     controller._clock = lambda: 0.0
     controller.is_asleep = True
@@ -174,7 +174,7 @@ def test_it_wakes_when_what_it_would_have_drafted_pays():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_texts_are_learnt_asleep_where_the_host_waits_for_the_device_and_else_by_looks(waits):
+def test_disabled_ngram_updates_index_when_host_idle(waits):
     engine, controller = engine_of({BATCH: [1.0, 50.0, 90.0, 1e-6]}, 1)
     ticks = count()
     controller._clock = lambda: next(ticks) * 1e-4 * waits
@@ -199,7 +199,7 @@ def looks(sleep: ProbeSchedule, step_s: float, look_s: float, steps: int) -> lis
     return found
 
 
-def test_looks_follow_every_step_while_they_are_paid_for():
+def test_probe_schedule_probes_every_step_within_budget():
     assert looks(ProbeSchedule(), step_s=5e-3, look_s=0.0, steps=99) == list(range(99))
     short = looks(ProbeSchedule(), step_s=2.5e-4, look_s=0.0, steps=300)
     assert short[:32] == list(range(32))
@@ -207,13 +207,13 @@ def test_looks_follow_every_step_while_they_are_paid_for():
 
 
 @pytest.mark.parametrize("look_s", [0.0, 3e-4])
-def test_looks_take_no_more_than_their_share_of_short_steps(look_s):
+def test_probe_schedule_respects_time_share(look_s):
     took, steps = max(look_s, 5e-5), 10_000
     found = len(looks(ProbeSchedule(), step_s=2.5e-4, look_s=look_s, steps=steps))
     assert found * took == pytest.approx(0.02 * steps * 2.5e-4, rel=0.1)
 
 
-def test_what_a_look_took_longer_than_others_is_paid_back():
+def test_probe_overrun_is_charged_to_budget():
     sleep, took, steps = ProbeSchedule(), 0.0, 20_000
     for step in range(steps):
         if sleep.is_due(2.5e-4):
@@ -224,7 +224,7 @@ def test_what_a_look_took_longer_than_others_is_paid_back():
     assert took < 1.1 * 0.02 * steps * 2.5e-4
 
 
-def test_a_look_that_read_long_prompts_is_paid_back_in_full():
+def test_rare_long_probe_is_charged_in_full():
     sleep, took = ProbeSchedule(), 0.0
     steps = range(200_000)
     for step in steps:
@@ -235,7 +235,7 @@ def test_a_look_that_read_long_prompts_is_paid_back_in_full():
     assert took < 1.1 * 0.02 * len(steps) * 2.5e-4
 
 
-def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
+def test_probe_budget_grows_with_gain_after_debt():
     sleep, look_s = ProbeSchedule(), 5e-5
     looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
     sleep.on_gain(10 * look_s / 0.2)
@@ -250,7 +250,7 @@ def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) == 1
 
 
-def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
+def test_should_draft_tolerates_poor_trees_when_waiting_costs():
     def awake_for(good_after_poor: bool, wait: float) -> int:
         """Poor trees in a row that are borne, after texts in which they came in pairs or alone."""
         sleep = ProbeSchedule()
@@ -267,13 +267,13 @@ def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
     assert awake_for(False, wait=0.8) == 0
 
 
-def test_many_looks_are_put_by_for_and_no_more():
+def test_probe_budget_is_capped():
     sleep = ProbeSchedule()
     sleep.on_gain(1.0)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=99)) == 32
 
 
-def test_metrics_tell_tiers_and_sleep():
+def test_adaptive_ngram_metrics_report_tiers_and_disabled():
     engine, _ = engine_of({BATCH: NEVER}, 1)
     drive(engine, requests())
     found = engine.metrics.snapshot()

@@ -52,7 +52,7 @@ def devices() -> list:
 
 @pytest.mark.parametrize("phase", range(len(NAMES)))
 @pytest.mark.parametrize("device", devices())
-def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(device, phase):
+def test_adaptive_speed_per_phase_near_best_tier(device, phase):
     found = runs(device)
     static = [found[str(tier)][phase].speed for tier in TIERS]
     adaptive = found["adaptive"][phase].speed
@@ -61,7 +61,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(device, phase):
 
 
 @pytest.mark.parametrize("device", devices())
-def test_changing_work_is_served_faster_than_by_any_tier(device):
+def test_adaptive_beats_every_static_tier_on_changing_work(device):
     """As much work of each phase as plain decoding had in it."""
     found = runs(device)
     tokens = [each.tokens for each in found["none"]]
@@ -72,7 +72,7 @@ def test_changing_work_is_served_faster_than_by_any_tier(device):
     assert min(seconds[str(tier)] for tier in TIERS) > 1.05 * seconds["adaptive"]
 
 
-def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
+def test_adaptive_ngram_beats_tiers_on_half_copied_text():
     """Neither always waiting nor never doing so comes near, where texts are half copied."""
     found = runs("short steps")
     phase = NAMES.index("half and half, batch 1")
@@ -80,7 +80,7 @@ def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
     assert found["adaptive"][phase].speed > 1.1 * best
 
 
-def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
+def test_probe_gains_equal_time_saved_over_plain(monkeypatch):
     gains = []
     monkeypatch.setattr(ProbeSchedule, "on_gain", lambda sleep, seconds: gains.append(seconds))
     table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH, 3)
@@ -92,7 +92,7 @@ def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
     assert sum(gains) > 0.3 * served.seconds
 
 
-def test_going_to_sleep_and_waking_are_no_part_of_what_steps_cost(monkeypatch):
+def test_adaptive_ngram_costs_exclude_mode_switches(monkeypatch):
     made = []
 
     class Watched(AdaptiveNgramController):

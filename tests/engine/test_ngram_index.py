@@ -90,7 +90,7 @@ DOCUMENTS = st.lists(st.lists(TOKENS, min_size=1, max_size=12), min_size=1, max_
     budget=st.integers(0, 6),
     chain=st.booleans(),
 )
-def test_trees_are_those_of_the_reference(
+def test_ngram_index_trees_match_reference(
     steps, corpora, by_frequency, longest, limit, depth, breadths, budget, chain
 ):
     """Four requests of two tenants, in any order of commits; a tree lacks its newest n-grams."""
@@ -139,7 +139,7 @@ def test_trees_are_those_of_the_reference(
 
 @settings(deadline=None, max_examples=60)
 @given(documents=DOCUMENTS, text=st.lists(TOKENS, max_size=20))
-def test_the_automaton_finds_the_longest_match_and_its_first_place(documents, text):
+def test_suffix_automaton_finds_longest_match_first_occurrence(documents, text):
     index, one = index_of(external_sam_budget=7, max_trie_depth=2), request(1)
     index.corpora.add("it", corpus_of(*documents))
     say(index, one, text)
@@ -151,25 +151,25 @@ def test_the_automaton_finds_the_longest_match_and_its_first_place(documents, te
     assert paths[0, 0, : lengths[0, 0]].tolist() == path[:DEPTH]
 
 
-def test_a_repeated_text_is_drafted_along_its_own_past():
+def test_ngram_index_drafts_continuation_of_repeated_text():
     assert after([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]) == (
         [0, 3, 4, 5, 6, 7, 8, 9],
         [0, 0, 1, 2, 3, 4, 5, 6],
     )
 
 
-def test_without_a_match_there_is_the_root_alone():
+def test_ngram_index_without_match_returns_root_only():
     assert after([1, 2, 3, 4]) == ([0], [0])
 
 
-def test_siblings_differ_and_the_newest_comes_first():
+def test_ngram_index_siblings_unique_and_newest_first():
     tokens, parents = after([1, 2, 1, 3, 1, 2, 1], max_trie_depth=2, max_bfs_breadth=4)
     siblings = list(zip(parents[1:], tokens[1:], strict=True))
     assert len(set(siblings)) == len(siblings)
     assert tokens[1:3] == [2, 3]
 
 
-def test_frequency_and_recency_prefer_different_tokens():
+def test_match_type_bfs_prefers_recency_prob_frequency():
     text = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1]
     how = {"max_trie_depth": 2, "max_bfs_breadth": 1}
     assert after(text, match_type="BFS", **how)[0][1] == 3
@@ -177,7 +177,7 @@ def test_frequency_and_recency_prefer_different_tokens():
 
 
 @pytest.mark.parametrize("match_type", ["BFS", "PROB"])
-def test_equally_good_tokens_come_in_the_order_of_insertion_the_newest_first(match_type):
+def test_match_type_ties_ordered_newest_first(match_type):
     """Trap: an order from an unordered map is not the same on every build."""
     text = [token for follower in (7, 5, 6) for token in (1, follower)] + [1]
     tokens, parents = after(text, match_type=match_type, max_trie_depth=2, max_bfs_breadth=3)
@@ -185,13 +185,13 @@ def test_equally_good_tokens_come_in_the_order_of_insertion_the_newest_first(mat
 
 
 @pytest.mark.parametrize("max_drafts", [0, 1, 3])
-def test_a_request_gets_no_more_nodes_than_it_may_have(max_drafts):
+def test_ngram_index_respects_max_draft_tokens(max_drafts):
     index, one = index_of(), request(1, max_drafts=max_drafts)
     say(index, one, [1, 2, 3, 4, 5, 6, 1])
     assert len(tree_of(index, one)[0]) == 1 + max_drafts
 
 
-def test_no_tree_is_deeper_than_the_shape():
+def test_ngram_index_tree_limited_to_shape_depth():
     index, one = index_of(depth=2, external_sam_budget=3), request(1)
     index.corpora.add("it", corpus_of([1, 2, 3, 4, 5]))
     say(index, one, [1, 2, 3, 4, 5, 1])
@@ -199,7 +199,7 @@ def test_no_tree_is_deeper_than_the_shape():
     assert (tokens, parents) == ([0, 2, 3], [0, 0, 1])
 
 
-def test_a_tenant_never_reads_another_tenants_text():
+def test_ngram_index_isolates_tenants():
     index = index_of()
     say(index, request(1, tenant="a"), [1, 2, 3, 4, 5])
     say(index, request(2, tenant="b"), [1])
@@ -208,7 +208,7 @@ def test_a_tenant_never_reads_another_tenants_text():
     assert tree_of(index, request(3, tenant="a"))[0] == [0, 2, 3, 4, 5]
 
 
-def test_a_later_request_reads_what_its_tenant_said_before():
+def test_ngram_index_reuses_finished_requests_of_tenant():
     index, first = index_of(), request(1)
     say(index, first, [1, 2, 3])
     index.end(first, is_learnt=True)
@@ -216,7 +216,7 @@ def test_a_later_request_reads_what_its_tenant_said_before():
     assert tree_of(index, request(2))[0] == [0, 2, 3]
 
 
-def test_in_the_scope_of_a_request_nothing_is_shared_and_nothing_stays():
+def test_ngram_request_scope_shares_and_keeps_nothing():
     index = index_of(scope="request")
     requests = [request(number) for number in range(3)]
     for each in requests:
@@ -230,7 +230,7 @@ def test_in_the_scope_of_a_request_nothing_is_shared_and_nothing_stays():
     assert tree_of(index, request(9)) == ([0], [0])
 
 
-def test_only_tokens_up_to_the_stop_stay():
+def test_truncate_removes_ngrams_after_stop():
     index, one = index_of(), request(1)
     say(index, one, [1, 2, 3])
     tree_of(index, one)
@@ -247,7 +247,7 @@ def test_only_tokens_up_to_the_stop_stay():
     assert tree_of(index, request(2))[0] == [0, 3]
 
 
-def test_of_a_text_that_ends_unlearnt_only_what_was_learnt_is_taken_back():
+def test_truncate_of_unlearnt_request_removes_only_learnt_ngrams():
     index, one = index_of(), request(1)
     say(index, request(2), [1, 2, 3, 4])
     say(index, one, [1, 2])
@@ -259,7 +259,7 @@ def test_of_a_text_that_ends_unlearnt_only_what_was_learnt_is_taken_back():
     assert index.num_ngrams == learnt
 
 
-def test_a_prompt_that_ends_unlearnt_is_not_read_into_the_next_text():
+def test_end_unlearnt_discards_pending_prompt():
     index, one = index_of(), Request(request_id=1, prompt=(7, 8), sampling=SamplingParams())
     index.add_prompt(one, 2)
     index.end(one, is_learnt=False)
@@ -267,7 +267,7 @@ def test_a_prompt_that_ends_unlearnt_is_not_read_into_the_next_text():
     assert tree_of(index, request(2)) == ([0], [0])
 
 
-def test_what_is_taken_back_stays_where_another_text_said_it_too():
+def test_truncate_preserves_ngrams_of_other_requests():
     index = index_of()
     one, other = request(1), request(2)
     for each in (one, other):
@@ -279,7 +279,7 @@ def test_what_is_taken_back_stays_where_another_text_said_it_too():
     assert tree_of(index, request(3))[0] == [0, 3]
 
 
-def test_the_texts_of_ended_requests_are_kept_within_a_bound(monkeypatch):
+def test_ngram_index_bounds_ended_tokens(monkeypatch):
     monkeypatch.setattr(ngram_index, "MOST_ENDED_TOKENS", 20)
     index = index_of(max_trie_depth=4)
     for number in range(10):
@@ -312,7 +312,7 @@ def assert_sound(index: NgramIndex) -> None:
     assert (nodes[below, COUNT] > 0).all()
 
 
-def test_the_least_recently_used_text_is_forgotten_first():
+def test_ngram_index_evicts_least_recently_used():
     capacity = 1024
     index, rng = index_of(capacity=capacity, max_trie_depth=4), np.random.default_rng(3)
     old, loved, writer = request(1), request(2), request(3)
@@ -332,7 +332,7 @@ def test_the_least_recently_used_text_is_forgotten_first():
 
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 99), scope=st.sampled_from(["tenant", "request"]))
-def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
+def test_full_ngram_index_stays_consistent(seed, scope):
     rng = np.random.default_rng(seed)
     index = index_of(capacity=1024, max_trie_depth=6, scope=scope)
     alive: dict[int, Request] = {}
@@ -350,7 +350,7 @@ def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
     assert_sound(index)
 
 
-def test_the_same_texts_give_the_same_trees_again():
+def test_ngram_index_is_deterministic():
     def run() -> list[reference.Tree]:
         rng = np.random.default_rng(5)
         index = index_of(capacity=1024, max_trie_depth=6, match_type="PROB")
@@ -364,7 +364,7 @@ def test_the_same_texts_give_the_same_trees_again():
     assert run() == run()
 
 
-def test_corpora_share_their_budget_and_the_trie_gets_the_rest():
+def test_corpora_share_budget_and_trie_fills_remainder():
     index, one = index_of(external_sam_budget=4), request(1)
     index.corpora.add("a", corpus_of([1, 20, 21, 22, 23, 24, 25]))
     index.corpora.add("b", corpus_of([1, 30, 31, 32, 33, 34, 35]))
@@ -374,7 +374,7 @@ def test_corpora_share_their_budget_and_the_trie_gets_the_rest():
     assert parents == [0, 0, 1, 0, 3, 0, 5, 6]
 
 
-def test_the_corpus_that_matches_longest_gets_what_the_trie_leaves():
+def test_longest_matching_corpus_fills_unused_trie_nodes():
     index, one = index_of(external_sam_budget=2), request(1)
     index.corpora.add("short", corpus_of([2, 30, 31, 32, 33]))
     index.corpora.add("long", corpus_of([1, 2, 20, 21, 22, 23, 24, 25]))
@@ -382,7 +382,7 @@ def test_the_corpus_that_matches_longest_gets_what_the_trie_leaves():
     assert tree_of(index, one)[0] == [0, 20, 30, 21, 22, 23, 24, 25]
 
 
-def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
+def test_remove_corpus_stops_drafts_and_frees_name():
     index, one = index_of(external_sam_budget=2), request(1)
     say(index, one, [1])
     index.corpora.add("it", corpus_of([1, 2, 3]))
@@ -407,7 +407,7 @@ def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
         ([[1, 2, 3, 4, 5]], 2, "--speculative-ngram-external-corpus-max-tokens is 6"),
     ],
 )
-def test_a_corpus_that_cannot_be_used_is_refused_by_name(documents, budget, reason):
+def test_add_corpus_rejects_invalid_corpus(documents, budget, reason):
     index = index_of(external_sam_budget=budget, external_corpus_max_tokens=6)
     if budget:
         index.corpora.add("first", corpus_of([1, 2]))
@@ -415,7 +415,7 @@ def test_a_corpus_that_cannot_be_used_is_refused_by_name(documents, budget, reas
         index.corpora.add("second", corpus_of(*documents))
 
 
-def test_scopes_without_text_do_not_pile_up():
+def test_ngram_index_drops_empty_scopes():
     index = index_of(capacity=1024, max_trie_depth=2)
     for number in range(5000):
         one = request(number, tenant=f"tenant {number}")
@@ -426,7 +426,7 @@ def test_scopes_without_text_do_not_pile_up():
     assert len(index.scopes) <= 600  # some 250 have text, and two are looked at for a new one
 
 
-def test_a_new_tenant_takes_no_longer_where_there_are_many():
+def test_new_tenant_time_independent_of_tenant_count():
     """Else every stream waits while one is opened."""
     index, times_s = index_of(max_trie_depth=2), []
     for number in range(8000):
@@ -439,7 +439,7 @@ def test_a_new_tenant_takes_no_longer_where_there_are_many():
     assert np.median(times_s[-1000:]) < 1e-3
 
 
-def test_no_step_waits_for_the_index_to_grow():
+def test_ngram_index_growth_reallocates_nothing():
     """What it holds lies where it lay first, so no step copies it."""
     index, one = index_of(max_trie_depth=4), request(1)
     at = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]

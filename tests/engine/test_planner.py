@@ -25,7 +25,7 @@ def house() -> House:
     return House(toy_capacity(num_pages=300, num_slots=6, overlap=1))
 
 
-def test_a_decode_plan_says_everything_about_its_rows(house):
+def test_decode_plan_contains_all_row_fields(house):
     first = house.request(
         5,
         20,
@@ -71,7 +71,7 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
         assert not field.any()
 
 
-def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(house):
+def test_plan_calibration_applies_to_one_step_only(house):
     known = np.array([[-0.5, -1, -2], [0, -0.25, -np.inf]], np.float32)
     requests = [house.request(5, 20), house.request(3, 9)]
     plan = house.planner.plan(ScheduledRows.decode(requests, CHAIN, calibration=known))
@@ -81,7 +81,7 @@ def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(hous
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])
-def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_ahead: bool):
+def test_incremental_plan_equals_fresh_plan(house, is_ahead: bool):
     def is_as_anew(rows: ScheduledRows) -> bool:
         anew = Planner(house.capacity, house.allocator)
         for request in rows.requests:
@@ -105,7 +105,7 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
     assert is_as_anew(ScheduledRows.decode([third, first], CHAIN))
 
 
-def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
+def test_planner_selects_logprobs_program_only_when_requested():
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
     plain = tuple(
         program.with_features({ProgramFeature.LOGPROBS: False}) for program in capacity.programs
@@ -122,7 +122,7 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
             assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
 
 
-def test_the_widest_program_may_be_the_only_one_with_logprobs():
+def test_planner_uses_logprobs_program_when_only_fit():
     """A step that wants none takes it where no other is wide enough, and no row of it reports."""
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
     programs = [p.with_features({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
@@ -140,7 +140,7 @@ def test_the_widest_program_may_be_the_only_one_with_logprobs():
             assert not plan.reports[len(rows) :].any()
 
 
-def test_a_page_table_names_its_owners_pages_and_the_sink(house):
+def test_plan_page_table_pads_with_scratch_page(house):
     """Traps: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
     first, second = house.request(5, 20), house.request(3, 9)
     plan = house.planner.plan(ScheduledRows.decode([second, first], CHAIN))
@@ -153,13 +153,13 @@ def test_a_page_table_names_its_owners_pages_and_the_sink(house):
     assert not plan.page_table[2:].any()
 
 
-def test_the_page_table_is_as_wide_as_the_longest_reservation(house):
+def test_plan_page_table_width_fits_longest_reservation(house):
     short, long = house.request(3, 9), house.request(3, 65)
     assert house.planner.plan(ScheduledRows.decode([short], CHAIN)).program.pages == 16
     assert house.planner.plan(ScheduledRows.decode([short, long], CHAIN)).program.pages == 128
 
 
-def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
+def test_reused_slot_gets_new_sampling_parameters(house):
     how = {"stop_token_ids": (4, 5), "min_tokens": 2, "logit_bias": {1: 2.0}, "logprobs": 1}
     first = house.request(5, 8, **how)
     house.allocator.free(first.slot)
@@ -173,7 +173,7 @@ def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
     assert sampling.bias_values[0].tolist() == [0.0]
 
 
-def test_chunks_lie_one_after_the_other(house):
+def test_prefill_plan_packs_chunks_contiguously(house):
     first, second = house.request(70, 70), house.request(3, 3)
     rows = ScheduledRows.prefill((Chunk(first, 64, 70), Chunk(second, 0, 3)))
     plan = house.planner.plan(rows)
@@ -188,7 +188,7 @@ def test_chunks_lie_one_after_the_other(house):
     assert plan.starts.tolist() == [0, 1]
 
 
-def test_a_chunk_that_goes_on_names_the_token_after_it(house):
+def test_partial_chunk_plan_sets_next_token(house):
     request = house.request(70, 70)
     work = house.planner.plan(ScheduledRows.prefill((Chunk(request, 0, 64),))).work
     assert (work.ends_prompt[0], work.next_tokens[0]) == (0, 65)
@@ -196,7 +196,7 @@ def test_a_chunk_that_goes_on_names_the_token_after_it(house):
 
 
 @pytest.mark.parametrize("output", [[], [9, 10]], ids=["admitted", "resumed"])
-def test_a_row_starts_with_its_first_chunk_wherever_that_begins(house, output):
+def test_plan_starts_set_only_for_first_chunk(house, output):
     prompt = tuple(range(140))
     request = Request(request_id=0, prompt=prompt, sampling=SamplingParams(), output=output)
     house.place(request, 150, first_position=64)
@@ -207,7 +207,7 @@ def test_a_row_starts_with_its_first_chunk_wherever_that_begins(house, output):
     assert house.planner.plan(rest).starts.tolist() == [0, 0]
 
 
-def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
+def test_resumed_prefill_excludes_last_output_token(house):
     request = Request(request_id=0, prompt=(7, 8), sampling=SamplingParams(), output=[9, 10, 11])
     house.place(request, 8)
     assert request.prefill_length == 4
@@ -218,7 +218,7 @@ def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
     assert ScheduledRows.prefill((chunk,)).most_tokens == [0]
 
 
-def test_the_smallest_program_that_holds_the_step_is_taken(house):
+def test_select_program_returns_smallest_fit(house):
     pick, requests = house.planner.select_program, [house.request(65, 65) for _ in range(3)]
     short = [house.request(1, 4), house.request(1, 4)]
     assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 65),))).tokens == 128
@@ -230,13 +230,13 @@ def test_the_smallest_program_that_holds_the_step_is_taken(house):
     assert pick(ScheduledRows.decode(short[:1], TreeShape.chain(0, 4))).shape.is_plain
 
 
-def test_a_step_that_no_program_holds_is_an_error(house):
+def test_plan_without_fitting_program_raises(house):
     rows = ScheduledRows.decode([house.request(1, 4) for _ in range(5)], CHAIN)
     with pytest.raises(LookupError, match="no decode program holds"):
         house.planner.plan(rows)
 
 
-def test_a_decode_never_starts_a_row(house):
+def test_decode_plan_rejects_unfinished_prefill(house):
     """Nor does it take one whose prompt goes on."""
     request = house.request(70, 70)
     for prefilled in (0, 64):
@@ -247,7 +247,7 @@ def test_a_decode_never_starts_a_row(house):
     assert not house.planner.plan(ScheduledRows.decode([request], CHAIN)).starts.any()
 
 
-def test_no_plan_shares_memory_with_another(house):
+def test_plan_buffers_do_not_share_memory(house):
     """JAX on a CPU reads the caller's memory after dispatch; a refilled buffer is a wrong plan."""
     rows = ScheduledRows.decode([house.request(5, 20)], CHAIN)
     plans = [house.planner.plan(rows) for _ in range(4)]
@@ -260,7 +260,7 @@ def test_no_plan_shares_memory_with_another(house):
             assert not np.shares_memory(plan.buffer, memory)
 
 
-def test_a_decode_plan_of_32_rows_takes_less_than_a_millisecond():
+def test_decode_plan_of_32_rows_under_one_millisecond():
     capacity = toy_capacity(
         num_pages=3000, num_slots=33, overlap=1, context_length=400, batch_sizes=(32,)
     )

@@ -112,7 +112,7 @@ STEPS += [pytest.param(not plain, n, marks=pytest.mark.matrix) for plain, n in S
 @pytest.mark.parametrize(("any_shape", "overlap"), STEPS)
 @pytest.mark.parametrize("num_pages", [65, 400])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_the_plain_ones_whatever_is_found(kind, any_shape, num_pages, overlap):
+def test_prefix_cache_output_equals_plain(kind, any_shape, num_pages, overlap):
     """The toy fails where pages, states, draft memory or counts are of another text."""
     engine = make(kind, num_pages=num_pages, overlap=overlap, any_shape=any_shape)
     for round_ in range(3):
@@ -125,7 +125,7 @@ def test_texts_are_the_plain_ones_whatever_is_found(kind, any_shape, num_pages, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_a_chat_nearly_all_that_can_be_reused_is(kind):
+def test_prefix_cache_reuses_chat_history(kind):
     """Of full pages; of a hybrid, of whole stretches of 64 tokens, where states may stand."""
     engine, text = make(kind), tokens(1, 70)
     known = found = reusable = 0
@@ -140,7 +140,7 @@ def test_of_a_chat_nearly_all_that_can_be_reused_is(kind):
     assert found >= 0.95 * reusable > 1000
 
 
-def test_the_key_of_a_heads_page_costs_a_page_where_texts_part_at_its_end():
+def test_key_lookahead_costs_one_token_per_hit():
     """A row of its draft KV knows the next token: on average that costs a hit one token."""
     text, found = tokens(2, 100), {}
     for kind in ("plain model", "head"):
@@ -157,7 +157,7 @@ def test_the_key_of_a_heads_page_costs_a_page_where_texts_part_at_its_end():
     assert found["plain model"] - found["head"] == 1.0
 
 
-def test_a_prompt_that_is_sent_again_is_fed_from_its_last_page():
+def test_repeated_prompt_prefills_only_last_page():
     for kind, least in (("plain model", 196), ("head", 196), ("hybrid", 192)):
         engine, prompt = make(kind), tokens(3, 200)
         serve(engine, request(prompt))
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_sent_again_is_fed_from_its_last_page():
 
 @pytest.mark.parametrize("kind", ["plain model", "head", "hybrid"])
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_choices_of_a_prompt_are_fed_once(kind, overlap):
+def test_choices_of_prompt_prefill_once(kind, overlap):
     """They come together; all but the first wait until its prompt is in the cache."""
     engine, prompt = make(kind, overlap=overlap), tokens(3, 200)
     choices = [request(prompt, seed32=seed) for seed in range(4)]
@@ -180,7 +180,7 @@ def test_choices_of_a_prompt_are_fed_once(kind, overlap):
 
 
 @pytest.mark.parametrize("kind", ["plain model", "hybrid"])
-def test_prompts_that_begin_alike_and_come_together_share_their_beginning(kind):
+def test_concurrent_prompts_share_common_prefix(kind):
     engine, system = make(kind), tokens(12, 150)
     asked = [request([*system, *tokens(40 + n, 60)]) for n in range(4)]
     serve(engine, *asked)
@@ -188,7 +188,7 @@ def test_prompts_that_begin_alike_and_come_together_share_their_beginning(kind):
     assert [each.cached_tokens for each in asked] == [0, 128, 128, 128]
 
 
-def test_requests_that_make_the_same_pages_at_the_same_time_do_not_lock_each_others():
+def test_duplicate_pages_of_concurrent_requests_not_pinned():
     """A page that one locks and does not have is lost to both, until a pool of few is stuck."""
     engine, prompt = make("plain model", overlap=0), tokens(13, 60)
     first, second = request(prompt, seed32=1), request(prompt, seed32=2)
@@ -197,7 +197,7 @@ def test_requests_that_make_the_same_pages_at_the_same_time_do_not_lock_each_oth
     give_back_all(engine.cache)
 
 
-def test_who_shares_little_or_nothing_does_not_wait():
+def test_prompts_with_short_common_prefix_run_at_once():
     engine, system = make("plain model", overlap=0), tokens(12, 60)
     asked = [request([*system, *tokens(40 + n, 60)]) for n in range(3)]
     for each in asked:
@@ -206,7 +206,7 @@ def test_who_shares_little_or_nothing_does_not_wait():
     assert len(engine.scheduler.running) == 3
 
 
-def test_who_waits_for_room_is_looked_up_again_only_when_the_cache_has_changed(monkeypatch):
+def test_waiting_request_lookup_repeats_only_after_cache_change(monkeypatch):
     engine, looked_up = make("plain model", num_pages=52), []
     path = RadixCache.path
 
@@ -230,7 +230,7 @@ def test_who_waits_for_room_is_looked_up_again_only_when_the_cache_has_changed(m
     assert len(looked_up) < steps / 2
 
 
-def test_tenants_do_not_see_each_other():
+def test_prefix_cache_isolates_tenants():
     engine, prompt = make("head"), tokens(3, 100)
     one, other, again = (request(prompt, tenant=name) for name in ("a", "b", "a"))
     serve(engine, one)
@@ -239,7 +239,7 @@ def test_tenants_do_not_see_each_other():
     assert (other.cached_tokens, again.cached_tokens) == (0, 96)
 
 
-def test_a_request_that_failed_leaves_nothing():
+def test_failed_request_adds_no_cache_pages():
     """Its pages may hold what is no number; the pages that it had found stay."""
     engine, begin = make("hybrid"), tokens(4, 129)
     serve(engine, request(begin))
@@ -251,7 +251,7 @@ def test_a_request_that_failed_leaves_nothing():
     assert engine.cache.num_pages == kept
 
 
-def test_a_request_that_fails_while_it_decodes_leaves_no_more_than_its_prompt():
+def test_failed_decode_caches_prompt_pages_only():
     engine = make("hybrid", overlap=0)
     one = request(tokens(4, 60), max_tokens=100)
     engine.add(one)
@@ -263,7 +263,7 @@ def test_a_request_that_fails_while_it_decodes_leaves_no_more_than_its_prompt():
     engine.cache.check([])
 
 
-def test_a_preempted_request_is_fed_again_from_what_it_left():
+def test_preempted_request_resumes_from_cached_pages():
     fed = {}
     for kind in ("plain model", "off"):
         engine = make("plain model", num_pages=60, overlap=0)
@@ -276,7 +276,7 @@ def test_a_preempted_request_is_fed_again_from_what_it_left():
     assert fed["plain model"] < fed["off"]
 
 
-def test_where_texts_part_a_hybrid_keeps_a_state_from_the_second_text_on():
+def test_hybrid_snapshots_branch_point_from_second_request():
     """Its state at the end of a common beginning is nobody's end, so it is taken on purpose."""
     engine, system = make("hybrid"), tokens(7, 100)
     lengths = []
@@ -288,7 +288,7 @@ def test_where_texts_part_a_hybrid_keeps_a_state_from_the_second_text_on():
 
 
 @pytest.mark.parametrize("length", [UNIT, UNIT + 1, 2 * UNIT, 2 * UNIT + 1])
-def test_a_prompt_leaves_a_state_wherever_it_ends(length):
+def test_hybrid_prompt_leaves_reusable_state(length):
     """Before its last token, or else behind it, where the next turn can use it."""
     engine, prompt = make("hybrid"), tokens(11, length)
     (answer,) = serve(engine, request(prompt, max_tokens=5))
@@ -298,7 +298,7 @@ def test_a_prompt_leaves_a_state_wherever_it_ends(length):
     assert longer.cached_tokens == max((length - 1) // UNIT, 1) * UNIT
 
 
-def test_a_state_may_go_while_the_pages_stay():
+def test_evicted_state_makes_page_hit_unusable():
     """vLLM 53912, 47194: a hit on pages whose state was gone corrupted hybrids."""
     engine = make("hybrid")
     first = request(tokens(8, 150))
@@ -311,7 +311,7 @@ def test_a_state_may_go_while_the_pages_stay():
     assert again.cached_tokens == 0
 
 
-def test_a_state_stays_until_the_step_that_restores_it(monkeypatch):
+def test_state_pinned_until_restored(monkeypatch):
     """Another request's chunk comes before, and there is one snapshot."""
     monkeypatch.setitem(KINDS, "hybrid", (2, KINDS["hybrid"][1]))
     engine = make("hybrid", overlap=0)
@@ -323,7 +323,7 @@ def test_a_state_stays_until_the_step_that_restores_it(monkeypatch):
 
 
 @pytest.mark.parametrize("cut", [3, 40])
-def test_a_stop_string_takes_back_no_state_that_is_needed(cut):
+def test_stop_string_keeps_state_before_truncation(cut):
     """The text may end before the last tracked position; the one before is kept for that."""
     engine = make("hybrid", overlap=2)
     one = request(tokens(9, 100), max_tokens=200, stop_token_ids=())
@@ -339,7 +339,7 @@ def test_a_stop_string_takes_back_no_state_that_is_needed(cut):
     assert later.cached_tokens == (len(text) - 1) // UNIT * UNIT
 
 
-def test_pages_that_were_used_longest_ago_go_first_and_no_page_before_those_behind_it():
+def test_prefix_cache_evicts_lru_leaf_pages_first():
     engine = make("plain model", num_pages=60)
     prompts = [tokens(20 + n, 40) for n in range(4)]
     for prompt in prompts:
@@ -356,7 +356,7 @@ def test_pages_that_were_used_longest_ago_go_first_and_no_page_before_those_behi
     assert held[1] <= held[2]
 
 
-def test_priorities_go_first_and_nobody_starves():
+def test_priority_scheduling_without_starvation():
     engine = make("plain model", overlap=0)
     running: list[int] = []
     asked = [request(tokens(n, 5), max_tokens=2, stop_token_ids=()) for n in range(60)]

@@ -83,7 +83,7 @@ def assert_scored(asked: Request, outcome: Outcome) -> None:
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("num_pages", [52, 400])
-def test_every_token_is_scored_once_with_any_overlap_chunks_and_pages(overlap, depth, num_pages):
+def test_prompt_logprobs_scored_once_for_overlap_and_preemption(overlap, depth, num_pages):
     """Also where a request is preempted within its prompt, and behind it, and resumes."""
     rng = random.Random(overlap)
     engine, _ = make(num_pages=num_pages, overlap=overlap, depth=depth, chunk=64 + 64 * (depth > 0))
@@ -103,7 +103,7 @@ def test_every_token_is_scored_once_with_any_overlap_chunks_and_pages(overlap, d
     assert (engine.scheduler.num_preemptions > 0) == (num_pages == 52)
 
 
-def test_a_prompt_that_is_scored_takes_nothing_from_the_cache_and_leaves_everything():
+def test_prompt_logprobs_bypass_cache_hits_and_fill_cache():
     engine, backend = make()
     prompt = prompt_of(1, 150)
     for number, count in enumerate((None, K, None)):
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_scored_takes_nothing_from_the_cache_and_leaves_everyth
         assert backend.num_fed - before == (2 if number == 2 else 150), number
 
 
-def test_choices_of_a_prompt_that_is_scored_do_not_wait_for_each_other():
+def test_prompt_logprobs_choices_prefill_independently():
     engine, backend = make(chunk=128)
     asked = [request(number, prompt_of(1, 100), max_tokens=0) for number in range(2)]
     outcomes = drive(engine, asked)
@@ -122,7 +122,7 @@ def test_choices_of_a_prompt_that_is_scored_do_not_wait_for_each_other():
         assert_scored(each, outcomes[each.request_id])
 
 
-def test_only_steps_with_a_prompt_that_is_scored_are_scored():
+def test_prompt_logprobs_program_used_only_when_requested():
     engine, backend = make()
     drive(engine, [request(0, prompt_of(1, 100), prompt_logprobs=None)])
     assert not any(backend.scored)
@@ -130,7 +130,7 @@ def test_only_steps_with_a_prompt_that_is_scored_are_scored():
     assert all(backend.scored[-2:])
 
 
-def test_what_was_scored_before_a_preemption_is_not_fed_again_for_it():
+def test_prompt_logprobs_not_recomputed_after_preemption():
     """A request that has its scores finds its prompt in the cache like every other one."""
     engine, backend = make(depth=0, overlap=0)
     asked = request(0, prompt_of(1, 150), max_tokens=20)
@@ -150,7 +150,7 @@ def test_what_was_scored_before_a_preemption_is_not_fed_again_for_it():
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_a_prompt_that_is_preempted_half_read_has_each_score_once(caches):
+def test_prompt_logprobs_complete_after_preemption_within_prompt(caches):
     """What the cache does not have of it any more is fed, and so scored, again."""
     engine, backend = make(overlap=0, caches=caches)
     asked, outcome = request(0, prompt_of(1, 150)), Outcome()
@@ -166,7 +166,7 @@ def test_a_prompt_that_is_preempted_half_read_has_each_score_once(caches):
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_prompt_without_an_answer_ends_when_it_is_read(overlap):
+def test_max_tokens_zero_ends_after_prefill(overlap):
     engine, _ = make(overlap=overlap)
     asked = [request(n, prompt_of(n, 100), max_tokens=0, prompt_logprobs=1 - n) for n in range(2)]
     for number, outcome in drive(engine, asked).items():
@@ -176,7 +176,7 @@ def test_a_prompt_without_an_answer_ends_when_it_is_read(overlap):
     assert engine.metrics.snapshot()["generation_tokens_total"] == 0
 
 
-def test_a_score_that_is_no_number_fails_its_request_alone(monkeypatch):
+def test_nan_prompt_logprob_fails_only_its_request(monkeypatch):
     engine, backend = make()
     told = backend._scores
 

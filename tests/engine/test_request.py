@@ -14,14 +14,14 @@ def request(num_prompt: int = 5, output: tuple[int, ...] = (), **sampling) -> Re
     )
 
 
-def test_a_cut_returns_what_it_takes_from_the_output():
+def test_truncate_returns_removed_tokens():
     one = request(output=(7, 8, 9))
     assert one.truncate(1) == [8, 9]
     assert one.output == [7]
     assert one.truncate(1) == []
 
 
-def test_a_request_ends_once():
+def test_request_finishes_once():
     one = request(max_tokens=2)
     assert one.append_tokens([4, 5, 6]) == 2
     assert one.finish_reason is FinishReason.LENGTH
@@ -30,7 +30,7 @@ def test_a_request_ends_once():
     assert one.finish_reason is FinishReason.LENGTH
 
 
-def test_a_placed_request_begins_behind_what_its_pages_hold():
+def test_assign_slot_sets_first_position():
     one = request(num_prompt=70)
     one.assign_slot(2, first_position=64)
     assert (one.slot, one.first_position, one.prefilled, one.decodes) == (2, 64, 64, False)
@@ -42,6 +42,6 @@ def test_a_placed_request_begins_behind_what_its_pages_hold():
 
 
 @pytest.mark.parametrize(("output", "first"), [((), 5), ((9,), 5), ((9, 9), 6), ((), -1)])
-def test_a_place_leaves_something_to_prefill(output, first):
+def test_assign_slot_rejects_invalid_first_position(output, first):
     with pytest.raises(ValueError, match="first_position must be in 0"):
         request(output=output).assign_slot(1, first_position=first)

@@ -41,7 +41,7 @@ def start(scheduler: Scheduler, *requests: Request) -> None:
     scheduler.admit()
 
 
-def test_prompts_and_decodes_take_turns_while_both_wait():
+def test_prefill_and_decode_alternate():
     scheduler = make()
     start(scheduler, request(0, 10), request(1, 200))
     works = [scheduler.next_rows().work for _ in range(6)]
@@ -50,7 +50,7 @@ def test_prompts_and_decodes_take_turns_while_both_wait():
     assert scheduler.next_rows().work is StepKind.DECODE
 
 
-def test_chunks_end_at_multiples_of_64_or_with_the_prompt():
+def test_prefill_chunks_align_to_64_tokens():
     scheduler = make()
     start(scheduler, request(0, 10), request(1, 230), request(2, 5))
     chunks = []
@@ -63,7 +63,7 @@ def test_chunks_end_at_multiples_of_64_or_with_the_prompt():
     assert chunks == [(0, 0, 10), (1, 0, 64), (2, 0, 5), (1, 64, 192), (1, 192, 230)]
 
 
-def test_a_prefill_is_at_most_chunked_prefill_size():
+def test_prefill_bounded_by_chunked_prefill_size():
     scheduler = make(chunked_prefill_size=100)
     start(scheduler, request(0, 128))
     rows = scheduler.next_rows()
@@ -71,12 +71,12 @@ def test_a_prefill_is_at_most_chunked_prefill_size():
     assert rows.chunks[0].end == 64
 
 
-def test_a_prefill_size_below_a_chunk_is_refused():
+def test_chunked_prefill_size_below_chunk_raises():
     with pytest.raises(ValueError, match="chunked_prefill_size"):
         make(chunked_prefill_size=63)
 
 
-def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
+def test_decode_rows_reserve_pages_for_in_flight_steps():
     scheduler = make(overlap=2)
     one = request(0, 16)
     start(scheduler, one)
@@ -91,7 +91,7 @@ def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
         one.step_submitted(4)
 
 
-def test_a_request_gets_no_step_that_it_surely_does_not_need():
+def test_scheduler_skips_steps_beyond_max_tokens():
     scheduler = make(overlap=2)
     one = request(0, 16, max_tokens=2)
     start(scheduler, one)
@@ -102,7 +102,7 @@ def test_a_request_gets_no_step_that_it_surely_does_not_need():
     assert scheduler.next_rows() is None
 
 
-def test_admission_leaves_running_requests_room_for_their_widest_step():
+def test_admission_reserves_pages_for_widest_step():
     scheduler = make(num_pages=9)
     start(scheduler, request(0, 8), request(1, 8))
     # A request's next step may need 8 + 4 + 4 positions, 4 pages: two fit into 8 pages.
@@ -112,20 +112,20 @@ def test_admission_leaves_running_requests_room_for_their_widest_step():
     assert len(scheduler.running) == 1
 
 
-def test_nobody_overtakes_in_the_queue():
+def test_waiting_queue_preserves_arrival_order():
     scheduler = make(num_pages=12)
     start(scheduler, request(0, 20, 4), request(1, 20, 4), request(2, 1, 1))
     assert [r.request_id for r in scheduler.running] == [0]
 
 
-def test_a_request_that_can_never_fit_is_refused():
+def test_add_rejects_request_exceeding_all_pages():
     scheduler = make(num_pages=9)
     scheduler.add(request(0, 9, 20))  # 9 + 19 + 4 positions: 8 pages
     with pytest.raises(ValueError, match="9 pages of 4 tokens, and the server has 8"):
         scheduler.add(request(1, 10, 20))
 
 
-def test_the_youngest_gives_way_once_its_steps_have_ended():
+def test_youngest_request_preempted_after_in_flight_steps():
     scheduler = make(num_pages=9)
     old, young = request(0, 8, 15), request(1, 8, 15)
     start(scheduler, old, young)
@@ -144,7 +144,7 @@ def test_the_youngest_gives_way_once_its_steps_have_ended():
     scheduler.allocator.check()
 
 
-def test_a_preempted_request_is_older_than_all_that_wait():
+def test_preempted_request_precedes_waiting_requests():
     scheduler = make(num_pages=9)
     old, young, waiting = request(0, 8, 15), request(1, 8, 15), request(2, 8, 15)
     start(scheduler, old, young, waiting)

@@ -153,7 +153,7 @@ def of_many_kinds(count: int, first: int = 0) -> list[Request]:
 
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("cache", [NO_CACHE, CACHE], ids=["cold", "cached"])
-def test_texts_that_are_plain_are_checked_and_none_is_reported(cache, overlap):
+def test_shadow_verify_of_plain_output_reports_nothing(cache, overlap):
     house, requests = House(cache=cache, overlap=overlap), of_many_kinds(30)
     house.serve(requests)
     house.end_checks()
@@ -164,7 +164,7 @@ def test_texts_that_are_plain_are_checked_and_none_is_reported(cache, overlap):
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
+def test_shadow_verify_reports_wrong_accepted_draft_position(overlap):
     house = House(AcceptsAWrongDraft(capacity_of()), overlap=overlap)
     wrong, short = request(1, max_tokens=60), request(2, max_tokens=20)
     house.serve([wrong, short])
@@ -188,7 +188,7 @@ def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
     assert (house.count("checks"), house.count("mismatch")) == (2, 1)
 
 
-def test_a_text_that_goes_on_behind_its_end_is_reported():
+def test_shadow_verify_reports_output_past_end():
     house = House()
     one = request(1, max_tokens=20)
     house.serve([one])
@@ -201,7 +201,7 @@ def test_a_text_that_goes_on_behind_its_end_is_reported():
     assert "but plain decoding has no token" in str(found)
 
 
-def test_a_plain_run_that_fails_is_reported():
+def test_shadow_verify_reports_failed_plain_run():
     house = House()
     one = request(1)
     house.serve([one])
@@ -210,7 +210,7 @@ def test_a_plain_run_that_fails_is_reported():
     assert [(found.position, found.plain) for found in house.told] == [(0, None)]
 
 
-def test_a_replay_reads_nothing_that_was_cached():
+def test_shadow_verify_replay_ignores_prefix_cache():
     """A page that is wrong in the cache gives a wrong text, which the replay must not share."""
     # The toy holds its draft memory against the text, so it has none here.
     house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_lookahead=0))
@@ -228,7 +228,7 @@ def test_a_replay_reads_nothing_that_was_cached():
     assert (house.engine.cache.num_hit, house.engine.cache.num_pages) == (hits, pages)
 
 
-def test_where_no_page_is_free_a_check_takes_those_used_longest_ago_and_no_more():
+def test_shadow_verify_evicts_only_lru_pages():
     house = House(Toy(capacity_of(num_pages=70)), cache=CACHE)
     prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
     house.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
@@ -266,11 +266,11 @@ def tokens_of(plan: StepPlan) -> list[int]:
     return [] if isinstance(plan.work, Decode) else plan.work.tokens.tolist()
 
 
-def test_the_steps_of_traffic_are_those_without_checks():
+def test_shadow_verify_leaves_traffic_steps_unchanged():
     assert steps_of_traffic(rate=1.0) == steps_of_traffic(rate=0.0)
 
 
-def test_who_comes_ends_a_check_at_once_and_it_begins_anew():
+def test_new_request_interrupts_and_restarts_shadow_verify():
     house = House()
     house.serve([request(1)])
     for _ in range(5):
@@ -283,7 +283,7 @@ def test_who_comes_ends_a_check_at_once_and_it_begins_anew():
     assert (house.count("checks"), house.count("mismatch")) == (2, 0)
 
 
-def test_a_check_that_is_interrupted_too_often_is_dropped():
+def test_shadow_verify_dropped_after_too_many_interruptions():
     house = House(rate=0.1)
     house.serve([request(3)])
     assert house.count("waiting") == 1
@@ -295,7 +295,7 @@ def test_a_check_that_is_interrupted_too_often_is_dropped():
     assert not house.checked.busy
 
 
-def test_checks_that_are_interrupted_take_turns():
+def test_interrupted_shadow_verifies_rotate():
     house = House()
     house.serve([request(number) for number in range(MOST_STARTS + 1)])
     for number in range(MOST_STARTS + 1):
@@ -305,7 +305,7 @@ def test_checks_that_are_interrupted_take_turns():
     assert (house.count("checks"), house.count("dropped")) == (2 * MOST_STARTS + 2, 0)
 
 
-def test_counts_add_up_whatever_became_of_a_request():
+def test_shadow_verify_counts_sum_to_chosen_requests():
     house, rng = House(rate=0.7), random.Random(3)
     chosen = 0
     for number in range(400):
@@ -334,7 +334,7 @@ def test_counts_add_up_whatever_became_of_a_request():
     assert not house.told
 
 
-def test_what_a_stop_string_cut_off_is_not_compared():
+def test_shadow_verify_ignores_tokens_after_stop_string():
     house = House(AcceptsAWrongDraft(capacity_of()), overlap=0)
     one = request(1, max_tokens=60)
     house.add([one])
@@ -347,7 +347,7 @@ def test_what_a_stop_string_cut_off_is_not_compared():
     assert not house.told
 
 
-def test_the_same_requests_are_chosen_everywhere_and_as_many_as_asked():
+def test_is_chosen_is_deterministic_at_given_rate():
     for rate in (0.01, 0.25, 0.5):
         share = sum(is_chosen(number, rate) for number in range(20_000)) / 20_000
         assert share == pytest.approx(rate, abs=0.012)  # three standard deviations
@@ -355,7 +355,7 @@ def test_the_same_requests_are_chosen_everywhere_and_as_many_as_asked():
     assert [number for number in range(40) if is_chosen(number, 0.1)] == [3, 27]
 
 
-def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
+def test_shadow_verify_skips_sampled_requests_under_rejection():
     house = House(Toy(capacity_of(accept_rule="rejection")))
     sampled = [request(n, temperature=0.5) for n in range(3)]
     kept = [request(3, temperature=0.0), request(4, temperature=0.5, max_draft_tokens=0)]
@@ -366,7 +366,7 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
 
 
 @pytest.mark.parametrize("lacking", ["plain steps", "logprobs", "second logprob"])
-def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
+def test_shadow_verify_rejects_backend_without_plain_logprobs(lacking):
     capacity = capacity_of()
     programs = [
         p.with_features(
@@ -380,6 +380,6 @@ def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
         House(Toy(replace(capacity, programs=tuple(programs), max_logprobs=most)))
 
 
-def test_texts_by_lot_are_refused():
+def test_shadow_verify_rejects_simulated_acceptance():
     with pytest.raises(ValueError, match="simulated acceptance"):
         House(Toy(capacity_of(accept_rates=(0.5, 0.5, 0.5))))

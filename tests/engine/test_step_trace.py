@@ -58,7 +58,7 @@ def requests_of(traced: set[int]) -> list[Request]:
 
 
 @pytest.mark.parametrize(("overlap", "num_pages"), [(0, 400), (2, 400), (1, 45)])
-def test_the_steps_of_a_request_add_up_to_its_text(overlap, num_pages):
+def test_step_trace_sums_to_output(overlap, num_pages):
     engine = engine_of(num_pages=num_pages, overlap=overlap)
     outcomes = drive(engine, requests_of(set(range(8))))
     assert (engine.scheduler.num_preemptions > 0) == (num_pages == 45)
@@ -72,7 +72,7 @@ def test_the_steps_of_a_request_add_up_to_its_text(overlap, num_pages):
     assert len({step.number for step in steps if step}) < len(steps)
 
 
-def test_only_who_asks_is_told_and_nobodys_text_changes():
+def test_step_trace_only_for_requesting_requests():
     told, untold = (
         drive(engine_of(num_pages=400, overlap=1), requests_of(traced))
         for traced in ({2, 5}, set())
@@ -83,7 +83,7 @@ def test_only_who_asks_is_told_and_nobodys_text_changes():
     }
 
 
-def test_a_path_is_found_among_siblings():
+def test_accepted_path_found_among_siblings():
     #      root: 7, 8      under 7: 8, 9      under 8: 7
     drafts, parents = [7, 8, 8, 9, 7], [0, 0, 1, 1, 2]
     assert accepted_path(drafts, parents, []) == []
@@ -92,7 +92,7 @@ def test_a_path_is_found_among_siblings():
     assert accepted_path(drafts, parents, [7, 1, 9]) == [1], "no node of the tree carries it"
 
 
-def test_nodes_of_a_corpus_are_told_from_those_of_seen_text():
+def test_corpus_nodes_exclude_ngram_nodes():
     config = NgramConfig(speculative_ngram_external_sam_budget=2)
     index = NgramIndex(config, nodes=6, depth=3, vocab=50, chain=False)
     index.corpora.add("own", Corpus.build(np.array([1, 2, 30, 31, 32, SEPARATOR], np.int32)))
@@ -141,7 +141,7 @@ def backends() -> Iterator[Backends]:
 
 
 @pytest.mark.parametrize(("framework", "case"), RUNS)
-def test_every_drafters_steps_add_up_to_the_text(framework, case, backends):
+def test_step_trace_of_every_drafter_sums_to_output(framework, case, backends):
     """Texts are held against the specification, and each trace against its text."""
     family, drafter, shape, rule = case
     server = Server(

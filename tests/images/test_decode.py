@@ -44,7 +44,7 @@ def opened_array(data: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_image_is_resized_bit_for_bit_as_the_reference_implementation(number):
+def test_image_resize_bitwise_equal(number):
     got = opened_array(stored(rgb(WANT[f"image_{number}"])))
     pixels = patches_of(got).pixels
     np.testing.assert_array_equal(pixels, WANT[f"pixels_pil_{number}"])
@@ -70,14 +70,14 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_images_of_all_kinds_become_rgb(name):
+def test_opened_converts_every_image_kind_to_rgb(name):
     data, want = PLAIN[name]
     if want is None:
         want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(opened_array(data), want)
 
 
-def test_an_image_that_exif_turns_is_turned_before_its_sides_are_looked_at():
+def test_exif_orientation_applied_before_resize():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     got = opened_array(stored(rgb(), exif=exif))
@@ -85,7 +85,7 @@ def test_an_image_that_exif_turns_is_turned_before_its_sides_are_looked_at():
 
 
 @pytest.mark.parametrize("turn", range(10))  # 1 is upright, 0 and 9 mean nothing
-def test_every_turn_of_exif_is_what_pillow_makes_of_it(turn):
+def test_exif_orientations_match_pillow(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     data = stored(rgb(), exif=exif)
@@ -101,18 +101,18 @@ ODD = struct.pack("<4sIHHHIHHHHIfI", b"II*", 8, 2, 0x0112, 3, 1, 6, 0, 0x010E, 1
     ("exif", "turns"), [(ODD, -1), (b"no list of tags", 0)], ids=["odd", "broken"]
 )
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_of_an_odd_exif_only_the_turn_is_read_and_of_a_broken_one_nothing(kind, exif, turns):
+def test_opened_ignores_broken_exif(kind, exif, turns):
     how = {"lossless": True} if kind == "WEBP" else {}
     got = opened_array(stored(rgb(), kind, exif=b"Exif\0\0" + exif, **how))
     np.testing.assert_array_equal(got, np.rot90(PATTERN, turns))
 
 
-def test_a_side_of_one_pixel_is_lifted_to_the_least_that_a_model_sees():
+def test_one_pixel_side_is_upscaled_to_minimum():
     assert opened_array(stored(Image.new("RGB", (100, 1)))).shape == (8, 232, 3)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
+def test_unsupported_image_raises_in_one_sentence(name):
     url, words = REFUSED[name]
     with pytest.raises(InvalidImageError) as refused:
         opened(data_of(url), image_config())
@@ -121,21 +121,21 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkeypatch):
+def test_too_many_pixels_rejected_before_decoding(kind, monkeypatch):
     monkeypatch.setattr(decode.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
     with pytest.raises(InvalidImageError, match="16000 x 16000 pixels"):
         opened(bomb(kind, 16_000), image_config())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_a_moving_image_is_refused(kind):
+def test_animated_image_raises(kind):
     with pytest.raises(InvalidImageError, match=f"an animated {kind}, and video is not supported"):
         opened(animated(kind), image_config())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("lossless", [False, True])
-def test_a_header_tells_what_pillow_would(kind, lossless):
+def test_read_header_matches_pillow(kind, lossless):
     for height, width in ((7, 300), (256, 1)):
         options = {"lossless": lossless} if kind == "WEBP" else {}
         data = stored(Image.new("RGB", (width, height)), kind, **options)
@@ -148,7 +148,7 @@ def test_a_header_tells_what_pillow_would(kind, lossless):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
+def test_truncated_image_raises_or_opens(kind):
     """Nothing else comes out of it, whatever its decoder makes of the rest."""
     data, config = stored(rgb(), kind), replace(image_config(), max_pixels=1024)
     for end in [*range(0, 64), *range(64, len(data), 97)]:
@@ -156,13 +156,13 @@ def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
             assert opened(data[:end], config).height
 
 
-def test_a_server_of_text_needs_no_decoder():
+def test_text_server_needs_no_pillow():
     """Pillow is an extra; what opens images is a process of its own."""
     code = "import sys; sys.modules['PIL'] = None; import shared.server.api.service"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_each_image_has_its_rows_in_the_prompt():
+def test_expanded_repeats_image_tokens_by_count():
     assert expanded([5, 9, 6, 9], 9, [2, 3]) == [5, 9, 9, 6, 9, 9, 9]
     with pytest.raises(InvalidImageError, match="2 image tokens, and the request has 1 images"):
         expanded([5, 9, 6, 9], 9, [2])

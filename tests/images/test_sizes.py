@@ -45,7 +45,7 @@ DEMO = (32, 18_432, 18_432)
 @example(3000, 40, *DEMO)
 @example(480, 640, *DEMO)
 @example(100, 100, 32, 65_536, 64 * 1024)  # a released model with --max-image-tokens 64
-def test_size_is_within_its_bound_and_transformers_own(height, width, factor, least, most):
+def test_smart_resize_matches_transformers_within_limits(height, width, factor, least, most):
     assume(max(height, width) <= MOST_STRETCHED * min(height, width))
     config = config_of(factor, least, most)
     sides = config.smart_resize(height, width)
@@ -58,11 +58,11 @@ def test_size_is_within_its_bound_and_transformers_own(height, width, factor, le
 
 
 @pytest.mark.parametrize("side", range(1, 200, 7))
-def test_image_without_a_size_between_the_bounds_keeps_its_shape(side: int):
+def test_smart_resize_without_fitting_size_keeps_shape(side: int):
     assert config_of(*DEMO).smart_resize(side, side) == (128, 128)
 
 
-def test_low_detail_bounds_the_size():
+def test_low_detail_limits_size():
     config = config_of(32, 65_536, 1 << 24)
     assert config.smart_resize(2048, 2048) == (2048, 2048)
     assert config.low_detail().smart_resize(2048, 2048) == (512, 512)

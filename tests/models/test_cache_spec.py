@@ -38,7 +38,7 @@ def parts(held: object) -> list:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
+def test_cache_bytes_in_plan_equal_allocated_state(framework, dtype):
     asked = {
         "model_path": "model",
         "max_running_requests": 3,
@@ -63,7 +63,7 @@ def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
     assert bytes_of(state) == sum(counted.values())
 
 
-def test_a_mixer_of_other_sizes_keeps_as_much_more():
+def test_cache_spec_bytes_scale_with_mixer_sizes():
     attention, delta = MODEL.attention, MODEL.gated_delta
     wide = replace(attention, num_kv_heads=4)
     assert [x.piece_bytes(2) for x in wide.kept] == [2 * x.piece_bytes(2) for x in attention.kept]
@@ -73,7 +73,7 @@ def test_a_mixer_of_other_sizes_keeps_as_much_more():
     assert window.piece_bytes(2) < 2 * delta.kept[1].piece_bytes(2)
 
 
-def test_layers_of_one_kind_have_one_size():
+def test_model_config_rejects_mixers_of_different_sizes():
     odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8), mlp=MODEL.dense)
     with pytest.raises(ValueError, match="different sizes"):
         replace(MODEL, layers=(*MODEL.layers, odd))

@@ -31,27 +31,27 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_what_is_saved_loads_again(family, num_shards, tmp_path):
+def test_save_checkpoint_round_trips(family, num_shards, tmp_path):
     config = write_tiny(tmp_path, family, 0, num_shards=num_shards)
     assert config == config_from_folder(tmp_path)
     assert_same(load_all(tmp_path, config, config.has_mtp), tiny_model(family, 0)[1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_nested_checkpoint_holds_the_same_arrays(tied, tmp_path):
+def test_nested_checkpoint_loads_same_arrays(tied, tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0, nested=True, tied=tied)
     assert "model.language_model.norm.weight" in load_file(tmp_path / FILE)
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=tied)[1])
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "language_model.model.", ""])
-def test_other_prefixes_are_accepted(prefix, tmp_path):
+def test_checkpoint_accepts_other_tensor_prefixes(prefix, tmp_path):
     config = write_tiny(tmp_path, "qwen3", 0)
     rewrite(tmp_path, lambda t: {k.replace("model.", prefix, 1): v for k, v in t.items()})
     assert_same(load_all(tmp_path, config, False), tiny_model("qwen3", 0)[1])
 
 
-def test_a_stack_holds_the_fused_projections_layer_by_layer(tmp_path):
+def test_stacked_parameters_fuse_projections_by_layer(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0)
     stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
     layer = "model.layers.3.self_attn."  # the second attention layer
@@ -64,7 +64,7 @@ def test_a_stack_holds_the_fused_projections_layer_by_layer(tmp_path):
     np.testing.assert_array_equal(ours["gated_delta.conv"][1], conv[:, 0])
 
 
-def test_parameters_are_converted_but_for_those_kept_in_float32(tmp_path):
+def test_load_converts_dtype_except_float32_parameters(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0)
     rewrite(tmp_path, lambda t: {k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()})
     checkpoint = open_checkpoint(tmp_path)
@@ -75,7 +75,7 @@ def test_parameters_are_converted_but_for_those_kept_in_float32(tmp_path):
         assert loaded.shape == parameter.shape
 
 
-def test_progress_counts_every_stored_byte(tmp_path):
+def test_load_progress_counts_every_stored_byte(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0)
     checkpoint, wanted = open_checkpoint(tmp_path), parameters(config, True)
     seen = []
@@ -85,7 +85,7 @@ def test_progress_counts_every_stored_byte(tmp_path):
     assert sum(seen) == sum(tensor.nbytes for tensor in load_file(tmp_path / FILE).values())
 
 
-def test_an_mtp_layer_that_only_the_config_names_is_noticed(tmp_path):
+def test_missing_mtp_tensors_raise_only_when_required(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0)
     assert open_checkpoint(tmp_path).has_mtp
     rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if not k.startswith("mtp.")})
@@ -102,7 +102,7 @@ NESTED = "model.language_model."
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_tied_head_with_other_values_unties_the_model(nested, tmp_path):
+def test_differing_lm_head_unties_model(nested, tmp_path):
     family = "qwen3_5" if nested else "llama"
     config = write_tiny(tmp_path, family, 0, nested=nested, with_mtp=False, tied=True)
     embedding = f"{NESTED if nested else 'model.'}embed_tokens.weight"
@@ -117,7 +117,7 @@ def test_a_tied_head_with_other_values_unties_the_model(nested, tmp_path):
         load_all(tmp_path, config, False)
 
 
-def test_tensors_that_a_text_model_does_without_are_ignored(tmp_path):
+def test_checkpoint_ignores_unused_tensors(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0, nested=True, tied=True)
     extra = {
         "model.visual.patch_embed.proj.bias": np.zeros(3, np.float32),
@@ -144,7 +144,7 @@ def apart(tensors, only=""):
 
 
 @pytest.mark.parametrize("only", ["", "model.layers.2.", "mtp."])
-def test_experts_are_stored_stacked_or_apart_each_layer_its_own_way(only, tmp_path):
+def test_experts_load_from_stacked_or_separate_tensors(only, tmp_path):
     config = write_tiny(tmp_path, "qwen3_5_moe", 0)
     before = load_file(tmp_path / FILE)
     rewrite(tmp_path, lambda t: apart(t, only))
@@ -152,7 +152,7 @@ def test_experts_are_stored_stacked_or_apart_each_layer_its_own_way(only, tmp_pa
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5_moe", 0)[1])
 
 
-def test_a_shared_expert_of_the_same_width_stands_behind_the_others(tmp_path):
+def test_shared_expert_of_same_width_stacked_last(tmp_path):
     config = write_tiny(tmp_path, "glm4_moe", 0)
     stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, False)
     shared = "model.layers.2.mlp.shared_experts."
@@ -163,7 +163,7 @@ def test_a_shared_expert_of_the_same_width_stands_behind_the_others(tmp_path):
     np.testing.assert_array_equal(ours["experts.score_bias"][1], bias)
 
 
-def test_the_gate_of_a_shared_expert_is_the_routers_last_row(tmp_path):
+def test_shared_expert_gate_is_last_router_row(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5_moe", 0)
     stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
     gate = stored["mtp.layers.0.mlp.shared_expert_gate.weight"]
@@ -171,7 +171,7 @@ def test_the_gate_of_a_shared_expert_is_the_routers_last_row(tmp_path):
     assert ours["experts.shared_down"].shape == (4, 64, 40)
 
 
-def test_layers_that_draft_behind_the_last_are_left_out_as_many_as_the_config_names(tmp_path):
+def test_nextn_layers_ignored_up_to_configured_count(tmp_path):
     write_tiny(tmp_path, "glm4_moe", 0)
     rewrite(
         tmp_path, lambda t: {**t, "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
@@ -212,7 +212,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_a_faulty_tensor_is_named_before_any_is_read(message, tmp_path, monkeypatch):
+def test_faulty_tensor_named_before_reading(message, tmp_path, monkeypatch):
     config = write_tiny(tmp_path, "qwen3", 0)
     rewrite(tmp_path, FAULTS[message])
     monkeypatch.setattr("shared.models.checkpoint.Checkpoint.load", None)
@@ -249,7 +249,7 @@ EXPERT_FAULTS = {
 
 
 @pytest.mark.parametrize("message", EXPERT_FAULTS)
-def test_a_faulty_tensor_of_experts_is_named_before_any_is_read(message, tmp_path, monkeypatch):
+def test_faulty_expert_tensor_named_before_reading(message, tmp_path, monkeypatch):
     config = write_tiny(tmp_path, "qwen3_moe", 0)
     rewrite(tmp_path, EXPERT_FAULTS[message])
     monkeypatch.setattr("shared.models.checkpoint.Checkpoint.load", None)
@@ -257,7 +257,7 @@ def test_a_faulty_tensor_of_experts_is_named_before_any_is_read(message, tmp_pat
         load_all(tmp_path, config, False)
 
 
-def test_a_faulty_folder_is_refused_in_one_sentence(tmp_path):
+def test_open_checkpoint_rejects_faulty_folder(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
@@ -273,7 +273,7 @@ def test_a_faulty_folder_is_refused_in_one_sentence(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
+def test_missing_shard_and_broken_index_raise(tmp_path):
     write_tiny(tmp_path, "qwen3", 0, num_shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="shard model-00002-of-00002"):
@@ -287,7 +287,7 @@ def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_only_whole_weights_are_saved(tmp_path):
+def test_save_checkpoint_rejects_missing_weights(tmp_path):
     config = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)
     _, weights = tiny_model("qwen3", 0)
     del weights["lm_head"]

@@ -43,7 +43,7 @@ def default_of(name: str, field: str):
 
 
 @each_class
-def test_defaults_equal_those_of_transformers(of):
+def test_config_class_defaults_equal_transformers(of):
     theirs = getattr(transformers, of.name)
     rope = of.fields.get("rope_parameters")
     assert {x: default_of(of.name, x) for x in of.fields if x != "rope_parameters"} == {
@@ -61,7 +61,7 @@ def test_defaults_equal_those_of_transformers(of):
 
 
 @each_class
-def test_aliases_equal_those_of_transformers(of):
+def test_config_class_aliases_equal_transformers(of):
     theirs = getattr(transformers, of.name).attribute_map
     assert {frozenset(pair) for pair in theirs.items()} == {
         frozenset(pair) for pair in of.aliases.items()
@@ -83,7 +83,7 @@ class Recorder(dict):
 
 
 @pytest.mark.parametrize("name", [*TINY, *DENSE, *EXPERTS])
-def test_fields_that_are_read_are_in_the_table(name):
+def test_fields_read_are_in_config_class_table(name):
     config = tiny_config(name, nested=False, with_mtp=True, tied=False)
     completed, seen = ConfigClass.completed, Recorder()
     seen.read = set()
@@ -103,7 +103,7 @@ def test_fields_that_are_read_are_in_the_table(name):
 
 
 @each_class
-def test_every_default_is_read_by_its_reader(of):
+def test_config_class_defaults_pass_their_reader(of):
     """A default that no reader takes would be an error at the first file that leaves it out."""
     for name, value in of.fields.items():
         if isinstance(value, int) and not isinstance(value, bool):

@@ -88,7 +88,7 @@ REFUSED = {
     ("family", "place", "value", "must"),
     [(*case, must) for must, cases in REFUSED.items() for case in cases],
 )
-def test_a_value_of_another_kind_is_refused_by_its_field(family, place, value, must):
+def test_config_from_dict_rejects_invalid_field_value(family, place, value, must):
     config = config_of(family, place, value)
     if place.startswith("rope_scaling.high"):
         config["rope_scaling"]["low_freq_factor"] = 8.0
@@ -98,7 +98,7 @@ def test_a_value_of_another_kind_is_refused_by_its_field(family, place, value, m
     assert re.search(", got [^\n]{1,60}$", str(refused.value))
 
 
-def test_what_the_rotation_would_divide_by_is_refused():
+def test_rotary_settings_reject_division_by_zero():
     one = {"rope_scaling": LONG, "original_max_position_embeddings": 1}
     with pytest.raises(ValueError, match="original_max_position_embeddings must be above 1"):
         config_from_dict(config_of("llama") | one)
@@ -106,24 +106,24 @@ def test_what_the_rotation_would_divide_by_is_refused():
         config_from_dict(config_of("ministral3", "rope_parameters.rope_type", "default"))
 
 
-def test_dimensions_turn_in_pairs():
+def test_partial_rotary_factor_rejects_odd_dimensions():
     with pytest.raises(ValueError, match=r"partial_rotary_factor \(0.2\) .* 16 .* must give an"):
         config_from_dict(config_of("llama", "partial_rotary_factor", 0.2))
 
 
 @pytest.mark.parametrize("field", ["attention_bias", "layer_types", "sliding_window", "model_type"])
-def test_null_is_as_good_as_absent(field):
+def test_null_field_equals_absent_field(field):
     config = config_of("mistral")
     config.pop(field, None)
     assert config_from_dict(config | {field: None}) == config_from_dict(config)
 
 
 @pytest.mark.parametrize("growth", [None, 0, 0.0])
-def test_queries_do_not_grow_by_nothing(growth):
+def test_zero_query_scaling_beta_disables_scaling(growth):
     assert config_from_dict(config_of("ministral3", BETA, growth)).attention.query_scaling_beta == 0
 
 
-def test_a_file_that_is_nested_without_end_is_refused(tmp_path):
+def test_config_from_folder_rejects_deep_nesting(tmp_path):
     """Whoever wrote its values into a sentence would recurse as deep."""
     for levels, told in ((MOST_LEVELS + 1, "deeper than 64 levels"), (10**5, "not valid JSON")):
         text = json.dumps(config_of("llama"))[:-1]

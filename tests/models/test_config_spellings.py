@@ -16,7 +16,7 @@ def experts(**changes):
     return {**tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False), **changes}
 
 
-def test_rotary_settings_by_layer_type_are_those_of_their_layers():
+def test_rope_parameters_by_layer_type_apply_to_layers():
     """Two bases, and a scaling that only one type has, in both orders of the types."""
     by_type = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -33,7 +33,7 @@ def test_rotary_settings_by_layer_type_are_those_of_their_layers():
     assert (sliding.rotary.theta, full.rotary.theta) == (7.0, 500000.0)
 
 
-def test_a_base_that_transformers_left_beside_rotary_settings_is_not_read():
+def test_default_rope_theta_beside_rope_parameters_ignored():
     own = tiny_config("ministral3", nested=False, with_mtp=False, tied=False)
     own["rope_parameters"]["rope_theta"] = 7.0
     assert config_from_dict(own | {"rope_theta": 10000.0}) == config_from_dict(own)
@@ -44,7 +44,7 @@ def test_a_base_that_transformers_left_beside_rotary_settings_is_not_read():
     assert (rotary.theta, rotary.type, rotary.factor) == (1e6, "yarn", 16.0)
 
 
-def test_null_and_absent_differ_where_the_class_says_so():
+def test_null_and_absent_fields_follow_config_class():
     fields = {"max_position_embeddings": 8192, "rope_scaling": None, "num_attention_heads": 16}
     absent = llama(architectures=["MistralForCausalLM"], **fields)
     del absent["num_key_value_heads"]
@@ -55,7 +55,7 @@ def test_null_and_absent_differ_where_the_class_says_so():
     assert (attention.num_kv_heads, attention.window) == (16, None)
 
 
-def test_a_model_that_reads_images_may_name_its_type_alone():
+def test_vlm_config_accepts_model_type_without_architectures():
     outer = {"model_type": "mistral3", "text_config": llama(rope_scaling=None)}
     for field in ("architectures", "model_type", "tie_word_embeddings"):
         del outer["text_config"][field]
@@ -67,7 +67,7 @@ def test_a_model_that_reads_images_may_name_its_type_alone():
 @pytest.mark.parametrize(
     "fields", [{"max_window_layers": 2}, {"layer_types": ["full_attention"] * 3}]
 )
-def test_layers_that_a_window_must_have_are_not_excepted(fields):
+def test_moe_sliding_window_rejects_excepted_layers(fields):
     windows = {"use_sliding_window": True, "sliding_window": 8}
     assert {x.mixer.window for x in config_from_dict(experts(**windows)).layers} == {8}
     assert config_from_dict(experts(**fields)) == config_from_dict(experts())
@@ -75,7 +75,7 @@ def test_layers_that_a_window_must_have_are_not_excepted(fields):
         config_from_dict(experts(**windows, **fields))
 
 
-def test_a_draft_head_as_a_model_is_named():
+def test_config_from_dict_rejects_draft_head():
     for fields in (
         {"architectures": ["LlamaForCausalLMEagle3"]},
         {"architectures": ["DFlashDraftModel"]},
@@ -85,7 +85,7 @@ def test_a_draft_head_as_a_model_is_named():
             config_from_dict(llama(**fields))
 
 
-def test_a_field_in_two_spellings_must_have_one_value():
+def test_field_in_two_spellings_requires_equal_values():
     both = experts(num_local_experts=8.0)
     assert config_from_dict(both) == config_from_dict(experts())
     alone = experts(num_experts=None, num_local_experts=8)
@@ -94,7 +94,7 @@ def test_a_field_in_two_spellings_must_have_one_value():
         config_from_dict(experts(num_local_experts=4))
 
 
-def test_a_token_that_ends_is_the_classs_where_no_file_names_one():
+def test_eos_token_id_defaults_to_config_class():
     absent = llama()
     del absent["eos_token_id"]
     assert config_from_dict(absent).eos_ids == (2,)

@@ -69,7 +69,7 @@ MADE = {"torch": in_torch, "jax": in_jax}
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe"])
-def test_every_parameter_has_the_specifications_bits(family, dtype, made):
+def test_dummy_parameter_array_bitwise_equal(family, dtype, made):
     laws = set()
     for parameter in tiny_parameters(family):
         law = init_of(parameter)
@@ -81,7 +81,7 @@ def test_every_parameter_has_the_specifications_bits(family, dtype, made):
         np.testing.assert_array_equal(found, want.astype(KINDS[dtype]), parameter)
 
 
-def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
+def test_dummy_parameter_in_pieces_bitwise_equal(monkeypatch):
     parameter = single("mlp", "mlp", (37, 11))
     law = init_of(parameter)
     monkeypatch.setattr(torch_dummy, "PIECE", 100)
@@ -90,7 +90,7 @@ def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
     )
 
 
-def test_places_past_2_to_the_31_have_the_specifications_bits():
+def test_dummy_elements_past_2_31_bitwise_equal():
     places = np.array([2**31 - 1, 2**31, 2**32 - 1], np.uint32)
     law, key = InitSpec.of_matrix(1.0), np.uint32(0xDEADBEEF)
     want = random_elements(law, key, places)
@@ -101,14 +101,14 @@ def test_places_past_2_to_the_31_have_the_specifications_bits():
     np.testing.assert_array_equal(found, want)
 
 
-def test_the_definition_stays_what_results_were_measured_with():
+def test_dummy_definition_equals_recorded_values():
     places = np.arange(4, dtype=np.uint32)
     assert hash_u32(places).tolist() == [0, 1364076727, 821347078, 2247144487]
     parameter = stack("mlp.down", ["a", "b"], {"w": (2, 3)})
     assert keys_of(parameter).tolist() == [1601088520, 678010014]
 
 
-def test_values_are_even_and_apart():
+def test_dummy_values_are_uniform_and_uncorrelated():
     matrix = single("matrix", "matrix", (512, 1024))
     found = parameter_array(matrix, init_of(matrix)) * 32  # sqrt(1024)
     assert abs(found.mean()) < 0.01
@@ -135,7 +135,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize(("family", "name"), RANGES)
-def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
+def test_dummy_norms_and_decays_in_trained_range(family, name):
     config, wanted = tiny_config(family), RANGES[family, name]
     parameter = next(p for p in parameters(config, False) if p.name == name)
     found = parameter_array(parameter, init_of(parameter))
@@ -146,7 +146,7 @@ KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_backends_load_what_the_checkpoint_gives(dtype):
+def test_backends_load_dummy_checkpoint_values(dtype):
     config = tiny_config("qwen3_5")
     checkpoint, seen = DummyCheckpoint.of_model(config, None), []
     loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append, {})
@@ -170,7 +170,7 @@ def test_backends_load_what_the_checkpoint_gives(dtype):
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_routers_without_files_spread_their_rows_over_the_experts(family):
+def test_dummy_routers_spread_rows_over_experts(family):
     config = tiny_config(family)
     checkpoint, sizes = DummyCheckpoint.of_model(config, None), config.experts
     arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
@@ -184,7 +184,7 @@ def test_routers_without_files_spread_their_rows_over_the_experts(family):
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
+def test_dummy_head_has_kind_and_vocabulary_map(kind):
     target = tiny_config("qwen3")
     config = DraftConfig.from_dict(tiny_head_config(target, kind), target)
     checkpoint = dummy_head(config)
@@ -196,7 +196,7 @@ def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_shapes_of_public_models_can_be_served(name):
+def test_public_model_shapes_can_be_served(name):
     config = config_from_folder(SHAPES / name)
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = re.search(r"-([0-9.]+)b", name)
@@ -212,7 +212,7 @@ def test_the_shapes_of_public_models_can_be_served(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_shapes_of_public_heads_fit_their_targets(name):
+def test_public_head_shapes_fit_their_targets(name):
     target = config_from_folder(SHAPES / HEADS[name])
     config = DraftConfig.from_folder(SHAPES / name, target)
     check_head(dummy_head(config), config)

@@ -24,7 +24,7 @@ ALSO = {
 
 
 @pytest.mark.parametrize("name", sorted({family.name for family in FAMILIES.values()}))
-def test_a_family_is_named_by_its_reader_alone(name):
+def test_family_names_occur_only_in_reader(name):
     architectures = [each for each, family in FAMILIES.items() if family.name == name]
     types = [kind for kind, each in ARCHITECTURES.items() if each in architectures]
     words = "|".join(map(re.escape, {name, *architectures, *types}))

@@ -166,14 +166,14 @@ def test_folder_without_weights_named_by_content(tmp_path, case, opened):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_settings_lfs_pointer_error(tmp_path, name):
+def test_config_file_as_lfs_pointer_raises(tmp_path, name):
     write_tiny(tmp_path, "qwen3", 0)
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
         config_from_folder(tmp_path)
 
 
-def test_training_arguments_beside_weights_opened(tmp_path):
+def test_open_checkpoint_ignores_unrelated_files(tmp_path):
     write_tiny(tmp_path, "qwen3", 0)
     save_file({"x": np.zeros(2, np.float32)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "training_args.bin").touch()
@@ -182,12 +182,12 @@ def test_training_arguments_beside_weights_opened(tmp_path):
 
 
 @pytest.mark.parametrize("opened", [open_checkpoint, config_from_folder, open_head])
-def test_path_that_the_system_refuses_error(tmp_path, opened):
+def test_too_long_path_raises(tmp_path, opened):
     with pytest.raises(ValueError, match="cannot be read: File name too long"):
         opened(tmp_path / ("x" * 300))
 
 
-def test_weights_that_cannot_be_read_error(tmp_path, monkeypatch):
+def test_unreadable_weights_raise(tmp_path, monkeypatch):
     def denied(*given: object) -> None:
         raise PermissionError(13, "Permission denied")
 

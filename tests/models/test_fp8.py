@@ -20,14 +20,14 @@ QUERY = "layers.0.self_attn.q_proj.weight"
 SCALE = "_scale_inv"
 
 
-def test_each_code_is_what_the_format_says():
+def test_fp8_values_match_ml_dtypes():
     want = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(fp8.VALUES, want)
     found = [code for code in range(256) if fp8.has_nan(np.array([0, code], np.uint8))]
     assert found == np.flatnonzero(np.isnan(want)).tolist() == [0x7F, 0xFF]
 
 
-def test_numbers_are_encoded_to_the_nearest_code_and_of_two_to_the_even_one():
+def test_fp8_quantize_rounds_to_nearest_even():
     sizes = np.exp(np.random.default_rng(0).uniform(-9, 6, 5000))
     between = (fp8.VALUES[:126] + fp8.VALUES[1:127]) / 2
     x = np.concatenate([sizes, -sizes, between, -between, [np.nan, 0, -0.0]]).astype(np.float32)
@@ -37,7 +37,7 @@ def test_numbers_are_encoded_to_the_nearest_code_and_of_two_to_the_even_one():
     np.testing.assert_array_equal(fp8.quantize(np.array([1e9, -449], np.float32)), [0x7E, 0xFE])
 
 
-def test_codes_are_widened_as_the_reference_implementation_does():
+def test_fp8_dequantize_matches_golden_reference():
     want = np.load(GOLDEN / "fp8_block" / "vectors.npz")
     for one in "ab":
         codes, scales = want[f"{one}_w_u8"], want[f"{one}_scale_inv"]
@@ -56,7 +56,7 @@ def rewrite(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_weight_is_its_code_times_its_scale_rounded_once(dtype):
+def test_fp8_weight_load_rounds_product_once(dtype):
     config, checkpoint = config_from_folder(FOLDER), open_checkpoint(FOLDER)
     tensors = read_stored(FOLDER / "model.safetensors")
     (down,) = (p for p in parameters(config, False) if p.name == "experts.down")
@@ -84,7 +84,7 @@ def with_stacked_down(tensors):
     return kept
 
 
-def test_stacked_experts_have_their_scales_beside_them(tmp_path):
+def test_stacked_fp8_experts_load_with_scales(tmp_path):
     rewrite(tmp_path, with_stacked_down)
     config = config_from_folder(FOLDER)
     open_checkpoint(tmp_path).check(config, False)
@@ -94,7 +94,7 @@ def test_stacked_experts_have_their_scales_beside_them(tmp_path):
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
-def test_progress_counts_codes_and_scales():
+def test_fp8_progress_counts_values_and_scales():
     config, checkpoint, seen = config_from_folder(FOLDER), open_checkpoint(FOLDER), []
     wanted = parameters(config, False)
     for parameter in wanted:
@@ -103,7 +103,7 @@ def test_progress_counts_codes_and_scales():
     assert sum(seen) == checkpoint.num_bytes(wanted) == sum(x.nbytes for _, x in stored)
 
 
-def test_a_tensor_without_scales_is_read_as_it_is(tmp_path):
+def test_tensor_without_scales_loads_unscaled(tmp_path):
     """Whatever the lists in the config say: a module that they miss has none, and needs none."""
 
     def change(tensors):
@@ -163,7 +163,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_a_faulty_tensor_is_refused_by_its_name(message, tmp_path):
+def test_faulty_fp8_tensor_named_in_error(message, tmp_path):
     rewrite(tmp_path, FAULTS[message])
     with pytest.raises(CheckpointError, match=message):
         load_all(tmp_path, config_from_folder(FOLDER), False)
@@ -183,7 +183,7 @@ QUANTISED = json.loads((FOLDER / "config.json").read_text())
     ],
     ids=str,
 )
-def test_quantisation_in_blocks_is_served(fields):
+def test_block_fp8_quantization_config_is_accepted(fields):
     plain = {field: value for field, value in QUANTISED.items() if field != "quantization_config"}
     stated = QUANTISED["quantization_config"] | fields
     assert config_from_dict(QUANTISED | {"quantization_config": stated}) == config_from_dict(plain)
@@ -200,7 +200,7 @@ def test_quantisation_in_blocks_is_served(fields):
     ],
 )
 @pytest.mark.parametrize("place", ["outer", "inner"])
-def test_another_quantisation_is_refused_by_its_field(field, value, place):
+def test_unsupported_quantization_config_raises(field, value, place):
     stated = QUANTISED["quantization_config"] | {field: value}
     config = QUANTISED | {"quantization_config": stated}
     if place == "inner":
@@ -211,6 +211,6 @@ def test_another_quantisation_is_refused_by_its_field(field, value, place):
 
 
 @pytest.mark.parametrize("stated", [{"quant_method": None}, {"fmt": "e4m3"}], ids=str)
-def test_a_quantisation_that_does_not_say_what_it_is_is_refused(stated):
+def test_quantization_config_without_method_raises(stated):
     with pytest.raises(ValueError, match="quantization_config without quant_method"):
         config_from_dict(QUANTISED | {"quantization_config": stated})

@@ -14,7 +14,7 @@ from shared.models.fp8_packing import (
 )
 
 
-def test_byte_i_of_word_j_of_a_block_is_input_32_i_plus_j() -> None:
+def test_pack_stores_inputs_in_strided_bytes() -> None:
     codes = np.random.default_rng(0).integers(0, 0x7F, (2, 3, 256), np.uint8)
     words = pack(codes)
     assert words.shape == (2, 3, 64)
@@ -25,20 +25,20 @@ def test_byte_i_of_word_j_of_a_block_is_input_32_i_plus_j() -> None:
         np.testing.assert_array_equal(found, codes[..., at])
 
 
-def test_scales_are_kept_larger_by_what_the_codes_lose() -> None:
+def test_packed_scales_include_scale_factor() -> None:
     scales = np.array([[0.0078125, 2.0**-20]], ml_dtypes.bfloat16)
     want = scales.astype(np.float64) * SCALE_FACTOR
     kept = packed_scales(scales).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(kept.astype(np.float64), want)
 
 
-def test_numbers_are_rounded_as_bfloat16_is() -> None:
+def test_rounded_matches_bfloat16() -> None:
     x = np.random.default_rng(0).integers(0, 0x7F000000, 4096, np.uint32).view(np.float32)
     x = np.concatenate([x, -x, np.float32([1.00390625, 1.01171875, 0])])  # two between two
     np.testing.assert_array_equal(rounded(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_words_give_their_codes_and_their_numbers_back() -> None:
+def test_unpack_and_widened_invert_pack() -> None:
     codes = np.random.default_rng(1).integers(0, 0x7F, (2, 128, 256), np.uint8)
     scales = np.random.default_rng(2).uniform(0.1, 0.2, (2, 1, 2)).astype(ml_dtypes.bfloat16)
     words = pack(codes)
@@ -50,19 +50,19 @@ def test_words_give_their_codes_and_their_numbers_back() -> None:
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_code_that_is_no_number_is_refused(code: int) -> None:
+def test_pack_rejects_nan(code: int) -> None:
     codes = np.zeros((1, 128), np.uint8)
     codes[0, 7] = code
     with pytest.raises(ValueError, match="must not contain NaN"):
         pack(codes)
 
 
-def test_inputs_that_are_no_whole_blocks_are_refused() -> None:
+def test_pack_rejects_partial_blocks() -> None:
     with pytest.raises(ValueError, match="inputs must be a multiple of 128, got 96"):
         pack(np.zeros((1, 96), np.uint8))
 
 
-def test_scales_that_bfloat16_does_not_hold_are_refused() -> None:
+def test_packed_scales_reject_inexact_bfloat16() -> None:
     with pytest.raises(ValueError, match="scales must be exact in bfloat16"):
         packed_scales(np.float32([0.1]))
     with pytest.raises(ValueError, match="scales must be exact in bfloat16"):

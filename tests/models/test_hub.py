@@ -39,7 +39,7 @@ def test_cached_folder_branch_with_slash_found(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "shard", "link"])
-def test_cached_folder_incomplete_snapshot_not_found(tmp_path, missing):
+def test_cached_folder_incomplete_snapshot_returns_none(tmp_path, missing):
     names = {"config.json", "model.safetensors", "b.safetensors"} - {missing}
     snapshot = cached(tmp_path, *names)
     if missing == "shard":
@@ -52,7 +52,7 @@ def test_cached_folder_incomplete_snapshot_not_found(tmp_path, missing):
     assert cached_folder("ORG/NAME", download_dir=tmp_path) is None
 
 
-def test_cached_folder_environment_names_the_cache(tmp_path, monkeypatch):
+def test_cached_folder_reads_cache_from_environment(tmp_path, monkeypatch):
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     snapshot = cached(tmp_path / "home" / "hub", "config.json", "model.safetensors")
@@ -63,12 +63,12 @@ def test_cached_folder_environment_names_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["NAME", "ORG/NAME/MORE", "../NAME", "ORG/..", "a--b/c", "/a/b"])
-def test_cached_folder_invalid_id_error(given, tmp_path):
+def test_cached_folder_invalid_id_raises(given, tmp_path):
     with pytest.raises(HubError, match="give ORG/NAME"):
         cached_folder(given, None, tmp_path)
 
 
 @pytest.mark.parametrize("given", ["../../x", "a//b", "/etc", "a b"])
-def test_cached_folder_invalid_revision_error(given, tmp_path):
+def test_cached_folder_invalid_revision_raises(given, tmp_path):
     with pytest.raises(HubError, match="give a branch"):
         cached_folder("ORG/NAME", given, tmp_path)

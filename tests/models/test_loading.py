@@ -39,7 +39,7 @@ def stored(request, tmp_path) -> tuple[ModelConfig, Checkpoint]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
+def test_torch_load_reads_parameters_in_pieces(stored, dtype, monkeypatch):
     config, checkpoint = stored
     whole = {p.name: checkpoint.load(p, KINDS[dtype]) for p in parameters(config, True)}
     want = torch_weights.from_arrays(
@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_jax_reads_no_large_parameter_as_a_whole(stored, dtype, monkeypatch):
+def test_jax_load_reads_large_parameters_in_pieces(stored, dtype, monkeypatch):
     config, checkpoint = stored
     device, kind, whole = jax.devices("cpu")[0], KINDS[dtype], []
     want = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, {})
@@ -76,7 +76,7 @@ def test_jax_reads_no_large_parameter_as_a_whole(stored, dtype, monkeypatch):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
 
 
-def test_a_parameter_of_one_tensor_is_in_main_memory_once(tmp_path):
+def test_single_tensor_parameter_loads_without_copy(tmp_path):
     embed = single("embed", "embed_tokens.weight", (20_000, 32))
     (tmp_path / "config.json").touch()
     save_file({embed.sources[0].name: np.ones(embed.shape, np.float32)}, tmp_path / FILE)
@@ -89,7 +89,7 @@ def test_a_parameter_of_one_tensor_is_in_main_memory_once(tmp_path):
     assert peak < 1.5 * loaded.nbytes
 
 
-def test_a_large_tensor_is_read_some_rows_at_a_time(tmp_path, monkeypatch):
+def test_large_tensor_is_read_in_row_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "LARGE", 1000 * 32)
     embed = single("embed", "embed_tokens.weight", (20_500, 32))
     (tmp_path / "config.json").touch()
@@ -107,7 +107,7 @@ def test_a_large_tensor_is_read_some_rows_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe_fp8"])
-def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch):
+def test_expert_layouts_load_into_stacks(folder, monkeypatch):
     """One by one, stacked, the shared one behind them, and widened from FP8."""
     config, checkpoint = config_from_folder(GOLDEN / folder), open_checkpoint(GOLDEN / folder)
     wanted = parameters(config, config.has_mtp)
@@ -131,7 +131,7 @@ def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch)
             np.testing.assert_array_equal(got, want, err_msg=name)
 
 
-def test_jax_reads_an_expert_where_it_lies_in_the_stack_of_all_layers():
+def test_jax_stacked_experts_bitwise_equal():
     config = config_from_folder(GOLDEN / "glm4_moe")
     checkpoint, device = open_checkpoint(GOLDEN / "glm4_moe"), jax.devices("cpu")[0]
     loaded = jax_weights.load(checkpoint, config, False, np.float32, device, lambda count: None, {})

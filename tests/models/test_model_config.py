@@ -19,12 +19,12 @@ def hybrid(**changes):
     return {**tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False), **changes}
 
 
-def test_a_nested_config_equals_the_text_only_one():
+def test_nested_config_equals_text_config():
     nested = tiny_config("qwen3_5", nested=True, with_mtp=True, tied=False)
     assert config_from_dict(nested) == config_from_dict(hybrid())
 
 
-def test_a_hybrid_has_its_layers_gate_norms_and_partial_rotation():
+def test_hybrid_config_reads_layers_gate_and_rotation():
     config = config_from_dict(hybrid())
     assert config.layer_kinds == ("gated_delta", "attention") * 2
     assert (config.num_attention_layers, config.num_gated_delta_layers) == (2, 2)
@@ -34,38 +34,38 @@ def test_a_hybrid_has_its_layers_gate_norms_and_partial_rotation():
     assert config.attention.rotary.width == 8
 
 
-def test_layer_kinds_follow_from_the_interval_where_no_list_is_given():
+def test_layer_kinds_follow_full_attention_interval():
     config = hybrid(full_attention_interval=4)
     del config["layer_types"]
     kinds = config_from_dict(config).layer_kinds
     assert kinds == ("gated_delta",) * 3 + ("attention",)
 
 
-def test_a_missing_partial_rotary_factor_means_a_quarter_in_qwen3_5():
+def test_qwen3_5_partial_rotary_factor_defaults_to_quarter():
     rope = {"rope_theta": 1e7}
     assert config_from_dict(hybrid(rope_parameters=rope)).attention.rotary.width == 4
 
 
-def test_rotary_settings_are_found_wherever_they_stand():
+def test_rotary_settings_found_in_every_place():
     nowhere = llama(rope_scaling=None, rope_theta=None)
     assert config_from_dict(nowhere).attention.rotary.theta == 10000.0
     for new in ({"rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 5}, "rope_theta": 5.0}):
         assert config_from_dict(nowhere | new).attention.rotary.theta == 5.0
 
 
-def test_yarn_has_its_attention_factor_and_a_longer_context():
+def test_yarn_sets_attention_factor_and_context_length():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     config = config_from_dict(llama(rope_scaling=scaling))
     assert config.attention.rotary.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     assert config.context_length == 4 * 2048
 
 
-def test_the_end_of_a_text_is_the_union_of_both_files():
+def test_eos_ids_are_union_of_both_files():
     config = config_from_dict(hybrid(eos_token_id=44), {"eos_token_id": [46, 44]})
     assert config.eos_ids == (44, 46)
 
 
-def test_tied_is_read_at_the_top_or_in_the_text_config():
+def test_tied_read_from_top_or_text_config():
     nested = tiny_config("qwen3_5", nested=True, with_mtp=True, tied=True)
     assert config_from_dict(nested).tied
     del nested["tie_word_embeddings"]
@@ -74,12 +74,12 @@ def test_tied_is_read_at_the_top_or_in_the_text_config():
     assert not config_from_dict(nested).tied
 
 
-def test_head_size_need_not_divide_the_hidden_size():
+def test_head_size_independent_of_hidden_size():
     assert config_from_dict(llama(head_dim=16)).attention.head_size == 16
     assert config_from_dict(llama(head_dim=None)).attention.head_size == 12
 
 
-def test_a_mistral_is_a_llama_whose_window_is_that_of_all_layers():
+def test_mistral_equals_llama_with_sliding_window():
     """A null window is none, and Llama itself has no such field."""
     mistral = llama(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
     found, like = config_from_dict(mistral), config_from_dict(llama(sliding_window=4096))
@@ -91,7 +91,7 @@ def test_a_mistral_is_a_llama_whose_window_is_that_of_all_layers():
     assert sliding.window == 512
 
 
-def test_a_mistral_that_sees_is_served_by_its_text_model():
+def test_mistral3_vlm_checkpoint_serves_text_model():
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128}
     text = llama(rope_scaling=None, rope_parameters=yarn | {"llama_4_scaling_beta": 0.1})
     del text["architectures"]
@@ -105,7 +105,7 @@ def test_a_mistral_that_sees_is_served_by_its_text_model():
         config_from_dict(outer | text)
 
 
-def test_a_window_that_no_text_outgrows_is_none():
+def test_window_covering_whole_context_is_dropped():
     mistral = llama(architectures=["MistralForCausalLM"], sliding_window=2047)
     assert config_from_dict(mistral).attention.window == 2047
     assert config_from_dict(mistral, context_length=2048).attention.window == 2047
@@ -113,7 +113,7 @@ def test_a_window_that_no_text_outgrows_is_none():
     assert config_from_dict(mistral | {"sliding_window": 2048}).attention.window is None
 
 
-def test_a_qwen_slides_by_its_flag_and_from_a_layer_on():
+def test_qwen_sliding_window_follows_flag_and_layers():
     fields = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
     for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         qwen = llama(architectures=[name], rope_scaling=None, **fields)
@@ -126,7 +126,7 @@ def test_a_qwen_slides_by_its_flag_and_from_a_layer_on():
         assert whole.window is None
 
 
-def test_biases_are_those_that_the_fields_or_the_family_name():
+def test_biases_follow_fields_and_family():
     def names(**fields):
         found = parameters(config_from_dict(llama(rope_scaling=None, **fields)), False)
         return {s.name.split(".", 2)[2] for p in found if p.name.endswith(BIAS) for s in p.sources}
@@ -139,7 +139,7 @@ def test_biases_are_those_that_the_fields_or_the_family_name():
     assert names(mlp_bias=True) == mlp
 
 
-def test_a_smollm3_turns_in_the_layers_of_its_list_or_in_three_of_four():
+def test_smollm3_nope_layers_follow_list_or_default():
     smol = llama(architectures=["SmolLM3ForCausalLM"], rope_scaling=None, num_hidden_layers=4)
 
     def turned(**fields):
@@ -152,7 +152,7 @@ def test_a_smollm3_turns_in_the_layers_of_its_list_or_in_three_of_four():
         turned(no_rope_layers=[0, 1, 1])
 
 
-def test_an_olmo_norms_behind_its_parts_and_scales_the_layers_that_see_all():
+def test_olmo3_reads_post_norms_windows_and_yarn():
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
     olmo = llama(architectures=["Olmo3ForCausalLM"], sliding_window=32, rope_scaling=yarn)
     config = config_from_dict(olmo | {"num_hidden_layers": 4})
@@ -166,7 +166,7 @@ def test_an_olmo_norms_behind_its_parts_and_scales_the_layers_that_see_all():
     assert found["attention.k_norm"] == (4, 2 * 16)
 
 
-def test_a_granite_multiplies_by_four_fields_and_no_other_family_does():
+def test_granite_reads_four_multipliers():
     fields = {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,
@@ -181,7 +181,7 @@ def test_a_granite_multiplies_by_four_fields_and_no_other_family_does():
     assert config.attention.scale is None
 
 
-def test_a_phi3_stores_its_projections_joined_and_its_window_is_that_of_all_layers():
+def test_phi3_reads_fused_projections_and_window():
     phi = llama(architectures=["Phi3ForCausalLM"], rope_scaling=None, sliding_window=None)
     names = {
         source.name for each in parameters(config_from_dict(phi), False) for source in each.sources
@@ -196,7 +196,7 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])
-def test_longrope_stretches_by_the_longest_text_that_is_served(kind):
+def test_longrope_factors_follow_served_context_length(kind):
     """And not by each text's length: keys that are kept would have turned in another way."""
     long = llama(rope_scaling=LONG | {"type": kind}, original_max_position_embeddings=256)
     whole = config_from_dict(long).attention.rotary
@@ -208,7 +208,7 @@ def test_longrope_stretches_by_the_longest_text_that_is_served(kind):
     assert whole.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(256)))
 
 
-def test_a_ministral3_grows_its_queries_and_divides_one_scale_by_the_other():
+def test_ministral3_reads_query_scaling_and_mscale():
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128}
     grown = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     config = config_from_dict(llama(architectures=["Ministral3ForCausalLM"], rope_scaling=grown))
@@ -226,7 +226,7 @@ def experts(family="qwen3_moe", **changes):
     return {**config, **changes}
 
 
-def test_which_layers_have_experts_follows_from_the_list_and_the_step():
+def test_expert_layers_follow_list_and_step():
     def kinds(**fields):
         return config_from_dict(experts(num_hidden_layers=4, **fields)).feed_kinds
 
@@ -238,14 +238,14 @@ def test_which_layers_have_experts_follows_from_the_list_and_the_step():
     assert grouped.feed_kinds == ("mlp",) * 3 + ("experts",)
 
 
-def test_a_model_without_dense_layers_needs_no_width_of_them():
+def test_moe_without_dense_layers_needs_no_intermediate_size():
     config = experts(mlp_only_layers=[], intermediate_size=None)
     assert config_from_dict(config).dense is None
     with pytest.raises(ValueError, match="intermediate_size"):
         config_from_dict(config | {"mlp_only_layers": [0]})
 
 
-def test_weights_of_experts_are_renormalised_as_the_family_says():
+def test_expert_weight_renormalization_follows_family():
     def is_renormalised(family, **fields):
         return config_from_dict(experts(family, **fields)).experts.is_renormalised
 
@@ -258,7 +258,7 @@ def test_weights_of_experts_are_renormalised_as_the_family_says():
     assert not is_renormalised("glm4_moe", norm_topk_prob=False)
 
 
-def test_a_family_of_grouped_experts_has_biased_sigmoids_and_a_factor():
+def test_glm4_moe_reads_grouped_sigmoid_router():
     found = config_from_dict(experts("glm4_moe", n_shared_experts=2)).experts
     assert (found.scores, found.has_score_bias, found.routed_factor) == ("sigmoid", True, 1.8)
     assert (found.num_groups, found.num_chosen_groups) == (4, 2)
@@ -271,7 +271,7 @@ def test_a_family_of_grouped_experts_has_biased_sigmoids_and_a_factor():
     assert config_from_dict(plain).attention.rotary.width == 8
 
 
-def test_a_hybrid_with_experts_has_them_in_its_mtp_layer_and_shares_one():
+def test_qwen3_5_moe_mtp_layer_has_experts():
     outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
     inner = experts("qwen3_5_moe", mtp_num_hidden_layers=1)
     config = config_from_dict({**outer, "text_config": inner})
@@ -302,12 +302,12 @@ REFUSED_EXPERTS = [
 
 
 @pytest.mark.parametrize(("family", "field", "value"), REFUSED_EXPERTS, ids=str)
-def test_experts_that_cannot_be_served_are_refused_by_name(family, field, value):
+def test_unsupported_moe_config_raises(family, field, value):
     with pytest.raises(ValueError, match=field):
         config_from_dict(experts(family, **{field.split()[0]: value}))
 
 
-def test_experts_behind_which_something_else_stands_are_refused():
+def test_moe_config_rejects_post_norms_and_mixed_sizes():
     config = config_from_dict(experts())
     for change in ({"post_norm": True}, {"residual_factor": 0.5}):
         with pytest.raises(ValueError, match="MoE layers with post-norms"):
@@ -370,7 +370,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_cannot_be_served_is_refused_by_name(field):
+def test_unsupported_model_config_names_field(field):
     with pytest.raises(ValueError, match=field):
         config_from_dict(llama(**REFUSED[field]))
 
@@ -388,12 +388,12 @@ def test_what_cannot_be_served_is_refused_by_name(field):
         ("output_gate_type", "sigmoid"),
     ],
 )
-def test_a_hybrid_that_cannot_be_served_is_refused_by_name(field, value):
+def test_unsupported_hybrid_config_names_field(field, value):
     with pytest.raises(ValueError, match=field):
         config_from_dict(hybrid(**{field.split()[0]: value}))
 
 
-def test_a_folder_without_a_readable_config_is_refused_in_one_sentence(tmp_path):
+def test_config_from_folder_rejects_unreadable_config(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         config_from_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config\.json"):

@@ -42,7 +42,7 @@ def written(folder: Path, layout: str) -> ModelConfig:
 
 
 @each_layout
-def test_every_layout_is_read_as_code_times_scale(layout, tmp_path) -> None:
+def test_fp8_layout_load_equals_dequantized(layout, tmp_path) -> None:
     config = written(tmp_path, layout)
     got, want = (load_all(tmp_path / name, config, False) for name in ("fp8", "wide"))
     assert got.keys() == want.keys()
@@ -51,7 +51,7 @@ def test_every_layout_is_read_as_code_times_scale(layout, tmp_path) -> None:
 
 
 @each_layout
-def test_backends_load_what_they_load_of_the_widened(layout, tmp_path) -> None:
+def test_backends_load_fp8_layouts_as_dequantized(layout, tmp_path) -> None:
     config = written(tmp_path, layout)
     of_torch, of_jax = [], []
     for name in ("fp8", "wide"):
@@ -66,7 +66,7 @@ def test_backends_load_what_they_load_of_the_widened(layout, tmp_path) -> None:
 
 
 @each_layout
-def test_progress_counts_codes_and_scales_of_every_layout(layout, tmp_path) -> None:
+def test_fp8_layout_progress_counts_values_and_scales(layout, tmp_path) -> None:
     config, seen = written(tmp_path, layout), []
     opened, wanted = open_checkpoint(tmp_path / "fp8"), parameters(config, False)
     for parameter in wanted:
@@ -76,7 +76,7 @@ def test_progress_counts_codes_and_scales_of_every_layout(layout, tmp_path) -> N
     assert sum(seen) == opened.num_bytes(wanted) == sum(needed)
 
 
-def test_stacked_weights_have_their_scales_in_any_granularity() -> None:
+def test_dequantize_accepts_stacked_scales_of_any_granularity() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 0x7F, (3, 200, 130), np.uint8)
     places = (2, 150, 129)
@@ -124,7 +124,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_a_faulty_tensor_is_refused_by_its_name(message, tmp_path) -> None:
+def test_faulty_fp8_layout_tensor_named_in_error(message, tmp_path) -> None:
     config = write_fp8(tmp_path, STATED, LAYOUTS["compressed-tensors, channel"])
     write_stored(tmp_path / FILE, FAULTS[message](read_stored(tmp_path / FILE)))
     with pytest.raises(CheckpointError, match=message):
@@ -148,7 +148,7 @@ WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_
 
 
 @each_layout
-def test_a_layouts_config_is_that_of_the_model(layout) -> None:
+def test_fp8_layout_config_equals_unquantized_config(layout) -> None:
     config = config_from_dict(STATED | {"quantization_config": LAYOUTS[layout].stated})
     assert config == config_from_dict(STATED)
 
@@ -168,7 +168,7 @@ def test_a_layouts_config_is_that_of_the_model(layout) -> None:
     ],
     ids=str,
 )
-def test_a_config_of_compressed_tensors_is_served(place, value) -> None:
+def test_compressed_tensors_config_is_accepted(place, value) -> None:
     config = STATED | {"quantization_config": edited(place, value)}
     assert config_from_dict(config) == config_from_dict(STATED)
 
@@ -203,7 +203,7 @@ def test_a_config_of_compressed_tensors_is_served(place, value) -> None:
     ],
     ids=str,
 )
-def test_another_form_of_compressed_tensors_is_refused_by_its_field(place, value) -> None:
+def test_unsupported_compressed_tensors_config_names_field(place, value) -> None:
     how = "without" if value is ... else "with"
     with pytest.raises(ValueError, match=rf"^quantization_config {how} {place}[^\n]*$"):
         config_from_dict(STATED | {"quantization_config": edited(place, value)})
@@ -229,7 +229,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("writer", WRITTEN)
-def test_fields_that_ask_for_nothing_beyond_the_tensors_are_served(writer) -> None:
+def test_fp8_config_ignores_fields_without_effect(writer) -> None:
     stated = {"quant_method": "fp8", **WRITTEN[writer]}
     assert config_from_dict(STATED | {"quantization_config": stated}) == config_from_dict(STATED)
 
@@ -247,7 +247,7 @@ def test_fields_that_ask_for_nothing_beyond_the_tensors_are_served(writer) -> No
         ("kv_cache_scheme", "static"),
     ],
 )
-def test_another_form_of_fp8_is_refused_by_its_field(field, value) -> None:
+def test_unsupported_fp8_config_names_field(field, value) -> None:
     for layout in ("AutoFP8", "Mistral"):
         stated = LAYOUTS[layout].stated | {field: value}
         with pytest.raises(ValueError, match=f"^quantization_config with {field}"):

@@ -24,7 +24,7 @@ from tests.support.tiny_models import tiny_config, tiny_weights
 TOKENS = np.arange(3, 30, dtype=np.int32)
 
 
-def test_codes_are_the_nearest_to_the_weight_over_its_blocks_scale():
+def test_quantised_picks_nearest_values_and_scales():
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((2, 130, 200)) * np.exp(rng.standard_normal((2, 130, 1)))
     weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -63,7 +63,7 @@ def mixture(tmp_path_factory) -> tuple[ModelConfig, Path, Path]:
     return config, folder / "plain", folder / "twin"
 
 
-def test_a_twin_has_the_tensors_of_the_checkpoint_to_the_last_bits_of_a_code(mixture):
+def test_quantized_checkpoint_tensors_within_rounding(mixture):
     config, plain, twin = mixture
     assert config_from_folder(twin) == config
     assert (twin / "tokenizer.json").is_file()
@@ -83,7 +83,7 @@ def test_a_twin_has_the_tensors_of_the_checkpoint_to_the_last_bits_of_a_code(mix
         assert (got[name] != want[name]).any()
 
 
-def test_both_backends_read_a_twin_as_the_specification_does(mixture):
+def test_quantized_checkpoint_torch_matches_spec(mixture):
     config, plain, twin = mixture
     want = SpecModel(twin).prefill(TOKENS, None).logits
     got = TorchModel(twin).prefill(TOKENS, None).logits
@@ -95,7 +95,7 @@ def test_both_backends_read_a_twin_as_the_specification_does(mixture):
     np.testing.assert_array_equal(read.layers.experts.down[...], arrays["experts.down"])
 
 
-def test_copy_includes_tensors_of_other_folders(tmp_path):
+def test_write_copies_tensors_of_other_folders(tmp_path):
     """Uses the VLM, whose index names the weight file of the text model."""
     folder = DEFAULT_MODEL.parent / "vlm"
     quantize_fp8.write(folder, tmp_path / "twin")

@@ -9,7 +9,7 @@ import pytest
 from shared.models.sampling import SamplingDefaults, unapplied
 
 
-def test_a_model_names_its_defaults(tmp_path):
+def test_sampling_defaults_read_generation_config(tmp_path):
     stated = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 1, "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     found = SamplingDefaults.from_folder(tmp_path)
@@ -17,7 +17,7 @@ def test_a_model_names_its_defaults(tmp_path):
     assert str(found) == "temperature 0.6, top_p 0.95, top_k 20"
 
 
-def test_a_model_that_names_none_has_openais(tmp_path):
+def test_sampling_defaults_without_fields_equal_openai(tmp_path):
     assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 1.0}')
     assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults()
@@ -29,7 +29,7 @@ def test_a_model_that_names_none_has_openais(tmp_path):
     [("temperature", -1), ("temperature", "0.6"), ("top_p", 0), ("top_k", 1.5), ("top_k", True)]
     + [("repetition_penalty", 0), ("min_p", 2), ("temperature", float("nan"))],
 )
-def test_a_value_that_cannot_be_meant_is_named(tmp_path, name, value):
+def test_sampling_defaults_reject_invalid_value(tmp_path, name, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(ValueError, match=f"{name} in .* --sampling-defaults openai"):
         SamplingDefaults.from_folder(tmp_path)
@@ -51,7 +51,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_field_that_is_not_applied_is_named(name, tmp_path):
+def test_unapplied_names_ignored_generation_fields(name, tmp_path):
     assert unapplied(tmp_path) == []
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(APPLIED | SILENT))

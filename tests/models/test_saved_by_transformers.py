@@ -110,7 +110,7 @@ def without(config: Mapping[str, Any], *paths: tuple[str, ...]) -> dict[str, Any
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_field_at_its_default_may_be_left_out(name, tmp_path):
+def test_default_valued_fields_may_be_absent(name, tmp_path):
     config = written(tmp_path, name)
     paths = [*fields_at_defaults(config)]
     assert len(paths) > 5
@@ -123,7 +123,7 @@ def test_each_field_at_its_default_may_be_left_out(name, tmp_path):
 @pytest.mark.parametrize(
     "name", [x if x not in VARIANTS else pytest.param(x, marks=matrix) for x in CASES]
 )
-def test_text_equals_that_of_transformers(name, tmp_path):
+def test_output_matches_transformers(name, tmp_path):
     """Of the file as it is written, and without its defaults where the family has no other case."""
     config = written(tmp_path, name)
     left = config if name in VARIANTS else without(config, *fields_at_defaults(config))
@@ -134,13 +134,13 @@ def test_text_equals_that_of_transformers(name, tmp_path):
 
 @matrix
 @pytest.mark.parametrize("name", [*saved_models.FAMILIES, *NESTED])
-def test_a_file_as_written_has_the_text_of_transformers(name, tmp_path):
+def test_saved_file_output_matches_transformers(name, tmp_path):
     written(tmp_path, name)
     assert served(tmp_path) == wanted(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_a_vision_config_is_read_as_written(name, tmp_path):
+def test_vision_config_matches_transformers(name, tmp_path):
     config = written(tmp_path, name)
     found = vision_from_folder(tmp_path)
     assert found is not None
@@ -154,7 +154,7 @@ def test_a_vision_config_is_read_as_written(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3, tied", pytest.param("mistral3", marks=matrix), "qwen3_5"])
-def test_a_head_beside_a_tied_embedding_is_used_as_transformers_uses_it(name, tmp_path):
+def test_lm_head_beside_tied_embedding_matches_transformers(name, tmp_path):
     config = written(tmp_path, name) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     path = tmp_path / "model.safetensors"
@@ -168,7 +168,7 @@ def test_a_head_beside_a_tied_embedding_is_used_as_transformers_uses_it(name, tm
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_tokens_that_end_a_text_are_those_of_transformers(name, tmp_path):
+def test_eos_ids_match_transformers(name, tmp_path):
     written(tmp_path, name)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     stated = transformers.GenerationConfig.from_model_config(made(name).config).eos_token_id
@@ -204,7 +204,7 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", OLDER)
-def test_an_older_spelling_means_what_transformers_makes_of_it(case, tmp_path):
+def test_older_config_spellings_match_transformers(case, tmp_path):
     model_type, fields = OLDER[case]
     config = {**saved_models.SIZES, **saved_models.FAMILIES[model_type], **fields}
     transformers.AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)

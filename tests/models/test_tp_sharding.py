@@ -29,7 +29,7 @@ FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *EXPERTS])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_path):
+def test_shard_load_equals_slice_of_parameter(family, count, tmp_path):
     config = write_tiny(tmp_path, family, 0)
     checkpoint = open_checkpoint(tmp_path)
     wanted, read = parameters(config, config.has_mtp), []
@@ -42,7 +42,7 @@ def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_p
     assert sum(read) < count * checkpoint.num_bytes(wanted)
 
 
-def test_shares_have_whole_heads_and_together_are_the_whole():
+def test_shards_hold_whole_heads_and_cover_parameter():
     config = config_from_dict(
         tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FOUR
     )
@@ -67,7 +67,7 @@ def test_shares_have_whole_heads_and_together_are_the_whole():
         np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
 
 
-def test_a_vocabulary_is_divided_in_whole_groups():
+def test_vocab_section_divides_into_whole_groups():
     section = tp_sharding.vocab_section(151_936)
     assert section.share(8) == 19_008 == 64 * 297
     assert [section.run(rank, 8) for rank in (0, 7)] == [(0, 19_008), (133_056, 151_936)]
@@ -96,20 +96,20 @@ def config_of(family):
         ("qwen3_5_moe", {"shared_expert_intermediate_size": 41}, 2, "shared_expert_intermediate"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(family, fields, count, error):
+def test_shard_config_rejects_indivisible_sizes(family, fields, count, error):
     stated = tiny_config(family, nested=False, with_mtp=False, tied=False) | fields
     with pytest.raises(ValueError, match=error):
         tp_sharding.shard_config(config_from_dict(stated), count)
 
 
-def test_one_rank_has_all():
+def test_single_rank_shard_returns_same_object():
     config = config_of("qwen3_5")
     assert tp_sharding.shard_config(config, 1) is config
     for parameter in parameters(config, False):
         assert parameter.shard(0, 1) is parameter
 
 
-def test_a_rank_reads_its_share_of_fp8():
+def test_fp8_shard_load_equals_slice():
     """Widened, and as codes with the scales of each output."""
     folder = GOLDEN / "qwen3_moe_fp8"
     config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
@@ -141,7 +141,7 @@ def read_codes(checkpoint, parameter):
 
 
 @pytest.mark.parametrize("quantises", [False, True], ids=["widened", "codes"])
-def test_ranks_have_shares_of_the_same_dummy(quantises):
+def test_dummy_shards_equal_slices_of_whole(quantises):
     """Made on each backend as those of files are read, in FP8 and not, a tied head too."""
     stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
     config = config_from_dict(stated | WHOLE_BLOCKS)
@@ -173,7 +173,7 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
     [(None, 150_000), (fp8.Granularity.BLOCK, 40_000), (fp8.Granularity.CHANNEL, 1 << 24)],
 )
 @pytest.mark.parametrize("count", [2, 4])
-def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, monkeypatch):
+def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, monkeypatch):
     """Of 4 ranks each has half a block of gate and up, which so is widened.
 
     In torch they are made of several experts at a time, of parts of one, and of all.

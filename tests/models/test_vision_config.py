@@ -31,7 +31,7 @@ def folder(tmp_path):
     return shutil.copytree(MODEL, tmp_path / "model")
 
 
-def test_a_tower_is_what_its_config_says():
+def test_vision_from_folder_reads_config_fields():
     found = vision_from_folder(MODEL)
     assert found is not None
     assert (found.depth, found.hidden, found.num_heads, found.head_size) == (2, 32, 2, 16)
@@ -40,7 +40,7 @@ def test_a_tower_is_what_its_config_says():
     assert read(initializer_range=0.5, dtype="bfloat16") == found
 
 
-def test_a_tower_is_read_as_transformers_writes_it():
+def test_vision_config_accepts_transformers_spellings():
     found = vision_from_folder(MODEL)
     rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000}}
     assert read(**rope, model_type="qwen3_5_vision", output_attentions=False) == found
@@ -57,7 +57,7 @@ def test_a_tower_is_read_as_transformers_writes_it():
         read(num_hidden_layers=7)
 
 
-def test_a_field_that_a_tower_leaves_out_has_the_classs_default():
+def test_vision_config_absent_fields_use_class_defaults():
     text = config_from_dict(TOWER)
     kept = {"hidden_size": 32, "num_heads": 2, "out_hidden_size": text.hidden}
     found = read_vision({**TOWER, "vision_config": kept}, text.hidden, text.vocab)
@@ -67,7 +67,7 @@ def test_a_field_that_a_tower_leaves_out_has_the_classs_default():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_model_of_text_alone_has_no_tower(family, tmp_path):
+def test_vision_from_folder_of_text_model_returns_none(family, tmp_path):
     write_tiny(tmp_path, family, 0)
     assert vision_from_folder(tmp_path) is None
 
@@ -91,14 +91,14 @@ def test_a_model_of_text_alone_has_no_tower(family, tmp_path):
         ("num_position_embeddings in config.json must be at most", 10**400),
     ],
 )
-def test_what_would_change_the_tower_is_refused_by_name(field, value):
+def test_unsupported_vision_config_names_field(field, value):
     name = field.split()[0]
     changed = {"rope_parameters": {name: value}} if name.startswith("rope") else {name: value}
     with pytest.raises(ValueError, match=field):
         read(**changed)
 
 
-def test_text_is_served_whatever_the_tower_is(folder):
+def test_text_model_loads_despite_unsupported_vision_config(folder):
     given = {"vision_config": {**TOWER["vision_config"], "window_size": 112}}
     (folder / "config.json").write_text(json.dumps({**TOWER, **given}))
     with pytest.raises(ValueError, match="window_size in vision_config"):
@@ -108,7 +108,7 @@ def test_text_is_served_whatever_the_tower_is(folder):
     assert not [name for name in load_all(folder, config, True) if name.startswith("vision")]
 
 
-def test_every_tensor_of_a_tower_is_taken_and_no_other():
+def test_check_tower_covers_exactly_vision_tensors():
     checkpoint = open_checkpoint(MODEL)
     wanted = check_tower(checkpoint, vision())
     stored = {x: y for x, y in load_file(MODEL / "model.safetensors").items() if "visual." in x}
@@ -121,7 +121,7 @@ def test_every_tensor_of_a_tower_is_taken_and_no_other():
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
-def test_a_tower_with_a_fault_is_refused_by_the_tensors_name(fault, folder):
+def test_faulty_vision_tensor_named_in_error(fault, folder):
     path, name = folder / "model.safetensors", "model.visual.merger.norm.bias"
     tensors = load_file(path)
     if fault == "unknown":
@@ -135,7 +135,7 @@ def test_a_tower_with_a_fault_is_refused_by_the_tensors_name(fault, folder):
         check_tower(open_checkpoint(folder), vision())
 
 
-def test_the_processors_settings_are_read_in_both_spellings(folder):
+def test_image_processor_config_accepts_both_spellings(folder):
     found = read_images(PROCESSOR, vision())
     assert (found.multiple, found.min_pixels, found.max_pixels, found.mean) == (
         8,
@@ -154,7 +154,7 @@ def test_the_processors_settings_are_read_in_both_spellings(folder):
     assert (neither.min_pixels, neither.max_pixels) == (3136, 1_003_520)
 
 
-def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers(folder):
+def test_processor_config_precedes_preprocessor_config(folder):
     """As transformers 5 writes them: nested, with nulls for what it leaves open."""
     joint, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     nested = {**PROCESSOR, "do_pad": None, "min_pixels": None, "max_pixels": None}
@@ -188,18 +188,18 @@ def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers
         ("size", {"height": 224, "width": 224}),
     ],
 )
-def test_other_settings_of_the_processor_are_refused_by_name(field, value):
+def test_unsupported_image_processor_config_names_field(field, value):
     with pytest.raises(ValueError, match=field):
         read_images({**PROCESSOR, re.split("[: ]", field)[0]: value}, vision())
 
 
-def test_bounds_of_pixels_that_contradict_each_other_are_refused():
+def test_image_processor_rejects_contradicting_pixel_limits():
     size = {"shortest_edge": 4096, "longest_edge": 512}
     with pytest.raises(ValueError, match=r"minimum pixels \(4096\) .* exceed the maximum \(512\)"):
         read_images({**PROCESSOR, "size": size}, vision())
 
 
-def test_a_folder_without_settings_of_the_processor_is_refused():
+def test_missing_image_processor_config_raises():
     with pytest.raises(
         ValueError, match="has no image processor settings; add preprocessor_config.json"
     ):

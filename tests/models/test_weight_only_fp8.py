@@ -126,9 +126,7 @@ def words_in(
     return np.asarray(both[0]), np.asarray(both[1].astype(np.float32))
 
 
-def test_what_stays_fp8_follows_from_names_blocks_and_scales(
-    files, granularity, kept, tmp_path
-) -> None:
+def test_as_w8a16_follows_names_blocks_and_scales(files, granularity, kept, tmp_path) -> None:
     config, checkpoint = files
     assert checkpoint.as_w8a16(parameters(config, True)) == kept
     dummy = DummyCheckpoint.of_model(config, granularity)
@@ -140,9 +138,7 @@ def test_what_stays_fp8_follows_from_names_blocks_and_scales(
     assert not open_checkpoint(tmp_path).as_w8a16(parameters(odd, True))
 
 
-def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
-    granularity, tmp_path
-) -> None:
+def test_inexact_bfloat16_scales_are_dequantized(granularity, tmp_path) -> None:
     config = write(tmp_path, granularity)
     tensors = read_stored(tmp_path / FILE)
     name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
@@ -152,7 +148,7 @@ def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
         assert open_checkpoint(tmp_path).as_w8a16(parameters(config, True)).keys() == names
 
 
-def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
+def test_mixed_scale_granularities_are_dequantized(tmp_path) -> None:
     config = write(tmp_path)
     tensors = read_stored(tmp_path / FILE)
     name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
@@ -163,9 +159,7 @@ def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_words_and_scales_are_the_numbers_of_the_widened(
-    model, kept, framework, monkeypatch
-) -> None:
+def test_w8a16_weights_equal_dequantized(model, kept, framework, monkeypatch) -> None:
     config, checkpoint = model
     for parameter in parameters(config, True):
         if parameter.name in KEPT:
@@ -178,7 +172,7 @@ def test_words_and_scales_are_the_numbers_of_the_widened(
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_progress_counts_what_is_read(model, framework) -> None:
+def test_w8a16_progress_counts_bytes_read(model, framework) -> None:
     config, checkpoint = model
     seen: list[int] = []
     wanted = parameters(config, True)
@@ -194,7 +188,7 @@ def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> None:
+def test_gpu_memory_plan_counts_w8a16_weights_exactly(model, framework) -> None:
     config, checkpoint = model
     platform = {"torch": torch_platform, "jax": jax_platform}[framework].PLATFORM
     found = {}
@@ -215,7 +209,7 @@ def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> 
     assert line.num_bytes < 0.7 * found["cpu", "bfloat16"].num_bytes
 
 
-def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
+def test_w8a16_experts_bitwise_equal(model) -> None:
     config, checkpoint = model
     x = np.random.default_rng(1).standard_normal((5, config.hidden), np.float32)
     own, sizes = load("torch", config, checkpoint, []), config.experts
@@ -242,9 +236,7 @@ def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
         np.testing.assert_array_equal(*of_jax)
 
 
-def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(
-    files, granularity, kept
-) -> None:
+def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) -> None:
     config, _ = files
     checkpoint, plain = (DummyCheckpoint.of_model(config, x) for x in (granularity, None))
     differ = set()
@@ -270,7 +262,7 @@ def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backends_widen_a_dummy_to_the_specifications_bits(files, granularity, dtype) -> None:
+def test_backends_dequantize_dummy_bitwise_equal(files, granularity, dtype) -> None:
     config, _ = files
     checkpoint = DummyCheckpoint.of_model(config, granularity)
     kind, nothing = np.dtype(dtype), lambda count: None
@@ -289,7 +281,7 @@ def test_backends_widen_a_dummy_to_the_specifications_bits(files, granularity, d
     np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
 
 
-def test_the_config_says_whether_weights_are_fp8_and_what_shares_a_scale(tmp_path) -> None:
+def test_stated_granularity_follows_quantization_config(tmp_path) -> None:
     for config, want in (
         (CONFIG, None),
         (CONFIG | {"quantization_config": STATED}, BLOCK),
@@ -311,9 +303,7 @@ def dense(folder: Path, granularity: Granularity) -> ModelConfig:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_gate_and_up_in_words_give_the_bits_of_the_widened(
-    tmp_path, granularity, framework
-) -> None:
+def test_w8a16_gate_up_bitwise_equal(tmp_path, granularity, framework) -> None:
     config = dense(tmp_path, granularity)
     checkpoint = open_checkpoint(tmp_path)
     names = checkpoint.as_w8a16(parameters(config, config.has_mtp))

@@ -24,7 +24,7 @@ def accepts(ip: str, port: int) -> bool:
         return client.connect_ex((ip, port)) == 0
 
 
-def test_every_address_of_a_name_is_listened_on_with_one_port(names):
+def test_bind_listens_on_every_address_with_one_port(names):
     names("127.0.0.1", "127.0.0.2", "127.0.0.1")
     listeners = address.bind("here", 0)
     ((first, port), (second, other)) = (taken.getsockname() for taken in listeners)
@@ -35,7 +35,7 @@ def test_every_address_of_a_name_is_listened_on_with_one_port(names):
         taken.close()
 
 
-def test_an_address_of_another_machine_is_passed_by_where_there_is_one_of_this(names):
+def test_bind_skips_addresses_of_other_machines(names):
     names("192.0.2.1", "127.0.0.1")  # the first is for documents: nobody has it
     (taken,) = address.bind("here", 0)
     with taken:
@@ -45,7 +45,7 @@ def test_an_address_of_another_machine_is_passed_by_where_there_is_one_of_this(n
         address.bind("here", 0)
 
 
-def test_an_address_in_use_is_refused_by_name_and_nothing_is_kept(names):
+def test_bind_rejects_address_in_use_and_releases_others(names):
     with socket.create_server(("127.0.0.2", 0)) as other:
         port = other.getsockname()[1]
         names("127.0.0.1", "127.0.0.2")
@@ -54,7 +54,7 @@ def test_an_address_in_use_is_refused_by_name_and_nothing_is_kept(names):
         assert not accepts("127.0.0.1", port)
 
 
-def test_two_starts_do_not_share_an_address():
+def test_bind_rejects_address_of_another_start():
     (taken,) = address.bind("127.0.0.1", 0)
     with taken:  # by another start, which still loads its model
         port = taken.getsockname()[1]
@@ -62,7 +62,7 @@ def test_two_starts_do_not_share_an_address():
             address.bind("127.0.0.1", port)
 
 
-def test_a_name_that_nobody_has_is_refused_by_name():
+def test_bind_rejects_unknown_host_name():
     with pytest.raises(ValueError, match="--host no.such.host.invalid"):
         address.bind("no.such.host.invalid", 0)
 
@@ -78,20 +78,20 @@ def test_a_name_that_nobody_has_is_refused_by_name():
         ("0.0.0.0", {"allowed_hosts": "a.example"}, ("a.example",)),
     ],
 )
-def test_a_server_on_this_machine_alone_answers_to_its_own_names_unless_told(ip, flags, names):
+def test_host_names_defaults_to_own_names_on_loopback(ip, flags, names):
     with socket.create_server((ip, 0)) as listener:
         options = ServerOptions(**flags)
         assert address.host_names(options, options.host, [listener]) == names
 
 
-def test_one_address_that_others_reach_opens_the_server_to_any_name():
+def test_host_names_none_when_any_address_is_public():
     with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("", 0)) as far:
         assert address.host_names(ServerOptions(), "here", [near, far]) is None
 
 
 @pytest.mark.parametrize("ips", [("0.0.0.0",), ("127.0.0.1", "0.0.0.0")])
 @pytest.mark.parametrize("is_admin", [False, True])
-def test_a_listener_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ips, is_admin):
+def test_check_open_requires_key_for_reachable_listener(ips, is_admin):
     taken = [socket.create_server((ip, 0)) for ip in ips]
     listeners = address.Listeners(*([], taken) if is_admin else (taken, []))
     for flags in ({"api_key": "word"}, {"allow_unauthenticated": True}):
@@ -103,13 +103,13 @@ def test_a_listener_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ip
     assert all(listener.fileno() == -1 for listener in taken)
 
 
-def test_a_server_on_this_machine_alone_needs_no_key():
+def test_check_open_accepts_loopback_without_key():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address.check_open(ServerOptions(), address.Listeners([taken], [taken]))
         assert taken.fileno() >= 0
 
 
-def test_an_admins_address_that_cannot_be_had_is_refused_by_name_and_nothing_is_kept():
+def test_admin_address_in_use_raises_and_releases_listeners():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         options = ServerOptions(port=0, admin_port=port)
@@ -117,7 +117,7 @@ def test_an_admins_address_that_cannot_be_had_is_refused_by_name_and_nothing_is_
             address.open_listeners(options)
 
 
-def test_a_second_listener_is_there_where_it_is_asked_for():
+def test_open_listeners_adds_admin_listener_when_requested():
     one = address.open_listeners(ServerOptions(port=0))
     two = address.open_listeners(ServerOptions(port=0, admin_port=0))
     assert (len(one.clients), one.admin) == (1, [])

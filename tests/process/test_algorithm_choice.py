@@ -31,7 +31,7 @@ def into_cache(cache: Path, repo_id: str, source: Path) -> Path:
     return Path(shutil.copytree(source, repository / "snapshots" / COMMIT))
 
 
-def test_mtp_layer_of_the_checkpoint_is_chosen():
+def test_algorithm_auto_chooses_mtp_layer():
     options = checked(AUTO)
     assert options.speculative.speculative_algorithm == "NEXTN"
     assert options.reasons == ("--speculative-algorithm NEXTN: the checkpoint has an MTP layer",)
@@ -41,13 +41,13 @@ def test_mtp_layer_of_the_checkpoint_is_chosen():
     ("folder", "name"),
     [("eagle3", "EAGLE3"), ("eagle", "EAGLE"), ("dflash", "DFLASH"), ("standalone", "STANDALONE")],
 )
-def test_given_draft_model_decides_by_its_files(folder: str, name: str):
+def test_algorithm_auto_detects_kind_of_given_draft_model(folder: str, name: str):
     options = checked(AUTO, "--speculative-draft-model-path", str(DEMO / folder))
     assert options.speculative.speculative_algorithm == name
     assert options.reasons[0].startswith(f"--speculative-algorithm {name}: kind of the draft model")
 
 
-def test_model_without_a_drafter_decodes_plainly():
+def test_algorithm_auto_without_drafter_uses_plain_decoding():
     options = checked(AUTO, "--model-path", str(DEMO / "standalone"))
     assert not options.speculative.drafts
     assert options.reasons[0].startswith("--speculative-algorithm none: the checkpoint has no MTP")
@@ -56,7 +56,9 @@ def test_model_without_a_drafter_decodes_plainly():
             checked(AUTO, flag, "--model-path", str(DEMO / "standalone"))
 
 
-def test_published_head_in_the_cache_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_algorithm_auto_chooses_cached_published_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     # A head of another target: whether it fits is not what this test is about.
     heads = {"org/target": ("maker/absent", "maker/head"), "org/other": ("maker/other",)}
@@ -72,7 +74,7 @@ def test_published_head_in_the_cache_is_chosen(tmp_path: Path, monkeypatch: pyte
         checked(AUTO, "--model-path", str(model))
 
 
-def test_pickled_head_in_the_cache_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cached_head_ignores_pickled_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("shared.drafts.published.HEADS", {"org/target": ("maker/head",)})
     folder = into_cache(tmp_path, "maker/head", DEMO / "eagle3")
@@ -80,7 +82,7 @@ def test_pickled_head_in_the_cache_is_passed_over(tmp_path: Path, monkeypatch: p
     assert cached_head(DEMO / "target", None) is None
 
 
-def test_published_heads_are_named_as_the_hub_names_them():
+def test_published_heads_have_valid_hub_ids():
     for target, heads in HEADS.items():
         for repo_id in (target, *heads):
             assert Repository(repo_id, "main").repo_id == repo_id

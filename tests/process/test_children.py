@@ -9,7 +9,7 @@ from shared import children
 from shared.options import flags_doc
 
 
-def test_child_in_foreign_folder_runs_our_modules(tmp_path: Path) -> None:
+def test_child_process_in_foreign_folder_imports_own_modules(tmp_path: Path) -> None:
     for name in ("shared", "argparse"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('a foreign {name}')\n")
     command, environment = children.command("shared.options.flags_doc"), children.environment()

@@ -21,7 +21,7 @@ print("ends", flush=True)
 """
 
 
-def test_the_end_of_the_process_does_not_wait_for_a_corpus():
+def test_process_exit_does_not_wait_for_corpus_build():
     process = subprocess.Popen(
         [sys.executable, "-c", BUILDS_FOR_EVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

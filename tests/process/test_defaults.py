@@ -32,7 +32,7 @@ def parsers_of(options: Options) -> tuple[str | None, str | None]:
     return options.server.tool_call_parser, options.server.reasoning_parser
 
 
-def test_demo_model_has_tools_and_structured_output_without_flags():
+def test_demo_model_defaults_enable_tools_and_structured_output():
     options, grammars = with_grammars(chosen(), VOCAB)
     assert parsers_of(options) == ("hermes", None)
     assert grammars is not None
@@ -43,7 +43,7 @@ def test_demo_model_has_tools_and_structured_output_without_flags():
     )
 
 
-def test_given_parsers_are_kept(folder: Path):
+def test_explicit_parsers_override_defaults(folder: Path):
     (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
     model = ("--model-path", str(folder))
     assert parsers_of(chosen(*model)) == ("hermes", "qwen3")
@@ -54,7 +54,7 @@ def test_given_parsers_are_kept(folder: Path):
     assert given.reasons == off.reasons == ()
 
 
-def test_template_of_an_unknown_form_is_reported_with_the_flag(folder: Path):
+def test_unknown_tool_call_template_reported_with_flag(folder: Path):
     (folder / "chat_template.jinja").write_text(TEMPLATES["mistral"])
     options = chosen("--model-path", str(folder))
     assert parsers_of(options) == (None, None)
@@ -65,7 +65,7 @@ def test_template_of_an_unknown_form_is_reported_with_the_flag(folder: Path):
     )
 
 
-def test_folder_without_a_tokenizer_has_neither_parsers_nor_grammars(tmp_path: Path):
+def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):
     options, grammars = with_grammars(chosen("--model-path", str(tmp_path)), VOCAB)
     assert parsers_of(options) == (None, None)
     assert grammars is None
@@ -87,7 +87,7 @@ def test_folder_without_a_tokenizer_has_neither_parsers_nor_grammars(tmp_path: P
         ("--speculative-simulate-accept-length 2", "ignores grammars"),
     ],
 )
-def test_flags_that_exclude_grammars_turn_them_off(flags: str, reason: str):
+def test_conflicting_flags_disable_grammars(flags: str, reason: str):
     options = chosen("--speculative-algorithm", "NEXTN", *flags.split())
     resolved, grammars = with_grammars(options, VOCAB)
     assert grammars is None
@@ -95,7 +95,7 @@ def test_flags_that_exclude_grammars_turn_them_off(flags: str, reason: str):
     assert reason in resolved.reasons[-1]
 
 
-def test_missing_grammar_library_turns_grammars_off(monkeypatch: pytest.MonkeyPatch):
+def test_missing_llguidance_disables_grammars(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str):
         if name == "shared.text.grammar":
             raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
@@ -109,7 +109,7 @@ def test_missing_grammar_library_turns_grammars_off(monkeypatch: pytest.MonkeyPa
         with_grammars(chosen("--grammar-backend=llguidance"), VOCAB)
 
 
-def test_chat_template_file_replaces_the_folders(folder: Path, tmp_path: Path):
+def test_chat_template_file_replaces_folder_template(folder: Path, tmp_path: Path):
     path = tmp_path / "mine.jinja"
     path.write_text("mine {{ messages[0].content }}" + chat_template(has_images=False))
     options = chosen("--model-path", str(folder), "--chat-template", str(path))
@@ -128,7 +128,7 @@ def test_chat_template_file_replaces_the_folders(folder: Path, tmp_path: Path):
         (b"\xff\xfe\x00", "--chat-template .*mine.jinja is not a valid Jinja template: 'utf-8'"),
     ],
 )
-def test_chat_template_that_cannot_be_used_is_an_error(
+def test_unusable_chat_template_file_raises(
     folder: Path, tmp_path: Path, content: bytes | None, message: str
 ):
     path = tmp_path / "mine.jinja"
@@ -138,7 +138,7 @@ def test_chat_template_that_cannot_be_used_is_an_error(
         chosen("--model-path", str(folder), "--chat-template", str(path))
 
 
-def test_chat_template_without_a_tokenizer_is_an_error(tmp_path: Path):
+def test_chat_template_without_tokenizer_raises(tmp_path: Path):
     (tmp_path / "mine.jinja").write_text("x")
     flags = ["--model-path", str(tmp_path), "--chat-template", str(tmp_path / "mine.jinja")]
     with pytest.raises(ValueError, match="requires tokenizer.json in the model folder"):

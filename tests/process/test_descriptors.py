@@ -41,7 +41,7 @@ def closing(command: list[str], closed: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("closed", CLOSED, ids=str)
-def test_no_socket_gets_the_number_of_a_standard_stream(tmp_path: Path, closed: tuple[int, ...]):
+def test_sockets_never_get_standard_stream_numbers(tmp_path: Path, closed: tuple[int, ...]):
     told = tmp_path / "told"
     command = closing([sys.executable, "-c", SHOW, str(told)], closed)
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
@@ -49,7 +49,7 @@ def test_no_socket_gets_the_number_of_a_standard_stream(tmp_path: Path, closed: 
 
 
 @pytest.mark.parametrize("closed", [(0,), (0, 2), (0, 1, 2)], ids=str)
-def test_a_start_without_standard_streams_serves(tmp_path: Path, closed: tuple[int, ...]):
+def test_server_without_standard_streams_serves(tmp_path: Path, closed: tuple[int, ...]):
     write_tiny(tmp_path, "qwen3", 0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -56,7 +56,7 @@ def plain(folders) -> list[list[int]]:
     return texts("reference", line_of(folders, "none"))
 
 
-def test_the_text_of_dummy_weights_varies(plain):
+def test_dummy_weights_output_varies(plain):
     assert len({token for text in plain for token in text}) > 10
 
 
@@ -73,16 +73,16 @@ DRAFTERS = (
         pytest.param("jax", "EAGLE3", marks=pytest.mark.matrix),
     ],
 )
-def test_backends_say_the_same_without_a_file_of_weights(backend, drafter, folders, plain):
+def test_dummy_weights_backends_match_reference(backend, drafter, folders, plain):
     assert texts(backend, line_of(folders, drafter)) == plain
 
 
-def test_backends_say_the_same_of_weights_in_fp8_without_a_file(folders, plain):
+def test_fp8_dummy_weights_torch_matches_reference(folders, plain):
     line = line_of(folders, "NEXTN", "in_fp8")
     assert texts("torch", line) == texts("reference", line_of(folders, "none", "in_fp8")) != plain
 
 
-def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
+def test_config_without_weights_raises_without_dummy_flag(folders, capfd):
     line = [word for word in line_of(folders, "none") if word not in DUMMY]
     assert launch.launch(line, lambda: serve_reference.PLATFORM) == 2
     assert "model.safetensors" in capfd.readouterr().err
@@ -97,16 +97,14 @@ def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
         ("EAGLE3", "nowhere", "does not exist"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused_by_its_config(
-    drafter, files, named, folders, capfd
-):
+def test_dummy_drafter_with_wrong_config_raises(drafter, files, named, folders, capfd):
     line = line_of(folders, drafter)
     line[line.index("--speculative-draft-model-path") + 1] = str(folders / files)
     assert launch.launch(["--port", "0", *line], lambda: serve_reference.PLATFORM) == 2
     assert named in capfd.readouterr().err
 
 
-def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
+def test_startup_reports_dummy_weights_and_simulated_acceptance(folders, capfd):
     def refuse(*_):
         raise ValueError("far enough")
 
@@ -119,6 +117,6 @@ def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
 
 
 @pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE", "DFLASH"])
-def test_a_lot_that_rejects_all_keeps_the_text_with_any_drafter(drafter, folders, plain):
+def test_simulated_acceptance_of_one_preserves_output(drafter, folders, plain):
     line = [*line_of(folders, drafter), "--speculative-simulate-accept-length", "1"]
     assert texts("torch", line) == plain

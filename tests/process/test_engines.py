@@ -33,7 +33,7 @@ SHORT, LONG = 0.0003, 0.002
         (SHORT, True, ("--speculative-ngram-external-sam-budget", "2"), True),
     ],
 )
-def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
+def test_adaptive_ngram_disabled_for_short_gpu_steps(
     plain_s, on_gpu, flags, chooses, tmp_path, monkeypatch
 ):
     """A start that was told of corpora drafts from them, however short its steps are."""
@@ -59,7 +59,7 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
     assert ("step time at batch 1: " in notes) is chooses
 
 
-def test_a_drafter_is_weighed_by_the_matrix_of_scores_that_it_reads(tmp_path):
+def test_drafter_cost_fraction_counts_lm_head_read(tmp_path):
     """The target's, or an `lm_head` of its own; of an embedding of its own it reads a row."""
     target = tiny_model("llama", 0)
     write_tiny(tmp_path / "target", "llama", 0)

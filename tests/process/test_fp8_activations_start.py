@@ -44,7 +44,7 @@ def prepared(folder: Path, platform: Platform, device: Device, *flags: str) -> V
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_fp8_weights_stay_codes_and_requests_are_served(tmp_path: Path, framework: str) -> None:
+def test_fp8_activations_keep_w8a8_weights_and_serve(tmp_path: Path, framework: str) -> None:
     platform = import_module(f"{framework}_impl.platform").PLATFORM
     folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
     start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
@@ -67,7 +67,7 @@ def test_fp8_weights_stay_codes_and_requests_are_served(tmp_path: Path, framewor
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_plan_counts_codes_and_scales_to_the_byte(tmp_path: Path, framework: str) -> None:
+def test_memory_plan_counts_fp8_weights_exactly(tmp_path: Path, framework: str) -> None:
     platform = import_module(f"{framework}_impl.platform").PLATFORM
     folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
     start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
@@ -115,7 +115,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
+def test_fp8_activations_reject_unsupported_configuration(tmp_path: Path, case: str) -> None:
     (kind, changed, device, flags), sentence = REFUSED[case]
     platform = import_module("torch_impl.platform").PLATFORM
     with pytest.raises(ConfigError) as refused:
@@ -124,7 +124,7 @@ def test_what_is_not_served_is_refused_in_one_sentence(tmp_path: Path, case: str
     assert "\n" not in str(refused.value)
 
 
-def test_experts_in_fp8_are_refused_on_a_gpu_and_served_elsewhere(tmp_path: Path) -> None:
+def test_fp8_experts_rejected_on_gpu_only(tmp_path: Path) -> None:
     platform = import_module("torch_impl.platform").PLATFORM
     golden = Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8"
     (tmp_path / "config.json").write_text((golden / "config.json").read_text())

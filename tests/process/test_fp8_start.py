@@ -38,7 +38,7 @@ CASES += [("dense", layout) for layout in ("compressed-tensors, channel", "Mistr
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_the_text_of_every_layout_is_that_of_the_widened(layout, model, tmp_path) -> None:
+def test_fp8_layouts_match_dequantized_model(layout, model, tmp_path) -> None:
     write_fp8(tmp_path / "fp8", MODELS[model], LAYOUTS[layout])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
     drafts = ("--speculative-algorithm", "NEXTN") if model == "dense" else ()
@@ -51,7 +51,7 @@ def test_the_text_of_every_layout_is_that_of_the_widened(layout, model, tmp_path
     assert halves[0] == halves[1]
 
 
-def test_quantization_fp8_is_checked_against_the_weights(tmp_path) -> None:
+def test_quantization_fp8_requires_fp8_weights(tmp_path) -> None:
     write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS["compressed-tensors, block"])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
     options = parse(line_of(tmp_path / "fp8", "--quantization", "fp8"))
@@ -65,7 +65,7 @@ def test_quantization_fp8_is_checked_against_the_weights(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "count"), [("cpu", "bfloat16", 0), ("gpu", "float32", 0), ("gpu", None, 9)]
 )
-def test_scales_are_read_at_a_start_only_where_weights_stay_fp8(
+def test_fp8_scales_read_only_when_weights_stay_fp8(
     kind, dtype, count, tmp_path, monkeypatch
 ) -> None:
     write_fp8(tmp_path, MIXTURE, LAYOUTS["compressed-tensors, block"])
@@ -83,7 +83,7 @@ def test_scales_are_read_at_a_start_only_where_weights_stay_fp8(
 
 
 @pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
-def test_fp8_weights_stay_only_where_ranks_have_whole_blocks(ranks, are_whole, tmp_path) -> None:
+def test_fp8_weights_kept_only_for_whole_rank_blocks(ranks, are_whole, tmp_path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512}
     write_fp8(tmp_path, MIXTURE | sizes, LAYOUTS["compressed-tensors, block"])
     platform = replace(BACKENDS["jax"](), find_device=lambda: Device("gpu", "one", 1 << 34))
@@ -95,7 +95,7 @@ def test_fp8_weights_stay_only_where_ranks_have_whole_blocks(ranks, are_whole, t
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["compressed-tensors, channel", "AutoFP8"])
-def test_jax_says_it_too(layout, tmp_path) -> None:
+def test_jax_fp8_layouts_match_dequantized_model(layout, tmp_path) -> None:
     write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS[layout])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
     want = texts("reference", line_of(tmp_path / "wide", "--dtype", "float32"))

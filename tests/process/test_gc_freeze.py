@@ -34,7 +34,7 @@ class Cycle:
         self.own = self
 
 
-def test_what_a_start_made_is_not_collected_and_what_requests_leave_is():
+def test_freeze_gc_excludes_startup_objects_only():
     start = Cycle()
     held = weakref.ref(start)
     gc_freeze.freeze_gc()
@@ -45,7 +45,7 @@ def test_what_a_start_made_is_not_collected_and_what_requests_leave_is():
     assert left() is None
 
 
-def test_a_server_has_settled_before_it_serves(tmp_path, monkeypatch):
+def test_engine_process_freezes_gc_before_serving(tmp_path, monkeypatch):
     write_tiny(tmp_path / "model", "qwen3", 0, with_mtp=False)
     made = [Cycle()]
     held = weakref.ref(made[0])
@@ -60,7 +60,7 @@ def test_a_server_has_settled_before_it_serves(tmp_path, monkeypatch):
     assert launch.launch(line, lambda: PLATFORM) == 0
 
 
-def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
+def test_http_process_freezes_gc_before_serving(tmp_path, monkeypatch):
     save_tokenizer(tmp_path)
     limits = RequestLimits(
         context_length=8,
@@ -89,7 +89,7 @@ def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
     assert kept == [True]
 
 
-def test_a_start_that_follows_lets_go_of_the_one_before():
+def test_unfreeze_gc_releases_previous_startup():
     start = Cycle()
     held = weakref.ref(start)
     gc_freeze.freeze_gc()

@@ -14,7 +14,7 @@ SHADOW = "--shadow-verify-rate 0.1 "
 
 @pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
 @pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
-def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework, kind, drafter):
+def test_grammar_masks_add_own_programs(framework, kind, drafter):
     """Every second batch on a GPU, each on a CPU, or the widest where each takes seconds."""
     flags = f"--speculative-algorithm {drafter}" if drafter else ""
     made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
@@ -46,7 +46,7 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
 
 
 @pytest.mark.parametrize("flags", ["", "--speculative-algorithm NGRAM ", SHADOW])
-def test_batches_without_a_grammar_have_the_shapes_that_they_have_without_masks(flags):
+def test_grammar_masks_preserve_unmasked_program_shapes(flags):
     for framework, kind in [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")]:
         made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
         without, with_masks = (
@@ -61,7 +61,7 @@ def test_batches_without_a_grammar_have_the_shapes_that_they_have_without_masks(
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize(("drafter", "sizes"), [("NEXTN", {(4, 3)}), ("NGRAM", {(1, 0), (12, 11)})])
-def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes):
+def test_one_adaptive_draft_shape_has_grammar_masks(framework, drafter, sizes):
     """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
     flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
     capacity = planned(framework, 140 * GB, flags).capacity
@@ -79,7 +79,7 @@ def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes)
     assert Shapes.of(capacity, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
 
 
-def test_masks_take_memory_of_rings_and_steps():
+def test_grammar_masks_counted_in_memory_plan():
     flags = "--max-total-tokens 4096"
     without, with_masks = (planned("torch", 140 * GB, more + flags) for more in ("", GRAMMARS))
     lines = {line.name: line.num_bytes for line in without.lines}

@@ -56,7 +56,7 @@ def come(grammars, count):
     return sorted(found)
 
 
-def test_the_answers_of_a_prompt_share_a_compilation(grammars, compiler):
+def test_requests_with_same_grammar_share_compilation(grammars, compiler):
     for number in range(5):
         asked(grammars, number, "a")
     compiler.let.release(2)
@@ -66,7 +66,7 @@ def test_the_answers_of_a_prompt_share_a_compilation(grammars, compiler):
     assert compiler.begun == ["a", "b"]
 
 
-def test_a_grammar_that_none_waits_for_holds_nobody_up(grammars, compiler):
+def test_dropped_grammar_compilation_is_skipped(grammars, compiler):
     for number, text in enumerate(["runs", "left", "left", "half left", "half left", "wanted"]):
         asked(grammars, number, text)
     assert compiler.runs.wait(PATIENCE_S)
@@ -79,7 +79,7 @@ def test_a_grammar_that_none_waits_for_holds_nobody_up(grammars, compiler):
     assert not grammars.busy
 
 
-def test_a_grammar_that_was_left_may_be_asked_for_again(grammars, compiler):
+def test_dropped_grammar_can_be_requested_again(grammars, compiler):
     asked(grammars, 0, "runs")
     asked(grammars, 1, "a")
     grammars.drop(1)

@@ -22,7 +22,7 @@ from tests.support.hub import TOKEN
 from tests.support.hub_models import ID, WEIGHTS, found, names_in, refused, started
 
 
-def test_interrupted_download_goes_on(hub, model):
+def test_interrupted_download_resumes(hub, model):
     hub.cut_after = 120_000
     assert (model / WEIGHTS).stat().st_size > 2 * hub.cut_after, "or it breaks once at most"
     folder = found(started("--model-path", ID))
@@ -31,12 +31,12 @@ def test_interrupted_download_goes_on(hub, model):
     assert f"bytes={hub.cut_after}-" in begun
 
 
-def test_interrupted_header_read_again(hub, model):
+def test_interrupted_header_download_retries(hub, model):
     hub.cut_after, hub.cuts = 50_000, 1
     assert names_in(found(started("--model-path", ID))) == names_in(model)
 
 
-def test_tokenizer_added_to_cached_model(hub, model, monkeypatch):
+def test_missing_tokenizer_downloaded_into_cached_model(hub, model, monkeypatch):
     """Another program may have cached the weights without the tokenizer."""
     hub.repositories[ID].files["tokenizer.json"] = b"{}"
     monkeypatch.setattr("shared.process.model_files._check_headers", lambda *given: None)
@@ -46,7 +46,7 @@ def test_tokenizer_added_to_cached_model(hub, model, monkeypatch):
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
-def test_killed_download_goes_on_at_next_start(hub, model, has_ranges, monkeypatch):
+def test_killed_download_resumes_at_next_start(hub, model, has_ranges, monkeypatch):
     def killed(self: Snapshot, progress: Any) -> None:
         raise KeyboardInterrupt
 
@@ -67,14 +67,14 @@ def test_killed_download_goes_on_at_next_start(hub, model, has_ranges, monkeypat
     assert "bytes=100000-" in [request.range for request in hub.requests]
 
 
-def test_download_that_stays_broken_error(hub, model):
+def test_permanently_broken_download_raises(hub, model):
     hub.cut_after = 0
     sentence = refused("--model-path", ID)
     assert "cannot be reached" in sentence
     assert "an interrupted download is resumed" in sentence
 
 
-def test_damaged_file_error_and_begun_again(hub, model, monkeypatch):
+def test_damaged_download_raises_and_restarts(hub, model, monkeypatch):
     write_headers = Snapshot.write_headers
 
     def damaged_after(self: Snapshot, folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_damaged_file_error_and_begun_again(hub, model, monkeypatch):
     assert (folder / WEIGHTS).read_bytes() == (model / WEIGHTS).read_bytes()
 
 
-def test_disk_too_small_error_before_weights(hub, model, monkeypatch):
+def test_insufficient_disk_space_raises_before_weight_download(hub, model, monkeypatch):
     monkeypatch.setattr(
         hub_files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1)
     )
@@ -99,7 +99,7 @@ def test_disk_too_small_error_before_weights(hub, model, monkeypatch):
     assert hub.paths().count(WEIGHTS) == 1
 
 
-def test_hub_without_sizes_downloaded(hub, model):
+def test_hub_without_file_sizes_is_supported(hub, model):
     """Some mirrors list names alone; sizes and ETags come from HEAD requests."""
     hub.lists_sizes = False
     folder = found(started("--model-path", ID))
@@ -107,7 +107,7 @@ def test_hub_without_sizes_downloaded(hub, model):
     assert WEIGHTS in hub.paths("HEAD")
 
 
-def test_dummy_weights_settings_alone_downloaded(hub, model, monkeypatch):
+def test_load_format_dummy_downloads_no_weights(hub, model, monkeypatch):
     folder = found(started("--model-path", ID, "--load-format", "dummy"))
     assert names_in(folder) == names_in(model) - {WEIGHTS}
     assert WEIGHTS not in hub.paths()
@@ -116,7 +116,7 @@ def test_dummy_weights_settings_alone_downloaded(hub, model, monkeypatch):
     assert "no complete copy" in refused("--model-path", ID)
 
 
-def test_download_dir_read_and_written(hub, model, tmp_path):
+def test_download_dir_is_written_and_reused(hub, model, tmp_path):
     options = started("--model-path", ID, "--download-dir", str(tmp_path / "other"))
     assert options.model.download_dir == str(tmp_path / "other"), "draft heads are looked up there"
     folder = found(options)
@@ -127,14 +127,14 @@ def test_download_dir_read_and_written(hub, model, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_download_dir_not_writable_error(hub, model, tmp_path):
+def test_unwritable_download_dir_raises(hub, model, tmp_path):
     (tmp_path / "file").touch()
     sentence = refused("--model-path", ID, "--download-dir", str(tmp_path / "file" / "cache"))
     assert "cannot be written" in sentence
     assert "--download-dir" in sentence
 
 
-def test_gated_model_error_without_token_and_with(hub, model, monkeypatch):
+def test_gated_model_requires_valid_token(hub, model, monkeypatch):
     hub.repositories[ID].needs = "gated"
     assert "is gated; accept its conditions" in refused("--model-path", ID)
     monkeypatch.setenv("HF_TOKEN", "hf_of_another")
@@ -147,7 +147,7 @@ def test_gated_model_error_without_token_and_with(hub, model, monkeypatch):
     assert not any(request.has_token for request in large), "another host must not get the token"
 
 
-def test_private_or_absent_model_error(hub, model, monkeypatch):
+def test_private_or_absent_model_raises(hub, model, monkeypatch):
     hub.repositories[ID].needs = "private"
     for given in (ID, "ORG/absent"):
         sentence = refused("--model-path", given)
@@ -157,26 +157,26 @@ def test_private_or_absent_model_error(hub, model, monkeypatch):
     assert names_in(found(started("--model-path", ID))) == names_in(model)
 
 
-def test_absent_revision_error(hub, model):
+def test_absent_revision_raises(hub, model):
     assert f"{ID} on {hub.url} has no revision v9; give a branch" in refused(
         "--model-path", f"{ID}@v9"
     )
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_hub_that_fails_error(hub, model, status):
+def test_hub_error_status_raises(hub, model, status):
     hub.status = status
     assert f"returned status {status} for {ID}; try again later" in refused("--model-path", ID)
 
 
-def test_hub_that_cannot_be_reached_error(hub, model, monkeypatch):
+def test_unreachable_hub_raises(hub, model, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     sentence = refused("--model-path", ID)
     assert "http://127.0.0.1:1 cannot be reached" in sentence
     assert "check the network, HTTPS_PROXY and HF_ENDPOINT" in sentence
 
 
-def test_offline_without_complete_copy_error(hub, model, monkeypatch):
+def test_offline_mode_without_complete_copy_raises(hub, model, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "yes")
     sentence = refused("--model-path", ID)
     assert "HF_HUB_OFFLINE is set" in sentence
@@ -189,7 +189,7 @@ class ReferenceLLM(LLM):
     RANK_MODULE = None
 
 
-def test_llm_hub_id_answered_as_its_folder(hub, model):
+def test_llm_hub_id_output_equals_local_folder(hub, model):
     prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=2, temperature=0)
     answers = []
     for given in (f"{ID}@main", str(model)):
@@ -201,7 +201,7 @@ def test_llm_hub_id_answered_as_its_folder(hub, model):
         ReferenceLLM(str(model), download_dir="x")
 
 
-def test_token_map_hub_id_settings_alone_downloaded(hub, model, tmp_path, monkeypatch):
+def test_token_map_hub_id_downloads_no_weights(hub, model, tmp_path, monkeypatch):
     texts, out = tmp_path / "texts.jsonl", tmp_path / "map.json"
     texts.write_text("[3, 3, 4]\n")
     words = ["token_map", ID, "--texts", str(texts), "--size", "4", "--out", str(out)]

@@ -31,14 +31,14 @@ def taking(at_most: int) -> Iterator[None]:
     assert tracemalloc.get_traced_memory()[1] - before <= at_most
 
 
-def test_pixels_travel_from_where_they_lie(traced):
+def test_in_parts_sends_pixels_without_copy(traced):
     with taking(2 * PIECE):
         _, sent, _, few, _ = in_parts(["add", 3], [PIXELS, FEW])
     assert np.shares_memory(np.asarray(sent), PIXELS)
     assert bytes(few) == bytes(FEW)
 
 
-def test_pixels_are_read_piece_by_piece_to_where_they_stay(traced):
+def test_frame_reader_copies_pixels_once(traced):
     data = memoryview(b"".join(in_parts(["add", 3], [PIXELS])) + pack(["next"]))
     reader, messages = FrameReader(), []
     for at in range(0, len(data), PIECE):
@@ -52,7 +52,7 @@ def test_pixels_are_read_piece_by_piece_to_where_they_stay(traced):
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_messages_and_their_pixels_are_cut_wherever_they_are_torn(size):
+def test_frame_reader_handles_any_chunk_size(size):
     sent = [(["a", 1], []), (["b"], [FEW, FEW[:0], FEW[:3]]), (["c"], []), (["d"], [FEW[:1]])]
     data = b"".join(bytes(part) for message in sent for part in in_parts(*message))
     reader = FrameReader()

@@ -14,7 +14,7 @@ from tests.support.http_fixtures import ROOT
 from tests.support.tiny_models import write_tiny
 
 
-def test_an_interrupt_ends_a_start_at_once_as_a_term_does(monkeypatch):
+def test_launch_sets_default_sigint_handler_during_startup(monkeypatch):
     """From its first line to its last: neither a traceback nor a wait for a compiler."""
     seen = []
 
@@ -46,7 +46,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_launch_wrong_files_reported_before_framework(tmp_path, case, capsys):
+def test_launch_reports_wrong_files_before_framework_import(tmp_path, case, capsys):
     """The framework takes seconds to import, and ranks are processes: neither is begun."""
 
     def platform():
@@ -92,7 +92,7 @@ def test_launch_cheap_checks_need_no_package(flags):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_serve_without_its_framework_names_the_command(backend):
+def test_serve_without_framework_names_install_command(backend):
     ran = run(SERVE.format(backend))
     assert ran.returncode == 2
     assert ran.stderr == (
@@ -101,7 +101,7 @@ def test_serve_without_its_framework_names_the_command(backend):
     )
 
 
-def test_launch_without_a_package_of_every_server_names_it():
+def test_launch_without_required_package_names_install_command():
     code = "from shared.process.launch import launch; sys.exit(launch(['--port', '0'], None))"
     ran = run(code)
     assert ran.returncode == 2
@@ -110,7 +110,7 @@ def test_launch_without_a_package_of_every_server_names_it():
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_an_old_python_is_named(backend):
+def test_serve_rejects_old_python(backend):
     ran = run("import sys; sys.version_info = (3, 10, 2); " + SERVE.format(backend))
     assert ran.returncode == 2
     assert ran.stderr.startswith("Python 3.11 or newer is required, and this is Python 3.")
@@ -126,7 +126,7 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize("flag", WRONG_FILES)
-def test_launch_wrong_files_of_flags_reported_first(flag, tmp_path, capsys):
+def test_launch_reports_unusable_flag_file(flag, tmp_path, capsys):
     line = ["--port", "0", "--speculative-algorithm", "NGRAM", "--speculative-adaptive"]
     line += ["--speculative-ngram-external-sam-budget", "3"]
     path = tmp_path / "nowhere" / "file"
@@ -139,7 +139,7 @@ def test_launch_wrong_files_of_flags_reported_first(flag, tmp_path, capsys):
     assert capsys.readouterr().err == f"{flag} {tmp_path} cannot be {verb}: Is a directory\n"
 
 
-def test_launch_a_port_in_use_is_one_sentence(capsys):
+def test_launch_rejects_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert launch.launch(["--port", str(port)], lambda: None) == 2
@@ -147,7 +147,7 @@ def test_launch_a_port_in_use_is_one_sentence(capsys):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_launch_a_file_that_fails_later_is_one_sentence(number, monkeypatch, capsys):
+def test_launch_reports_later_file_error_in_one_sentence(number, monkeypatch, capsys):
     def fail(*given):
         raise OSError(number, os.strerror(number), "/cache/file")
 

@@ -45,14 +45,14 @@ def prompt_workspace(lines: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize(("free_bytes", "positions"), [(140 * GB, 440_000), (80 * GB, 150_000)])
-def test_a_model_of_eight_billions_gets_most_of_a_gpu_for_its_kv(framework, free_bytes, positions):
+def test_memory_plan_gives_kv_most_of_gpu(framework, free_bytes, positions):
     memory = planned(framework, free_bytes)
     assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= positions
     assert memory.max_request_tokens == QWEN3_8B.context_length
     assert memory.total_bytes <= 0.9 * free_bytes
 
 
-def test_jax_asks_for_a_gpu_and_not_for_three_quarters_of_it():
+def test_jax_gpu_share_preserves_most_kv_pages():
     """JAX takes its share of all memory at once: what it leaves is lost to the plan."""
     share = float(serve.GPU_SHARE)
     whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
@@ -60,7 +60,7 @@ def test_jax_asks_for_a_gpu_and_not_for_three_quarters_of_it():
 
 
 @pytest.mark.parametrize("framework", PLATFORMS)
-def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framework):
+def test_prefill_and_decode_workspace_match_backend_costs(framework):
     memory = planned(framework, 140 * GB)
     sizes = {line.name: line.num_bytes for line in memory.lines}
     workspace = PLATFORMS[framework].costs.workspace
@@ -73,7 +73,7 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
     assert {name: sizes[name] for name in sizes if "workspace" in name} == widest
 
 
-def test_what_is_not_captured_has_memory_of_its_own():
+def test_uncaptured_steps_have_eager_workspace():
     flags = "--disable-piecewise-cuda-graph --max-running-requests 64"
     for more, captured in (("", {StepKind.DECODE}), (" --disable-cuda-graph", set())):
         memory = planned("torch", 140 * GB, flags + more)
@@ -85,7 +85,7 @@ def test_what_is_not_captured_has_memory_of_its_own():
         assert (sizes["graph workspace"], sizes["eager workspace"]) == (widest[True], widest[False])
 
 
-def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
+def test_workspace_counts_partials_on_gpu_scores_on_cpu():
     memory = planned("torch", 140 * GB)
     workspace = PLATFORMS["torch"].costs.workspace
     heads, size = QWEN3_8B.attention.num_heads, QWEN3_8B.attention.head_size
@@ -109,7 +109,7 @@ def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     assert PLATFORMS["torch"].costs.workspace(widest, on_cpu.blueprint) > scores
 
 
-def test_experts_are_counted_as_a_row_chooses_them_and_all_as_weights():
+def test_moe_workspace_counts_chosen_experts_weights_all():
     moe = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 1024,
@@ -151,7 +151,7 @@ SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])
-def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, framework):
+def test_fp8_experts_leave_80gb_gpu_kv_memory(drafter, framework):
     def planned_for(name, free_bytes):
         config = config_from_folder(SHAPES / name)
         checkpoint = DummyCheckpoint.of_model(config, stated_granularity(SHAPES / name))
@@ -172,7 +172,7 @@ def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, fra
 
 
 @pytest.mark.parametrize("framework", PLATFORMS)
-def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
+def test_dense_fp8_weight_workspace_includes_dequantized_copy(framework):
     """Trap: the steps of prompts widen it in memory, one layer after the other."""
     config = config_from_folder(SHAPES / "qwen3-8b-fp8")
     device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
@@ -187,13 +187,13 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
     assert wide["weights"] - narrow["weights"] == 36 * (matrix - 2 * matrix // 128**2)
 
 
-def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
+def test_plan_rings_have_entry_per_in_flight_step():
     memory = planned("torch", 140 * GB, "--overlap-depth 2")
     (line,) = (line for line in memory.lines if line.name == "plans and results")
     assert line.detail == "4 plans, 4 results"
 
 
-def test_remembered_text_is_in_the_plan_of_a_cpu():
+def test_cpu_memory_plan_includes_ngrams_and_corpora():
     flags = "--speculative-algorithm NGRAM --speculative-ngram-capacity 4096 "
     flags += "--speculative-ngram-external-sam-budget 2 "
     flags += "--speculative-ngram-external-corpus-max-tokens 1000"
@@ -201,7 +201,7 @@ def test_remembered_text_is_in_the_plan_of_a_cpu():
     assert (sizes["n-grams"], sizes["corpora"]) == (4096 * 48, 1000 * 100)
 
 
-def test_a_cpu_that_compiles_its_programs_has_few_of_them():
+def test_compiling_cpu_backend_has_few_programs():
     """Five: a prompt by itself in two lengths, one row or all; logprobs in the widest; a count."""
     few, many = (planned(name, 140 * GB, kind="cpu").capacity for name in ("jax", "torch"))
     assert (len(few.programs), len(many.programs)) == (5, 71)
@@ -212,7 +212,7 @@ def test_a_cpu_that_compiles_its_programs_has_few_of_them():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
-def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
+def test_shadow_verify_adds_missing_plain_program(name, kind):
     """Nothing compiles while serving, so a replay's programs are in the list."""
     chain = "--speculative-algorithm NEXTN"
     for flags, num_more in ((chain, 1), ("", 0), (f"{chain} --speculative-adaptive", 0)):
@@ -228,7 +228,7 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
         assert all((p.batch, p.pages) == (1, table) for p in more)
 
 
-def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
+def test_gpu_prefill_buckets_are_powers_of_two():
     """Trap: a prompt of 300 tokens in a program for 2,048 of them."""
     programs = planned("torch", 140 * GB).capacity.programs
     sizes = sorted({(p.batch, p.tokens) for p in programs if p.work is StepKind.PREFILL})
@@ -236,7 +236,7 @@ def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
     assert sizes == [*alone, (8, 512), (8, 1024), (8, 2048)]
 
 
-def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
+def test_cuda_graph_flags_set_captured_step_kinds():
     all_, some, none = (
         planned("torch", 140 * GB, flags).blueprint.captured
         for flags in ("", "--disable-piecewise-cuda-graph", "--disable-cuda-graph")
@@ -249,7 +249,7 @@ SCORES = "--max-prompt-logprobs 5 "
 
 
 @pytest.mark.parametrize("copies", [4, 12])
-def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
+def test_merged_shapes_combine_chain_and_ngram_nodes(copies):
     flags = "--speculative-algorithm NEXTN+NGRAM --speculative-num-steps 6 "
     flags += f"--speculative-ngram-num-draft-tokens {copies}"
     programs = planned("torch", 140 * GB, flags).capacity.programs
@@ -263,7 +263,7 @@ def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
-def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framework, kind):
+def test_prompt_logprobs_add_few_counted_programs(framework, kind):
     """Only where they are asked for; what else there is stays as it was."""
     flags = "--max-total-tokens 65536"
     made = [planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", SCORES)]
@@ -289,7 +289,7 @@ def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framew
 
 @pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
+def test_every_step_fits_reduced_program_list(nodes, logprobs):
     """Traps: a request with logprobs decoded alone, and only the widest batch had them."""
     flags = "--context-length 256 --max-running-requests 4 --chunked-prefill-size 128"
     if nodes > 1:
@@ -323,7 +323,7 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_a_containers_limit_is_seen(tmp_path):
+def test_cgroup_free_bytes_reads_container_limit(tmp_path):
     stat = "anon 5\ninactive_file 30\ntotal_inactive_file 40\n"
     write(tmp_path / "box", memory__max="1000\n", memory__current="200\n", memory__stat=stat)
     first = {"memory__limit_in_bytes": "700\n", "memory__usage_in_bytes": "100\n"}
@@ -331,14 +331,14 @@ def test_a_containers_limit_is_seen(tmp_path):
     assert list(cgroup_free_bytes(tmp_path, GROUP)) == [830, 640]
 
 
-def test_no_limit_leaves_what_the_machine_has(tmp_path):
+def test_cgroup_free_bytes_without_limit_returns_nothing(tmp_path):
     write(tmp_path / "box", memory__max="max\n", memory__current="200\n", memory__stat="")
     assert list(cgroup_free_bytes(tmp_path, GROUP)) == []
     assert list(cgroup_free_bytes(tmp_path / "none", "")) == []
 
 
 @pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])
-def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
+def test_tp_rank_memory_equals_plan(drafter):
     flags = ["--model-path", str(ROOT / "models" / "random"), "--max-total-tokens", "2048"]
     flags += ["--context-length", "256", "--tp-size", "2", *drafter.split()]
     cpu = replace(torch_platform.PLATFORM, find_device=lambda: Device("cpu", "CPU", GB))
@@ -360,7 +360,7 @@ def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
-def test_the_plan_of_ranks_on_gpus_has_a_line_for_their_mailboxes(name):
+def test_tp_memory_plan_includes_symmetric_buffers(name):
     gpu = replace(
         PLATFORMS[name],
         find_device=lambda: Device("gpu", "NVIDIA H200", 4 * GB),

@@ -41,7 +41,7 @@ def test_hub_id_downloaded_then_found_without_network(hub, model, monkeypatch):
     assert not hub.requests, "a complete snapshot needs no request"
 
 
-def test_hub_id_cached_by_the_library_found(hub, model, monkeypatch, tmp_path):
+def test_hub_cache_layout_matches_huggingface_hub(hub, model, monkeypatch, tmp_path):
     """The layout is the library's: what either downloads the other finds."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     folder = found(started("--model-path", ID))
@@ -50,12 +50,12 @@ def test_hub_id_cached_by_the_library_found(hub, model, monkeypatch, tmp_path):
         assert huggingface_hub.hf_hub_download(ID, name, **where) == str(folder / name)
 
 
-def test_served_name_given_kept(hub, model):
+def test_served_model_name_flag_overrides_hub_id(hub, model):
     named = started("--model-path", ID, "--served-model-name", "mine")
     assert named.server.served_model_name == "mine"
 
 
-def test_local_folder_of_that_name_comes_first(hub, model, tmp_path):
+def test_local_folder_precedes_hub_id(hub, model, tmp_path):
     shutil.copytree(model, tmp_path / ID)
     options = started("--model-path", ID)
     assert found(options) == tmp_path / ID
@@ -64,7 +64,7 @@ def test_local_folder_of_that_name_comes_first(hub, model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["branch", "tag", "commit", "at", "both", "slash"])
-def test_revision_branch_tag_or_commit_downloaded(hub, model, kind):
+def test_revision_accepts_branch_tag_and_commit(hub, model, kind):
     repository = hub.repositories[ID]
     files = repository.files
     old = json.dumps(json.loads(files["config.json"]) | {"rope_theta": 5e5}).encode()
@@ -84,7 +84,7 @@ def test_revision_branch_tag_or_commit_downloaded(hub, model, kind):
     assert found(started("--model-path", ID)).name == repository.refs["main"]
 
 
-def test_weights_read_last_and_headers_by_range(hub, model):
+def test_weights_downloaded_last_and_headers_by_range(hub, model):
     started("--model-path", ID)
     paths = hub.paths()
     assert paths[0] == "list"
@@ -129,7 +129,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_fault_found_before_weights_are_downloaded(hub, model, case):
+def test_model_fault_raises_before_weight_download(hub, model, case):
     change, flags, reason, headers = FAULTS[case]
     change(hub)
     assert reason in refused("--model-path", ID, *flags)
@@ -137,14 +137,14 @@ def test_fault_found_before_weights_are_downloaded(hub, model, case):
     assert hub.sent_bytes < 150_000
 
 
-def test_sharded_model_downloaded_by_its_index(hub, tmp_path):
+def test_sharded_model_downloaded_by_index(hub, tmp_path):
     write_tiny(tmp_path / "source", "llama", 0, num_shards=3)
     hub.add(ID, tmp_path / "source", **UNUSED)
     folder = found(started("--model-path", ID))
     assert names_in(folder) == names_in(tmp_path / "source")
 
 
-def test_shard_missing_from_repository_error(hub, tmp_path):
+def test_missing_shard_raises(hub, tmp_path):
     write_tiny(tmp_path / "source", "llama", 0, num_shards=3)
     (tmp_path / "source" / "model-00002-of-00003.safetensors").unlink()
     hub.add(ID, tmp_path / "source")
@@ -157,7 +157,7 @@ def write_models(folder: Path) -> None:
     write_tiny_head(folder / "head", *tiny_model("llama", 0), "EAGLE3", 1, draft_vocab_size=64)
 
 
-def test_draft_head_downloaded_by_its_id_and_revision(hub, tmp_path):
+def test_draft_head_downloaded_by_id_and_revision(hub, tmp_path):
     write_models(tmp_path)
     hub.add(ID, tmp_path / "source")
     head = hub.add(HEAD_ID, tmp_path / "head")
@@ -173,7 +173,7 @@ def test_draft_head_downloaded_by_its_id_and_revision(hub, tmp_path):
     assert "has no revision main" in refused(*named)
 
 
-def test_draft_map_checked_before_weights_are_downloaded(hub, tmp_path):
+def test_draft_vocabulary_map_checked_before_weight_download(hub, tmp_path):
     """The map of a draft vocabulary is content, which a header does not show."""
     write_models(tmp_path)
     hub.add(HEAD_ID, tmp_path / "head")
@@ -198,7 +198,7 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize("case", OTHER_FORMATS)
-def test_repository_of_other_format_named(hub, tmp_path, case):
+def test_unsupported_repository_format_raises(hub, tmp_path, case):
     files, words = OTHER_FORMATS[case]
     hub.add(ID, tmp_path / "nothing", **files)
     if "config.json" in files:
@@ -211,7 +211,7 @@ def test_repository_of_other_format_named(hub, tmp_path, case):
         assert word in sentence
 
 
-def test_root_of_cached_model_served(hub, model, tmp_path):
+def test_cached_model_root_folder_is_served(hub, model, tmp_path):
     folder = found(started("--model-path", ID))
     root = str(tmp_path / "cache" / "models--ORG--tiny-qwen3")
     for given in (root, f"{root}/", os.path.relpath(root), str(folder)):
@@ -249,7 +249,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_option_without_model_error_without_network(hub, model, case):
+def test_invalid_model_option_raises_without_network(hub, model, case):
     flags, reason = PLAIN[case]
     assert reason in refused(*flags)
     assert not hub.requests

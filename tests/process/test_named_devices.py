@@ -38,7 +38,7 @@ def start(backend: str, folder: Path, **variables: str) -> subprocess.CompletedP
     ],
     ids=str,
 )
-def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, backend, variables):
+def test_missing_device_in_environment_raises(tmp_path, backend, variables):
     ended = start(backend, tmp_path, **variables)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -49,7 +49,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, backend, variab
     assert "unset" in last
 
 
-def test_the_trainer_refuses_it_too_and_converting_needs_none(tmp_path):
+def test_trainer_rejects_missing_device_and_convert_ignores_it(tmp_path):
     write_tiny(tmp_path / "model", "qwen3", 0)
     data = tmp_path / "data.jsonl"
     data.write_text("")
@@ -69,12 +69,12 @@ def test_the_trainer_refuses_it_too_and_converting_needs_none(tmp_path):
 
 
 @pytest.mark.parametrize("named", ["0", "0,1", "GPU-5a", " 1"])
-def test_a_named_gpu_is_not_replaced_by_the_cpu(named):
+def test_check_gpu_environment_rejects_named_missing_gpu(named):
     with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} contains a GPU"):
         check_gpu_environment({"CUDA_VISIBLE_DEVICES": named})
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "none", "NoDevFiles"])
-def test_who_hides_the_gpus_is_served_on_the_cpu(hidden):
+def test_check_gpu_environment_accepts_hidden_gpus(hidden):
     check_gpu_environment({"CUDA_VISIBLE_DEVICES": hidden})
     check_gpu_environment({})

@@ -40,7 +40,7 @@ def started(folder: Path, kind: str, flags: str) -> ValidatedStartup:
         ("gpu", "--speculative-ngram-backend device --speculative-ngram-scope request", True),
     ],
 )
-def test_a_table_is_taken_where_it_is_asked_for(
+def test_ngram_backend_flag_selects_device_table(
     kind: str, flags: str, is_table: bool, tmp_path: Path
 ) -> None:
     memory = started(tmp_path, kind, flags).memory
@@ -55,7 +55,7 @@ def test_a_table_is_taken_where_it_is_asked_for(
         assert ("n-grams" in lines) is (kind == "cpu")
 
 
-def test_steps_of_a_table_follow_each_other_and_are_told_as_those_of_n_grams(
+def test_device_ngram_steps_overlap_and_report_ngram_source(
     tmp_path: Path,
 ) -> None:
     start = started(tmp_path, "cpu", "--speculative-ngram-backend device")

@@ -49,7 +49,7 @@ class Counted(SimulatedBackend):
 
 
 @pytest.mark.parametrize(("seconds", "timed"), [(1e-5, 64), (0.003, 8), (1.0, 3)])
-def test_the_shorter_a_step_is_the_more_of_them_are_timed(seconds, timed):
+def test_step_seconds_times_more_short_steps(seconds, timed):
     backend = Counted(seconds)
     found = step_seconds(
         backend, host_draft=False, has_experts=False, overlap=1, chunked_prefill_size=64
@@ -63,7 +63,7 @@ def test_the_shorter_a_step_is_the_more_of_them_are_timed(seconds, timed):
 
 
 @pytest.mark.parametrize("first", [0, 80])
-def test_what_slows_the_machine_down_for_a_while_is_not_held_against_a_program(first):
+def test_step_seconds_ignores_temporary_slowdown(first):
     backend = Counted(0.003)
     backend.slow, backend.slow_steps = (4, 4), range(first, first + 80)
     found = step_seconds(
@@ -73,7 +73,7 @@ def test_what_slows_the_machine_down_for_a_while_is_not_held_against_a_program(f
     assert found[4] == pytest.approx([0.012, 0.048])
 
 
-def test_a_mixture_is_measured_with_the_fewest_requests_of_each_batch_too():
+def test_step_seconds_of_moe_include_smallest_batches():
     """Its steps cost what the rows of requests read; those of padding read nothing."""
     tiers, batches = TIERS, (1, 2, 8)
     capacity = simulated_capacity(tiers, batches, overlap=1)
@@ -87,7 +87,7 @@ def test_a_mixture_is_measured_with_the_fewest_requests_of_each_batch_too():
 
 
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_texts_of_a_mixture_are_drawn_each_from_its_own_seed(has_experts):
+def test_step_seconds_rows_use_distinct_seeds(has_experts):
     """A greedy text repeats itself, and rows that are alike choose the same experts."""
     backend, how = Counted(0.003), {"overlap": 1, "chunked_prefill_size": 64}
     step_seconds(backend, host_draft=False, has_experts=has_experts, **how)
@@ -98,7 +98,7 @@ def test_texts_of_a_mixture_are_drawn_each_from_its_own_seed(has_experts):
         assert len(np.unique(seeds)) == len(seeds)
 
 
-def test_trees_of_the_host_are_no_copies_of_each_other(monkeypatch):
+def test_step_seconds_host_trees_are_distinct(monkeypatch):
     capacity = with_host_drafts(simulated_capacity(TIERS, BATCHES, overlap=1), vocab=4096)
     texts, seen = defaultdict[int, list[int]](list), list[np.ndarray]()
     backend = TextBackend(capacity, lambda batch, tier: 0.01, texts, noise=0.0)

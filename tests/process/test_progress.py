@@ -41,7 +41,7 @@ def hurried(monkeypatch) -> None:
     monkeypatch.setattr(progress, "SHORT_S", 0.0)
 
 
-def test_work_without_duration_logs_nothing(console, caplog):
+def test_progress_of_instant_work_logs_nothing(console, caplog):
     with progress.loading_progress(console, 100) as add:
         add(100)
     with progress.preparing_progress(console, len(PROGRAMS)) as begin:
@@ -51,7 +51,7 @@ def test_work_without_duration_logs_nothing(console, caplog):
     assert not console.file.getvalue()
 
 
-def test_programs_are_counted_while_one_is_prepared(console, caplog, hurried):
+def test_preparing_progress_counts_programs(console, caplog, hurried):
     began = time.monotonic()
     with progress.preparing_progress(console, len(PROGRAMS)) as begin:
         for program in PROGRAMS[:4]:
@@ -65,7 +65,7 @@ def test_programs_are_counted_while_one_is_prepared(console, caplog, hurried):
     assert len(lines) <= math.log2(1 + (time.monotonic() - began) / progress.REPORT_S)
 
 
-def test_loading_reports_bytes_and_seconds_to_json(console, caplog, hurried):
+def test_loading_progress_reports_bytes_and_seconds(console, caplog, hurried):
     with progress.loading_progress(console, 3_000_000) as add:
         add(2_000_000)
         while not caplog.messages:
@@ -77,7 +77,7 @@ def test_loading_reports_bytes_and_seconds_to_json(console, caplog, hurried):
     assert last["loaded_bytes"] == 3_000_000
 
 
-def test_a_failure_ends_the_lines(console, caplog, hurried):
+def test_progress_stops_after_failure(console, caplog, hurried):
     with pytest.raises(MemoryError), progress.loading_progress(console, 100):
         raise MemoryError
     count = len(caplog.messages)
@@ -86,7 +86,7 @@ def test_a_failure_ends_the_lines(console, caplog, hurried):
     assert not any("Loaded" in message for message in caplog.messages)
 
 
-def test_a_terminal_shows_a_bar_with_the_count():
+def test_progress_bar_shows_count_on_terminal():
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress.preparing_progress(terminal, len(PROGRAMS)) as begin:
         for program in PROGRAMS:
@@ -102,7 +102,7 @@ def test_a_terminal_shows_a_bar_with_the_count():
         (ObservingOptions(), True, False),
     ],
 )
-def test_only_a_text_log_at_info_draws_bars(monkeypatch, observing, is_terminal, is_quiet):
+def test_console_of_draws_bars_for_info_text_only(monkeypatch, observing, is_terminal, is_quiet):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
     console = progress.console_of(observing)
     assert (console.is_terminal, console.quiet) == (is_terminal, is_quiet)

@@ -87,7 +87,7 @@ def reading(ring):
         each.end()
 
 
-def test_every_reader_reads_every_message_whole_and_in_order(ring, reading):
+def test_ring_readers_receive_all_messages_in_order(ring, reading):
     count = 500  # around the ring a hundred times, with all sizes at all places
     readers = [reading(index, count) for index in range(2)]
     for number in range(1, count + 1):
@@ -96,7 +96,7 @@ def test_every_reader_reads_every_message_whole_and_in_order(ring, reading):
     assert [ring.taken(index) for index in range(2)] == [count, count]
 
 
-def test_a_slow_reader_is_waited_for_and_loses_nothing(ring, reading):
+def test_ring_writer_waits_for_slow_reader(ring, reading):
     count = 40
     readers = [reading(0, count), reading(1, count, pause_s=0.01)]
     began = time.monotonic()
@@ -113,7 +113,7 @@ def write_some(ring: Ring, indices: range) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
-def test_a_reader_that_takes_no_more_is_named_in_time(ring, reading, number):
+def test_stopped_ring_reader_is_named_in_error(ring, reading, number):
     readers = [reading(0, 100), reading(1, 100)]
     write_some(ring, range(3))
     while ring.taken(1) < 3:
@@ -126,7 +126,7 @@ def test_a_reader_that_takes_no_more_is_named_in_time(ring, reading, number):
     assert 0.5 <= time.monotonic() - began < 5
 
 
-def test_who_sleeps_is_told_to_the_writer_and_no_message_is_missed(ring):
+def test_ring_write_returns_sleeping_readers(ring):
     first, second = Reader(ring.descriptor, 0), Reader(ring.descriptor, 1)
     assert first.fall_asleep() is None
     assert ring.write(message(1, 4), 1.0) == [0]
@@ -136,7 +136,7 @@ def test_who_sleeps_is_told_to_the_writer_and_no_message_is_missed(ring):
     assert ring.write(message(2, 4), 1.0) == [], "who found a message does not sleep"
 
 
-def test_a_message_is_the_readers_own(ring):
+def test_ring_message_is_owned_by_reader(ring):
     first, second = Reader(ring.descriptor, 0), Reader(ring.descriptor, 1)
     ring.write(message(1, 4), 1.0)
     got = first.look(0.0)
@@ -147,20 +147,20 @@ def test_a_message_is_the_readers_own(ring):
     np.testing.assert_array_equal(got, message(1, 4))
 
 
-def test_looking_ends_in_time(ring):
+def test_ring_look_times_out(ring):
     began = time.monotonic()
     assert Reader(ring.descriptor, 0).look(0.05) is None
     assert 0.05 <= time.monotonic() - began < 0.5
 
 
-def test_what_does_not_fit_is_refused(ring):
+def test_ring_rejects_oversized_message_and_unknown_reader(ring):
     with pytest.raises(ValueError, match=f"at most {max(SIZES)} words, got {max(SIZES) + 1}"):
         ring.write(message(1, max(SIZES) + 1), 1.0)
     with pytest.raises(ValueError, match="has 2 readers, none is 2"):
         Reader(ring.descriptor, 2)
 
 
-def test_nothing_is_left_in_a_folder_of_the_machine(ring):
+def test_ring_leaves_no_shared_memory_file(ring):
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
     Ring(readers=1, most_words=4, slots=2).close()

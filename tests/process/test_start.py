@@ -85,7 +85,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_sentence(fault, folder, capfd):
+def test_unservable_checkpoint_rejected_in_one_sentence(fault, folder, capfd):
     spoil, named = SPOILED[fault]
     spoil(folder)
     assert start(["--model-path", str(folder)]) == 2
@@ -94,12 +94,12 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_sentence(fault, fo
     assert named in lines[0]
 
 
-def test_a_missing_folder_is_named(capfd):
+def test_missing_model_folder_is_named(capfd):
     assert start(["--model-path", "/no/such/folder"]) == 2
     assert "/no/such/folder" in capfd.readouterr().err
 
 
-def test_nextn_without_mtp_tensors_is_refused_by_name(folder, capfd):
+def test_nextn_without_mtp_tensors_raises(folder, capfd):
     edit_config(folder, mtp_num_hidden_layers=1)
     assert start(["--model-path", str(folder), *NEXTN]) == 2
     assert "--speculative-algorithm NEXTN" in capfd.readouterr().err.splitlines()[-1]
@@ -143,9 +143,7 @@ HEADS_REFUSED = {
 
 
 @pytest.mark.parametrize("case", HEADS_REFUSED)
-def test_a_draft_head_that_cannot_be_served_is_refused_in_one_sentence(
-    case, folder, tmp_path, capfd
-):
+def test_unservable_draft_head_rejected_in_one_sentence(case, folder, tmp_path, capfd):
     kind, algorithm, spoil, named = HEADS_REFUSED[case]
     write_tiny_head(tmp_path / "head", *tiny_model("qwen3_5", 0, with_mtp=False), kind, 0)
     spoil(tmp_path / "head")
@@ -159,9 +157,7 @@ def test_a_draft_head_that_cannot_be_served_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("algorithm", ["its own", "NAIVE_EAGLE"])
-def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
-    kind, algorithm, tmp_path
-):
+def test_draft_head_reaches_backend_with_algorithm_shape(kind, algorithm, tmp_path):
     target, weights = tiny_model("llama", 0)
     write_tiny(tmp_path / "model", "llama", 0)
     want = write_tiny_head(tmp_path / "head", target, weights, kind, 0)
@@ -220,7 +216,7 @@ SMALL_REFUSED = {
 
 
 @pytest.mark.parametrize("case", SMALL_REFUSED)
-def test_a_small_model_that_cannot_draft_is_refused_in_one_sentence(case, target_and_small, capfd):
+def test_unusable_draft_model_rejected_in_one_sentence(case, target_and_small, capfd):
     spoil, named = SMALL_REFUSED[case]
     write_small(target_and_small[1], "llama")
     spoil(target_and_small[1])
@@ -230,22 +226,20 @@ def test_a_small_model_that_cannot_draft_is_refused_in_one_sentence(case, target
     assert named in lines[0]
 
 
-def test_a_head_is_no_small_model(target_and_small, capfd):
+def test_standalone_rejects_draft_head(target_and_small, capfd):
     target = tiny_model("qwen3", 0)
     write_tiny_head(target_and_small[1], *target, "EAGLE3", 0)
     assert start(standalone(*target_and_small)) == 2
     assert "give --speculative-algorithm EAGLE3" in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_standalone_without_a_small_model_is_refused_by_name(folder, capfd):
+def test_standalone_without_draft_model_path_raises(folder, capfd):
     assert start(["--model-path", str(folder), "--speculative-algorithm", "STANDALONE"]) == 2
     assert "--speculative-draft-model-path" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_small_model_arrives_at_the_backend_and_in_the_memory_plan(
-    family, target_and_small, capfd
-):
+def test_draft_model_reaches_backend_and_memory_plan(family, target_and_small, capfd):
     want = write_small(target_and_small[1], family)  # of another padded vocabulary, but the hybrid
     reached = []
 
@@ -264,25 +258,25 @@ def test_a_small_model_arrives_at_the_backend_and_in_the_memory_plan(
     assert ("draft state" in plan) == (family == "qwen3_5")
 
 
-def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):
+def test_context_length_beyond_model_raises(folder, capfd):
     assert start(["--model-path", str(folder), "--context-length", "2049"]) == 2
     assert "--context-length 2049" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"])
-def test_flags_of_cuda_graphs_are_refused_by_name_where_there_are_none(name, folder, capfd):
+def test_cuda_graph_flags_rejected_without_torch(name, folder, capfd):
     assert start(["--model-path", str(folder), name]) == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith(f"{name} requires the torch backend")
 
 
-def test_a_port_in_use_is_refused_before_anything_is_loaded(capfd):
+def test_port_in_use_rejected_before_loading(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert start(["--port", str(taken.getsockname()[1])]) == 2
     assert "--port" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("backend", ["torch_impl", "jax_impl"])
-def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
+def test_invalid_flag_exits_with_code_2(backend):
     ended = subprocess.run(
         [sys.executable, "-m", f"{backend}.serve", "--dp-size", "2"],
         cwd=ROOT,
@@ -296,7 +290,7 @@ def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
     assert ended.stderr.splitlines()[-1].startswith("--dp-size is not supported")
 
 
-def test_the_start_says_how_the_model_would_have_its_tokens_chosen(folder, capfd):
+def test_startup_reports_generation_config_sampling_defaults(folder, capfd):
     def give_up(*_):
         raise ValueError("far enough")
 
@@ -314,13 +308,13 @@ def test_the_start_says_how_the_model_would_have_its_tokens_chosen(folder, capfd
     assert "top_p in" in capfd.readouterr().err
 
 
-def test_the_random_model_is_what_its_script_writes(tmp_path):
+def test_random_model_equals_script_output(tmp_path):
     make_random.write(tmp_path)
     stored = {path.name: path.read_bytes() for path in RANDOM_MODEL.iterdir()}
     assert stored == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-def test_the_random_models_tokenizer_gives_every_text_back():
+def test_random_model_tokenizer_round_trips_text():
     tokenizer = Tokenizer.from_folder(RANDOM_MODEL)
     text = "Grüße, 東京! \t\n <|x|>"
     assert tokenizer.encode(text) == list(text.encode())
@@ -329,7 +323,7 @@ def test_the_random_models_tokenizer_gives_every_text_back():
     assert chat[-11:] == [257, *b"assistant\n"]
 
 
-def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folder, capsys):
+def test_missing_corpus_file_raises_before_loading(folder, capsys):
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-external-sam-budget", "2"]
     corpus = str(folder / "corpus.jsonl")
     flags += ["--speculative-ngram-external-corpus-path", corpus]
@@ -338,7 +332,7 @@ def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folde
     assert sentence in capsys.readouterr().err
 
 
-def test_a_small_model_gets_one_thread_of_torch_and_a_large_one_all(monkeypatch):
+def test_set_cpu_threads_uses_one_for_small_models(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(torch_platform, "ALL_THREADS", 2)
     try:

@@ -13,7 +13,7 @@ from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_models import write_tiny
 
 
-def test_a_tokenizer_that_is_not_read_is_told(tmp_path: Path):
+def test_tokenizer_notes_report_unread_tokenizer(tmp_path: Path):
     assert not [*tokenizer_notes(tmp_path)]
     (tmp_path / "tokenizer.model").touch()
     (told,) = tokenizer_notes(tmp_path)
@@ -27,7 +27,7 @@ def told_of(folder: Path, *flags: str) -> list[str]:
     return [*head_notes(parse([*line, *flags]))]
 
 
-def test_what_a_head_may_mean_otherwise_is_told_unless_a_flag_tells(tmp_path: Path):
+def test_head_notes_report_ambiguous_fields(tmp_path: Path):
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     written = {"speculators_model_type": "eagle3", "transformer_layer_config": {}, **listed}
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -49,7 +49,7 @@ def notes_of(folder: Path, *flags: str) -> list[str]:
     return [*start_notes(start.memory, start.fallback_ops, start.defaults)]
 
 
-def test_generation_fields_that_are_not_applied_are_told_in_one_line(tmp_path: Path):
+def test_start_notes_report_ignored_generation_fields(tmp_path: Path):
     write_tiny(tmp_path, "llama", 0)
     assert not notes_of(tmp_path)
     stated = {"no_repeat_ngram_size": 3, "suppress_tokens": [5], "top_k": 20}
@@ -60,7 +60,7 @@ def test_generation_fields_that_are_not_applied_are_told_in_one_line(tmp_path: P
     assert not notes_of(tmp_path, "--sampling-defaults", "openai")
 
 
-def test_a_head_that_the_config_ties_and_the_files_do_not_is_told(tmp_path: Path):
+def test_start_notes_report_untied_lm_head(tmp_path: Path):
     write_tiny(tmp_path, "llama", 0, tied=True)
     tensors = load_file(tmp_path / SINGLE_FILE)
     embedding = tensors["model.embed_tokens.weight"]

@@ -49,7 +49,7 @@ def texts(server: Server) -> list[str]:
     return [answer["choices"][0]["text"] for answer in answers]
 
 
-def test_ranks_serve_the_text_of_one_and_end_together():
+def test_tp_output_equals_single_rank_and_ranks_exit():
     with ranked(1, LARGER) as alone:
         wanted = texts(alone)
         assert not ranks_of(alone)
@@ -79,7 +79,7 @@ def test_ranks_serve_the_text_of_one_and_end_together():
     ],
     ids=["killed", "stopped"],
 )
-def test_a_rank_that_is_lost_while_it_serves_ends_all_by_its_name(number, ending):
+def test_lost_rank_while_serving_ends_all_ranks(number, ending):
     with ranked(2) as server:
         pids, stream = server.pids(), OpenStream(server)
         began = time.monotonic()
@@ -90,7 +90,7 @@ def test_a_rank_that_is_lost_while_it_serves_ends_all_by_its_name(number, ending
         assert any(ending in line for line in server.lines)
 
 
-def test_an_idle_server_ends_too_when_a_rank_is_lost():
+def test_lost_rank_ends_idle_server():
     with ranked(2) as server:
         pids = server.pids()
         os.kill(ranks_of(server)[0], signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_an_idle_server_ends_too_when_a_rank_is_lost():
 
 
 @pytest.mark.parametrize("others", ["run", "stand still"])
-def test_no_rank_outlives_rank_0(others):
+def test_workers_exit_with_rank_0(others):
     with ranked(2) as server:
         pids = server.pids()
         if others == "stand still":
@@ -119,7 +119,7 @@ STEP_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", STEP_FAULTS)
-def test_a_step_that_fails_on_one_rank_ends_all_by_its_name(fault, monkeypatch):
+def test_failed_step_on_rank_ends_all_ranks(fault, monkeypatch):
     monkeypatch.setenv(serve_tp.FAULT, fault)
     with ranked(2) as server:
         pids, stream = server.pids(), OpenStream(server)
@@ -142,7 +142,7 @@ START_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", START_FAULTS)
-def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
+def test_failed_startup_on_rank_ends_all_ranks(fault):
     code, sentence = START_FAULTS[fault]
     began = time.monotonic()
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
     assert time.monotonic() - began < NAMED_S + 20, "a start takes its time too"
 
 
-def test_ranks_whose_files_differ_in_one_tensor_would_not_serve_the_same(tmp_path):
+def test_digest_of_detects_differing_weight_files(tmp_path):
     def digest(folder: Path) -> str:
         options = parse(["--model-path", str(folder), *SIZES])
         return digest_of(prepare(options, serve_reference.PLATFORM))
@@ -178,7 +178,7 @@ def test_ranks_whose_files_differ_in_one_tensor_would_not_serve_the_same(tmp_pat
     assert len(found) == 2
 
 
-def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
+def test_tp_ranks_use_smallest_free_memory(monkeypatch):
     monkeypatch.setenv(serve_tp.FAULT, f"1:planning:{serve_tp.LACKS}")
     with ranked(2) as server:
         least, most = serve_tp.GIB // 2, 4 * serve_tp.GIB
@@ -189,7 +189,7 @@ def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
         assert httpx.get(server.url + "/health").status_code == 200
 
 
-def test_a_rank_that_shares_no_memory_gets_its_plans_by_its_socket(monkeypatch):
+def test_rank_without_shared_memory_receives_plans_by_socket(monkeypatch):
     with ranked(1) as alone:
         wanted = texts(alone)
     monkeypatch.setenv(serve_tp.FAULT, f"1:planning:{serve_tp.ELSEWHERE}")
@@ -201,7 +201,7 @@ def test_a_rank_that_shares_no_memory_gets_its_plans_by_its_socket(monkeypatch):
         assert ended(server, pids) == 0
 
 
-def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
+def test_tp_devices_of_one_process_use_smallest_memory():
     least, most = serve_tp.GIB // 2, 4 * serve_tp.GIB
     platform = replace(
         serve_reference.PLATFORM,
@@ -224,12 +224,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd):
+def test_indivisible_tp_size_raises(flags, capfd):
     assert serve_tp.launch([*FLAGS, *flags.split()], torch_serve.platform, torch_serve.MODULE) == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
 
 
-def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch):
+def test_workers_receive_absolute_paths(monkeypatch):
     told = {}
 
     class Workers:
@@ -248,7 +248,7 @@ def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch)
     assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 
 
-def test_ranks_take_a_gpu_each_of_those_that_are_named():
+def test_gpu_of_assigns_one_named_gpu_per_rank():
     named = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f"}
     assert [gpu_of(named, 8, rank) for rank in range(2)] == ["3", "GPU-8f"]
     assert [gpu_of({}, 2, rank) for rank in range(2)] == ["0", "1"]

@@ -56,7 +56,7 @@ def sizes(start: ValidatedStartup) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
-def test_a_start_that_sees_serves_images(folder, name):
+def test_vlm_startup_serves_images(folder, name):
     start = started(folder, "--speculative-algorithm NEXTN", name)
     backend = start.load(PLATFORMS[name], lambda num_bytes: None)
     backend.prepare(start.memory.capacity.programs, lambda program: None)
@@ -66,7 +66,7 @@ def test_a_start_that_sees_serves_images(folder, name):
     engine.close()
 
 
-def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
+def test_vision_encoder_memory_equals_plan(folder):
     """Exactly: weights, the pool's rows and a delta a slot, on a CPU."""
     start = started(folder)
     without = started(folder, "--language-model-only")
@@ -90,14 +90,14 @@ def tower_bytes(start: ValidatedStartup) -> int:
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
 
 
-def test_every_rank_has_the_tower_and_the_pool_whole(folder):
+def test_every_rank_holds_whole_vision_encoder(folder):
     alone, shared = sizes(started(folder)), sizes(started(folder, "--tp-size 2"))
     assert shared["weights"] < alone["weights"]
     assert all(shared[line] == alone[line] for line in ("vision tower", "image rows"))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
-def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder, name, kind):
+def test_encode_buckets_double_in_size(folder, name, kind):
     capacity = started(folder, name=name, kind=kind).memory.capacity
     patches = [p.tokens for p in capacity.programs if p.work is StepKind.ENCODE]
     assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
@@ -105,7 +105,7 @@ def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder
     assert capacity.images.num_rows == 1 + max(4 * 32, least_rows(32))
 
 
-def test_memory_is_planned_for_an_image_between_two_steps(folder, monkeypatch):
+def test_memory_plan_covers_partially_encoded_image(folder, monkeypatch):
     monkeypatch.setattr(image_startup, "MOST_PRODUCTS", 1)
     start = started(folder)
     backend = start.load(PLATFORMS["torch"], lambda num_bytes: None)
@@ -114,7 +114,7 @@ def test_memory_is_planned_for_an_image_between_two_steps(folder, monkeypatch):
     backend.close()
 
 
-def test_flags_bound_images_and_the_pool(folder):
+def test_image_flags_bound_images_and_encoder_cache(folder):
     images = started(folder, "--max-image-tokens 20").memory.capacity.images
     assert images.processor.smart_resize(600, 600)[0] ** 2 <= 20 * 64
     below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
@@ -134,12 +134,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_leaves_no_room_for_images_is_refused_by_name(folder, flags):
+def test_image_flags_without_room_raise(folder, flags):
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         started(folder, flags)
 
 
-def test_a_tower_without_settings_of_images_is_refused_and_its_text_served(folder, tmp_path):
+def test_missing_processor_config_requires_language_model_only(folder, tmp_path):
     blind = write_seeing(tmp_path / "model")
     (blind / "preprocessor_config.json").unlink()
     fault = (
@@ -150,7 +150,7 @@ def test_a_tower_without_settings_of_images_is_refused_and_its_text_served(folde
     assert started(blind, "--language-model-only").memory.capacity.images is None
 
 
-def test_a_model_that_sees_is_refused_where_nothing_decodes_images(folder, monkeypatch):
+def test_missing_vision_extra_requires_language_model_only(folder, monkeypatch):
     monkeypatch.setattr(image_startup, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"install the extra vision; --language-model-only serves"
@@ -160,7 +160,7 @@ def test_a_model_that_sees_is_refused_where_nothing_decodes_images(folder, monke
 
 
 @pytest.mark.parametrize("flags", ["", "--load-format dummy"])
-def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, flags):
+def test_unsupported_vision_encoder_requires_language_model_only(tmp_path, flags):
     other = write_seeing(tmp_path / "model")
     config = json.loads((other / "config.json").read_text(encoding="utf-8"))
     config["vision_config"]["deepstack_visual_indexes"] = [1]
@@ -172,7 +172,7 @@ def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, f
     assert started(other, f"{flags} --language-model-only").memory.capacity.images is None
 
 
-def test_a_dummy_has_a_tower_where_its_config_names_one(folder):
+def test_dummy_checkpoint_has_vision_encoder_by_config(folder):
     start = started(folder, "--load-format dummy")
     assert isinstance(start.checkpoint, DummyCheckpoint)
     assert start.checkpoint.has_tower

@@ -30,7 +30,7 @@ class Ended:
         watchdog.start(self.told.wait, self.reasons.put)
 
 
-def test_the_reason_names_the_step_that_is_waited_for():
+def test_watchdog_reason_names_waited_step():
     watchdog = Watchdog(TIMEOUT_S)
     backend = WatchedBackend(
         ToyBackend(toy_capacity(num_pages=9, num_slots=3, overlap=1)), watchdog
@@ -48,7 +48,7 @@ def test_the_reason_names_the_step_that_is_waited_for():
     assert second is not first
 
 
-def test_the_reason_says_how_far_the_other_ranks_are():
+def test_watchdog_reason_includes_rank_progress():
     watchdog = Watchdog(TIMEOUT_S)
     watchdog.standing = lambda: "; rank 1 has ended 4 steps"
     ended = Ended(watchdog)
@@ -57,14 +57,14 @@ def test_the_reason_says_how_far_the_other_ranks_are():
     assert reason == "a step did not finish within 0.2 s; rank 1 has ended 4 steps"
 
 
-def test_what_any_thread_has_found_out_ends_the_process_as_a_step_does():
+def test_watchdog_fail_ends_process():
     watchdog = Watchdog(3600)
     ended = Ended(watchdog)
     watchdog.fail("rank 1 was terminated by SIGKILL")
     assert ended.reasons.get(timeout=1) == "rank 1 was terminated by SIGKILL"
 
 
-def test_who_ends_the_process_is_not_disturbed_by_who_fails_meanwhile():
+def test_watchdog_claim_end_waits_for_current_end():
     """A lost rank fails the engine's own step too, and one reason is to be told."""
     watchdog, entered, leave = Watchdog(3600), threading.Event(), threading.Event()
 
@@ -84,7 +84,7 @@ def test_who_ends_the_process_is_not_disturbed_by_who_fails_meanwhile():
     assert not engine.is_alive()
 
 
-def test_a_call_that_ends_in_time_is_left_alone():
+def test_watchdog_ignores_calls_that_finish_in_time():
     watchdog = Watchdog(1.5)
     ended = Ended(watchdog)
     for _ in range(4):
@@ -93,7 +93,7 @@ def test_a_call_that_ends_in_time_is_left_alone():
     assert ended.reasons.empty()
 
 
-def test_a_stop_gives_the_step_in_flight_a_little_time():
+def test_watchdog_stop_waits_briefly_for_in_flight_step():
     watchdog = Watchdog(3600)
     ended, began = Ended(watchdog), time.monotonic()
     with watchdog.watched():
@@ -102,7 +102,7 @@ def test_a_stop_gives_the_step_in_flight_a_little_time():
     assert STOP_WAIT_S <= time.monotonic() - began < STOP_WAIT_S + 2
 
 
-def test_an_end_that_no_step_holds_up_comes_too(monkeypatch):
+def test_watchdog_end_without_step_times_out(monkeypatch):
     monkeypatch.setattr(watchdog_module, "END_WAIT_S", 0.5)
     ended, began = Ended(Watchdog(3600)), time.monotonic()
     ended.told.set()
@@ -131,7 +131,7 @@ sys.exit(launch(sys.argv[1:], lambda: replace(PLATFORM, load=slow)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_start_that_compiles_at_once(number):
+def test_signal_during_compilation_ends_startup_at_once(number):
     folder = ROOT / "models" / "random"
     command = [sys.executable, "-c", PREPARES_FOR_EVER, "--model-path", str(folder), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -168,9 +168,7 @@ def _plain_text(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_the_text_is_what_a_forward_pass_over_the_whole_text_chooses(
-    family: str, how: dict[str, float]
-) -> None:
+def test_output_matches_full_forward_pass(family: str, how: dict[str, float]) -> None:
     # Pages, states, counts and noise that the backend carries, against none of them.
     params = SamplingParams(
         temperature=how.get("temperature", 0.0),
@@ -187,7 +185,7 @@ def test_the_text_is_what_a_forward_pass_over_the_whole_text_chooses(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_any_chunks_of_a_prompt_give_one_text(family: str, how: dict[str, float]) -> None:
+def test_output_independent_of_prefill_chunks(family: str, how: dict[str, float]) -> None:
     want = plain_text(family, PROMPT, how, 12)
     assert len(set(want)) > 4  # a text in which a fault can show
     device = Device(family, "none", how)
@@ -199,7 +197,7 @@ def test_any_chunks_of_a_prompt_give_one_text(family: str, how: dict[str, float]
     ("family", "drafter"),
     [("qwen3_5", "NEXTN"), ("qwen3_5", "EAGLE3"), ("llama", "EAGLE"), ("llama", "EAGLE3")],
 )
-def test_speculation_gives_the_plain_text_and_accepts_drafts(
+def test_draft_tree_output_equals_plain_and_accepts(
     family: str, drafter: str, shape: TreeShape, how: dict[str, float]
 ) -> None:
     want = plain_text(family, SHORT, how, 30)
@@ -212,7 +210,7 @@ def test_speculation_gives_the_plain_text_and_accepts_drafts(
 
 
 @pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3"])
-def test_chunks_and_snapshots_of_a_prompt_do_not_change_what_a_head_drafts(drafter: str) -> None:
+def test_head_drafts_independent_of_chunks_and_snapshots(drafter: str) -> None:
     drafted = []
     for cuts in ((), (64, 128)):
         device = Device("qwen3_5", drafter, GREEDY)
@@ -227,7 +225,7 @@ def test_chunks_and_snapshots_of_a_prompt_do_not_change_what_a_head_drafts(draft
     assert drafted[0].num_nodes[0] == TREE.nodes
 
 
-def test_the_drafter_sees_the_noise_of_its_target() -> None:
+def test_drafter_uses_noise_of_target() -> None:
     # At this temperature noise decides almost alone: 1.0 tokens a step with any other noise.
     device = Device("qwen3_5", "NEXTN", {"temperature": 4.0, "seed": 7})
     device.prefill(SHORT)
@@ -235,7 +233,7 @@ def test_the_drafter_sees_the_noise_of_its_target() -> None:
     assert sum(counts) / len(counts) > 1.7
 
 
-def test_shapes_may_change_from_step_to_step(how: dict[str, float]) -> None:
+def test_output_independent_of_shape_changes(how: dict[str, float]) -> None:
     want = plain_text("qwen3_5", SHORT, how, 30)
     device = Device("qwen3_5", "NEXTN", how)
     got = device.prefill(SHORT)
@@ -248,7 +246,7 @@ def test_shapes_may_change_from_step_to_step(how: dict[str, float]) -> None:
     assert got[:shared_length] == want[:shared_length]
 
 
-def test_a_plain_step_leaves_a_hole_after_which_one_step_drafts_nothing() -> None:
+def test_plain_step_cools_drafter_for_one_step() -> None:
     device = Device("qwen3_5", "NEXTN", GREEDY)
     device.prefill(SHORT)
     shapes = [CHAIN, TreeShape.plain(2), CHAIN, CHAIN]
@@ -257,7 +255,7 @@ def test_a_plain_step_leaves_a_hole_after_which_one_step_drafts_nothing() -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_trees_of_the_host_give_the_plain_text(family: str, how: dict[str, float]) -> None:
+def test_host_tree_output_equals_plain(family: str, how: dict[str, float]) -> None:
     want = plain_text(family, SHORT, how, 9)
     device = Device(family, "none", how)
     got = device.prefill(SHORT)
@@ -273,7 +271,7 @@ def test_trees_of_the_host_give_the_plain_text(family: str, how: dict[str, float
 
 
 @pytest.mark.parametrize("drafter", ["none", "NEXTN"])
-def test_forced_chains_bring_a_text_back_and_decoding_goes_on_from_it(
+def test_forced_chain_restores_output_and_continues(
     drafter: Drafter, how: dict[str, float]
 ) -> None:
     want = plain_text("qwen3_5", SHORT, how, 20)
@@ -288,7 +286,7 @@ def test_forced_chains_bring_a_text_back_and_decoding_goes_on_from_it(
     assert device.decode(shape, 10)[0] == want[6:16]
 
 
-def test_a_resume_by_prefill_stands_where_the_request_stood(how: dict[str, float]) -> None:
+def test_resume_by_prefill_restores_state(how: dict[str, float]) -> None:
     unbroken = Device("qwen3_5", "NEXTN", how)
     want = unbroken.prefill(SHORT) + unbroken.decode(TreeShape.plain(2), 52)[0]
     device = Device("qwen3_5", "NEXTN", how)
@@ -303,7 +301,7 @@ def test_a_resume_by_prefill_stands_where_the_request_stood(how: dict[str, float
     assert device.decode(CHAIN, 16)[0] == unbroken.decode(CHAIN, 16)[0]
 
 
-def test_a_draft_on_its_own_commits_nothing_and_is_what_a_decode_would_draft(
+def test_draft_only_step_equals_fused_without_commit(
     how: dict[str, float],
 ) -> None:
     device = Device("qwen3_5", "NEXTN", how)
@@ -322,7 +320,7 @@ def test_a_draft_on_its_own_commits_nothing_and_is_what_a_decode_would_draft(
     assert got[: len(want)] == want
 
 
-def test_max_drafts_narrows_the_tree_and_not_the_text() -> None:
+def test_max_drafts_limits_tree_and_preserves_output() -> None:
     want = plain_text("qwen3_5", SHORT, SAMPLED, 20)
     device = Device("qwen3_5", "NEXTN", SAMPLED | {"max_drafts": 2})
     got = device.prefill(SHORT)
@@ -334,9 +332,7 @@ def test_max_drafts_narrows_the_tree_and_not_the_text() -> None:
 
 
 class TestSnapshots:
-    def test_a_prefill_saves_in_the_middle_of_its_chunk_and_a_row_starts_from_it(
-        self, how: dict[str, float]
-    ) -> None:
+    def test_prefill_saves_mid_chunk_snapshot_for_restore(self, how: dict[str, float]) -> None:
         want = plain_text("qwen3_5", PROMPT, how, 10)
         device = Device("qwen3_5", "NEXTN", how)
         device.prompt_length = len(PROMPT)
@@ -358,7 +354,7 @@ class TestSnapshots:
         got = device.chunk(PROMPT[128:], 128, None, starts=0).result().tokens[0].tolist()
         assert got + device.decode(CHAIN, 10)[0] == want
 
-    def test_a_decode_saves_the_state_at_exactly_the_position_it_passes(self) -> None:
+    def test_decode_saves_snapshot_at_exact_position(self) -> None:
         prompt = PROMPT[:62]
         want = plain_text("qwen3_5", prompt, GREEDY, 12)
         device = Device("qwen3_5", "NEXTN", GREEDY)
@@ -376,7 +372,7 @@ class TestSnapshots:
 
 
 class TestResults:
-    def test_logprobs_are_those_of_the_emitted_tokens(self) -> None:
+    def test_logprobs_match_emitted_tokens(self) -> None:
         device = Device("qwen3_5", "NEXTN", GREEDY)
         device.prefill(SHORT)
         steps = [
@@ -390,7 +386,7 @@ class TestResults:
             assert (logprobs.chosen[0, :count] < 0).all()
             assert not logprobs.chosen[0, count:].any()
 
-    def test_a_mask_allows_only_its_tokens(self) -> None:
+    def test_grammar_mask_allows_only_its_tokens(self) -> None:
         device = Device("qwen3_5", "none", GREEDY)
         device.prefill(SHORT)
         plan = device.plan(StepKind.DECODE, TreeShape.plain(2), mask=True)
@@ -402,7 +398,7 @@ class TestResults:
         assert device.backend.submit(plan).result().tokens[0, 0] == 200
 
     @pytest.mark.filterwarnings("ignore:invalid value encountered")
-    def test_a_nan_fails_its_row_and_leaves_no_trace_for_the_next_owner(self) -> None:
+    def test_nan_fails_row_and_leaves_no_trace(self) -> None:
         want = plain_text("qwen3_5", SHORT, GREEDY, 8)
         device = Device("qwen3_5", "NEXTN", GREEDY)
         embed = device.backend._weights["embed"]
@@ -416,13 +412,13 @@ class TestResults:
         embed[9] = healthy
         assert device.prefill(SHORT) + device.decode(CHAIN, 8)[0] == want
 
-    def test_a_program_that_does_not_exist_is_refused(self) -> None:
+    def test_submit_rejects_unknown_program(self) -> None:
         device = Device("llama", "none", GREEDY)
         plan = device.plan(StepKind.DECODE, CHAIN, host_draft=True)
         with pytest.raises(ValueError, match="is not prepared"):
             device.backend.submit(replace(plan, program=replace(plan.program, batch=7)))
 
-    def test_a_drafter_that_the_weights_do_not_hold_is_refused(self) -> None:
+    def test_make_backend_rejects_nextn_without_mtp_weights(self) -> None:
         config, weights = tiny_model("llama", seed=3)
         with pytest.raises(ValueError, match="NEXTN"):
             make_backend("reference", config, weights, capacity(config.vocab, True), "NEXTN")

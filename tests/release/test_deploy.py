@@ -72,7 +72,7 @@ def test_containerfile_has_known_instructions_and_declared_arguments():
             subprocess.run(["sh", "-n", "-c", rest if keyword == "RUN" else ":"], check=True)
 
 
-def test_containerfile_installs_extras_of_the_project():
+def test_containerfile_extras_exist_in_project():
     text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
     given = re.findall(r"EXTRAS=([\w,-]+)", text)
     assert len(given) == 3
@@ -81,7 +81,7 @@ def test_containerfile_installs_extras_of_the_project():
     }
 
 
-def test_containerfile_serves_on_the_port_that_it_exposes():
+def test_containerfile_port_equals_exposed_port():
     found = dict(instructions())
     words = json.loads(found["ENTRYPOINT"])
     assert "--api-key KEY" in (DEPLOY / "Containerfile").read_text(encoding="utf-8")
@@ -92,13 +92,13 @@ def test_containerfile_serves_on_the_port_that_it_exposes():
     compile(probe[-1], "HEALTHCHECK", "exec")
 
 
-def test_container_builds_from_what_the_build_reads():
+def test_dockerignore_keeps_build_inputs():
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert not {"LICENSE", "README.md", "pyproject.toml", ".ci", "tandem", "models"} & {*ignored}
     assert {".git", ".venv*"} <= {*ignored}
 
 
-def test_unit_starts_the_command_with_the_file_that_ships():
+def test_systemd_unit_starts_command_with_shipped_config():
     service = unit()["Service"]
     words = shlex.split(service["ExecStart"])
     assert words[-1] == "${CREDENTIALS_DIRECTORY}/serve.toml"
@@ -110,7 +110,7 @@ def test_unit_starts_the_command_with_the_file_that_ships():
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
-def test_systemd_takes_the_unit(tmp_path: Path):
+def test_systemd_unit_passes_verify(tmp_path: Path):
     text = (DEPLOY / "tandem.service").read_text(encoding="utf-8")
     made = tmp_path / "tandem.service"
     made.write_text(re.sub(r"(?<=^ExecStart=)\S+", "/bin/true", text, flags=re.MULTILINE))
@@ -166,7 +166,7 @@ KINDS = {"textarea", "input", "dropdown", "checkboxes", "markdown"}
 
 
 @pytest.mark.parametrize("path", [path for path in FORMS if path.stem != "config"], ids=str)
-def test_issue_form_is_of_the_known_form(path: Path):
+def test_issue_form_has_known_structure(path: Path):
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert (
         {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "labels"}
@@ -182,7 +182,7 @@ def test_issue_form_is_of_the_known_form(path: Path):
     assert "tandem env" in path.read_text(encoding="utf-8")
 
 
-def test_workflow_runs_the_script_that_developers_run():
+def test_ci_workflow_runs_developer_script():
     path = ROOT / ".github" / "workflows" / "ci.yml"
     steps = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]["test"]["steps"]
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]

@@ -53,24 +53,24 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("source", "moved"), MOVED)
-def test_names_of_our_modules_get_the_prefix(inside_tandem, source: str, moved: str) -> None:
+def test_inside_prefixes_own_module_names(inside_tandem, source: str, moved: str) -> None:
     assert inside_tandem.inside(source.encode()).decode() == moved
     assert not [*inside_tandem.faults(moved.encode())]
 
 
 @pytest.mark.parametrize("source", SAME)
-def test_other_names_stay(inside_tandem, source: str) -> None:
+def test_inside_preserves_other_names(inside_tandem, source: str) -> None:
     assert inside_tandem.inside(source.encode()).decode() == source
     assert not [*inside_tandem.faults(source.encode())]
 
 
 @pytest.mark.parametrize("source", [source for source, _ in MOVED] + FAULTS)
-def test_name_without_the_prefix_is_a_fault(inside_tandem, source: str) -> None:
+def test_faults_report_names_without_prefix(inside_tandem, source: str) -> None:
     assert [*inside_tandem.faults(source.encode())]
 
 
 @pytest.mark.parametrize("source", FAULTS)
-def test_import_that_cannot_move_fails_the_build(inside_tandem, source: str, tmp_path) -> None:
+def test_check_rejects_import_that_cannot_move(inside_tandem, source: str, tmp_path) -> None:
     (tmp_path / "module.py").write_text(source)
     inside_tandem.move(tmp_path)
     with pytest.raises(ValueError, match=r"^module\.py:1: "):

@@ -58,13 +58,13 @@ def test_version_equals_pyproject():
     assert PROJECT["version"] == VERSION
 
 
-def test_every_dependency_is_bounded_above():
+def test_dependencies_have_upper_bounds():
     unbounded = [line for line in PROJECT["dependencies"] if not re.search(r",<\d", line)]
     assert not unbounded
 
 
 @pytest.mark.parametrize("folder", EXTRAS_OF)
-def test_every_imported_package_is_required(folder: str) -> None:
+def test_imported_packages_are_required(folder: str) -> None:
     extras = PROJECT["optional-dependencies"]
     lines = [line for extra in EXTRAS_OF[folder] for line in extras[extra]]
     required = {name_of(line) for line in [*PROJECT["dependencies"], *lines]}
@@ -91,18 +91,18 @@ def test_make_serve_installs_one_backend_and_no_tools(
     assert not {other, *tools} & {*names} - {"httpx", "pillow"}
 
 
-def test_make_serve_with_extras_installs_these():
+def test_make_serve_installs_given_extras():
     lines = installed_by("serve", "EXTRAS=cuda13")
     assert {"jax", "torch", "triton"} <= {*lines}
 
 
-def test_make_test_installs_both_backends_and_the_tools():
+def test_make_lint_installs_both_backends_and_tools():
     names = installed_by("lint")
     tools = PROJECT["optional-dependencies"]["dev"]
     assert {"jax", "torch", *map(name_of, tools)} <= {*names}
 
 
-def test_unknown_extra_is_an_error():
+def test_unknown_extra_exits_with_error():
     command = [sys.executable, ".ci/requirements", "torch,cuda99"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1

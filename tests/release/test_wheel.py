@@ -96,7 +96,7 @@ def test_wheel_has_every_source_file(wheel: Path) -> None:
     assert missing == {bench / "performance.py", *pages}
 
 
-def test_wheel_answers_as_the_checkout(server: Server) -> None:
+def test_wheel_output_equals_checkout(server: Server) -> None:
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 64}
     answer = server.post("/v1/chat/completions", **body).json()
     with LLM(str(DEFAULT_MODEL), max_running_requests=2) as llm:
@@ -104,7 +104,7 @@ def test_wheel_answers_as_the_checkout(server: Server) -> None:
     assert answer["choices"][0]["message"]["content"] == expected.text
 
 
-def test_wheel_follows_a_schema(server: Server) -> None:
+def test_wheel_serves_structured_output(server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [5]}}, "required": ["n"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -113,15 +113,15 @@ def test_wheel_follows_a_schema(server: Server) -> None:
     assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"n": 5}
 
 
-def test_wheel_serves_the_playground(server: Server) -> None:
+def test_wheel_serves_playground(server: Server) -> None:
     assert "<html" in httpx.get(server.url).text
 
 
-def test_command_tells_the_version(installed: Path, elsewhere: Path) -> None:
+def test_command_prints_version(installed: Path, elsewhere: Path) -> None:
     assert run(installed, elsewhere, "--version") == f"tandem {VERSION}\n"
 
 
-def test_command_describes_the_installation(installed: Path, elsewhere: Path) -> None:
+def test_command_env_describes_installation(installed: Path, elsewhere: Path) -> None:
     lines = run(installed, elsewhere, "env").splitlines()
     facts = dict(line.split(": ", 1) for line in lines)
     assert facts["tandem"] == VERSION
@@ -140,14 +140,14 @@ def test_command_describes_the_installation(installed: Path, elsewhere: Path) ->
         (["serve", "--nothing"], "unknown flag --nothing"),
     ],
 )
-def test_command_that_is_invalid_ends_with_a_sentence(
+def test_invalid_command_exits_with_one_sentence(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(words) == command.EXIT_REFUSED
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def test_missing_framework_names_the_extra(monkeypatch, capsys) -> None:
+def test_missing_framework_names_extra(monkeypatch, capsys) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "jax" else object())
     assert backends.default() == "torch"
     assert command.main(["serve", "--backend", "jax"]) == command.EXIT_REFUSED
@@ -156,11 +156,11 @@ def test_missing_framework_names_the_extra(monkeypatch, capsys) -> None:
     assert backends.default() == "jax"
 
 
-def test_package_exports_the_default_backend() -> None:
+def test_package_exports_default_backend() -> None:
     assert tandem.LLM is LLM
     assert tandem.SamplingParams is SamplingParams
 
 
-def test_command_runs_a_benchmark(server: Server, installed: Path, elsewhere: Path) -> None:
+def test_command_runs_benchmark(server: Server, installed: Path, elsewhere: Path) -> None:
     words = ("bench", "serving.send_one", "--base-url", server.url, "--max-tokens", "4")
     assert "Latency (s)" in run(installed, elsewhere, *words)

@@ -164,22 +164,22 @@ def _texts_with_grammars(test: Test, texts: Texts) -> None:
     backends.close()
 
 
-_CHAIN_TEXT = "test_a_chain_gives_the_plain_text_and_accepts_some"
-_CONTINUATION = "test_continuation_a_step_goes_on_from_the_device_with_any_shape"
-_NAN_HEIR = "test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner"
+_CHAIN_TEXT = "test_chain_output_equals_plain_and_accepts_drafts"
+_CONTINUATION = "test_decode_continues_from_device_state_across_shapes"
+_NAN_HEIR = "test_nan_in_freed_slot_harms_no_new_owner"
 _CROWDED = (
-    "test_text_is_the_plain_one_with_any_overlap_drafts_and_pages",
+    "test_output_equals_plain_for_overlap_drafts_and_pages",
     _on_the_toy(overlap=2, depth=3, num_pages=38),
 )
 _EVERY_NODE = "test_every_tree_node_samples_as_plain_decoding"
-_OWN_MASK = "test_every_node_chooses_by_the_mask_of_its_own"
+_OWN_MASK = "test_every_node_chooses_by_own_mask"
 _GRAMMAR_TEXTS = ("test_grammar_output_reaches_stop", _texts_with_grammars)
 
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "boundary/test_backend_contract": {
         "order: prefills overtake decodes": Mutation(
             prefills_overtake_decodes,
-            "test_order_steps_take_effect_in_the_order_of_submission",
+            "test_steps_take_effect_in_submission_order",
             _on_a_host(shape=PLAIN),
         ),
         "continuation: the newest token lags": Mutation(
@@ -193,17 +193,19 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         ),
         "reach: a full page is rewritten": Mutation(
             full_page_rewritten,
-            "test_reach_full_pages_are_shared_and_never_written",
+            "test_shared_full_pages_are_never_written",
             _on_a_host(),
         ),
         "bound: the scratch of a step is too small": Mutation(
             scratch_of_a_step_too_small,
-            "test_bound_a_step_stays_within_its_reservation",
+            "test_step_stays_within_page_reservation",
             _on_a_host(shape=CHAIN, length=21),
         ),
-        "a sink that grows": Mutation(sink_grows, "test_the_sink_does_not_grow", _of_the_sink),
+        "a sink that grows": Mutation(
+            sink_grows, "test_scratch_slot_length_stays_zero", _of_the_sink
+        ),
         "independence: a neighbour's pages": Mutation(
-            pages_of_a_neighbour, "test_independence_rows_may_come_and_go", _on_a_host()
+            pages_of_a_neighbour, "test_output_independent_of_batch_composition", _on_a_host()
         ),
         "independence: reused noise": Mutation(
             reused_noise, _CHAIN_TEXT, _on_a_host(seed=1, how=SAMPLED)
@@ -212,7 +214,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
             penalties_see_the_last_token_only, _CHAIN_TEXT, _on_a_host(seed=1, how=SAMPLED)
         ),
         "isolation: counts of the last owner": Mutation(
-            counts_of_the_last_owner, "test_a_new_owner_starts_from_nothing", _on_a_host()
+            counts_of_the_last_owner, "test_new_slot_owner_starts_from_clean_state", _on_a_host()
         ),
         "isolation: NaN left in a page": Mutation(
             nan_left_in_a_page, _NAN_HEIR, _on_a_host(shape=PLAIN)
@@ -222,23 +224,23 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         ),
         "isolation: NaN fails the whole step": Mutation(
             nan_fails_the_whole_step,
-            "test_isolation_nan_fails_its_row_only",
+            "test_nan_fails_only_its_row",
             _on_a_host(shape=PLAIN),
         ),
     },
     "boundary/test_backend_contract_memory": {
         "reach: an accepted branch is not moved": Mutation(
             accepted_branch_not_moved,
-            "test_a_tree_of_the_hosts_gives_the_plain_text",
+            "test_host_tree_output_equals_plain",
             _on_a_host(how=GREEDY, right=2),
         ),
         "reach: a snapshot is taken at the end of the step": Mutation(
             snapshot_taken_at_the_end_of_the_step,
-            "test_a_decode_step_saves_exactly_where_it_passes",
+            "test_decode_saves_snapshot_exactly_when_passing_position",
             _on_a_host(shape=CHAIN),
         ),
         "reach: holes in draft memory are read": Mutation(
-            holes_in_draft_memory_read, "test_holes_in_draft_memory_are_never_read", _on_a_host()
+            holes_in_draft_memory_read, "test_gaps_in_draft_kv_are_never_read", _on_a_host()
         ),
     },
     "engine/test_engine": {
@@ -249,19 +251,19 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
             resume_chooses_again, *_CROWDED
         ),
         "a leaked page": Mutation(leaked_page, *_CROWDED),
-        "late row kept": Mutation(late_row_kept, "test_late_rows_are_dropped", _on_the_toy()),
+        "late row kept": Mutation(late_row_kept, "test_stale_rows_are_dropped", _on_the_toy()),
     },
     "engine/test_scheduler": {
         "preemption does not wait for steps in flight": Mutation(
             preemption_ignores_steps_in_flight,
-            "test_the_youngest_gives_way_once_its_steps_have_ended",
+            "test_youngest_request_preempted_after_in_flight_steps",
             _on_the_toy(),
         ),
     },
     "engine/test_planner": {
         "independence: old pages in table rows past the batch": Mutation(
             old_pages_in_table_rows_past_the_batch,
-            "test_a_page_table_names_its_owners_pages_and_the_sink",
+            "test_plan_page_table_pads_with_scratch_page",
             _of_the_planner,
         ),
     },
@@ -296,17 +298,17 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     "boundary/test_shared_rows": {
         "verify rows: a draft goes before its parent": Mutation(
             deeper_drafts_go_before_their_parents,
-            "test_a_depth_that_is_seldom_reached_is_not_verified",
+            "test_verify_budget_skips_unlikely_depths",
             _on_a_host(),
         ),
         "verify rows: padding has none": Mutation(
             padding_has_no_verify_row,
-            "test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all",
+            "test_verify_budget_preserves_output_and_uses_all_rows",
             _on_a_host(),
         ),
         "verify rows: a failed row takes its neighbours'": Mutation(
             failed_rows_rank_as_their_roots,
-            "test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours",
+            "test_failed_row_takes_no_verify_budget",
             _on_a_host(),
         ),
     },
@@ -329,7 +331,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     "engine/test_grammar": {
         "grammars: the matcher stays at a draft": Mutation(
             matcher_left_at_a_draft,
-            "test_every_node_that_can_be_reached_has_the_mask_of_its_path",
+            "test_grammar_masks_cover_reachable_tree_nodes",
             _on_the_toy(),
         ),
     },
