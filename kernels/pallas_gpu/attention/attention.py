@@ -51,23 +51,23 @@ def attend(
     tiles: AttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """Same as `shared.spec.attention.attend`, for rows that lie together request by request.
+    """Same as `shared.spec.attention.attend`, for flat rows grouped by request.
 
-    A block of rows is one program's, however long the context, so nothing is kept on the way.
+    A program processes a block of rows over the whole context, so no partial results are stored.
 
     Args:
       q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
-      gate: The projection that the queries come from, if each has its gate there behind it.
-      kv, layer: The pools of all layers, and which is read.
-      page_table, first, until, window: As in the specification.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      max_rows: Most rows that a request can have.
-      span, split, tile: Positions of each: the order of the sums.
-      scale: What scores are multiplied by.
-      tiles: How the work is cut otherwise.
+      gate: QKV projection, in which each query head is followed by its gate; None without gates.
+      kv, layer: KV pools of all layers, and the index of the layer to read.
+      page_table, first, until, window: See the specification.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      max_rows: Maximum rows of a request.
+      span, split, tile: Positions of each; they fix the reduction order.
+      scale: Multiplier of the scores.
+      tiles: Tile config.
       interpret: Run on a CPU.
     """
-    # Mosaic GPU's interpreter knows no instructions of PTX.
+    # Mosaic GPU's interpreter does not support inline PTX.
     is_narrow = window.shape[1] <= MOST_NODES
     if tiles.described and is_narrow and not interpret and takes(q.shape[1], kv, tile):
         rows = (page_table, row_starts, first, until, window)
@@ -98,7 +98,7 @@ def attend(
 
 
 def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
-    """A window as a kernel reads it; a kernel cannot have an array without elements."""
+    """Converts tree masks to the int8 operand of a kernel; empty arrays are not supported."""
     return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
 
 
@@ -106,8 +106,10 @@ class Order(NamedTuple):
     """Compile-time settings of the reduction.
 
     Attributes:
-      nodes: Width of the window.
-      scale: Of the scores.
+      span, split, tile: Positions of each.
+      ones: Columns of 1 in the product that sums the weights.
+      nodes: Width of the tree window.
+      scale: Multiplier of the scores.
     """
 
     span: int
@@ -119,7 +121,14 @@ class Order(NamedTuple):
 
 
 class VisibleRange(NamedTuple):
-    """Inputs of a program: KV positions, the rows that attend to them, and their addresses."""
+    """KV positions that the lanes of a program attend to.
+
+    Attributes:
+      kv_ref, table_ref, window_ref: KV pools, page tables and tree masks.
+      layer, request, head: Indices of the layer, the request and the KV head.
+      row: Flat row of each lane.
+      first, until: Visible positions of each lane before the window.
+    """
 
     kv_ref: object
     table_ref: object
@@ -151,9 +160,10 @@ def _attend_kernel(
     order,
     interpret,
 ):
-    """One program per key head, block of rows and request."""
+    """One program per KV head, block of rows and request."""
     head, block, request = (pl.program_id(axis) for axis in range(3))
-    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    # The last rows attend to most positions: their programs, the longest, start first for all
+    # heads.
     block = blocks - 1 - block
     group = q_ref.shape[1] // kv_ref.shape[4]
     turn = request * blocks + block
@@ -187,7 +197,7 @@ def _attend_kernel(
 
 
 def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
-    """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
+    """Writes zeros to a KV head's outputs in the padding rows, which are strided over programs."""
     R, requests = out_ref.shape[0], starts_ref.shape[0] - 1
     begin, turns = starts_ref[requests] + turn, requests * programs
     column = outside(columns_of(D), D, out_ref.shape[1])
@@ -203,20 +213,20 @@ def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
 
 
 def _sum_positions(q, seen, low, high, order, unroll):
-    """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
+    """Accumulates positions [low, high): tiles into splits, splits into spans, spans in total.
 
     Args:
-      q: Queries of the program's lanes.
-      seen: What they see.
-      low, high: Of the positions.
-      order: Of the sums.
-      unroll: Tiles of a step.
+      q: Queries of the program's lanes, [lanes, D].
+      seen: KV positions that the lanes attend to.
+      low, high: First position, and the end.
+      order: Reduction settings.
+      unroll: Tiles per loop step.
     """
     tile, (lanes, D), tiles = order.tile, q.shape, order.split // order.tile
     unroll = min(unroll, tiles)
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
-    # The splits that every row sees whole need no mask.
+    # Splits that are fully visible to all rows need no mask.
     whole = jnp.clip(pl.cdiv(jnp.max(seen.first), order.split) * tiles, begin, end)
     partly = jnp.clip(lax.div(jnp.min(seen.until), order.split) * tiles, whole, end)
 
@@ -246,14 +256,14 @@ def _sum_positions(q, seen, low, high, order, unroll):
         *_, split_sums = lax.fori_loop(first, until, whole_step, carry)
         return fold(sums, add(jnp.maximum(start, partly), stop, split_sums))
 
-    # A loop of its own: what is summed over spans need not be at hand within one.
+    # Separate loop: within a span the total over spans is not used and may leave the registers.
     each = order.span // tile
     spans = (lax.div(low, order.span), pl.cdiv(high, order.span))
     return lax.fori_loop(*spans, of_span, SoftmaxState.nothing(lanes, D))
 
 
 def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
-    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+    """Adds tiles that are not fully visible to all rows to a span, split by split."""
 
     def add(i, carry):
         split_sums, sums = carry
@@ -267,15 +277,15 @@ def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
 
 
 def page_of(seen, i, tile):
-    """The page in which a tile begins."""
+    """Returns the page in which tile `i` begins."""
     column = lax.div(i * tile, seen.kv_ref.shape[3])
     return seen.table_ref[seen.request, jnp.minimum(column, seen.table_ref.shape[1] - 1)]
 
 
 def pages_of(seen, number, i, tile):
-    """A tile's positions and their pages, and the page of the next tile.
+    """Returns the positions of a tile, their pages, and the page of the next tile.
 
-    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    If pages consist of whole tiles, the page is loaded one tile ahead, so key loads do not wait.
     """
     position, page = i * tile + lax.iota(jnp.int32, tile), seen.kv_ref.shape[3]
     if page % tile == 0:
@@ -286,7 +296,7 @@ def pages_of(seen, number, i, tile):
 
 
 def load_rows(seen, which, pages, position, mask=None):
-    """Keys (0) or values (1) of some positions, 0 where a mask leaves them out."""
+    """Loads the keys (`which` 0) or values (1) of some positions; masked positions read as 0."""
     *_, page, _, D = seen.kv_ref.shape
     where = (seen.layer, which, pages, lax.rem(position, page)[:, None], seen.head)
     return load_kept(seen.kv_ref.at[(*where, columns_of(D)[None, :])], in_head(mask, D))
@@ -296,7 +306,7 @@ EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
 def add_whole(q, seen, position, pages, sums, order):
-    """Adds a tile that every row sees whole."""
+    """Adds a tile that is fully visible to all rows."""
     k = load_rows(seen, 0, pages, position)
     scores = scores_of(q, k, order)
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
@@ -306,12 +316,12 @@ def add_whole(q, seen, position, pages, sums, order):
 
 
 def scores_of(q, k, order):
-    """Scores of a tile's keys, by which 2 is raised."""
+    """Computes the scores of a tile, as exponents of 2: times scale and log2(e)."""
     return pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
 
 
 def _add_masked(q, seen, i, high, sums, order):
-    """Adds a tile of which some row does not see all."""
+    """Adds a tile that is not fully visible to all rows."""
 
     def masked():
         position = i * order.tile + lax.iota(jnp.int32, order.tile)
@@ -325,7 +335,7 @@ def _add_masked(q, seen, i, high, sums, order):
         scores = jnp.where(sees, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
-        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        # 0 x NaN is NaN: non-finite values are set to 0, and the rows that attend to them get NaN.
         v = load(which=1, pages=pages, position=position)
         spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
         v = jnp.where(spoiled[:, None] == 0, v, jnp.zeros_like(v))
@@ -337,8 +347,8 @@ def _add_masked(q, seen, i, high, sums, order):
         weights = jnp.zeros((lanes, order.tile), q.dtype)
         return sums.value, sums.peak, weights, jnp.zeros((order.tile, D), q.dtype)
 
-    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
-    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    # Always true. A value that leaves a branch has lost the narrow type of its inputs, from which
+    # Triton would select its layout for the tensor cores and so the order of its sums.
     values, highest, weights, v = lax.cond(i * order.tile < high, masked, none)
     return add_tile(sums._replace(value=values), highest, weights, v)
 
@@ -356,16 +366,16 @@ def _sees(seen, position, nodes):
 
 
 def add_tile(sums, highest, weights, v):
-    """Adds the weighted values of a tile, and the weights."""
+    """Adds the weighted values and the weights of a tile to the accumulator."""
     decay = jnp.exp2(sums.peak - highest)[:, None]
-    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    # Tensor cores sum in one order for any number of rows; a reduction over threads does not.
     ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
     total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
     return SoftmaxState(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
 def _fold_where(ends_split, split_sums, sums):
-    """Adds a split that ends to its span, and begins another."""
+    """Merges a split into its span and begins the next split, if `ends_split`."""
     nothing = SoftmaxState.nothing(*split_sums.value.shape, split_sums.total.shape[1])
     return lax.cond(
         ends_split, lambda: (nothing, _fold_split(sums, split_sums)), lambda: (split_sums, sums)
@@ -373,19 +383,19 @@ def _fold_where(ends_split, split_sums, sums):
 
 
 def _fold_split(sums, split):
-    """Adds the sums over a split, whose weights are in columns, to those over its span."""
+    """Merges a split into its span; the total of a split has equal columns."""
     return fold(sums, split._replace(total=split.total.max(axis=1)))
 
 
 def finish(sums, gate_ref, out_ref, row, q_head, is_lane, D):
-    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     column, keep = q_head[:, None] * D + columns_of(D)[None, :], in_head(is_lane[:, None], D)
     out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
     if gate_ref is not None:
         columns = column + (q_head[:, None] + 1) * D
         gate = pltriton.load(gate_ref.at[row[:, None], columns], mask=keep, other=0.0)
         out = out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2_E))
-    # A lane that is not written gets a row outside, for the interpreter.
+    # A lane that is not written gets a row out of bounds, for the interpreter.
     at = jnp.where(is_lane, row, out_ref.shape[0])[:, None]
     column = outside(column, D, out_ref.shape[1])
     pltriton.store(out_ref.at[at, column], out.astype(out_ref.dtype), mask=keep)

@@ -82,29 +82,28 @@ def attention_layer(
     Float[jax.Array, "L 2 P page Hk D"],
     Int[jax.Array, "B counters"],
 ]:
-    """Same as `shared.spec.attention_layer.attention_layer`, for rows that lie together request by
-    request.
+    """Same as `shared.spec.attention_layer.attention_layer`, for flat rows grouped by request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
-      gated, eps, digits: The same.
-      q: Of `place`, which has written the new keys and values too; None: that is done here.
-      bounds, arrivals: Of `reach`.
-      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
-        there is a window, all rows of a request have the same `until`.
-      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
-      tiles: How the work is cut otherwise.
+      gated, eps, digits: See `place`.
+      q: Queries from `place`, which has also written keys and values; None to do both here.
+      bounds, arrivals: From `compute_row_bounds`.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
+        window, all rows of a request have the same `until`.
+      most_parts: Maximum splits of a request with partial results per split; above, per span.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The heads' outputs side by side, the pools after the writes, and the zeros again.
+      The concatenated head outputs, the pools after the writes, and `arrivals`, zero again.
 
     Raises:
-      ValueError: The tiles bound the registers.
+      ValueError: `tiles` limits registers, which is not supported in Pallas.
     """
     if tiles.registers:
         raise ValueError("Pallas cannot bound the registers of a kernel")
-    # Mosaic GPU's interpreter knows no instructions of PTX.
+    # Mosaic GPU's interpreter does not support inline PTX.
     if tiles.described and q is not None and not interpret and takes(q.shape[1], kv, tile):
         rows = (bounds, page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
@@ -167,14 +166,14 @@ class _LayerRows(NamedTuple):
 
 
 class _New(NamedTuple):
-    """Places of a request's new rows, and which of them have a value that is no number."""
+    """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
 
     places: jax.Array
     is_bad: jax.Array
 
 
 class _Making(NamedTuple):
-    """Inputs of new rows from the projection, unless `place` has written them."""
+    """Settings of QK norm, RoPE and the KV write; `is_placed` if `place` has already run."""
 
     has_norms: bool
     is_placed: bool
@@ -200,13 +199,14 @@ class _Share(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
-      low, high: Positions that any row of the request sees.
-      from_position, to_position: Those of them that are its own.
-      unit: Positions whose sums are kept together: a span's where there are many, else a split's.
-      by_span: Which of the two.
-      share_begin, share_end: Where its own positions begin, and those of the next program.
-      number, sharing: Which it is of how many programs.
-      is_alone: Whether it has a whole request of one span, and keeps its sums; None: none can.
+      low, high: First position that a row of the request attends to, and the end.
+      from_position, to_position: The same for this program.
+      unit: Positions per partial result: those of a span or of a split.
+      by_span: Whether a unit is a span; used for long requests.
+      share_begin, share_end: First position of this program, and of the next one.
+      number, sharing: Index of this program, and the number of programs.
+      is_alone: Whether this program processes the whole request, within one span, and keeps its
+        accumulator in registers; None if no program may.
     """
 
     low: jax.Array
@@ -226,7 +226,7 @@ def _mix_kernel(
     projected, _, __, layer_ref, table_ref, bounds_ref, rows, q_ref, kv_ref, arrivals_ref, out_ref,
     parts, *, order, making, sizes, interpret,
 ):  # fmt: skip
-    """One program per block of lanes of a key head, request, and share of the positions."""
+    """One program per block of lanes of a KV head, request, and share of its positions."""
     counter, request, number = (pl.program_id(axis) for axis in range(3))
     head, block = lax.div(counter, sizes.blocks), lax.rem(counter, sizes.blocks)
     D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
@@ -265,7 +265,7 @@ def _mix_kernel(
             start_of_head = q_head * ((1 + making.gated) * D)
             of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
             fetch_q = partial(fetch_of, norm_ref=projected.q_norm, **of_queries)
-            # Where programs are few, before what some of them do first; else registers are scarce.
+            # With few programs, before the KV write of some of them; else registers are scarce.
             is_early = sizes.splits == 1 and not making.is_placed
             fetched = fetch_q() if is_early else None
             column = (sizes.q_heads * (1 + making.gated) + head) * D
@@ -278,7 +278,7 @@ def _mix_kernel(
                     projected.rows, kv_ref, table_ref, layer, written, request, place,
                     is_written, head, column, k,
                 )  # fmt: skip
-                _barrier(interpret)  # they are read by other threads than wrote them
+                _barrier(interpret)  # read by other threads than the writers
 
             if making.is_placed:
                 at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
@@ -338,7 +338,7 @@ def _share(number, reach, bounds, order, sizes):
         fewest = _either(by_span, 1, sizes.splits)
     begin = lax.div(jnp.minimum(bounds.low, bounds.new_from), unit)
     end = pl.cdiv(jnp.maximum(high, bounds.new_until), unit)
-    end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    end = jnp.maximum(end, begin + 1)  # at least one, for zeros if no position is visible
     each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
     share_begin = (begin + number * each) * unit
     share_end = share_begin + each * unit
@@ -363,20 +363,21 @@ def _share(number, reach, bounds, order, sizes):
 
 
 def _either(condition, one, other):
-    """One of two numbers; Pallas gives a choice between constants the type of its condition."""
+    """Selects one of two integers; Pallas gives a select of constants the type of its condition."""
     return other + condition.astype(jnp.int32) * (one - other)
 
 
 def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):
-    """Sums the positions of a share, tiles to splits and splits to units, which are stored.
+    """Accumulates the positions of a share: tiles into splits, splits into units, which are stored.
 
-    A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
+    A unit is a split or a span. A program with `is_alone` stores none. Positions that no row
+    attends to are not read.
     """
     tile, (lanes, D) = order.tile, q.shape
     low, high = share.from_position, share.to_position
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
-    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    # Tiles without new positions that are fully visible to all lanes need no mask.
     whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), bounds.new_from), tile), end)
     sees_first = seen.first.max() <= begin * tile
     whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
@@ -433,7 +434,7 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
 
 
 def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
-    """Adds what the programs of a request have stored."""
+    """Combines the partial results of a request's programs."""
     end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
     per_span = order.span // order.split
     if sizes.may_span:
@@ -443,6 +444,6 @@ def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
 
 
 def _barrier(interpret):
-    """Makes what threads of the program have written seen by its other threads."""
+    """Waits for all threads of the program, so that their writes are visible to each other."""
     if not interpret:
         pltriton.debug_barrier()

@@ -1,13 +1,13 @@
-"""Split-KV attention of `mix` with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
+"""Split-KV attention of `attention_layer`: WGMMA, TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A program has two warpgroups that multiply, each up to 64 pairs of a row
-and a query head, which are the 64 rows that its matrix units take at once: of two key heads, or of
-the two halves of a large one's values. One warpgroup more copies tiles of keys and values ahead.
-Tiles, splits and spans are those of `mix`, added in its order, so that the bits are its bits. The
-queries are made, and the keys and values written, by `place`.
+A program has two consumer warpgroups, each with up to 64 (row, query head) pairs, the rows of a
+WGMMA: of two KV heads, or of the two halves of a 256-wide head's values. A third warpgroup, the
+producer, loads tiles of keys and values ahead. Tiles, splits, spans and their order equal those of
+`attention_layer`, so results are bitwise equal. `place` computes the queries and writes the new
+keys and values first.
 
-A request of one span is one program's. The spans of longer ones are shared out, and a kernel of
-Pallas for Triton adds them behind.
+One program processes a request of one span. The spans of longer requests are divided among
+programs, and a second kernel (Triton backend) combines them.
 """
 
 import functools
@@ -53,12 +53,12 @@ class LayerRefs(NamedTuple):
     """Global memory references of a program.
 
     Attributes:
-      q, gate, out: Queries, gates and results.
-      pool: Keys and values of all layers, a position a line.
-      layer, table, starts, bounds: As of `mix`.
-      pairs: Of each block of pairs `first`, `until` and the two words of the window.
-      sights: Of each block, from and until where all pairs see all.
-      sums, peaks, totals: Of the spans that programs leave.
+      q, gate, out: Queries, gates and outputs.
+      pool: Keys and values of all layers, one row per position.
+      layer, table, starts, bounds: See `attention_layer`.
+      pairs: `first`, `until` and the two window masks of the pairs of each block.
+      sights: Range of positions that are visible to all pairs of each block.
+      sums, peaks, totals: Partial results of spans.
     """
 
     q: Any
@@ -77,19 +77,19 @@ class LayerRefs(NamedTuple):
 
 
 COLUMNS = 128
-"""Most columns of the values of a warpgroup."""
+"""Maximum value columns of a warpgroup."""
 _MOST_STAGED = 2 * COLUMNS
-"""Columns of a warpgroup's part in all stages."""
+"""Maximum value columns of a warpgroup, over all pipeline stages."""
 COPYING_REGISTERS, REGISTERS = 24, 240
 
 
 def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
-    """Returns whether `mix_described` supports the arrays: bfloat16, whole tiles a page, Hopper.
+    """Returns whether `mix_described` supports the arrays: bfloat16, pages of whole tiles, Hopper.
 
     Args:
-      q_heads: Query heads; those of a key head are all pairs of one warpgroup.
-      kv: The pools, whose heads are two by two the two warpgroups'.
-      tile: Positions of one.
+      q_heads: Query heads; a warpgroup processes all query heads of a KV head, at most 64.
+      kv: KV pools; two warpgroups share a pair of KV heads, or a 256-wide head.
+      tile: Positions of a tile.
     """
     page, k_heads, D = kv.shape[3:]
     is_whole = page % TILE == 0 and tile == TILE and q_heads <= LANES * k_heads
@@ -97,8 +97,8 @@ def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> b
     return is_whole and is_even and kv.dtype == jnp.bfloat16 and has_mosaic()
 
 
-# A function of its own in a program, which has it once for all layers: lowering and compiling a
-# kernel of Mosaic GPU takes half a second.
+# A separate function, which is lowered and compiled once for all layers: for a Mosaic GPU kernel
+# that takes half a second.
 @functools.partial(
     jax.jit, static_argnames=("max_rows", "span", "split", "scale", "tiles"), inline=False
 )
@@ -120,16 +120,16 @@ def mix_described(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """Same as `mix.mix` behind `place`, of arrays that `takes` accepts.
+    """Same as `attention_layer.attention_layer` after `place`, for arrays that `takes` accepts.
 
     Args:
-      q: Of `place`, which has written the new keys and values.
-      gate: The projection that the queries come from, if each has its gate there behind it.
-      kv, layer, bounds, page_table, row_starts, first, until, window: See `mix.mix`.
-      max_rows, span, split, scale, tiles: The same.
+      q: Queries from `place`, which has also written the new keys and values.
+      gate: QKV projection, in which each query head is followed by its gate; None without gates.
+      kv, layer, bounds, page_table, row_starts, first, until, window: See `attention_layer`.
+      max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
-      ValueError: There is no room for so many stages.
+      ValueError: `tiles` has more stages than shared memory allows.
     """
     (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
     B, columns = page_table.shape
@@ -186,7 +186,7 @@ def mix_described(
 
 
 def _pairs_of(row_starts, first, until, window, work):
-    """Returns the bounds of the pairs of each block; a padding pair repeats the last row."""
+    """Returns the mask bounds of the pairs of each block; a padding pair repeats the last row."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     of_block = jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(LANES) // work.group
     row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)
@@ -197,7 +197,7 @@ def _pairs_of(row_starts, first, until, window, work):
 
 
 def _share(number, bounds, has_rows, reach, work):
-    """Of the program of that number."""
+    """Returns the share of program `number`."""
     low, _, seen_until, *_ = bounds
     high = jnp.minimum(seen_until + work.nodes, reach)
     base = lax.div(low, work.span)
@@ -211,7 +211,7 @@ def _share(number, bounds, has_rows, reach, work):
 
 
 def _mix_described_kernel(*refs, work, **shared):
-    """One program per two parts of key heads of a block of rows, request, and share."""
+    """One program per block of rows and two warpgroup columns of KV heads, request, and share."""
     refs, shared = LayerRefs(*refs), VerifyBuffers(**shared)
     number, request = lax.axis_index("number"), lax.axis_index("request")
     group, share_number = lax.axis_index("group"), lax.axis_index("share")
@@ -265,7 +265,7 @@ def _mix_described_kernel(*refs, work, **shared):
 
 
 def _sight_of(refs, index, bounds):
-    """Of the pairs of a block."""
+    """Returns the mask of the pairs of a block."""
     _, seen_from, seen_until, new_from, _ = bounds
     return PairMask(
         pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
@@ -277,7 +277,7 @@ def _sight_of(refs, index, bounds):
 
 
 def _combined(out, gate, left, bounds, row_starts, columns, work):
-    """Adds the spans that programs have left, and finishes the rows of such requests."""
+    """Combines the spans that programs have stored, and finishes the rows of these requests."""
     _, B, numbers, *_ = left[0].shape
     return pl.pallas_call(
         functools.partial(_combine_kernel, reach=columns * work.page, work=work),
@@ -292,7 +292,7 @@ def _combined(out, gate, left, bounds, row_starts, columns, work):
 def _combine_kernel(
     _, gate_ref, sums_ref, peaks_ref, totals_ref, bounds_ref, starts_ref, out_ref, *, reach, work
 ):
-    """One program per block of pairs and part of a key head's values, and request."""
+    """One program per block of pairs and value columns of a KV head, and request."""
     number, request = pl.program_id(0), pl.program_id(1)
     part, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width

@@ -1,9 +1,8 @@
 """Paged attention of `attend` with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A program has two warpgroups that multiply, each up to 64 pairs of a row
-and a query head of one key head, or the two halves of a large one's values. What a warpgroup more
-copies is for both. Tiles, splits and spans are those of `attention`, added in its order, so that
-the bits are its bits.
+A program has two consumer warpgroups: each processes up to 64 (row, query head) pairs of one KV
+head, or one half of the values of a 256-wide head. A third warpgroup, the producer, loads tiles for
+both. Tiles, splits, spans and their order equal those of `attention`, so results are bitwise equal.
 """
 
 import functools
@@ -49,19 +48,19 @@ from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
 from kernels.tiles import AttentionTiles
 
 _MOST_STAGED = 8 * COLUMNS
-"""Columns of all tiles of keys and values in shared memory."""
+"""Maximum columns of all tiles of keys and values in shared memory."""
 
 
 class PrefillRefs(NamedTuple):
     """Global memory references of a program.
 
     Attributes:
-      q, gate, out: Queries, gates and results.
-      pool: Keys and values of all layers, a position a line.
-      layer, table, starts: As of `attention`.
-      pairs: Of all pairs of a row and a query head `first`, `until` and the words of the window.
-      sights: Of each block: the lowest and highest of its rows' positions, and from and until where
-        all see all.
+      q, gate, out: Queries, gates and outputs.
+      pool: Keys and values of all layers, one row per position.
+      layer, table, starts: See `attention`.
+      pairs: `first`, `until` and the window masks of all (row, query head) pairs.
+      sights: Bounds of each block, without windows: first visible position of any row and the end,
+        and the range of positions that are visible to all rows.
     """
 
     q: Any
@@ -92,14 +91,14 @@ def attend_described(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """Same as `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+    """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
 
     Args:
       q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
-      max_rows, span, split, scale, tiles: The same.
+      max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
-      ValueError: There is no room for so many stages.
+      ValueError: `tiles` has more stages than shared memory allows.
     """
     (_, Hq, D), (P, page, Hk, _) = q.shape, kv.shape[2:]
     group, width = Hq // Hk, min(D, COLUMNS)
@@ -130,14 +129,14 @@ def attend_described(
     return _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, work=work)
 
 
-# A function of its own in a program, as that of `mix_described`.
+# A separate function, for the same reason as `mix_described`.
 @functools.partial(jax.jit, static_argnames=("work",), inline=False)
 def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *, work):
     (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
     pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
     pairs = jnp.repeat(pairs.astype(jnp.int32), work.group, axis=1)
-    # A block that lies behind the last row reads as many more.
+    # Blocks past the last row read up to this many more pairs.
     pairs = jnp.pad(pairs, ((0, 0), (0, 2 * LANES)))
     out = plgpu.kernel(
         functools.partial(_attend_described_kernel, work=work),
@@ -157,7 +156,7 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
 
 
 def _sights_of(row_starts, first, until, work):
-    """Returns the bounds of the rows of each block; a block without rows attends to nothing."""
+    """Returns the mask bounds of the rows of each block; a block without rows has no positions."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     row = start + jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(work.rows)
     is_one, row = row < stop, jnp.minimum(row, len(first) - 1)
@@ -172,11 +171,12 @@ def _sights_of(row_starts, first, until, work):
 
 
 def _attend_described_kernel(*refs, work, **shared):
-    """One program per request, two blocks of rows or one of a large head, and key head."""
+    """One program per request, two blocks of rows (one for a 256-wide head), and KV head."""
     refs, shared = PrefillRefs(*refs), VerifyBuffers(**shared)
     request, head = lax.axis_index("request"), lax.axis_index("head")
     group, programs = lax.axis_index("group"), work.blocks * work.parts // GROUPS
-    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    # The last rows attend to most positions: their programs, the longest, start first for all
+    # heads.
     number = programs - 1 - lax.axis_index("number")
     first_block = number * GROUPS if work.is_shared else number
     start, stop = refs.starts[request], refs.starts[request + 1]
@@ -210,7 +210,8 @@ def _attend_described_kernel(*refs, work, **shared):
                 old_until=0,
             )
 
-            # A loop of its own: what is summed over spans need not be at hand within one.
+            # Separate loop: within a span the total over spans is not used and may leave the
+            # registers.
             def add(span, sums):
                 return folded(sums, sum_span(shared, share, span, group, sight, work))
 
@@ -219,7 +220,7 @@ def _attend_described_kernel(*refs, work, **shared):
 
 
 def _share(refs, request, block, has_rows, work):
-    """The tiles that some row of a program sees."""
+    """Returns the tiles that any row of a program attends to."""
     lows, highs = (
         [refs.sights[request, block + i, which] for i in range(work.spare or 1)]
         for which in range(2)

@@ -40,13 +40,13 @@ def bidirectional_attention(
     tiles: EncoderAttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """Same as `shared.spec.attention.bidirectional_attention`, its heads side by side; rows of
-    padding are 0.
+    """Same as `shared.spec.attention.bidirectional_attention`.
 
     Args:
-      tile: Patches that are added at once: the order of the sums.
-      scale: What scores are multiplied by.
-      tiles: How the work is cut otherwise.
+      qkv, cos, sin, count: See the specification.
+      tile: Patches of a tile; it fixes the reduction order.
+      scale: Multiplier of the scores.
+      tiles: Tile config.
       interpret: Run on a CPU.
     """
     (R, columns), D = qkv.shape, 2 * cos.shape[1]
@@ -69,10 +69,10 @@ def bidirectional_attention(
 
 
 class PatchRows(NamedTuple):
-    """Addresses of queries, keys and values; the head; and the number of patches.
+    """Operands of a program: queries, keys and values, the head, and the number of patches.
 
     Attributes:
-      scale: Of scores, by which 2 is raised.
+      scale: Multiplier of the scores, times log2(e).
     """
 
     laid_ref: object
@@ -82,9 +82,9 @@ class PatchRows(NamedTuple):
 
 
 class EncoderSoftmaxState(NamedTuple):
-    """Over some patches: the highest score, and the weighted values of both blocks.
+    """Online softmax accumulator: maximum score, weighted values of a head's two column blocks.
 
-    Behind the rest of the second stands the sum of the weights, as its values are 1.
+    Column `rest` of the second block is the total weight, because its values are 1.
     """
 
     peak: jax.Array
@@ -101,7 +101,7 @@ def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
         main=jnp.zeros((lanes, sizes.main_block), jnp.float32),
         beside=jnp.zeros((lanes, sizes.beside_block), jnp.float32),
     )
-    # Padding's rows are those of the last patch again, of which nothing is kept.
+    # Padding rows repeat the last patch; a block of padding alone adds no tile.
     end = jnp.where(first < count, count, 0)
     patch = jnp.minimum(row, jnp.maximum(count - 1, 0))
     q = _blocks(laid_ref, patch, head, sizes)
@@ -116,11 +116,11 @@ def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
 
 
 def _add_tile(q, rows, sizes, tile, i, sums):
-    """Adds a tile of patches to the sums of a block of rows.
+    """Adds a tile of patches to the accumulators of a block of rows.
 
-    Behind the last patch stands that one again, with no weight. So the tile that is not whole is
-    no other code: its loads, masked by rows in a loop of its own, gave the columns of a head's
-    second block other values in one of the languages on an H100.
+    The last patch is repeated to the end of its tile, with weight 0, so a partial tile needs no
+    separate code. Masked loads in a separate loop gave the second column block of a head other
+    values in one of the languages on an H100.
     """
     patch = i * tile + lax.iota(jnp.int32, tile)
     behind = jnp.where(patch < rows.count, 0.0, NEGATIVE)
@@ -135,7 +135,7 @@ def _add_tile(q, rows, sizes, tile, i, sums):
     decay = jnp.exp2(sums.peak - highest)[:, None]
     v = _load(rows.laid_ref, patch, 2 * sizes.heads + rows.head, 0, sizes.main_block)
     main = sums.main * decay + pltriton.dot(weights, v, **EXACT)
-    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    # Tensor cores sum in one order for any number of rows; a reduction over threads does not.
     v = _load(rows.laid_ref, patch, rows.head, sizes.besides, sizes.beside_block)
     beside = sums.beside * decay + pltriton.dot(weights, v, **EXACT)
     return EncoderSoftmaxState(highest, main, beside)
@@ -148,7 +148,7 @@ def _blocks(ref, row, head, sizes):
 
 
 def _load(ref, row, number, first, width):
-    """Some rows of the block of that number, the first of which begins at a column."""
+    """Loads some rows of column block `number`; block 0 begins at column `first`."""
     column = first + number * width + lax.iota(jnp.int32, width)
     return pltriton.load(ref.at[row[:, None], column[None, :]])
 
@@ -156,6 +156,6 @@ def _load(ref, row, number, first, width):
 def _store(out_ref, x, row, first, width):
     (R, hidden), column = out_ref.shape, lax.iota(jnp.int32, x.shape[1])[None, :]
     row, is_written = row[:, None], column < width
-    # What is not written gets a place outside, for the interpreter.
+    # Elements that are not written get an index out of bounds, for the interpreter.
     to = out_ref.at[jnp.where(row < R, row, R), jnp.where(is_written, first + column, hidden)]
     pltriton.store(to, x.astype(out_ref.dtype), mask=(row < R) & is_written)

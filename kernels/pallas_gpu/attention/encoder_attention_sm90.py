@@ -1,9 +1,9 @@
 """Vision encoder attention with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A program has some warpgroups that multiply, each 64 patches of a head, and
-one more that copies tiles of keys and values for all of them. While a warpgroup weighs the scores
-of a tile, its matrix units make those of the next. A tile's sums are those of `attend_all`, added
-in its order, so that the bits are its bits.
+A program has two or three consumer warpgroups, each with 64 patches of a head, and a producer
+warpgroup that loads tiles of keys and values for all of them. While a warpgroup computes the
+softmax weights of a tile, its tensor cores compute the scores of the next. Tiles and their order
+equal those of `encoder_attention`, so results are bitwise equal.
 """
 
 import functools
@@ -31,10 +31,10 @@ from kernels.pallas_gpu.gemm.ptx import (
 from kernels.tiles import EncoderAttentionTiles
 
 MAIN, REST, BESIDE = 64, 8, 16
-"""Columns of the two blocks of a head, and of the second with what stands behind it."""
+"""Columns of a head's two blocks, and of the second block with the total weight and padding."""
 COPYING_REGISTERS = 24
 REGISTERS = {2: 240, 3: 160}
-"""Of a thread that multiplies, of so many warpgroups."""
+"""Registers per consumer thread, by number of consumer warpgroups."""
 _OF_ROWS = LAYOUT.reduce(1)
 
 
@@ -47,13 +47,14 @@ class EncoderRefs(NamedTuple):
 
 
 class EncoderBuffers(NamedTuple):
-    """Shared memory of a program: both blocks of all.
+    """Shared memory of a program, with both column blocks of each array.
 
     Attributes:
       q, q_rest: Queries of each warpgroup.
-      k, k_rest, v, v_beside: Tiles of keys and values, as many as there are stages.
-      lines, lines_rest: Rows of results of each warpgroup, on their way.
-      queries_come, come, is_free: Barriers: queries are there, a tile is, and is used up.
+      k, k_rest, v, v_beside: Keys and values, one tile per pipeline stage.
+      lines, lines_rest: Output rows of each warpgroup, staged for the copy.
+      queries_come, come, is_free: Barriers: queries have arrived, a tile has arrived, a tile is
+        free.
     """
 
     q: Any
@@ -70,7 +71,7 @@ class EncoderBuffers(NamedTuple):
 
 
 class EncoderSoftmaxState(NamedTuple):
-    """Over some patches: the highest score, and the weighted values of both blocks."""
+    """Online softmax accumulator: maximum score, weighted values of a head's two column blocks."""
 
     peak: Any
     main: Any
@@ -81,9 +82,9 @@ class EncoderTileWork(NamedTuple):
     """Compile-time settings of the kernel.
 
     Attributes:
-      heads: How many there are.
-      scale: Of scores, by which 2 is raised.
-      groups, stages: Warpgroups that multiply, and tiles in shared memory.
+      heads: Number of heads.
+      scale: Multiplier of the scores, times log2(e).
+      groups, stages: Consumer warpgroups, and pipeline stages.
     """
 
     heads: int
@@ -96,14 +97,15 @@ def takes(qkv: Float[jax.Array, "R columns"], D: int, tile: int) -> bool:
     """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
 
     Args:
-      D: Columns of a head.
-      tile: Patches that are added at once.
+      qkv: See `bidirectional_attention`.
+      D: Size of a head.
+      tile: Patches of a tile.
     """
     return D == MAIN + REST and tile == TILE and qkv.dtype == jnp.bfloat16 and has_mosaic()
 
 
-# A function of its own in a program, which has it once for all layers: lowering and compiling a
-# kernel of Mosaic GPU takes half a second.
+# A separate function, which is lowered and compiled once for all layers: for a Mosaic GPU kernel
+# that takes half a second.
 @functools.partial(jax.jit, static_argnames=("num_rows", "heads", "scale", "tiles"), inline=False)
 def attend_all_described(
     laid: Float[jax.Array, "rows width"],
@@ -114,18 +116,18 @@ def attend_all_described(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> Float[jax.Array, "num_rows hidden"]:
-    """Same as `attend_all`, of arrays that `takes` accepts.
+    """Same as `bidirectional_attention`, for arrays that `takes` accepts.
 
     Args:
-      laid: Of `lay`, with the rows of whole programs.
-      count: See `attend_all`.
-      num_rows: Of the result.
-      heads: How many there are.
-      scale: Of scores, by which 2 is raised.
-      tiles: See `attend_all`.
+      laid: Output of `lay`, padded to the rows of whole programs.
+      count: See `bidirectional_attention`.
+      num_rows: Rows of the result.
+      heads: Number of heads.
+      scale: Multiplier of the scores, times log2(e).
+      tiles: Tile config.
     """
     work = EncoderTileWork(heads=heads, scale=scale, groups=tiles.groups, stages=tiles.described)
-    # Of a single row Mosaic GPU drops the dimension, and with it the place along it.
+    # Mosaic GPU drops a dimension of size 1, and with it the offset along it.
     shape = max(num_rows, 2), heads * (MAIN + REST)
     out = plgpu.kernel(
         functools.partial(_attend_all_described_kernel, work=work),
@@ -142,7 +144,7 @@ def attend_all_described(
 
 
 def _shared_of(work):
-    """The shared memory of a program."""
+    """Returns the shared memory types of a program."""
     kind, groups, stages = jnp.bfloat16, work.groups, work.stages
 
     def block(number, columns):
@@ -166,7 +168,7 @@ def _shared_of(work):
 
 
 def _attend_all_described_kernel(*refs, work, **shared):
-    """One program per head, and some blocks of 64 rows."""
+    """One program per head, and `groups` blocks of 64 rows."""
     refs, shared = EncoderRefs(*refs), EncoderBuffers(**shared)
     head, group = lax.axis_index("head"), lax.axis_index("group")
     first, count = lax.axis_index("block") * work.groups * LANES, refs.count[0]
@@ -189,7 +191,7 @@ def _attend_all_described_kernel(*refs, work, **shared):
 
 
 def _copy_tiles(refs, shared, first, tiles, head, work):
-    """Copies the queries of the warpgroups, and tiles of keys and values, as there is room."""
+    """Loads the warpgroups' queries, then tiles of keys and values into free stages (producer)."""
     heads = work.heads
 
     def copy(row, number, to, to_rest, come):
@@ -217,7 +219,7 @@ def _copy_tiles(refs, shared, first, tiles, head, work):
 
 
 def _nothing():
-    """The sums over no patch."""
+    """Returns an empty accumulator."""
     return EncoderSoftmaxState(
         plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
         *(
@@ -228,11 +230,11 @@ def _nothing():
 
 
 def _sums_of(shared, group, count, tiles, work):
-    """The sums over all patches of the rows of a warpgroup."""
+    """Accumulates all patches for the 64 rows of a warpgroup."""
     zeros = plgpu.layout_cast(jnp.zeros((LANES, TILE), jnp.float32), LAYOUT)
 
     def with_scores(i, meanwhile):
-        """Makes the scores of a tile, and something else meanwhile."""
+        """Computes the scores of a tile while `meanwhile` runs."""
         slot = lax.rem(i, work.stages)
         plgpu.barrier_wait(shared.come.at[slot])
 
@@ -272,7 +274,7 @@ def _sums_of(shared, group, count, tiles, work):
     plgpu.barrier_wait(shared.queries_come)
     _, scores = with_scores(0, lambda: None)
     scores, sums = lax.fori_loop(0, tiles - 1, add, (scores, _nothing()))
-    # Behind the last patch stands that one again, with no weight.
+    # The last patch is repeated to the end of its tile, with weight 0.
     patch = plgpu.broadcasted_iota(jnp.int32, (LANES, TILE), 1, layout=LAYOUT)
     behind = jnp.where(patch + (tiles - 1) * TILE < count, zeros, zeros + NEGATIVE)
     scores = sum_of(times(scores, work.scale), behind)
@@ -280,7 +282,7 @@ def _sums_of(shared, group, count, tiles, work):
 
 
 def _write(refs, shared, group, first, head, sums):
-    """Divides by the weights, and writes a head of 64 rows."""
+    """Divides by the total weight and writes a head of 64 rows."""
     column = plgpu.broadcasted_iota(jnp.int32, (LANES, BESIDE), 1, layout=LAYOUT)
     total = jnp.where(column == REST, sums.beside, 0.0).max(axis=1)
     weight = jnp.maximum(total, 1e-30)

@@ -1,6 +1,6 @@
 """RoPE and column-block layout of vision encoder queries, keys and values (Pallas, Triton backend).
 
-Used by `attend_all` and `attend_all_described`.
+Used by `bidirectional_attention` and `attend_all_described`.
 """
 
 import functools
@@ -28,7 +28,7 @@ def lay(
     """Returns rotated queries and keys, and values: first blocks of all heads, then second blocks.
 
     Args:
-      qkv, cos, sin, count: See `attend_all`.
+      qkv, cos, sin, count: See `bidirectional_attention`.
       rows: Rows of the result; rows past the last patch repeat it.
     """
     return pl.pallas_call(
@@ -42,7 +42,7 @@ def lay(
 
 
 def _lay_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
-    """Runs one program per row: its rotated queries and keys, and its values."""
+    """One program per row: its rotated queries and keys, and its values."""
     row, half = pl.program_id(0), cos_ref.shape[1]
     patch = jnp.minimum(row, jnp.maximum(count_ref[0] - 1, 0))
     (heads, main, _, main_block, rest_block, beside_block), D = sizes, 2 * half
@@ -69,6 +69,6 @@ def _lay_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
     out = jnp.where(is_first, x * cos - y * sin, x * cos + y * sin)
     out = jnp.where(head < 2 * heads, out, jnp.where(is_beside & (place == D), 1.0, x))
     inside = column < sizes.width
-    # A column that is not written gets an index outside, for the interpreter.
+    # Columns that are not written get an index out of bounds, for the interpreter.
     to = out_ref.at[row, jnp.where(inside, column, sizes.width)]
     pltriton.store(to, out.astype(out_ref.dtype), mask=inside)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 
 
 def columns_of(D):
-    """The columns of a block."""
+    """Returns the column indices of a block."""
     return lax.iota(jnp.int32, pl.next_power_of_2(D))
 
 
@@ -34,13 +34,13 @@ def load_head(at, D):
 
 
 def load_kept(at, keep):
-    """Loads what is kept, and 0 for the rest; None keeps all."""
+    """Loads the elements that `keep` selects, 0 elsewhere; None selects all."""
     return pltriton.load(at) if keep is None else pltriton.load(at, mask=keep, other=0.0)
 
 
 def outside(at, D, end):
     """Returns the write offsets of the columns of a block; columns past the head get `end`.
 
-    They are not written, but the interpreter must not find them at another head's columns.
+    They are not written, but in the interpreter they must not alias another head's columns.
     """
     return at if D & (D - 1) == 0 else jnp.where(columns_of(D) < D, at, end)

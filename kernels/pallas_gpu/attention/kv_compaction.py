@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-_HELD = 8192  # elements of rows that a program moves
+_HELD = 8192  # row elements that a program moves
 
 
 def commit(
@@ -20,7 +20,7 @@ def commit(
     counts: Int[jax.Array, " B"],
     interpret: bool = False,
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """Same as `shared.spec.attention.compact_accepted_kv`; requests share no window page."""
+    """Same as `shared.spec.attention.compact_accepted_kv`; window pages are not shared."""
     (B, W), (P, page, H, D) = path.shape, pages.shape[-4:]
     pools, lanes = pages.reshape(-1, P, page, H * D), pl.next_power_of_2(W)
     columns = min(pl.next_power_of_2(H * D), max(1, _HELD // lanes))
@@ -39,7 +39,7 @@ def commit(
 def _commit_kernel(
     _, table_ref, lengths_ref, path_ref, counts_ref, pools_ref, *, lanes, columns, interpret
 ):
-    """One program per part of a row, pool and request; rows that stay are not touched."""
+    """One program per block of columns, pool and request; rows that stay in place are skipped."""
     (_, P, page, width), steps = pools_ref.shape, path_ref.shape[1]
     pool, request = pl.program_id(1), pl.program_id(2)
     step = lax.iota(jnp.int32, lanes)
@@ -53,12 +53,12 @@ def _commit_kernel(
         position = lengths_ref[request] + jnp.where(moves, node, 0)
         at = table_ref.at[request, lax.div(position, page)]
         number = pltriton.load(at, mask=moves, other=0)
-        # A row that is not written gets a page outside, for the interpreter.
+        # A row that is not written gets a page out of bounds, for the interpreter.
         number, place = jnp.where(moves, number, P), lax.rem(position, page)
         return pools_ref.at[pool, number[:, None], place[:, None], column]
 
     source, target = rows_at(node), rows_at(step)
     moved = pltriton.load(source, mask=keep)
     if not interpret:
-        pltriton.debug_barrier()  # other threads may have read where this one writes
+        pltriton.debug_barrier()  # other threads may still read what this one overwrites
     pltriton.store(target, moved, mask=keep)

@@ -1,6 +1,6 @@
 """QK norm, RoPE and KV cache write before attention (Pallas, Triton backend).
 
-`mix` fuses them into its attention kernel. `place` runs them before `attend` for many rows.
+`attention_layer` fuses them into its attention kernel. For many rows, `place` runs before `attend`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from kernels.pallas_gpu.attention.head_dim_padding import (
 from kernels.pallas_gpu.gemm.linear_mainloop import let_next_start
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 
-_ROWS = 16  # of a program
+_ROWS = 16  # rows of a program
 
 
 class Turning(NamedTuple):
@@ -54,7 +54,7 @@ class Written(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Numbers of heads, those that each is turned with, and what both are multiplied by."""
+    """Inputs of `turn`: head elements and their RoPE partners, norm scales of both, and angles."""
 
     x: Any
     other: Any
@@ -82,21 +82,23 @@ def place(
     digits: int,
     interpret: bool = False,
 ) -> tuple[Float[jax.Array, "R Hq D"], Float[jax.Array, "L 2 P page Hk D"]]:
-    """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
+    """Writes the rows' keys and values to a layer's pools, and returns the queries.
 
-    The parts of `shared.spec.attention_layer.attention_layer` before its attention, or `mix_keys`,
-    whose projection has no queries.
+    Same as `shared.spec.attention_layer.attention_layer` up to attention, or as `write_kv` for a
+    projection without queries.
 
     Args:
-      projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
-      q_norm, k_norm: Scales of the heads' norms, if they have any; of the layer, or of all.
-      cos, sin: Of the rotation at each row.
-      kv, layer: The pools of all layers, and which is written. An operand: XLA compiles kernels
-        of equal text once.
-      page_table, request, places, is_real: Where the rows are written; padding is not.
-      gated: Whether queries have gates.
-      eps: Of the norms.
-      digits: Of a unit of the squares: the order of the sums.
+      projected: QKV projection: query heads, each followed by its gate if `gated`, then key heads,
+        then value heads.
+      q_norm, k_norm: QK norm scales of the layer or of all layers; None without norms.
+      cos, sin: RoPE cosine and sine of each row.
+      kv, layer: KV pools of all layers, and the index of the layer to write. It is an operand,
+        because XLA compiles kernels of equal text once.
+      page_table, request, places, is_real: Page tables, and request and KV position of each row;
+        padding is not written.
+      gated: Whether each query head has a gate.
+      eps: Epsilon of the norms.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
       interpret: Run on a CPU.
 
     Returns:
@@ -133,7 +135,7 @@ def projected_of(
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
 ) -> Projected:
-    """For a kernel; where there is no norm, the angles stand for its scales, unread."""
+    """Returns the operands of a kernel; without norms, the angles fill the unread scales."""
     return Projected(
         rows=projected,
         q_norm=cos if q_norm is None else q_norm,
@@ -160,7 +162,7 @@ def _place_kernel(
         @pl.when(head < q_heads)
         def _():
             q = turned_head(projected.q_norm, head * ((1 + gated) * D), is_row)
-            at = jnp.where(is_row, row, R)[:, None]  # outside, for the interpreter
+            at = jnp.where(is_row, row, R)[:, None]  # out of bounds, for the interpreter
             at = q_ref.at[at, head, columns_of(D)[None, :]]
             pltriton.store(at, q.astype(q_ref.dtype), mask=in_head(is_row[:, None], D))
 
@@ -178,23 +180,23 @@ def _place_kernel(
 
 
 def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_in, head, start, k):
-    """Writes the key and the value of some rows' key head at their places.
+    """Writes the keys and values of one KV head of some rows at their KV positions.
 
-    `k` holds the keys, which began at column `start`; the values stand behind all keys.
+    `k` are the keys, from column `start` of the projection; the values follow all key heads.
     """
     _, _, P, page, k_heads, D = kv_ref.shape
     column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     values = start + k_heads * D + column
     v = pltriton.load(projected_ref.at[row[:, None], values], mask=keep, other=0.0)
     number = pltriton.load(table_ref.at[request, lax.div(place, page)], mask=is_in, other=0)
-    # A row that is not written gets a page outside, for the interpreter.
+    # A row that is not written gets a page out of bounds, for the interpreter.
     number, place = jnp.where(is_in, number, P)[:, None], lax.rem(place, page)[:, None]
     for which, x in enumerate((k.astype(kv_ref.dtype), v)):
         pltriton.store(kv_ref.at[layer, which, number, place, head, column], x, mask=keep)
 
 
 def with_mrope(projected, norm_ref, layer, row, start, is_in, turning):
-    """A head of some rows after its norm and the rotation, [rows, D] in float32.
+    """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32.
 
     `start` is the head's first column.
     """
@@ -227,7 +229,7 @@ def fetch(projected, norm_ref, layer, row, start, is_in, turning):
 
 
 def turn(fetched, turning):
-    """See `with_mrope`."""
+    """Applies QK norm and RoPE to loaded heads."""
     x, other = fetched.x, fetched.other
     if turning.has_norms:
         mean = add_up(x * x, turning.digits) * (1.0 / turning.D)
@@ -239,14 +241,14 @@ def turn(fetched, turning):
 
 
 def early(x, interpret):
-    """Lets the next kernel start while this one runs; gives back `x`, whose use keeps it here."""
+    """Lets the next kernel launch early (PDL); returns `x`, which must be used."""
     return x if interpret else let_next_start(x)
 
 
 def is_bad_line(projected_ref, row, start, is_new, D):
     """Returns the new rows that have a NaN or infinite value.
 
-    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    0 x NaN is NaN: such values are not read, and the rows that attend to them get NaN.
     """
     at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
     v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)

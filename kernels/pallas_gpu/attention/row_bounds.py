@@ -18,7 +18,7 @@ from shared.spec.attention_layer import BOUNDS, RowBounds
 
 
 class TreeWindow(NamedTuple):
-    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+    """Tree windows as two 32-bit masks: of each lane, and the union of all lanes."""
 
     low: Any
     high: Any
@@ -37,12 +37,12 @@ def compute_row_bounds(
     k_heads: int,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Same as `shared.spec.attention_layer.compute_row_bounds`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.row_bounds`; also returns zeroed arrival counters.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
       places, is_real: See `place`.
-      k_heads: Hk.
+      k_heads: Number of KV heads.
       interpret: Run on a CPU.
     """
     B = len(row_starts) - 1
@@ -65,7 +65,7 @@ def _reach_kernel(
     start, stop = starts_ref[request], starts_ref[request + 1]
     row, most = start + lax.iota(jnp.int32, rows), 2**31 - 1
     is_row = row < stop
-    # A row that is not read gets a place inside, for the interpreter.
+    # A row that is not read gets an index in bounds, for the interpreter.
     at = jnp.minimum(row, first_ref.shape[0] - 1)
     first = pltriton.load(first_ref.at[at], mask=is_row, other=most)
     until = pltriton.load(until_ref.at[at], mask=is_row, other=0)
@@ -94,7 +94,7 @@ def bounds_of(bounds_ref, request):
 
 
 def pack_window_bits(window_ref, rows, nodes):
-    """Each lane's window as the bits of two numbers, and that of all lanes together."""
+    """Packs the window of each lane into two 32-bit masks, and computes the union of all lanes."""
     nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
     low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
     high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
@@ -122,20 +122,20 @@ def visible(position, first, until, window, nodes):
 
 
 def is_in(low, high, node, nodes):
-    """Returns whether a bit exists and is set."""
+    """Returns whether `node` is in range and its bit is set."""
     bits = jnp.where(node < 32, low, high) if nodes > 32 else low
     is_set = lax.shift_right_arithmetic(bits, node & 31) & 1
     return (is_set != 0) & (node >= 0) & (node < nodes)
 
 
 def bits_of(is_one, node):
-    """Nodes as the bits of two numbers."""
+    """Packs the selected nodes into two 32-bit masks."""
     bit = jnp.where(is_one, lax.shift_left(jnp.int32(1), node & 31), 0)
     return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
 
 
 def ancestor_bits(leaf, parents_ref, request):
-    """The nodes from the root to a leaf, as the bits of two numbers."""
+    """Returns the nodes from the root to `leaf`, as two 32-bit masks."""
 
     def climb(carry):
         above, low, high = carry

@@ -1,7 +1,7 @@
-"""Split-KV (flash-decoding) partial results of `mix` (Pallas, Triton backend).
+"""Split-KV (flash-decoding) partial results of `attention_layer` (Pallas, Triton backend).
 
-A unit is a split, or a span where there are many. Units are combined in position order, whichever
-program computed them.
+A unit is a split, or a span in long requests. Units are combined in position order, regardless of
+the program that computed them.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from kernels.pallas_gpu.attention.online_softmax import SoftmaxState, fold
 
 
 class SplitPartials(NamedTuple):
-    """Sums over each unit: of weighted values, the highest score, of weights."""
+    """Partial results of each unit: weighted values (acc), peaks (m), totals (l)."""
 
     sums: Any
     peaks: Any
@@ -26,15 +26,15 @@ class SplitPartials(NamedTuple):
 
     @classmethod
     def of(cls, units: int, R: int, Hq: int, D: int) -> "SplitPartials":
-        """The shapes for some units of each row's heads."""
+        """Returns the shapes for `units` units of all rows and query heads."""
         single = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         of_heads = (units, R, Hq)
         return cls(sums=single((*of_heads, D)), peaks=single(of_heads), totals=single(of_heads))
 
 
 def store_partial(parts, unit, row, q_head, sums, is_lane):
-    """Stores the sums over a unit of the positions."""
-    # A lane that is not written gets a row outside, for the interpreter.
+    """Stores the accumulator of a unit."""
+    # A lane that is not written gets a row out of bounds, for the interpreter.
     at, D = jnp.where(is_lane, row, parts.sums.shape[1]), parts.sums.shape[3]
     where = (unit, at[:, None], q_head[:, None], columns_of(D)[None, :])
     pltriton.store(parts.sums.at[where], sums.value, mask=in_head(is_lane[:, None], D))
@@ -43,15 +43,15 @@ def store_partial(parts, unit, row, q_head, sums, is_lane):
 
 
 def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
-    """Adds what the programs have stored: units to spans, and spans to a whole.
+    """Combines stored partial results: units into spans, spans into the total.
 
-    Several units at a time, so that one need not wait for the memory of the one before.
+    Several units are loaded per step, so that a load does not wait for the previous one.
     """
     (lanes,), D = row.shape, parts.sums.shape[3]
 
     def load(unit, is_one):
         column, is_one = columns_of(D)[None, :], jnp.broadcast_to(is_one, (lanes,))
-        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        # Volatile loads bypass the L1 cache: other programs have written the values.
         load = partial(pltriton.load, volatile=not interpret)
         at = (unit - begin, row, q_head)
         return SoftmaxState(

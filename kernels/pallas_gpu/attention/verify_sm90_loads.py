@@ -1,7 +1,7 @@
 """TMA loads of tiles and stores of results for warp-specialised attention (Pallas, Mosaic GPU).
 
-Of `mix_described` and `attend_described`: the rings of keys and values, the rows of queries and of
-results, and padding.
+Used by `mix_described` and `attend_described`: the K/V pipeline, rows of queries and outputs, and
+padding.
 """
 
 import math
@@ -25,11 +25,11 @@ from kernels.pallas_gpu.gemm.ptx import LAYOUT, divided, flushed_power_of_two, t
 
 
 class WarpgroupTile(NamedTuple):
-    """The pairs and columns of a warpgroup.
+    """Pairs and columns of a warpgroup.
 
     Attributes:
-      head, column: Their key head, and their first column in it.
-      row, stop: Their first row, and the end of the request's.
+      head, column: KV head of the pairs, and the first column in it.
+      row, stop: First row of the pairs, and the end of the request's rows.
     """
 
     head: Any
@@ -38,7 +38,7 @@ class WarpgroupTile(NamedTuple):
     stop: Any
 
     def at(self, work, first=0, count=None):
-        """Their query heads, or as many of them from one on, and their columns of these."""
+        """Returns slices of `count` query heads from `first` on (None: all), and of the columns."""
         heads = pl.ds(self.head * work.group + first, count or work.group)
         return heads, pl.ds(self.column, work.width)
 
@@ -46,15 +46,15 @@ class WarpgroupTile(NamedTuple):
 def piece_of(group, gate, D):
     """Returns the number of query heads of a KV head in one copy.
 
-    Copies lie in shared memory in groups of as many lines as each has, and what a descriptor copies
-    from must be whole groups. Gates stand in a projection whose lines are a head's queries and its
-    gates, and then the keys and values.
+    A copy is a group of this many lines in shared memory, and its source must consist of whole
+    groups. Gates are read from the projection, as lines of a head's query and gate; keys and values
+    follow.
     """
     return group if gate is None else math.gcd(group, gate.shape[1] // (2 * D))
 
 
 def words_of(window):
-    """A window of up to 64 nodes as the bits of two words."""
+    """Packs a window of up to 64 nodes into two 32-bit masks."""
     words = []
     for begin in (0, 32):
         bits = window[:, begin : begin + 32]
@@ -64,7 +64,7 @@ def words_of(window):
 
 
 def shared_of(work):
-    """The shared memory of a program."""
+    """Returns the shared memory types of a program."""
     kind = jnp.bfloat16
 
     def block(*shape):
@@ -89,7 +89,7 @@ def shared_of(work):
 
 
 def fetch_queries(refs, shared, group, own, work):
-    """Brings the queries of a warpgroup, and ones; waits for those of the other."""
+    """Loads the queries of a warpgroup, writes the ones, and waits for the other warpgroup."""
     queries = lambda row, heads, columns: refs.q.at[row, heads, columns]  # noqa: E731
     shared.queries[group] = _fetched(queries, refs, shared, group, own, work)
     shared.ones[...] = plgpu.layout_cast(jnp.ones((LANES, TILE), jnp.bfloat16), LAYOUT)
@@ -99,7 +99,7 @@ def fetch_queries(refs, shared, group, own, work):
 
 
 def _fetched(line_of, refs, shared, group, own, work):
-    """What the rows of a block have; a spare row has what the last row of all has."""
+    """Loads the rows of a block; rows past the end repeat the last row of all."""
     lines, come = shared.lines.at[group], shared.lines_come.at[group]
 
     def fetch(i, _):
@@ -114,7 +114,7 @@ def _fetched(line_of, refs, shared, group, own, work):
 
 
 def write_result(refs, shared, group, own, sums, work):
-    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     at, lines = own.at(work), shared.lines.at[group]
     out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
     if work.gated:
@@ -133,7 +133,7 @@ def write_result(refs, shared, group, own, sums, work):
 
 
 def clear_padding(refs, shared, group, own, begin, turns, work):
-    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
     lines, num_rows = shared.lines.at[group], refs.out.shape[0]
 
     @pl.when(begin < num_rows)
@@ -150,7 +150,7 @@ def clear_padding(refs, shared, group, own, begin, turns, work):
 
 
 def copy_tiles(refs, shared, share, request, first_column, work):
-    """Copies the tiles of a share, as long as there is room in the rings."""
+    """Loads the tiles of a share into free pipeline stages (producer)."""
     columns, per_page = refs.table.shape[1], work.page // TILE
     layer = refs.layer[0]
 

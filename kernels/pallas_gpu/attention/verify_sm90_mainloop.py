@@ -1,8 +1,7 @@
 """WGMMA main loop of `mix_described` and `attend_described`: online softmax (Pallas, Mosaic GPU).
 
-A tile's scores, weights and sums are in the registers of a
-warpgroup as its matrix units leave them, so that nothing is exchanged between threads but the
-highest of a row.
+Scores, weights and accumulators of a tile stay in the registers of a warpgroup, in WGMMA layout.
+Threads exchange only the maximum of a row.
 """
 
 from typing import Any, NamedTuple
@@ -22,13 +21,13 @@ from kernels.pallas_gpu.gemm.ptx import (
 )
 
 LANES, TILE = 64, 64
-"""Pairs of a warpgroup, which are the rows of a product, and positions of a tile."""
+"""Pairs of a warpgroup, which are the rows of a WGMMA, and positions of a tile."""
 ONES = 16
-"""Columns of 1 by which weights are summed."""
+"""Columns of 1 in the WGMMA that sums the weights."""
 GROUPS = 2
-"""Warpgroups of a program that multiply."""
+"""Consumer warpgroups of a program."""
 _PART = 64
-"""Columns of values that are looked at at once."""
+"""Value columns per step of the search for non-finite values."""
 _OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
@@ -36,13 +35,13 @@ class VerifyBuffers(NamedTuple):
     """Shared memory of a program.
 
     Attributes:
-      queries, ones: What both products of a tile are with.
-      keys, values: Rings of tiles. Where warpgroups share those of values, each has one more of its
-        own behind them, for a tile of which something is taken out.
-      lines: Rows of queries, of gates and of results, on their way, and zeros.
-      bad: Of each warpgroup, which positions of a tile are taken out, and whether some are.
-      lines_come, keys_come, values_come, is_free, is_ready: Barriers: something has come, both
-        warpgroups are done with a tile, and the queries of both are there.
+      queries, ones: Queries of each warpgroup, and the ones that sum the weights.
+      keys, values: Tiles of each stage. If warpgroups share value tiles, each has a spare one after
+        them, for a tile in which non-finite values are set to 0.
+      lines: Rows of queries, gates and outputs, staged for copies; also zeros.
+      bad: Per warpgroup, the mask of positions that are set to 0, and whether there are any.
+      lines_come, keys_come, values_come, is_free, is_ready: Barriers: a copy has arrived (three),
+        both warpgroups have finished a tile, the queries of both are loaded.
     """
 
     queries: Any
@@ -62,12 +61,14 @@ class VerifyTileWork(NamedTuple):
     """Compile-time settings of the kernel.
 
     Attributes:
-      group, piece: Query heads of a key head, and how many of a row are copied at once.
-      D, width: Of a head, and of the part of it that a warpgroup has.
-      copied: Key heads, or parts of one, that a program copies.
-      rows: Of a block.
+      group, piece: Query heads of a KV head, and query heads per copy.
+      D, width: Size of a head, and the columns of it that a warpgroup processes.
+      copied: KV heads, or column blocks of one, that a program loads.
+      rows: Rows of a block.
       blocks, pages, programs: Blocks of a request, pages of the pool, and programs of a request.
-      span, split, nodes, page, scale: As of `mix`; the scale is that by which 2 is raised.
+      span, split, nodes, page: Positions of each; `nodes` is the width of the tree window.
+      stages: Pipeline stages.
+      scale: Multiplier of the scores, times log2(e).
       gated: Whether there are gates.
     """
 
@@ -90,12 +91,12 @@ class VerifyTileWork(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of a row's query heads."""
+        """Copies per row."""
         return self.group // self.piece
 
     @property
     def parts(self) -> int:
-        """Of a head's values."""
+        """Column blocks of a head."""
         return self.D // self.width
 
     @property
@@ -105,7 +106,7 @@ class VerifyTileWork(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """Tiles of values that the warpgroups have for themselves."""
+        """Spare value tiles, one per warpgroup if tiles are shared."""
         return GROUPS if self.is_shared else 0
 
 
@@ -113,10 +114,10 @@ class SplitRange(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
-      begin, end: Its tiles.
-      base: The first span.
-      is_alone: Whether there is one span, whose sums need not be kept.
-      is_one: Whether the program has a share at all.
+      begin, end: First tile, and the end.
+      base: First span of the request.
+      is_alone: Whether the request has one span, so that no partial result is stored.
+      is_one: Whether the program has a share.
     """
 
     begin: Any
@@ -130,9 +131,11 @@ class PairMask(NamedTuple):
     """Attention bounds of the pairs of a warpgroup.
 
     Attributes:
-      pairs: Of each pair `first`, `until` and the two words of the window.
-      whole_from, whole_until: Positions that every pair sees, whose values nothing is taken out of.
-      old_from, old_until: Positions whose values stay as they are in other tiles too.
+      pairs: `first`, `until` and the two window masks of each pair.
+      whole_from, whole_until: Positions that are visible to all pairs; their values are used
+        unchanged.
+      old_from, old_until: Positions with values that are used unchanged in partly visible tiles
+        too.
     """
 
     pairs: dict[str, Any]
@@ -143,20 +146,20 @@ class PairMask(NamedTuple):
 
 
 def loaded_pairs(lines):
-    """What pairs see, of references to a number of each: `first`, `until`, words of the window."""
+    """Loads the mask bounds of pairs by name: `first`, `until` and the window masks."""
     names = ("first", "until", "low", "high")
     loaded = (plgpu.load(line, layout=_OF_ROWS, optimized=False) for line in lines)
     return dict(zip(names, loaded, strict=False))
 
 
 def spans_of(share, work):
-    """The spans of which a program has tiles: the first, and the end."""
+    """Returns the first span of a program's tiles, and the end."""
     each = work.span // TILE
     return lax.div(share.begin, each), pl.cdiv(share.end, each)
 
 
 def sum_span(shared, share, span, group, sight, work):
-    """Sums the positions of a span that a program has, tiles to splits and these to a whole."""
+    """Accumulates the program's tiles of a span in one warpgroup: tiles, splits, then the span."""
 
     def add(i, carry):
         split, sums = carry
@@ -194,7 +197,7 @@ def sum_span(shared, share, span, group, sight, work):
             scores,
         )
         highest = jnp.maximum(split.peak, scores.max(axis=1))
-        # Where nothing is seen yet, what is not seen must not have the weight of the highest.
+        # Before the first visible position, masked scores must not get the weight of the maximum.
         above = jnp.where(highest == NEGATIVE, 0.0, highest)
         weights = flushed_power_of_two(scores - beside(above, TILE)).astype(jnp.bfloat16)
         decay = flushed_power_of_two(split.peak - highest, _OF_ROWS)
@@ -225,7 +228,7 @@ def sum_span(shared, share, span, group, sight, work):
 
 
 def nothing(width, *ones):
-    """The sums over no position; within a split the weights have columns of ones."""
+    """Returns an empty accumulator; within a split the total has `ones` equal columns."""
     total = jnp.zeros((LANES, *ones), jnp.float32)
     return SoftmaxState(
         plgpu.layout_cast(jnp.zeros((LANES, width), jnp.float32), LAYOUT),
@@ -235,12 +238,12 @@ def nothing(width, *ones):
 
 
 def beside(x, columns):
-    """A number of each pair, beside so many columns."""
+    """Broadcasts a value of each pair over `columns` columns."""
     return lax.broadcast_in_dim(x, (LANES, columns), [0])
 
 
 def folded(sums, more):
-    """Same as `attention.fold`."""
+    """Same as `online_softmax.fold`."""
     highest = jnp.maximum(sums.peak, more.peak)
     ours, theirs = (flushed_power_of_two(x.peak - highest, _OF_ROWS) for x in (sums, more))
 
@@ -272,10 +275,11 @@ def _sees(pairs, i, nodes):
 
 
 def _without_bad(value, number, shared, group, i, sight, work):
-    """Takes values that are no numbers and not old out of a tile, as 0 x NaN is NaN.
+    """Sets non-finite values of a tile to 0, because 0 x NaN is NaN.
 
-    They are given back to the pairs that see them, in the sums of the values. Old ones make what
-    they make in a tile that is seen whole. Gives the sums, and the number of the tile that is left.
+    The accumulators of pairs that attend to them get NaN. Old positions (`old_from` to `old_until`)
+    are used unchanged, as in a fully visible tile. Returns the accumulator, and the index of the
+    tile to use.
     """
     values_ref, bad_ref, bad = shared.values.at[number], shared.bad.at[group], None
     for column in range(0, work.width, _PART):
@@ -290,7 +294,7 @@ def _without_bad(value, number, shared, group, i, sight, work):
     bad_ref[0] = is_gone
     across = plgpu.load(bad_ref.at[0], layout=_OF_COLUMNS, optimized=False)
     across = lax.broadcast_in_dim(across, (LANES, TILE), [1])
-    bad_ref[1] = across.max(axis=1)  # of each pair the same
+    bad_ref[1] = across.max(axis=1)  # equal for all pairs
 
     def take_out(value):
         left = work.stages * work.copied + group if work.is_shared else number

@@ -8,26 +8,27 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 CHUNK = 64
-"""Rows, as of `shared.spec.gated_delta`."""
+"""Rows of a chunk, equal to `shared.spec.gated_delta.CHUNK`."""
 
-_BLOCK = 16  # of the system, solved by itself
+_BLOCK = 16  # rows of a diagonal block, which is inverted directly
 _BLOCKS = CHUNK // _BLOCK
-NOTHING = -100.0  # the log of a decay that counts as 0
-_HIGH_BITS = -65536  # of a float32 that a bfloat16 has
+NOTHING = -100.0  # base-2 log of the smallest decay; smaller ones count as 0
+_HIGH_BITS = -65536  # bits of a float32 that a bfloat16 keeps
 
 
 def inverse_of(among):
-    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
+    """Returns the inverse of I + `among`, where `among` is strictly lower triangular.
 
-    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
-    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
+    The diagonal blocks are inverted first, all at once; pairs of blocks are then merged into blocks
+    of twice the size. With keys of unit length the entries of an inverse are at most 1, which does
+    not hold for powers of `among`.
     """
     inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
     return _joined(inverse, among, 2 * _BLOCK)
 
 
 def _joined(inverse, among, size):
-    """The inverses of blocks of twice the size from those of blocks of a size."""
+    """Merges inverses of blocks of `size` rows into inverses of blocks of twice the size."""
     row, column = lax.iota(jnp.int32, CHUNK)[:, None], lax.iota(jnp.int32, CHUNK)[None, :]
     is_pair = lax.div(row, 2 * size) == lax.div(column, 2 * size)
     is_between = is_pair & (lax.div(row, size) != lax.div(column, size))
@@ -41,7 +42,7 @@ def _inverse_of_blocks(among):
     block = lax.iota(jnp.int32, _BLOCKS)
     is_own = block[:, None, None, None] == block[None, None, :, None]
     whole = among.reshape(_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)
-    # Sums of one number and zeros, here and below, which have one order.
+    # Sums of one number and zeros, here and below, which are exact in any order.
     blocks = jnp.sum(jnp.where(is_own, whole, 0.0), axis=2)
     inverse = jnp.where(row == column, 1.0, 0.0) + jnp.zeros_like(blocks)
     for i in range(_BLOCK - 1):
@@ -60,23 +61,23 @@ def _product(x, y):
 
 
 def add_product(total, x, y):
-    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
+    """Adds a product of split operands to `total`, the smallest parts first."""
     (x_high, x_low), (y_high, y_low) = x, y
     return total + dot(x_low, y_high) + dot(x_high, y_low) + dot(x_high, y_high)
 
 
 def parts_of(x):
-    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
+    """Splits a number into two bfloat16 values; no compiler drops the bitwise truncation."""
     high = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_HIGH_BITS)
     high = lax.bitcast_convert_type(high, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
 def dot(x, y):
-    """By the matrix unit, in float32."""
+    """Multiplies on the tensor cores, accumulating in float32."""
     return pltriton.dot(x, y, precision=lax.Precision.HIGHEST)
 
 
 def share_of(log):
-    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
+    """Returns the decay factor 2^log, for a log of at most 0; negligible factors are 0."""
     return jnp.where(log > NOTHING, jnp.exp2(jnp.maximum(log, NOTHING)), 0.0)

@@ -46,14 +46,14 @@ def commit(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """Same as `shared.spec.gdn_layer.commit`, of all layers in one launch.
+    """Same as `shared.spec.gdn_layer.commit`, for all layers in one launch.
 
     Args:
-      recurrent, window, kept, slots: See `delta_mix.verify`. Where it has advanced the states, only
-        the windows follow.
-      saved_recurrent, saved_window: The snapshots of all layers.
-      path, counts, save_after: As in the specification.
-      save: Which snapshot a request's is written to; 0: none.
+      recurrent, window, kept, slots: See `gdn_layer.verify`. If it has advanced the recurrent
+        states, only the conv states are updated.
+      saved_recurrent, saved_window: Snapshots of all layers.
+      path, counts, save_after: See the specification.
+      save: Snapshot index of each request; 0 for none.
       interpret: Run on a CPU.
 
     Returns:
@@ -79,7 +79,7 @@ def commit(
 
 
 def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
-    """One program per columns of a value head, request and layer."""
+    """One program per block of state columns of a value head, request and layer."""
     (H, _, V), C = states.recurrent.shape[2:], states.window.shape[3]
     parts = V // columns
     program, request, layer = (pl.program_id(axis) for axis in range(3))
@@ -92,7 +92,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
     saved_at = snapshots.recurrent.at[layer, save, head, :, column]
 
     def follow():
-        """The recurrent state along the path."""
+        """Advances the recurrent state along the path."""
 
         def advance(i, state):
             at = (layer, request, paths.nodes[request, i], head)
@@ -112,7 +112,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
         saved_at[...] = state_at[...]
 
     def move_window():
-        """Each program writes the windows of some channels, which none other reads."""
+        """Writes the conv state of some channels, which no other program reads."""
         per_program = pl.cdiv(C, H * parts)
         lane = lax.iota(jnp.int32, 4)[:, None]
         channel = lax.iota(jnp.int32, pl.next_power_of_2(per_program))[None, :]
@@ -121,7 +121,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
         is_one = is_one & (channel < C)
 
         def after(taken):
-            """Rows `taken` to `taken + 3` of the old window and the path's inputs in a row."""
+            """Returns rows `taken` to `taken + 3` of the old conv state and the path's inputs."""
             place = taken + lane
             is_new, is_old = is_one & (place >= WINDOW), is_one & (place < WINDOW)
             is_node = (lane < WINDOW) & (place >= WINDOW)
@@ -139,7 +139,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
             at = snapshots.window.at[layer, save, lane, channel]
             pltriton.store(at, after(save_after), mask=is_one)
 
-        barrier(interpret)  # other threads may have read where this one writes
+        barrier(interpret)  # other threads may still read what this one overwrites
         pltriton.store(states.window.at[layer, slot, lane, channel], new, mask=is_one)
 
     @pl.when(count > 0)

@@ -1,10 +1,10 @@
 """Gated delta net decoding and tree verification between the two GEMMs (Pallas, Triton backend).
 
-A program has some columns of the state of a request and value head. Convolution, norms and gates of
-all nodes are found at once and written, in a launch of their own if tiles say so; then the
-recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
-plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
-by halves, as `sum_by_halves`.
+A program processes some state columns of one request and value head. Causal convolution, norms and
+gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
+recurrence then runs from node to node, and again from the root for each path of a tree, so a node
+is bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
+all outputs of the head. Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -44,17 +44,18 @@ from kernels.pallas_gpu.gdn.gdn_tree import (
 from kernels.tiles import GDNLayerTiles
 
 ROWS = 4
-"""Rows normalised at once: more would take registers from the recurrence."""
+"""Rows normalised at once; more would take registers from the recurrence."""
 
 Owner = TypeVar("Owner", bound=NamedTuple)
 
 
 class GDNRequests(NamedTuple):
-    """Of a step.
+    """State slots, rows and draft trees of a step's requests.
 
     Attributes:
-      starts: The first row of each, and the end.
-      parents: Of its tree; of chains there are none.
+      slots: State slot of each request.
+      starts: First flat row of each request, and the end.
+      parents: Parent of each tree node; None for chains.
     """
 
     slots: Any
@@ -95,28 +96,27 @@ def verify(
     tuple[Float[jax.Array, "L B N ..."], ...],
     Int[jax.Array, "B H"],
 ]:
-    """Same as `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
+    """Same as `shared.spec.gdn_layer.verify` or `decode`, for flat rows grouped by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
-      conv, a_log, dt_bias, norm: Of the layer, or of all.
-      eps: Of the norm.
-      recurrent, window, layer: The states of all layers, and which are read. An operand: XLA
-        compiles kernels of equal text once.
-      slots: The states of the requests. Those of plain decoding are different ones, but for
-        padding.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      parents: The trees; None for chains.
-      kept: What a replay needs is written to these, fields of `NodeReplay`. Where there are
-        inputs only, each request has one node, as in plain decoding, and its recurrent state is
+      conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
+      eps: Epsilon of the norm.
+      recurrent, window, layer: States of all layers, and the index of the layer to read. It is an
+        operand, because XLA compiles kernels of equal text once.
+      slots: State slot of each request; distinct in plain decoding, except for padding.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      parents: Parent of each tree node; None for chains.
+      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`. With
+        `inputs` alone, each request has one node (plain decoding) and its recurrent state is
         advanced.
-      arrivals: Zeros: here programs count themselves.
-      digits: Of a unit of the squares: the order of their sums.
-      tiles: How the work is cut.
+      arrivals: Arrival counters of programs, all zero.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The heads' outputs side by side, and the recurrent states, `kept` and the zeros again after
+      The concatenated head outputs; the recurrent states, `kept` and `arrivals` (zero again) after
       the writes.
     """
     (R, (B, N)), (H, K, V) = (len(projected), kept[-1].shape[1:3]), recurrent.shape[2:]
@@ -125,7 +125,7 @@ def verify(
     settings = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
 
     def launch(columns, warps, reads, makes, writes):
-        """What a kernel makes and has written, by name."""
+        """Launches a kernel; returns its outputs and the arrays that it updates, by name."""
         made, written = pl.pallas_call(
             partial(_verify_kernel, columns=columns, **settings),
             grid=(H * (V // columns), B),
@@ -161,14 +161,15 @@ def verify(
 
 
 def _of(owner: type[Owner], refs: dict[str, Any]) -> Owner:
-    """What an owner has, by name; None for what a launch has no need of."""
+    """Builds a record from references by field name; unused fields are None."""
     return owner._make(refs.get(name) for name in owner._fields)
 
 
 def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, interpret):
-    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+    """One program per block of state columns of a value head, and request.
 
-    Whatever a program reads again it has written itself, or a launch before has.
+    It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
+    earlier launch, has stored.
     """
     refs, prepares, recurs = reads | makes | writes, "inputs" in writes, "out" in makes
     weights, states, requests = (
@@ -187,11 +188,11 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     is_only = prepares and recurs and (advances or N == 1)
     keeps = not (advances and recurs)
     span, column = pl.ds(part * columns, columns), part * columns + lax.iota(jnp.int32, columns)
-    # Of plain decoding the fields are of one layer.
+    # In plain decoding the replay fields have one layer.
     place = HeadState(layer=0 if advances else layer, request=request, head=head, columns=span)
 
     def prepare():
-        """Every node's q, k, v and gates; what was before the convolution is kept."""
+        """Computes q, k, v and gates of all nodes, and stores the inputs of the convolution."""
         node = early(lax.iota(jnp.int32, pl.next_power_of_2(N)), interpret)
         key, is_node = lax.iota(jnp.int32, K), node < count
         keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
@@ -217,8 +218,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
             keep_raw() if is_kept is None else pl.when(is_kept)(keep_raw)
             return x
 
-        # Each of a head's programs writes all that it reads again; done with one, it needs
-        # registers.
+        # Each program stores all that it reloads, which frees registers for the next tensor.
         q = unit(convolve(key_head * K, key, keeps_key), digits) * (K**-0.5)
         if not is_only:
             pltriton.store(scratch.q.at[(*at, head, key[None, :])], q, mask=keep)
@@ -237,7 +237,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
 
     def recur(prepared):
-        """The state from node to node, and what each node reads from it."""
+        """Advances the state from node to node, and stores the output of each node."""
         state_at = states.recurrent.at[layer, slot, head, :, span]
         if is_only:
             q, *given = prepared
@@ -245,7 +245,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
             scratch.read[request, 0, head, span] = sum_by_halves(state * q[:, None])
         else:
             if prepares:
-                barrier(interpret)  # other threads read them than wrote them
+                barrier(interpret)  # read by other threads than the writers
             visit_node = partial(visit, scratch, kept, place)
             if requests.parents is None:
                 state = lax.fori_loop(0, count, visit_node, state_at[...])
@@ -256,14 +256,14 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         barrier(interpret)
 
     def finish(some, carry):
-        """Norms and gates what some of a head's nodes have read."""
+        """Applies the gated norm to the outputs of some nodes of a head."""
         node, column = some * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, V)[None, :]
         keep, row = (node < count)[:, None], start + jnp.where(node < count, node, 0)
         read_at = scratch.read.at[request, node[:, None], head, column]
         out = pltriton.load(read_at, mask=keep, other=0.0)
         z = pltriton.load(projected_ref.at[row[:, None], first_gate + head * V + column])
         out = gated_norm(out, z, of_layer(weights.norm, 1, layer, column), eps, digits)
-        # A node that is not written gets a row outside, for the interpreter.
+        # A node that is not written gets a row out of bounds, for the interpreter.
         to = refs["out"].at[jnp.where(keep, row[:, None], len(refs["out"])), head * V + column]
         pltriton.store(to, out.astype(refs["out"].dtype), mask=keep)
         return carry
@@ -287,6 +287,6 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
 
 
 def _first(x, node):
-    """What the first node has of all nodes'."""
+    """Selects the value of the first node."""
     is_first = node == 0
     return jnp.sum(jnp.where(is_first[:, None] if x.ndim == 2 else is_first, x, 0.0), axis=0)

@@ -1,11 +1,11 @@
 """Gated delta net chunked prefill, in chunks of 64 rows (Pallas, Triton backend).
 
-Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
-inverse of the system that says how what a token stores depends on those before it; then the state
-of each request and head is carried from chunk to chunk; and the outputs are normed. What the
-matrix unit multiplies is bfloat16: queries, and the reach of queries to keys, are rounded to it,
-and all that makes the states is cut into two such numbers, so that 16 of its bits count. See
-`kernels/__init__.py` for what must stay equal in the Triton twin.
+Four kernels run in sequence: causal convolution and norms of all rows; gates of all chunks, and the
+inverse of the triangular system by which a token's update depends on earlier tokens of its chunk;
+the recurrent state of each request and head, carried from chunk to chunk; the gated norm of the
+outputs. Tensor-core operands are bfloat16. Queries and decayed query-key scores are rounded to
+bfloat16; all inputs of the state are split into two bfloat16 parts, so that 16 bits are
+significant. `kernels/__init__.py` lists what must equal the Triton twin.
 """
 
 from functools import partial
@@ -54,7 +54,7 @@ class PrefillRequests(NamedTuple):
 
 
 class PrefillRows(NamedTuple):
-    """Outputs of the first kernel by row; `keys` are the queries and both parts of keys."""
+    """Outputs of the first kernel by row; `keys` contains queries and both parts of keys."""
 
     keys: Any
     v: Any
@@ -95,26 +95,27 @@ def prefill(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """Same as `shared.spec.gdn_layer.prefill`, for rows in bfloat16 that lie together by request.
+    """Same as `shared.spec.gdn_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
-      conv, a_log, dt_bias, norm: Of the layer, or of all.
-      recurrent, window, layer: The states of all layers, and which are read and written. An
-        operand: XLA compiles kernels of equal text once.
-      saved_recurrent, saved_window: The snapshots of all layers.
-      slots: The states of the requests, different ones but for requests without rows, whose states
-        stay.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      save_after: Rows after which a state is saved: 0, a multiple of 64, or all of the request.
-      save: Which snapshot it is written to; 0: none.
-      eps: Of the norm.
-      digits: Of a unit of the squares: the order of their sums.
-      tiles: How the work is cut.
+      conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
+      recurrent, window, layer: States of all layers, and the index of the layer to read and write.
+        It is an operand, because XLA compiles kernels of equal text once.
+      saved_recurrent, saved_window: Snapshots of all layers.
+      slots: State slot of each request; distinct, except for requests without rows, which keep
+        their states.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      save_after: Rows after which a state is saved: 0, a multiple of 64, or all rows of the
+        request.
+      save: Snapshot index of each request; 0 for none.
+      eps: Epsilon of the norm.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The heads' outputs side by side, zeros for padding; the states and snapshots after the writes.
+      The concatenated head outputs, zeros for padding; the states and snapshots after the writes.
     """
     R, (H, K, V), C, B = len(projected), recurrent.shape[2:], window.shape[3], len(slots)
     places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
@@ -125,7 +126,7 @@ def prefill(
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
     def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
-        """A kernel that takes trees of arrays, and gives one of what it makes."""
+        """Returns a kernel that maps pytrees of arrays to `makes`."""
         return pl.pallas_call(
             partial(kernel, interpret=interpret, **settings),
             grid=grid,
@@ -156,7 +157,7 @@ def prefill(
         name="delta_prepare",
         warps=tiles.prepare_warps,
     )(projected, weights, layer, requests, rows)
-    # The states and snapshots are written where they are.
+    # The states and snapshots are updated in place.
     (states, snapshots), read = launch(
         _carry_kernel,
         (V // columns, H, B),
@@ -184,7 +185,7 @@ def _rows_kernel(
     projected_ref, conv_ref, window_ref, layer_ref, requests, keys_ref, v_ref, *,
     rows, digits, interpret,
 ):  # fmt: skip
-    """One program per some rows of a chunk and head: of queries, of keys or of values."""
+    """One program per block of rows of a chunk, and query, key or value head."""
     (R, _, V), key_heads, K = v_ref.shape, keys_ref.shape[1] // 3, keys_ref.shape[2]
     head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     chunk = lax.div(part, CHUNK // rows)
@@ -195,7 +196,7 @@ def _rows_kernel(
     def _():
         node = early(first + within + lax.iota(jnp.int32, rows), interpret)
         keep = (node < count)[:, None]
-        # A row that is not written is one outside, for the interpreter.
+        # A row that is not written gets an index out of bounds, for the interpreter.
         row = jnp.where(keep, (start + node)[:, None], R)
         inputs = Inputs(
             projected=projected_ref,
@@ -232,7 +233,7 @@ def _rows_kernel(
 
 
 def _rows_of(starts_ref, chunk):
-    """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
+    """Returns the request of a chunk, its first row, the chunk's first row in it, its row count."""
     requests = starts_ref.shape[0] - 1
     lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
     is_one = lane < requests
@@ -244,9 +245,9 @@ def _rows_of(starts_ref, chunk):
 
 
 def _first_chunk(start, request):
-    """The place of a request's first chunk, which depends on the rows before it alone.
+    """Returns the index of a request's first chunk, which depends on the earlier rows alone.
 
-    Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
+    Chunks of requests do not overlap: rounding adds at most one chunk per request.
     """
     return lax.div(start, CHUNK) + request
 
@@ -255,7 +256,7 @@ def _prepare_kernel(
     projected_ref, weights, layer_ref, requests, rows, solved_ref, reach_ref, total_ref, *,
     interpret,
 ):  # fmt: skip
-    """One program per value head and place of a chunk."""
+    """One program per value head and chunk."""
     H, key_heads = total_ref.shape[1], rows.keys.shape[1] // 3
     first_gate = projected_ref.shape[1] - 2 * H
     head, chunk, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
@@ -273,13 +274,13 @@ def _prepare_kernel(
         )
         a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
         log_decay, beta = gates(b, a, a_log, dt_bias)
-        # No less than counts, so that the sum keeps its digits after a token that forgets all.
+        # Clamped, so that the cumulative sum keeps its precision after a token with decay 0.
         log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, NOTHING), 0.0)
         beta = jnp.where(is_row, beta, 0.0)
         is_before = row[:, None] <= column[None, :]
         total = sum_by_halves(jnp.where(is_before, log_decay[:, None], 0.0))
         total_ref[chunk, head] = total
-        # Masked before the power: above the diagonal the difference is positive and would overflow.
+        # Masked before exp2: above the diagonal the difference is positive and would overflow.
         is_seen = row[:, None] >= column[None, :]
         decay = share_of(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
         decay = jnp.where(is_seen, decay, 0.0)
@@ -294,7 +295,7 @@ def _prepare_kernel(
 
 
 def _keys(keys_ref, key_head, row, is_row):
-    """The rows of the queries and of both parts of the keys; none past the end of a request."""
+    """Loads queries and both parts of keys; rows past the end of a request are 0."""
     key_heads, K = keys_ref.shape[1] // 3, keys_ref.shape[2]
     key = lax.iota(jnp.int32, K)[None, :]
     return [
@@ -306,7 +307,7 @@ def _keys(keys_ref, key_head, row, is_row):
 def _carry_kernel(
     _, projected_ref, layer_ref, requests, rows, chunks, held, read_ref, *, columns, interpret
 ):  # fmt: skip
-    """One program per block of columns of the state, value head and request."""
+    """One program per block of state columns, value head and request."""
     states, snapshots = held
     R, (H, K, V), C = rows.v.shape[0], states.recurrent.shape[2:], states.window.shape[3]
     key_heads = (C - H * V) // (2 * K)
@@ -341,7 +342,7 @@ def _carry_kernel(
         high, low = parts_of(stored)
         reach = chunks.reach[place, head]
         out = out + dot(reach, low) + dot(reach, high)
-        # A row that is not written is one outside, for the interpreter.
+        # A row that is not written gets an index out of bounds, for the interpreter.
         pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
         left = parts_of(stored * share_of(end - total)[:, None])
         state = add_product(state * share_of(end), [x.T for x in k], left)
@@ -353,12 +354,12 @@ def _carry_kernel(
     pl.when(count > 0)(lambda: pltriton.store(state_at, state))
 
     def move_window(first, D):
-        """Writes the windows of some channels after the rows, and after what is saved."""
+        """Writes the conv state of some channels after all rows, and a copy after `save_after`."""
         lane, channel = lax.iota(jnp.int32, 4), first + lax.iota(jnp.int32, D)[None, :]
         is_one = (lane < WINDOW)[:, None]
 
         def after(taken):
-            """Rows `taken` to `taken + 3` of the old window and the request's rows in a row."""
+            """Returns rows `taken` to `taken + 3` of the old conv state and the request's rows."""
             place, is_one = taken + lane, lane < WINDOW
             is_new = (is_one & (place >= WINDOW))[:, None]
             is_old = (is_one & (place < WINDOW))[:, None]
@@ -375,8 +376,8 @@ def _carry_kernel(
 
         new = after(count)
         if not interpret:
-            pltriton.debug_barrier()  # other threads may have read where this one writes
-        # The last lane is outside, for the interpreter.
+            pltriton.debug_barrier()  # other threads may still read what this one overwrites
+        # The last lane is out of bounds, for the interpreter.
         pltriton.store(states.window.at[layer, slot, lane[:, None], channel], new, mask=is_one)
 
     @pl.when((count > 0) | is_saved)
@@ -393,17 +394,17 @@ def _norm_kernel(
     projected_ref, weights, layer_ref, requests, read_ref, out_ref, *,
     rows, eps, digits, interpret,
 ):  # fmt: skip
-    """One program per some rows and value head."""
+    """One program per block of rows and value head."""
     R, H, V = read_ref.shape
     C = projected_ref.shape[1] - H * V - 2 * H
     head = pl.program_id(0)
     row = early(pl.program_id(1) * rows + lax.iota(jnp.int32, rows), interpret)[:, None]
     column = lax.iota(jnp.int32, V)[None, :]
-    keep = row < requests.starts[requests.starts.shape[0] - 1]  # the others are padding
+    keep = row < requests.starts[requests.starts.shape[0] - 1]  # later rows are padding
     read = pltriton.load(read_ref.at[row, head, column], mask=keep, other=0.0)
     z_at = projected_ref.at[row, C + head * V + column]
     z = pltriton.load(z_at, mask=keep, other=0.0)
     weight = of_layer(weights.norm, 1, layer_ref[0], column)
     out = jnp.where(keep, gated_norm(read, z, weight, eps, digits), 0.0)
-    # A row that there is not is outside, for the interpreter too.
+    # Rows past the end are out of bounds in the interpreter too.
     pltriton.store(out_ref.at[row, head * V + column], out.astype(out_ref.dtype), mask=row < R)

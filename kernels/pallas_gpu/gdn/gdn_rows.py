@@ -1,6 +1,6 @@
 """Convolution, gates and norms around the gated delta net recurrence (Pallas, Triton backend).
 
-The same for the nodes of a step and for the tokens of a chunk.
+Used for the nodes of a verify step and for the tokens of a prefill chunk.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class States(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs of a request's convolution: its rows and the window before them."""
+    """Inputs of a request's convolution: its rows and the conv state before them."""
 
     projected: Any
     window: Any
@@ -45,17 +45,17 @@ class Inputs(NamedTuple):
 
 
 def of_layer(ref, rank, layer, *at):
-    """Of a layer's parameter, or of a stack of all layers' ones."""
+    """Loads elements of a layer's parameter, or of the stack over all layers."""
     lead = (layer,) if len(ref.shape) > rank else ()
     return pltriton.load(ref.at[(*lead, *at)])
 
 
 def convolved(inputs, conv_ref, places, channel):
-    """The inputs of some channels at each node, and what the convolution makes of them."""
+    """Returns the inputs of some channels at each node, and their causal convolution with SiLU."""
     total = None
     for tap, place in enumerate(places):
         is_old, place = (place < WINDOW)[:, None], place[:, None]
-        # A spare node reads no row.
+        # Spare nodes read no row.
         is_row = (place >= WINDOW) & (place < WINDOW + inputs.count)
         at = inputs.projected.at[inputs.start + place - WINDOW, channel]
         new = pltriton.load(at, mask=is_row, other=0.0)
@@ -68,42 +68,42 @@ def convolved(inputs, conv_ref, places, channel):
 
 
 def unit(x, digits):
-    """Rows of length 1."""
+    """Normalises rows to unit length."""
     return x * lax.rsqrt(add_up(x * x, digits) + _UNIT_EPS)[:, None]
 
 
 def gates(b, a, a_log, dt_bias):
-    """The natural log of each row's decay, and beta."""
+    """Computes the natural log of the decay, and beta, of each row."""
     log_decay = -jnp.exp2(a_log * LOG2_E) * _softplus(a.astype(jnp.float32) + dt_bias)
     return log_decay, 1.0 / (1.0 + jnp.exp2(-b.astype(jnp.float32) * LOG2_E))
 
 
 def gated_norm(out, z, weight, eps, digits):
-    """The norm of each row, [rows, V], then its gate."""
+    """Applies the RMS norm to each row, [rows, V], then the gate silu(z)."""
     scale = lax.rsqrt(add_up(out * out, digits) * (1.0 / out.shape[1]) + eps)
     return out * scale[:, None] * weight * silu(z.astype(jnp.float32))
 
 
 def silu(x):
-    """The gate of the convolution and of the norm."""
+    """Computes x * sigmoid(x)."""
     return x / (1.0 + jnp.exp2(-x * LOG2_E))
 
 
 def _softplus(x):
-    """log(1 + exp(x)); where that is x to the last digit, no power is so large as to be none."""
+    """Computes log(1 + exp(x)); above 20 it equals x in float32, and exp(x) is not computed."""
     return jnp.where(x <= 20.0, log1p(power(jnp.minimum(x, 20.0))), x)
 
 
 def power(x):
-    """exp(x), but no less than 2^-126: Triton counts what is less as 0, XLA does not."""
+    """Computes exp(x), at least 2^-126: Triton flushes subnormal numbers to 0, XLA does not."""
     exponent = x * LOG2_E
     return jnp.exp2(jnp.where(exponent < -126.0, -126.0, exponent))
 
 
 def sum_by_halves(x):
-    """Sums columns: one half of the rows is added to the other, until one row is left.
+    """Sums over rows by repeatedly adding one half of them to the other.
 
-    A sum of two has one order, whichever threads have the terms.
+    Each addition has two terms, so the result does not depend on the assignment of rows to threads.
     """
     rows, columns = x.shape
     while rows > 1:

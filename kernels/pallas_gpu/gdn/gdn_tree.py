@@ -1,6 +1,6 @@
 """Tree traversal of gated delta net verification (Pallas, Triton backend).
 
-What the convolution of a node reads, and the recurrence along the paths of a tree.
+Convolution inputs of each node, and the recurrence along the paths of a tree.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
 class NodeReplay(NamedTuple):
-    """Replay inputs of each node: its row of the recurrence and of the convolution."""
+    """Replay inputs of each node, of the recurrence and of the convolution."""
 
     k: Any
     v: Any
@@ -28,13 +28,13 @@ class NodeReplay(NamedTuple):
 
 
 def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> NodeReplay:
-    """Where there are inputs only, the others are None."""
+    """Returns the replay inputs; without the other fields, these are None."""
     k, v, log_decay, beta = fields or [None] * 4
     return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
 class HeadState(NamedTuple):
-    """Which numbers of the nodes are a program's; of its layer, those that are kept."""
+    """Indices of a program's values: layer of the replay inputs, request, head, state columns."""
 
     layer: Any
     request: Any
@@ -45,7 +45,7 @@ class HeadState(NamedTuple):
 def places_of(node, count, parents_ref, request):
     """Returns the indices of the four convolution inputs of each node, oldest first.
 
-    In window and inputs in a row: node i is `WINDOW + i`.
+    The indices refer to the conv state followed by the inputs: node i is `WINDOW + i`.
     """
 
     def above(place):
@@ -65,7 +65,7 @@ def places_of(node, count, parents_ref, request):
 
 
 def walk(visit, state_at, parents_ref, request, count):
-    """Runs from the old state down to each node that has leaves for children, and visits those."""
+    """Visits the path from the old state to each node with leaf children, then these leaves."""
     node = lax.iota(jnp.int32, pl.next_power_of_2(parents_ref.shape[1]))
     is_child = (node > 0) & (node < count)
     parent = pltriton.load(parents_ref.at[request, node], mask=is_child, other=-1)
@@ -94,7 +94,7 @@ def walk(visit, state_at, parents_ref, request, count):
 
 
 def visit(scratch, kept, place, i, state):
-    """The state after a node; writes what its query reads from it."""
+    """Returns the state after a node, and stores the node's output."""
     at = (place.request, i, place.head)
     q, key = scratch.q[(*at, slice(None))], kept.k[(place.layer, *at, slice(None))]
     v = kept.v[(place.layer, *at, place.columns)]
@@ -105,13 +105,13 @@ def visit(scratch, kept, place, i, state):
 
 
 def advanced(state, key, v, log_decay, beta):
-    """The state after a token."""
+    """Returns the state after a token."""
     state = state * power(log_decay)
     new = (v - sum_by_halves(state * key[:, None])) * beta
     return state + key[:, None] * new[None, :]
 
 
 def barrier(interpret):
-    """Waits for the threads of the program."""
+    """Synchronises the threads of the program."""
     if not interpret:
         pltriton.debug_barrier()

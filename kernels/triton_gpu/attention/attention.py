@@ -28,11 +28,17 @@ from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes, Pool
 from kernels.triton_gpu.gemm.linear import launching
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
+NEGATIVE = tl.constexpr(-1e30)  # finite: -inf minus -inf is NaN in rows without visible positions
 
 
 class Order(NamedTuple):
-    """Compile-time settings of the reduction; `nodes` is the width of the window."""
+    """Compile-time settings of the reduction.
+
+    Attributes:
+      span, split, tile: Positions of each.
+      ones: Columns of 1 in the product that sums the weights.
+      nodes: Width of the tree window.
+    """
 
     span: int
     split: int
@@ -42,7 +48,7 @@ class Order(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """First row of each request and the bounds of each row."""
+    """First row of each request, and mask bounds of each row."""
 
     starts: Any
     first: Any
@@ -59,10 +65,14 @@ class SoftmaxState(NamedTuple):
 
 
 class VisibleRange(NamedTuple):
-    """Inputs of a program: KV positions of its head, page table and row bounds.
+    """KV positions that the lanes of a program attend to.
 
     Attributes:
-      scale: Of scores, by which 2 is raised.
+      k, v: Pools of the layer, at the program's KV head.
+      table, columns: Page table of the request, and its columns.
+      window: Address of each lane's tree mask; in `attention_layer` the `TreeWindow`.
+      first, until: Visible positions of each lane before the window.
+      scale: Multiplier of the scores, times log2(e).
     """
 
     k: Any
@@ -93,20 +103,20 @@ def attend(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `shared.spec.attention.attend`, for rows that lie together request by request.
+    """Same as `shared.spec.attention.attend`, for flat rows grouped by request.
 
-    A block of rows is one program's, however long the context, so nothing is kept on the way.
+    A program processes a block of rows over the whole context, so no partial results are stored.
 
     Args:
       q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
-      gate: The projection that the queries come from, if each has its gate there behind it.
-      kv, layer: The pools of all layers, and which is read.
-      page_table, first, until, window: As in the specification.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      max_rows: Most rows that a request can have.
-      span, split, tile: Positions of each: the order of the sums.
-      scale: What scores are multiplied by.
-      tiles: How the work is cut otherwise.
+      gate: QKV projection, in which each query head is followed by its gate; None without gates.
+      kv, layer: KV pools of all layers, and the index of the layer to read.
+      page_table, first, until, window: See the specification.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      max_rows: Maximum rows of a request.
+      span, split, tile: Positions of each; they fix the reduction order.
+      scale: Multiplier of the scores.
+      tiles: Tile config.
 
     Raises:
       ValueError: The pools are not contiguous.
@@ -146,7 +156,7 @@ def _attend_kernel(
     heads: tl.constexpr, order: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per key head, block of rows and request."""
+    """One program per KV head, block of rows and request."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
@@ -154,7 +164,8 @@ def _attend_kernel(
     k_heads: tl.constexpr = heads.k_heads
     D: tl.constexpr = heads.D
     group: tl.constexpr = q_heads // k_heads
-    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    # The last rows attend to most positions: their programs, the longest, start first for all
+    # heads.
     blocks = tl.num_programs(1)
     head, block, request = tl.program_id(0), blocks - 1 - tl.program_id(1), tl.program_id(2)
     turn, turns = request * blocks + block, num_requests * blocks
@@ -191,7 +202,7 @@ def clear_padding(
     begin, out_at, num_rows, turns, head, group: tl.constexpr, k_heads: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
     column = columns_of(D)
     zeros = tl.zeros(column.shape, out_at.dtype.element_ty)
     for row in range(begin, num_rows, turns):
@@ -204,7 +215,7 @@ def clear_padding(
 def _sum_positions(
     q, seen, low, high, heads: tl.constexpr, order: tl.constexpr, unroll: tl.constexpr
 ):  # fmt: skip
-    """Sums the positions from low to high: tiles to splits, these to spans, spans to a whole."""
+    """Accumulates positions [low, high): tiles into splits, splits into spans, spans in total."""
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
     tile: tl.constexpr = order.tile
@@ -213,11 +224,11 @@ def _sum_positions(
     whole_sums = no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
-    # The splits that every row sees whole need no mask.
+    # Splits that are fully visible to all rows need no mask.
     whole = tl.cdiv(tl.max(seen.first), order.split) * tiles
     whole = tl.minimum(tl.maximum(whole, begin), end)
     partly = tl.minimum(tl.maximum(tl.min(seen.until) // order.split * tiles, whole), end)
-    # A loop of its own: what is summed over spans need not be at hand within one.
+    # Separate loop: within a span the total over spans is not used and may leave the registers.
     for number in tl.range(low // order.span, tl.cdiv(high, order.span), num_stages=1):
         start, stop = number * each, tl.minimum((number + 1) * each, end)
         sums = no_sums(lanes, D)
@@ -234,7 +245,7 @@ def _sum_positions(
                 split_sums = add_whole(
                     q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D
                 )
-            # A step that is a split is known when it is compiled.
+            # At compile time, if a loop step is a whole split.
             is_end = True
             if unroll < tiles:
                 is_end = (i + 1) * unroll % tiles == 0
@@ -251,7 +262,7 @@ def _sum_positions(
 def _add_tiles(
     q, seen, begin, stop, end, high, sums, heads: tl.constexpr, order: tl.constexpr
 ):  # fmt: skip
-    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+    """Adds tiles that are not fully visible to all rows to a span, split by split."""
     lanes: tl.constexpr = q.shape[0]
     split_sums = no_split(lanes, heads.D, order.ones)
     for i in tl.range(begin, stop, num_stages=1):
@@ -264,15 +275,15 @@ def _add_tiles(
 
 @triton.jit
 def page_of(table_at, columns, i, page: tl.constexpr, tile: tl.constexpr):
-    """The page in which a tile begins."""
+    """Returns the page in which tile `i` begins."""
     return tl.load(table_at + tl.minimum(i * tile // page, columns - 1))
 
 
 @triton.jit
 def offsets(table_at, columns, number, i, tile: tl.constexpr, heads: tl.constexpr):
-    """A tile's positions and where they lie in a pool, and the page of the next tile.
+    """Returns the positions of a tile, their pool offsets, and the page of the next tile.
 
-    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    If pages consist of whole tiles, the page is loaded one tile ahead, so key loads do not wait.
     """
     D: tl.constexpr = heads.D
     page: tl.constexpr = heads.page
@@ -288,7 +299,7 @@ def offsets(table_at, columns, number, i, tile: tl.constexpr, heads: tl.constexp
 
 @triton.jit
 def no_sums(lanes: tl.constexpr, D: tl.constexpr):
-    """The sums over no position."""
+    """Returns an empty accumulator."""
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
     block: tl.constexpr = triton.next_power_of_2(D)
     values, total = tl.zeros((lanes, block), tl.float32), tl.zeros((lanes,), tl.float32)
@@ -297,14 +308,14 @@ def no_sums(lanes: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
-    """The same of a split, whose weights are in columns."""
+    """Returns an empty accumulator of a split; its total has `ones` equal columns."""
     sums = no_sums(lanes, D)
     return SoftmaxState(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
 
 
 @triton.jit
 def add_whole(q, k_at, v_at, scale, sums, D: tl.constexpr):
-    """Adds a tile that every row sees whole."""
+    """Adds a tile that is fully visible to all rows."""
     k, v = load_head(k_at, D), load_head(v_at, D)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -315,7 +326,7 @@ def add_whole(q, k_at, v_at, scale, sums, D: tl.constexpr):
 
 @triton.jit
 def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr):
-    """Adds a tile of which some row does not see all."""
+    """Adds a tile that is not fully visible to all rows."""
     D: tl.constexpr = heads.D
     page: tl.constexpr = heads.page
     tile: tl.constexpr = order.tile
@@ -327,8 +338,8 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
     keep, values = in_head(inside[:, None], D), sums.value
     highest, weights = sums.peak, tl.zeros((sums.peak.shape[0], tile), q.dtype)
     v = tl.zeros((tile, q.shape[1]), q.dtype)
-    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
-    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    # Always true. A value that leaves a branch has lost the narrow type of its inputs, from which
+    # Triton would select its layout for the tensor cores and so the order of its sums.
     if i * tile < high:
         k = tl.load(seen.k + offset, mask=keep, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
@@ -341,7 +352,7 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
         scores = tl.where(sees, scores, NEGATIVE)
         highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
         weights = tl.where(sees, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
-        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        # 0 x NaN is NaN: non-finite values are set to 0, and the rows that attend to them get NaN.
         v = tl.load(seen.v + offset, mask=keep, other=0.0)
         spoiled = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
         v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
@@ -353,9 +364,9 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
 
 @triton.jit
 def add_tile(sums, highest, weights, v):
-    """Adds the weighted values of a tile, and the weights."""
+    """Adds the weighted values and the weights of a tile to the accumulator."""
     decay = tl.exp2(sums.peak - highest)[:, None]
-    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    # Tensor cores sum in one order for any number of rows; a reduction over threads does not.
     units = tl.full((v.shape[0], sums.total.shape[1]), 1.0, v.dtype)
     total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
     values = sums.value * decay + tl.dot(weights, v, input_precision="ieee")
@@ -364,14 +375,14 @@ def add_tile(sums, highest, weights, v):
 
 @triton.jit
 def fold_split(sums, split):
-    """Adds the sums over a split, whose weights are in columns, to those over its span."""
+    """Merges a split into its span; the total of a split has equal columns."""
     total = tl.max(split.total, axis=1)
     return fold(sums, SoftmaxState(value=split.value, peak=split.peak, total=total))
 
 
 @triton.jit
 def fold(sums, more):
-    """Adds the sums over some positions to those over the positions before."""
+    """Merges two accumulators; `more` covers later positions."""
     highest = tl.maximum(sums.peak, more.peak)
     ours, theirs = tl.exp2(sums.peak - highest), tl.exp2(more.peak - highest)
     values = sums.value * ours[:, None] + more.value * theirs[:, None]
@@ -382,7 +393,7 @@ def fold(sums, more):
 def finish(
     sums, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr
 ):  # fmt: skip
-    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     column, keep = columns_of(D)[None, :], in_head(is_lane[:, None], D)
     out = sums.value / tl.maximum(sums.total, 1e-30)[:, None]
     if gated:

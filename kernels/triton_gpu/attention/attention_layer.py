@@ -51,7 +51,7 @@ from kernels.triton_gpu.gemm.linear import launching
 
 
 class LayerRequests(NamedTuple):
-    """The bounds of each, and counters of the programs that have arrived."""
+    """Bounds of each request, and arrival counters of its programs."""
 
     bounds: Any
     arrivals: Any
@@ -69,7 +69,7 @@ class LayerRows(NamedTuple):
 
 
 class New(NamedTuple):
-    """Places of a request's new rows, and which of them have a value that is no number."""
+    """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
 
     places: Any
     is_bad: Any
@@ -79,13 +79,13 @@ class Units(NamedTuple):
     """Addresses of the partial results of a program.
 
     Attributes:
-      parts: Of all programs.
-      place: Of each lane in the first unit.
-      is_lane: Which lanes are not spare.
+      parts: Partial results of all programs.
+      place: Index of each lane in the first unit.
+      is_lane: Mask of the lanes that are not spare.
       base: Number of the first unit.
-      stride: Places from one unit to the next.
+      stride: Offset from one unit to the next.
       length: Positions of a unit.
-      is_alone: Whether the program has all units, and stores none.
+      is_alone: Whether the program processes all units, and stores none.
     """
 
     parts: Any
@@ -101,13 +101,13 @@ class AttentionLayerConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:
-      lanes, blocks: Pairs of a program, and the programs that share those of a key head.
-      splits: Fewest splits of a program.
-      unroll: Units that are combined at once.
-      new_rows: Most rows of a request, or more.
-      counters: Of a request.
-      is_placed: Whether new keys and values are written already.
-      may_span: Whether sums may be kept by span.
+      lanes, blocks: (row, query head) pairs of a program, and programs per KV head.
+      splits: Minimum splits of a program.
+      unroll: Units combined per loop step.
+      new_rows: Maximum rows of a request, rounded up to a power of two.
+      counters: Arrival counters of a request.
+      is_placed: Whether `place` has already written the new keys and values.
+      may_span: Whether partial results may be per span.
     """
 
     lanes: int
@@ -150,18 +150,17 @@ def attention_layer(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `shared.spec.attention_layer.attention_layer`, for rows that lie together request by
-    request.
+    """Same as `shared.spec.attention_layer.attention_layer`, for flat rows grouped by request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
-      gated, eps, digits: The same.
-      q: Of `place`, which has written the new keys and values too; None: that is done here.
-      bounds, arrivals: Of `reach`; the second is zeros again afterwards.
-      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
-        there is a window, all rows of a request have the same `until`.
-      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
-      tiles: How the work is cut otherwise.
+      gated, eps, digits: See `place`.
+      q: Queries from `place`, which has also written keys and values; None to do both here.
+      bounds, arrivals: From `compute_row_bounds`; `arrivals` is zero again afterwards.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
+        window, all rows of a request have the same `until`.
+      most_parts: Maximum splits of a request with partial results per split; above, per span.
+      tiles: Tile config.
 
     Raises:
       ValueError: The pools are not contiguous.
@@ -248,7 +247,7 @@ def _mix_kernel(
     most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr, cut: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of lanes of a key head, request, and share of the positions."""
+    """One program per block of lanes of a KV head, request, and share of its positions."""
     q_heads: tl.constexpr = heads.q_heads
     k_heads: tl.constexpr = heads.k_heads
     D: tl.constexpr = heads.D
@@ -270,11 +269,11 @@ def _mix_kernel(
         unit = tl.where(by_span, order.span, split)
     begin = tl.minimum(bounds.low, bounds.new_from) // unit
     end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
-    end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    end = tl.maximum(end, begin + 1)  # at least one, for zeros if no position is visible
     fewest = tl.where(by_span, 1, cut.splits)
     each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
     sharing = tl.where(start + block * lanes // group < stop, tl.cdiv(end - begin, each), 0)
-    # A program that has a whole request of one span to itself keeps its sums.
+    # A program with a whole request, within one span, keeps its accumulator in registers.
     is_alone = False
     if cut.splits > 1:
         per_span = order.span // unit
@@ -282,7 +281,7 @@ def _mix_kernel(
     if (share > 0) & (share >= sharing):
         return
     share_begin = (begin + share * each) * unit
-    share_end = share_begin + each * unit  # of the next program
+    share_end = share_begin + each * unit  # start of the next program
     from_position, to_position = tl.maximum(bounds.low, share_begin), tl.minimum(high, share_end)
     own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
     number = page_of(own_pool.table, columns, from_position // order.tile, heads.page, order.tile)
@@ -302,19 +301,19 @@ def _mix_kernel(
         clear_padding(num_real + request, out_at, num_rows, num_requests, head, group, k_heads, D)
     if share >= sharing:
         return
-    # Where programs are few, before what some of them do first; else registers are scarce.
+    # With few programs, before the KV write of some of them; else registers are scarce.
     is_early: tl.constexpr = cut.splits == 1 and not cut.is_placed
     head_place = lane_row.to(tl.int64) * width + q_head * ((1 + gated) * D)
     if is_early:
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if not cut.is_placed:  # noqa: SIM102 - settled when it is compiled
+    if not cut.is_placed:  # noqa: SIM102 - a compile-time condition
         if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
             is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
-            tl.debug_barrier()  # they are read by other threads than wrote them
+            tl.debug_barrier()  # read by other threads than the writers
     place_of_lane = lane_row.to(tl.int64) * q_heads + q_head
     if cut.is_placed:
         q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
@@ -381,9 +380,10 @@ def _sum_share(
     q, seen, new, bounds, number, low, high, units, heads: tl.constexpr, order: tl.constexpr,
     may_gather: tl.constexpr,
 ):  # fmt: skip
-    """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
+    """Accumulates positions [low, high): tiles into splits, splits into units, which are stored.
 
-    A unit is a split, or a span. Gives the sums that are not stored. What no row sees is not read.
+    A unit is a split or a span. Returns the accumulator that is not stored. Positions that no row
+    attends to are not read.
     """
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
@@ -391,7 +391,7 @@ def _sum_share(
     sums, u_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
-    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    # Tiles without new positions that are fully visible to all lanes need no mask.
     whole = tl.minimum(tl.minimum(tl.min(seen.until), bounds.new_from) // tile, end)
     whole = tl.where(tl.max(seen.first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
@@ -424,7 +424,7 @@ def _sum_share(
 def _close(
     i, end, sums, u_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
 ):  # fmt: skip
-    """After the last tile of a split adds it to its unit, and after the last split stores that."""
+    """Merges a split into its unit after its last tile, and stores a unit after its last split."""
     lanes: tl.constexpr = sums.peak.shape[0]
     after, is_last = (i + 1) * order.tile, i + 1 == end
     if (after % order.split == 0) | is_last:

@@ -1,12 +1,12 @@
-"""Split-KV attention of `mix` with WGMMA and TMA, warp-specialised (Gluon).
+"""Split-KV attention of `attention_layer`: WGMMA, TMA, warp-specialised (Gluon).
 
-A program has up to 64 pairs of a row and a query head, which are the 64 rows that the matrix units
-of a warpgroup take at once. One warp more copies tiles of keys and values ahead. Tiles, splits and
-spans are those of `mix`, added in its order, so that the bits are its bits. The queries are made,
-and the keys and values written, by `place`.
+A program processes up to 64 (row, query head) pairs, the rows of a warpgroup's WGMMA. One producer
+warp loads tiles of keys and values ahead. Tiles, splits, spans and their order equal those of
+`attention_layer`, so results are bitwise equal. `place` computes the queries and writes the new
+keys and values first.
 
-The sums over a span of 2,048 positions stay in registers; programs leave each other no less, so
-that a long request is shared out by whole spans.
+The accumulator of a span (2,048 positions) stays in registers. Partial results are stored per span,
+so a long request is divided by whole spans.
 """
 
 import torch
@@ -48,23 +48,23 @@ from kernels.triton_gpu.gemm.linear_sm90 import is_on_hopper
 from shared.spec.attention_layer import BOUNDS
 
 COLUMNS = gl.constexpr(128)
-"""Most columns of the values of a program; a larger head has several."""
+"""Maximum value columns of a program; a larger head is split over several programs."""
 _BOUNDS = gl.constexpr(BOUNDS)
 COPYING_REGISTERS = gl.constexpr(24)
 _REGISTERS = 168
-"""Of a thread, so that a multiprocessor has room for one program and no more.
+"""Registers per thread, so that a multiprocessor holds exactly one program.
 
-With 128 it has room for two, whose registers are all it has: where one's warps then hand theirs to
-the others, these wait forever.
+With 128 it holds two, which use all registers. Warps that then request registers of other warps
+(`setmaxnreg`) wait forever.
 """
 
 
 def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
-    """Returns whether `mix_described` supports the arrays: bfloat16, whole tiles a page, Hopper.
+    """Returns whether `mix_described` supports the arrays: bfloat16, pages of whole tiles, Hopper.
 
     Args:
-      kv: The pools.
-      tile: Positions of one.
+      kv: KV pools.
+      tile: Positions of a tile.
     """
     page, _, D = kv.shape[3:]
     is_whole = page % TILE.value == 0 and tile == TILE.value
@@ -90,13 +90,14 @@ def mix_described(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `mix.mix` behind `place`, of arrays that `takes` accepts.
+    """Same as `attention_layer.attention_layer` after `place`, for arrays that `takes` accepts.
 
     Args:
-      q: Of `place`, which has written the new keys and values.
-      gate: The projection that the queries come from, if each has its gate there behind it.
-      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window: See `mix.mix`.
-      max_rows, span, split, scale, tiles: The same.
+      q: Queries from `place`, which has also written the new keys and values.
+      gate: QKV projection, in which each query head is followed by its gate; None without gates.
+      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window: See
+        `attention_layer`.
+      max_rows, span, split, scale, tiles: See `attend`.
     """
     read = (q, page_table, row_starts, first, until, window)
     q, table, starts, first, until, window = (x.contiguous() for x in read)
@@ -151,7 +152,7 @@ def _mix_described_kernel(
     q_at, k_of, v_of, table_at, seen, bounds_at, out_at, gate_at, left, num_rows, num_requests,
     columns, counters, scale, heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
 ):  # fmt: skip
-    """One program per block of pairs and part of a key head's values, request, and share."""
+    """One program per block of pairs and value columns of a KV head, request, and share."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     request, share = gl.program_id(1), gl.program_id(2)
     number = gl.program_id(0) // cut.parts

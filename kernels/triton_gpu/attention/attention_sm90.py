@@ -1,8 +1,8 @@
 """Paged attention of `attend` with WGMMA and TMA, warp-specialised (Gluon).
 
-A program has two warpgroups that multiply, each 64 pairs of a row and a query head of one key
-head, or the two halves of a large one's values. What a warp of its own copies is for both. Tiles,
-splits and spans are those of `attention`, added in its order, so that the bits are its bits.
+A program has two consumer warpgroups: each processes 64 (row, query head) pairs of one KV head, or
+one half of the values of a 256-wide head. A producer warp loads tiles for both. Tiles, splits,
+spans and their order equal those of `attention`, so results are bitwise equal.
 """
 
 import triton
@@ -44,9 +44,9 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
 from kernels.triton_gpu.gemm.linear import launching
 
 GROUPS = gl.constexpr(2)
-"""Warpgroups of a program that multiply."""
+"""Consumer warpgroups of a program."""
 _REGISTERS = 168
-"""Of a thread of three warpgroups; those that multiply take what the one that copies leaves."""
+"""Registers per thread of three warpgroups; the producer releases some to the consumers."""
 _MULTIPLYING_REGISTERS = gl.constexpr(240)
 
 
@@ -67,11 +67,11 @@ def attend_described(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+    """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
 
     Args:
       q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
-      max_rows, span, split, scale, tiles: The same.
+      max_rows, span, split, scale, tiles: See `attend`.
     """
     read = (q, page_table, row_starts, first, until, window)
     q, table, starts, first, until, window = (x.contiguous() for x in read)
@@ -121,14 +121,15 @@ def _attend_described_kernel(
     q_at, k_of, v_of, table_at, seen, out_at, gate_at, num_rows, num_requests, columns, scale,
     heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
 ):  # fmt: skip
-    """One program per key head, two blocks of pairs or one of a large head, and request."""
+    """One program per KV head, two blocks of pairs (one for a 256-wide head), and request."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     blocks: gl.constexpr = cut.groups // cut.parts
     pairs: gl.constexpr = blocks * LANES
-    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    # The last rows attend to most positions: their programs, the longest, start first for all
+    # heads.
     programs = gl.num_programs(1)
     head, number, request = gl.program_id(0), programs - 1 - gl.program_id(1), gl.program_id(2)
-    if is_launched:  # what follows is not called early, as it would wait where tiles are added
+    if is_launched:  # no early launch of the next kernel, which would wait on a busy multiprocessor
         gdc_wait()
     padding = gl.load(seen.starts + num_requests) + request * programs + number
     clear_padding(out_at, padding, num_rows, num_requests * programs, head, heads)
@@ -177,7 +178,7 @@ def _attend_block(
     queries, ones, ring, seen, stored, request, head, number, begin, end, scale,
     which: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
-    """Sums what the pairs of a block see, by one of the warpgroups, and writes the result."""
+    """Accumulates the visible positions of a block in one warpgroup, and writes the result."""
     blocks: gl.constexpr = cut.groups // cut.parts
     block = WarpgroupPairs(
         request=request,
@@ -200,7 +201,7 @@ def _attend_block(
     )
     peak, total, sums = no_sums(cut.width)
     each: gl.constexpr = cut.span // TILE
-    # A loop of its own: what is summed over spans need not be at hand within one.
+    # Separate loop: within a span the total over spans is not used and may leave the registers.
     for span in range(begin // each, gl.cdiv(end, each)):
         first, until = gl.maximum(begin, span * each), gl.minimum(end, (span + 1) * each)
         more = sum_span(

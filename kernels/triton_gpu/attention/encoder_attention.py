@@ -28,10 +28,10 @@ NEGATIVE = tl.constexpr(-1e30)
 
 
 class PatchRows(NamedTuple):
-    """Addresses of both blocks of a head's keys and values, and the number of patches.
+    """Addresses of both column blocks of a head's keys and values, and the number of patches.
 
     Attributes:
-      scale: Of scores, by which 2 is raised.
+      scale: Multiplier of the scores, times log2(e).
     """
 
     k: Any
@@ -43,9 +43,9 @@ class PatchRows(NamedTuple):
 
 
 class EncoderSoftmaxState(NamedTuple):
-    """Over some patches: the highest score, and the weighted values of both blocks.
+    """Online softmax accumulator: maximum score, weighted values of a head's two column blocks.
 
-    Behind the rest of the second stands the sum of the weights, as its values are 1.
+    Column `rest` of the second block is the total weight, because its values are 1.
     """
 
     peak: Any
@@ -63,13 +63,13 @@ def bidirectional_attention(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> Float[Tensor, "R hidden"]:
-    """Same as `shared.spec.attention.bidirectional_attention`, its heads side by side; rows of
-    padding are 0.
+    """Same as `shared.spec.attention.bidirectional_attention`.
 
     Args:
-      tile: Patches that are added at once: the order of the sums.
-      scale: What scores are multiplied by.
-      tiles: How the work is cut otherwise.
+      qkv, cos, sin, count: See the specification.
+      tile: Patches of a tile; it fixes the reduction order.
+      scale: Multiplier of the scores.
+      tiles: Tile config.
     """
     qkv, cos, sin = (x.contiguous() for x in (qkv, cos, sin))
     (R, columns), half = qkv.shape, cos.shape[1]
@@ -129,7 +129,7 @@ def _attend_kernel(
         main=tl.zeros((lanes, main_block), tl.float32),
         beside=tl.zeros((lanes, beside_block), tl.float32),
     )
-    # Padding's rows are those of the last patch again, of which nothing is kept.
+    # Padding rows repeat the last patch; a block of padding alone adds no tile.
     end = tl.where(first < count, count, 0)
     patch = tl.minimum(row, tl.maximum(count - 1, 0))
     lines = laid_at + patch.to(tl.int64)[:, None] * width
@@ -150,11 +150,11 @@ def _attend_kernel(
 
 @triton.jit
 def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr):
-    """Adds a tile of patches to the sums of a block of rows.
+    """Adds a tile of patches to the accumulators of a block of rows.
 
-    Behind the last patch stands that one again, with no weight. So the tile that is not whole is
-    no other code: its loads, masked by rows in a loop of its own, gave the columns of a head's
-    second block other values in one of the languages on an H100.
+    The last patch is repeated to the end of its tile, with weight 0, so a partial tile needs no
+    separate code. Masked loads in a separate loop gave the second column block of a head other
+    values in one of the languages on an H100.
     """
     rest: tl.constexpr = sizes.rest
     main_block: tl.constexpr = sizes.main_block
@@ -176,7 +176,7 @@ def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr)
     decay = tl.exp2(sums.peak - highest)[:, None]
     v = tl.load(rows.v + line + tl.arange(0, main_block)[None, :])
     of_main = sums.main * decay + tl.dot(weights, v, input_precision="ieee")
-    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    # Tensor cores sum in one order for any number of rows; a reduction over threads does not.
     v_beside = tl.load(rows.v_beside + line + tl.arange(0, beside_block)[None, :])
     beside = sums.beside * decay + tl.dot(weights, v_beside, input_precision="ieee")
     return EncoderSoftmaxState(peak=highest, main=of_main, beside=beside)

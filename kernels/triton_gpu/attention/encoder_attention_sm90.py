@@ -1,9 +1,9 @@
 """Vision encoder attention with WGMMA and TMA, warp-specialised (Gluon).
 
-A program has some warpgroups that multiply, each 64 patches of a head, and a warp more that copies
-tiles of keys and values for all of them. While a warpgroup weighs the scores of a tile, its matrix
-units make those of the next. A tile's sums are those of `attend_all`, added in its order, so that
-the bits are its bits.
+A program has two or three consumer warpgroups, each with 64 patches of a head, and a producer warp
+that loads tiles of keys and values for all of them. While a warpgroup computes the softmax weights
+of a tile, its tensor cores compute the scores of the next. Tiles and their order equal those of
+`encoder_attention`, so results are bitwise equal.
 """
 
 from typing import Any, NamedTuple
@@ -36,20 +36,23 @@ from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile, is_on_hopper
 
 MAIN, REST, BESIDE = gl.constexpr(64), gl.constexpr(8), gl.constexpr(16)
-"""Columns of the two blocks of a head, and of the second with what stands behind it."""
+"""Columns of a head's two blocks, and of the second block with the total weight and padding."""
 _REGISTERS = {2: 168, 3: 128}
-"""Of a thread, of so many warpgroups that multiply and one that has the warp that copies."""
+"""Registers per thread, by number of consumer warpgroups, with one more for the producer."""
 _MULTIPLYING_REGISTERS = {2: 240, 3: 160}
 _COPYING_REGISTERS = 24
 
 
 class EncoderPipeline(NamedTuple):
-    """Queries, and tiles of keys and values, in shared memory: both blocks of each.
+    """Multistage pipeline of tiles in shared memory, with its mbarriers.
+
+    Queries, keys and values have two column blocks each.
 
     Attributes:
-      q, q_rest: Of each warpgroup.
-      k, k_rest, v, v_beside: As many as there are stages.
-      queries_come, come, is_free: Barriers: queries are there, a tile is, and is used up.
+      q, q_rest: Queries of each warpgroup.
+      k, k_rest, v, v_beside: Keys and values, one tile per pipeline stage.
+      queries_come, come, is_free: Barriers: queries have arrived, a tile has arrived, a tile is
+        free.
     """
 
     q: Any
@@ -64,7 +67,7 @@ class EncoderPipeline(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A tile's weights, the highest score up to it, and what the sums before it are times."""
+    """Softmax weights of a tile, new maximum score, and factor of the previous accumulator."""
 
     peak: Any
     weights: Any
@@ -75,10 +78,10 @@ class EncoderTileConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:
-      heads: How many there are.
-      groups: Warpgroups that multiply.
-      stages: Of the ring.
-      more, copying: Registers of a thread that multiplies, and of one that copies.
+      heads: Number of heads.
+      groups: Consumer warpgroups.
+      stages: Pipeline stages.
+      more, copying: Registers per consumer thread and per producer thread.
     """
 
     heads: int
@@ -92,8 +95,9 @@ def takes(qkv: Float[Tensor, "R columns"], D: int, tile: int) -> bool:
     """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
 
     Args:
-      D: Columns of a head.
-      tile: Patches that are added at once.
+      qkv: See `bidirectional_attention`.
+      D: Size of a head.
+      tile: Patches of a tile.
     """
     is_whole = MAIN.value + REST.value == D and tile == TILE.value
     return is_whole and qkv.dtype == torch.bfloat16 and is_on_hopper()
@@ -108,15 +112,15 @@ def attend_all_described(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> None:
-    """Same as `attend_all`, of arrays that `takes` accepts.
+    """Same as `bidirectional_attention`, for arrays that `takes` accepts.
 
     Args:
-      laid: Of `lay`, with whole tiles of rows and all values.
-      count: See `attend_all`.
-      out: What is written.
-      heads: How many there are.
-      scale: Of scores, by which 2 is raised.
-      tiles: See `attend_all`.
+      laid: Output of `lay`, padded to the rows of whole programs.
+      count: See `bidirectional_attention`.
+      out: Result, which is written.
+      heads: Number of heads.
+      scale: Multiplier of the scores, times log2(e).
+      tiles: Tile config.
     """
     blocks = []
     for columns in (MAIN.value, BESIDE.value):
@@ -144,11 +148,11 @@ def _attend_all_described_kernel(
     main_of, beside_of, out_at, count_at, num_rows, scale, cut: gl.constexpr,
     is_launched: gl.constexpr,
 ):  # fmt: skip
-    """One program per some blocks of 64 rows, and head."""
+    """One program per `groups` blocks of 64 rows, and head."""
     groups: gl.constexpr = cut.groups
     stages: gl.constexpr = cut.stages
     head, first = gl.program_id(1), gl.program_id(0) * groups * LANES
-    if is_launched:  # what follows is not called early, as it takes all of a multiprocessor
+    if is_launched:  # no early launch of the next kernel: this one fills multiprocessors
         gdc_wait()
     count = gl.load(count_at)
     if first >= count:
@@ -199,7 +203,7 @@ def _attend_all_described_kernel(
 
 @gluon.jit
 def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
-    """Copies the queries of the warpgroups, and tiles of keys and values, as there is room."""
+    """Loads the warpgroups' queries, then tiles of keys and values into free stages (producer)."""
     groups: gl.constexpr = cut.groups
     heads: gl.constexpr = cut.heads
     rests: gl.constexpr = 3 * heads * MAIN
@@ -226,7 +230,7 @@ def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
 def _attend_block(
     ring, out_at, first, num_rows, count, scale, head, which: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
-    """Sums all patches for the 64 rows of a warpgroup, and writes the result."""
+    """Accumulates all patches for the 64 rows of a warpgroup, and writes the result."""
     last = gl.cdiv(count, TILE) - 1
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=gl.SliceLayout(1, wide(TILE)))
     main = gl.zeros((LANES, MAIN), gl.float32, layout=wide(MAIN))
@@ -243,7 +247,7 @@ def _attend_block(
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(following,))
         main, beside = _with_values(ring, main, beside, weighed, i % cut.stages)
         mbarrier.arrive(ring.is_free.index(i % cut.stages), count=1)
-    # Behind the last patch stands that one again, with no weight.
+    # The last patch is repeated to the end of its tile, with weight 0.
     patch = last * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, wide(TILE)))
     behind = gl.where(patch < count, 0.0, NEGATIVE)
     weighed = _weighed(scores * scale + behind[None, :], peak)
@@ -258,7 +262,7 @@ def _attend_block(
 
 @gluon.jit
 def _scores_of(ring, which: gl.constexpr, slot):
-    """Of a warpgroup's queries and a tile of keys, under way."""
+    """Starts the WGMMAs of a warpgroup's queries and a tile of keys; returns pending scores."""
     zero = gl.zeros((LANES, TILE), gl.float32, layout=wide(TILE))
     k, k_rest = ring.k.index(slot), ring.k_rest.index(slot)
     scores = warpgroup_mma(
@@ -269,7 +273,7 @@ def _scores_of(ring, which: gl.constexpr, slot):
 
 @gluon.jit
 def _weighed(scores, peak):
-    """The weights of a tile, and what the sums before it are times."""
+    """Computes the softmax weights of a tile, and the factor of the previous accumulator."""
     highest = gl.maximum(peak, gl.max(scores, axis=1))
     weights = gl.exp2(scores - highest[:, None]).to(gl.bfloat16)
     return Weighed(peak=highest, weights=weights, decay=gl.exp2(peak - highest))
@@ -277,7 +281,7 @@ def _weighed(scores, peak):
 
 @gluon.jit
 def _with_values(ring, main, beside, weighed, slot):
-    """The sums with the values of a tile."""
+    """Adds the weighted values of a tile to the accumulator."""
     decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(MAIN)))
     main = main * decay[:, None]
     decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(BESIDE)))

@@ -1,6 +1,6 @@
 """RoPE and column-block layout of vision encoder queries, keys and values (Triton).
 
-Used by `attend_all` and `attend_all_described`.
+Used by `bidirectional_attention` and `attend_all_described`.
 """
 
 import triton
@@ -24,7 +24,7 @@ def lay(
     """Returns rotated queries and keys, and values: first blocks of all heads, then second blocks.
 
     Args:
-      qkv, cos, sin, count: See `attend_all`.
+      qkv, cos, sin, count: See `bidirectional_attention`.
       rows: Rows of the result; rows past the last patch repeat it.
     """
     laid = qkv.new_empty((rows, sizes.width))
@@ -39,7 +39,7 @@ def _lay_kernel(
     qkv_at, cos_at, sin_at, count_at, out_at,
     sizes: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """Runs one program per row: its rotated queries and keys, and its values."""
+    """One program per row: its rotated queries and keys, and its values."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def columns_of(D: tl.constexpr):
-    """The columns of a block."""
+    """Returns the column indices of a block."""
     return tl.arange(0, triton.next_power_of_2(D))
 
 

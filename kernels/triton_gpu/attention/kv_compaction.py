@@ -5,7 +5,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_HELD = 8192  # elements of rows that a program moves
+_HELD = 8192  # row elements that a program moves
 
 
 def commit(
@@ -15,7 +15,7 @@ def commit(
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> None:
-    """Same as `shared.spec.attention.compact_accepted_kv`, in place; requests share no window page.
+    """Same as `shared.spec.attention.compact_accepted_kv`, in place; window pages are not shared.
 
     Raises:
       ValueError: The pools are not contiguous.
@@ -53,7 +53,7 @@ def _commit_kernel(
     lanes: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """One program per part of a row, pool and request; rows that stay are not touched."""
+    """One program per block of columns, pool and request; rows that stay in place are skipped."""
     pool, request, step = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.arange(0, lanes)
     node = tl.load(path_at + request * steps + step, mask=step < steps, other=0)
     moves = (step < steps) & (step < tl.load(counts_at + request)) & (node != step)
@@ -64,12 +64,12 @@ def _commit_kernel(
     source = _row_of(table_at, length + node, moves, page)
     target = _row_of(table_at, length + step, moves, page)
     moved = tl.load(pool_at + source[:, None] * width, mask=keep)
-    tl.debug_barrier()  # other threads may have read where this one writes
+    tl.debug_barrier()  # other threads may still read what this one overwrites
     tl.store(pool_at + target[:, None] * width, moved, mask=keep)
 
 
 @triton.jit
 def _row_of(table_at, position, is_in, page: tl.constexpr):
-    """The row of a pool that holds a KV position."""
+    """Returns the pool row of a KV position."""
     number = tl.load(table_at + position // page, mask=is_in, other=0)
     return number.to(tl.int64) * page + position % page

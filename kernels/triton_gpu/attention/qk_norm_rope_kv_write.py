@@ -1,6 +1,6 @@
 """QK norm, RoPE and KV cache write before attention (Triton).
 
-`mix` fuses them into its attention kernel. `place` runs them before `attend` for many rows.
+`attention_layer` fuses them into its attention kernel. For many rows, `place` runs before `attend`.
 """
 
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, l
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 
-_ROWS = 16  # of a program
+_ROWS = 16  # rows of a program
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of a layer's heads, of which those of keys and of values are as many.
+    """Head counts and sizes of a layer.
 
     Attributes:
-      D: Numbers of a head.
+      D: Elements of a head.
       page: Positions of a page.
-      gated: Whether each query has its gate behind it.
+      gated: Whether each query head is followed by its gate.
     """
 
     q_heads: int
@@ -54,7 +54,7 @@ class Projected(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The keys and values of a layer, and which of their pages a request has."""
+    """KV pools of a layer, and the page table of a request or of all requests."""
 
     k: Any
     v: Any
@@ -70,7 +70,7 @@ class Written(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Numbers of heads, those that each is turned with, and what both are multiplied by."""
+    """Inputs of `turn`: head elements and their RoPE partners, norm scales of both, and angles."""
 
     x: Any
     other: Any
@@ -97,20 +97,22 @@ def place(
     eps: float,
     digits: int,
 ) -> Float[Tensor, "R Hq D"]:
-    """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
+    """Writes the rows' keys and values to a layer's pools, and returns the queries.
 
-    The parts of `shared.spec.attention_layer.attention_layer` before its attention, or `mix_keys`,
-    whose projection has no queries.
+    Same as `shared.spec.attention_layer.attention_layer` up to attention, or as `write_kv` for a
+    projection without queries.
 
     Args:
-      projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
-      q_norm, k_norm: Scales of the heads' norms, if they have any.
-      cos, sin: Of the rotation at each row.
-      kv, layer: The pools of all layers, and which is written, in place.
-      page_table, request, places, is_real: Where the rows are written; padding is not.
-      gated: Whether queries have gates.
-      eps: Of the norms.
-      digits: Of a unit of the squares: the order of the sums.
+      projected: QKV projection: query heads, each followed by its gate if `gated`, then key heads,
+        then value heads.
+      q_norm, k_norm: QK norm scales; None without norms.
+      cos, sin: RoPE cosine and sine of each row.
+      kv, layer: KV pools of all layers, and the index of the layer to write, in place.
+      page_table, request, places, is_real: Page tables, and request and KV position of each row;
+        padding is not written.
+      gated: Whether each query head has a gate.
+      eps: Epsilon of the norms.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
 
     Raises:
       ValueError: The pools are not contiguous.
@@ -149,7 +151,7 @@ def projected_of(
     sin: Float[Tensor, "R half"],
     eps: float,
 ) -> Projected:
-    """For a kernel; where there is no norm, the angles stand for its scales, unread."""
+    """Returns the operands of a kernel; without norms, the angles fill the unread scales."""
     return Projected(
         rows=projected,
         q_norm=cos if q_norm is None else q_norm,
@@ -192,9 +194,9 @@ def _place_kernel(
 def write_pair(
     projected, pool, offset, row, is_in, place, head, heads: tl.constexpr, turning: tl.constexpr
 ):
-    """Writes the key and the value of some rows' key head at their places.
+    """Writes the keys and values of one KV head of some rows at their KV positions.
 
-    The pool's table is of the rows' request, and may differ by row.
+    `pool.table` is the page table of the rows' request, and may differ by row.
     """
     D: tl.constexpr = heads.D
     offset = offset + (heads.q_heads * (1 + heads.gated) + head) * D
@@ -213,7 +215,7 @@ def write_pair(
 def with_mrope(
     projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
 ):  # fmt: skip
-    """A head of some rows after its norm and the rotation, [rows, D] in float32."""
+    """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32."""
     fetched = fetch(projected, norm_at, offset, row, is_in, heads, turning)
     return turn(fetched, projected.eps, heads, turning)
 
@@ -234,7 +236,7 @@ def fetch(
     is_turned = keep & (column < 2 * half)
     cos = tl.load(projected.cos + angle, mask=is_turned, other=0.0)
     sin = tl.load(projected.sin + angle, mask=is_turned, other=0.0)
-    x_norm, other_norm = cos, sin  # nothing reads them without norms
+    x_norm, other_norm = cos, sin  # not read without norms
     if turning.has_norms:
         x_norm, other_norm = load_head(norm_at + column, D), load_head(norm_at + partner, D)
     return Fetched(x=x, other=other, x_norm=x_norm, other_norm=other_norm, cos=cos, sin=sin)
@@ -242,7 +244,7 @@ def fetch(
 
 @triton.jit
 def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
-    """See `with_mrope`."""
+    """Applies QK norm and RoPE to loaded heads."""
     x, other = fetched.x.to(tl.float32), fetched.other.to(tl.float32)
     if turning.has_norms:
         mean = add_up(x * x, turning.digits) * (1.0 / heads.D)
@@ -258,7 +260,7 @@ def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
 def is_bad_line(projected_at, at, is_new, D: tl.constexpr):
     """Returns the new rows that have a NaN or infinite value.
 
-    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    0 x NaN is NaN: such values are not read, and the rows that attend to them get NaN.
     """
     keep = in_head(is_new[:, None], D)
     v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)

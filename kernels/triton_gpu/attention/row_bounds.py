@@ -18,7 +18,7 @@ _BOUNDS = tl.constexpr(BOUNDS)
 
 
 class TreeWindow(NamedTuple):
-    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+    """Tree windows as two 32-bit masks: of each lane, and the union of all lanes."""
 
     low: Any
     high: Any
@@ -36,12 +36,12 @@ def compute_row_bounds(
     max_rows: int,
     k_heads: int,
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Same as `shared.spec.attention_layer.compute_row_bounds`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.row_bounds`; also returns zeroed arrival counters.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
       places, is_real: See `place`.
-      k_heads: Hk.
+      k_heads: Number of KV heads.
     """
     B = len(row_starts) - 1
     bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
@@ -120,7 +120,7 @@ def bounds_of(bounds_at, request):
 
 @triton.jit
 def pack_window_bits(window_at, rows, nodes: tl.constexpr):
-    """Each lane's window as the bits of two numbers, and that of all lanes together."""
+    """Packs the window of each lane into two 32-bit masks, and computes the union of all lanes."""
     low, any_low = tl.zeros(rows.shape, tl.int32), 0
     high, any_high = low, 0
     if nodes > 0:
@@ -152,7 +152,7 @@ def visible(position, first, until, window, nodes: tl.constexpr):
 
 @triton.jit
 def is_in(low, high, node, nodes: tl.constexpr):
-    """Returns whether a bit exists and is set."""
+    """Returns whether `node` is in range and its bit is set."""
     bits = low
     if nodes > 32:
         bits = tl.where(node < 32, low, high)

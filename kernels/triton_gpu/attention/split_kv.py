@@ -1,7 +1,7 @@
-"""Split-KV (flash-decoding) partial results of `mix` (Triton).
+"""Split-KV (flash-decoding) partial results of `attention_layer` (Triton).
 
-A unit is a split, or a span where there are many. Units are combined in position order, whichever
-program computed them.
+A unit is a split, or a span in long requests. Units are combined in position order, regardless of
+the program that computed them.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head
 
 
 class SplitPartials(NamedTuple):
-    """Addresses of the partial results of each unit: values (acc), peaks (m), totals (l)."""
+    """Partial results of each unit: weighted values (acc), peaks (m), totals (l)."""
 
     sums: Any
     peaks: Any
@@ -23,7 +23,7 @@ class SplitPartials(NamedTuple):
 
 @triton.jit
 def store_partial(parts, at, sums, is_lane, D: tl.constexpr):
-    """Stores the sums over a unit of the positions."""
+    """Stores the accumulator of a unit."""
     column = columns_of(D)[None, :]
     tl.store(parts.sums + at[:, None] * D + column, sums.value, mask=in_head(is_lane[:, None], D))
     tl.store(parts.peaks + at, sums.peak, mask=is_lane)
@@ -42,9 +42,9 @@ def combine(
     D: tl.constexpr,
     unroll: tl.constexpr,
 ):
-    """Adds what the programs have stored: units to spans, and spans to a whole.
+    """Combines stored partial results: units into spans, spans into the total.
 
-    Several units at a time, so that one need not wait for the memory of the one before.
+    Several units are loaded per step, so that a load does not wait for the previous one.
     """
     column = columns_of(D)[None, :]
     w_sums = no_sums(lanes, D)

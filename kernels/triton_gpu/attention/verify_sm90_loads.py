@@ -1,6 +1,6 @@
 """Loads of (row, query head) pairs and TMA loads of tiles for attention (Gluon).
 
-Of `mix_described` and `attend_described`: the rings of keys and values, what pairs see, padding.
+Used by `mix_described` and `attend_described`: the K/V pipeline, mask bounds of pairs, and padding.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,13 @@ from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
 
 
 class RowVisibility(NamedTuple):
-    """Attention bounds of rows, and the first row of each request."""
+    """Visible positions of rows.
+
+    Attributes:
+      starts: First flat row of each request, and the end.
+      first, until: Visible positions of each row before the window.
+      window: Tree mask of each row; not read without a window.
+    """
 
     starts: Any
     first: Any
@@ -34,7 +40,7 @@ class RowVisibility(NamedTuple):
 
 @gluon.jit
 def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
-    """The pairs of a block; spare ones are those of the last row."""
+    """Loads the pairs of a block; spare pairs repeat the last row of the request."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
     start = gl.load(seen.starts + block.request)
@@ -56,7 +62,7 @@ def _bits(
     window_at, start, stop, block, begin: gl.constexpr, group: gl.constexpr, nodes: gl.constexpr,
     lanes: gl.constexpr,
 ):  # fmt: skip
-    """32 nodes of each pair's window as the bits of a number."""
+    """Packs 32 nodes of each pair's window, from `begin` on, into a bit mask."""
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
     if nodes <= begin:
         return gl.zeros((LANES,), gl.int32, layout=lanes)
@@ -71,7 +77,7 @@ def _bits(
 
 @gluon.jit
 def queries_of(q_at, block, seen, heads: gl.constexpr):
-    """The queries of a block, as a warpgroup reads lines."""
+    """Loads the queries of a block, in the layout of `lines_of`."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     lines: gl.constexpr = lines_of(heads.D)
     start = gl.load(seen.starts + block.request)
@@ -87,7 +93,7 @@ def queries_of(q_at, block, seen, heads: gl.constexpr):
 def shared_memory(
     k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr
 ):  # fmt: skip
-    """Of a program: the queries of so many blocks, ones, and the ring."""
+    """Allocates the queries of `blocks` blocks, the ones, and the K/V pipeline of a program."""
     stages: gl.constexpr = cut.stages
     v_tiles: gl.constexpr = stages * cut.copied + (cut.groups if cut.groups > 1 else 0)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -110,7 +116,7 @@ def shared_memory(
 
 @gluon.jit
 def clear_padding(out_at, begin, num_rows, turns, head, heads: gl.constexpr):
-    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
     size: gl.constexpr = heads.q_heads // heads.k_heads * heads.D
     line: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     block: gl.constexpr = triton.next_power_of_2(size)
@@ -126,10 +132,10 @@ def copy_tiles(
     k_of, v_of, ring, table_at, columns, begin, end, column, v_column, heads: gl.constexpr,
     cut: gl.constexpr,
 ):  # fmt: skip
-    """Copies the tiles of a share, as long as there is room in the ring."""
+    """Loads the tiles of a share into free pipeline stages (producer)."""
     page: gl.constexpr = heads.page
     copied: gl.constexpr = cut.copied
-    # A descriptor's places have 32 bits; a table can have more.
+    # TMA coordinates have 32 bits; page numbers may have more.
     number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
     for i in range(begin, end):
         after = gl.minimum((i + 1) * TILE // page, columns - 1)

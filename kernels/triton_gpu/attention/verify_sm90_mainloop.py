@@ -1,7 +1,7 @@
 """WGMMA main loop of `mix_described` and `attend_described`: online softmax (Gluon).
 
-A tile's scores, weights and sums are in the registers of a warpgroup as its matrix units leave
-them, so that nothing is exchanged between threads but the highest of a row.
+Scores, weights and accumulators of a tile stay in the registers of a warpgroup, in WGMMA layout.
+Threads exchange only the maximum of a row.
 """
 
 from typing import Any, NamedTuple
@@ -19,24 +19,24 @@ from triton.language.extra.cuda import gdc_launch_dependents
 LOG2_E = gl.constexpr(1.4426950408889634)
 NEGATIVE = gl.constexpr(-1e30)
 LANES, TILE = gl.constexpr(64), gl.constexpr(64)
-"""Pairs of a program, which are the rows of a product, and positions of a tile."""
+"""Pairs of a warpgroup, which are the rows of a WGMMA, and positions of a tile."""
 ONES = gl.constexpr(16)
-"""Columns of 1 by which weights are summed."""
+"""Columns of 1 in the WGMMA that sums the weights."""
 WARPS = gl.constexpr(4)
 _PART = gl.constexpr(32)
-"""Columns of values that are looked at at once."""
+"""Value columns per step of the search for non-finite values."""
 
-# A name that is another from one version of Triton to the next.
+# The name depends on the version of Triton.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class WarpgroupPairs(NamedTuple):
-    """Pairs of a warpgroup and its part of their values.
+    """Block of pairs and value columns of a warpgroup.
 
     Attributes:
-      request, head: Whose, and of which key head.
-      number: Of the block among those of the request and head.
-      part: Of the values' columns.
+      request, head: Request and KV head of the pairs.
+      number: Index of the block, among those of the request and head.
+      part: Index of the block of value columns.
     """
 
     request: Any
@@ -46,13 +46,13 @@ class WarpgroupPairs(NamedTuple):
 
 
 class HeadRowPairs(NamedTuple):
-    """The rows of the matrix unit: pairs of a row and a query head.
+    """(row, query head) pairs, which are the rows of a WGMMA.
 
     Attributes:
-      place: Of each among the queries.
-      is_one: Which are not spare.
-      first, until: What each sees before the window.
-      low, high: Its window, as the bits of two numbers.
+      place: Index of each pair among the queries.
+      is_one: Mask of the pairs that are not spare.
+      first, until: Visible positions of each pair before the window.
+      low, high: Window of each pair, as two 32-bit masks.
     """
 
     place: Any
@@ -64,14 +64,14 @@ class HeadRowPairs(NamedTuple):
 
 
 class KVPipeline(NamedTuple):
-    """Tiles of keys and values in shared memory, and the barriers that tell how far both sides are.
+    """Multistage pipeline of key and value tiles in shared memory, with its mbarriers.
 
     Attributes:
-      k_tiles, v_tiles: Of keys, as many as there are stages; and of the parts of values that a
-        program copies. Where warpgroups share these, each has one more of its own, for a tile of
-        which something is taken out.
-      keys_come, values_come: A tile is there.
-      is_free: A tile is used up.
+      k_tiles, v_tiles: Per stage, one tile of keys and `copied` tiles of values. If warpgroups
+        share value tiles, each has a spare one after them, for a tile in which non-finite values
+        are set to 0.
+      keys_come, values_come: Barriers: a tile has arrived.
+      is_free: Barriers: all warpgroups have finished a tile.
     """
 
     k_tiles: Any
@@ -85,12 +85,14 @@ class SplitRange(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
-      begin, end: Its tiles.
-      whole_from, whole_until: Positions that every pair sees, whose values nothing is taken out of.
-      old_from, old_until: Positions whose values stay as they are in other tiles too.
-      base, units: The first span of the request, and how many it has.
-      is_alone: Whether there is one span, whose sums need not be kept.
-      sharing: How many there are.
+      begin, end: First tile, and the end.
+      whole_from, whole_until: Positions that are visible to all pairs; their values are used
+        unchanged.
+      old_from, old_until: Positions with values that are used unchanged in partly visible tiles
+        too.
+      base, units: First span of the request, and its number of spans.
+      is_alone: Whether the request has one span, so that no partial result is stored.
+      sharing: Number of programs of the request; 0 if this program has no share.
     """
 
     begin: Any
@@ -106,11 +108,11 @@ class SplitRange(NamedTuple):
 
 
 class StoredLayout(NamedTuple):
-    """Where results go, and what they are made of besides the sums.
+    """Addresses of the epilogue.
 
     Attributes:
-      out, gate: Of all rows; the gate's are those of the projection.
-      starts: Of the rows of requests.
+      out, gate: Outputs of all rows, and the projection that contains the gates.
+      starts: First flat row of each request.
     """
 
     out: Any
@@ -122,8 +124,8 @@ class Left(NamedTuple):
     """Split-KV partial results of programs.
 
     Attributes:
-      arrivals: Counters of the programs of a request.
-      sums, peaks, totals: Of their spans.
+      arrivals: Arrival counters of each request's programs.
+      sums, peaks, totals: Partial results of each span: values (acc), peaks (m), totals (l).
     """
 
     arrivals: Any
@@ -136,14 +138,14 @@ class VerifyTileConfig(NamedTuple):
     """Tile config of the kernel.
 
     Attributes:
-      groups: Warpgroups that multiply.
-      blocks, parts: Blocks of pairs of a request and key head, and parts of the values' columns.
-      width: Columns of such a part.
-      copied: Parts that a program copies.
-      stages: Of the ring.
-      nodes: Width of the window.
+      groups: Consumer warpgroups.
+      blocks, parts: Blocks of pairs of a request and KV head, and blocks of value columns.
+      width: Columns of such a column block.
+      copied: Column blocks that a program loads.
+      stages: Pipeline stages.
+      nodes: Width of the tree window.
       span, split: Positions of each.
-      lines: Rows of the projection are so many numbers apart.
+      lines: Elements from one row of the projection to the next.
     """
 
     groups: int
@@ -163,7 +165,7 @@ def attend_pairs(
     queries, ones, ring, block, pairs, own, stored, left, num_rows, counters, scale,
     heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles of a share; whoever arrives last adds the spans and writes the result."""
+    """Accumulates a share; the last program to arrive combines the spans and writes the result."""
     peak, total, sums = no_sums(cut.width)
     stride = num_rows * heads.q_heads
     each: gl.constexpr = cut.span // TILE
@@ -174,8 +176,7 @@ def attend_pairs(
             place = pairs.place + (unit - own.base) * stride
             _store_span(left, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
     if is_launched:
-        # Not before: programs that begin early must not find registers that warps are about to
-        # hand to these.
+        # Not earlier: programs of the next kernel must not take registers that warps exchange.
         gdc_launch_dependents()
     is_last = own.is_alone & (own.sharing > 0)
     if (not own.is_alone) & (own.sharing > 0):
@@ -197,7 +198,7 @@ def attend_pairs(
 def sum_span(
     queries, ones, ring, pairs, own, begin, end, scale, which: gl.constexpr, cut: gl.constexpr
 ):  # fmt: skip
-    """The sums over the tiles of a span that a program has, by one of its warpgroups."""
+    """Accumulates the program's tiles of a span in one warpgroup: tiles, splits, then the span."""
     of_scores: gl.constexpr = wide(TILE)
     of_values: gl.constexpr = wide(cut.width)
     of_totals: gl.constexpr = wide(ONES)
@@ -229,7 +230,7 @@ def sum_span(
             position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
             scores = gl.where(_sees(position, pairs, cut.nodes), scores, NEGATIVE)
         highest = gl.maximum(s_peak, gl.max(scores, 1))
-        # Where nothing is seen yet, what is not seen must not have the weight of the highest.
+        # Before the first visible position, masked scores must not get the weight of the maximum.
         above = gl.where(highest == NEGATIVE, 0.0, highest)
         weights = gl.exp2(scores - above[:, None]).to(gl.bfloat16)
         mbarrier.wait(ring.values_come.index(slot), phase)
@@ -252,7 +253,7 @@ def sum_span(
 
 @gluon.jit
 def finish(stored, block, total, sums, heads: gl.constexpr, cut: gl.constexpr):
-    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     q_heads: gl.constexpr = heads.q_heads
     group: gl.constexpr = q_heads // heads.k_heads
     lines: gl.constexpr = lines_of(cut.width)
@@ -288,7 +289,7 @@ def lines_of(columns):
 
 @gluon.jit
 def no_sums(D: gl.constexpr):
-    """The sums over no position: peaks, totals and weighted values."""
+    """Returns an empty accumulator: peaks, totals and weighted values."""
     lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=lanes)
     total = gl.zeros((LANES,), gl.float32, layout=lanes)
@@ -297,7 +298,7 @@ def no_sums(D: gl.constexpr):
 
 @gluon.jit
 def _no_split(D: gl.constexpr):
-    """The same of a split, whose weights are in columns."""
+    """Returns an empty accumulator of a split; its total has `ONES` equal columns."""
     lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=lanes)
     total = gl.zeros((LANES, ONES), gl.float32, layout=wide(ONES))
@@ -306,13 +307,13 @@ def _no_split(D: gl.constexpr):
 
 @gluon.jit
 def _beside(x, columns: gl.constexpr):
-    """A number of each pair, beside so many columns."""
+    """Broadcasts a value of each pair over `columns` columns."""
     return gl.convert_layout(x, gl.SliceLayout(1, wide(columns)))[:, None]
 
 
 @gluon.jit
 def fold(peak, total, sums, more_peak, more_total, more_sums):
-    """Adds the sums over some positions to those over the positions before."""
+    """Merges two accumulators; `more` covers later positions."""
     D: gl.constexpr = sums.shape[1]
     highest = gl.maximum(peak, more_peak)
     ours, theirs = gl.exp2(peak - highest), gl.exp2(more_peak - highest)
@@ -336,10 +337,10 @@ def _sees(position, pairs, nodes: gl.constexpr):
 
 @gluon.jit
 def _bad_lines(values, begin, own, D: gl.constexpr):
-    """Which of a tile's positions, that are new or not read, have a value that is no number.
+    """Returns the mask of a tile's positions with a non-finite value, without old positions.
 
-    0 x NaN is NaN: such values are taken out, and given back to the pairs that see them. Old ones
-    make what they make in a tile that is seen whole.
+    0 x NaN is NaN: such values are set to 0, and the pairs that attend to them get NaN. Old
+    positions (`old_from` to `old_until`) are used unchanged, as in a fully visible tile.
     """
     lines: gl.constexpr = lines_of(_PART)
     position = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
@@ -353,7 +354,7 @@ def _bad_lines(values, begin, own, D: gl.constexpr):
 
 @gluon.jit
 def _take_out(values, rest, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
-    """Leaves the rest of a tile, in which some positions are 0; tells which pairs see one."""
+    """Writes a tile to `rest` with some positions set to 0; returns pairs that attend to them."""
     lines: gl.constexpr = lines_of(_PART)
     for i in gl.static_range(D // _PART):
         part = values.slice(i * _PART, _PART, dim=1).load(lines)
@@ -372,7 +373,7 @@ def _take_out(values, rest, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.co
 
 @gluon.jit
 def _span_at(place, part, heads: gl.constexpr, cut: gl.constexpr):
-    """Where the values of the sums over a span are."""
+    """Returns the offsets of a span's weighted values."""
     of_values: gl.constexpr = wide(cut.width)
     place = gl.convert_layout(place, gl.SliceLayout(1, of_values)).to(gl.int64)
     column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, of_values))

@@ -7,21 +7,22 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-"""Rows, as of `shared.spec.gated_delta`."""
+"""Rows of a chunk, equal to `shared.spec.gated_delta.CHUNK`."""
 
 SIZE = tl.constexpr(CHUNK)
-_BLOCK = tl.constexpr(16)  # of the system, solved by itself
+_BLOCK = tl.constexpr(16)  # rows of a diagonal block, which is inverted directly
 _BLOCKS = tl.constexpr(CHUNK // 16)
-NOTHING = tl.constexpr(-100.0)  # the log of a decay that counts as 0
-_HIGH_BITS = tl.constexpr(-65536)  # of a float32 that a bfloat16 has
+NOTHING = tl.constexpr(-100.0)  # base-2 log of the smallest decay; smaller ones count as 0
+_HIGH_BITS = tl.constexpr(-65536)  # bits of a float32 that a bfloat16 keeps
 
 
 @triton.jit
 def inverse_of(among):
-    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
+    """Returns the inverse of I + `among`, where `among` is strictly lower triangular.
 
-    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
-    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
+    The diagonal blocks are inverted first, all at once; pairs of blocks are then merged into blocks
+    of twice the size. With keys of unit length the entries of an inverse are at most 1, which does
+    not hold for powers of `among`.
     """
     inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
     return _joined(inverse, among, 2 * _BLOCK)
@@ -29,7 +30,7 @@ def inverse_of(among):
 
 @triton.jit
 def _joined(inverse, among, size: tl.constexpr):
-    """The inverses of blocks of twice the size from those of blocks of a size."""
+    """Merges inverses of blocks of `size` rows into inverses of blocks of twice the size."""
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
     between = _product(tl.where(is_between, among, 0.0), inverse)
@@ -47,7 +48,7 @@ def _inverse_of_blocks(among):
     )
     is_own = block == other
     whole = tl.reshape(among, (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
-    # Sums of one number and zeros, here and below, which have one order.
+    # Sums of one number and zeros, here and below, which are exact in any order.
     blocks = tl.sum(tl.where(is_own, whole, 0.0), 2)
     inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(blocks)
     for i in tl.static_range(_BLOCK - 1):
@@ -68,18 +69,18 @@ def _product(x, y):
 
 @triton.jit
 def add_product(total, x_high, x_low, y_high, y_low):
-    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
+    """Adds a product of split operands to `total`, the smallest parts first."""
     return total + tl.dot(x_low, y_high) + tl.dot(x_high, y_low) + tl.dot(x_high, y_high)
 
 
 @triton.jit
 def parts_of(x):
-    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
+    """Splits a number into two bfloat16 values; no compiler drops the bitwise truncation."""
     high = (x.to(tl.int32, bitcast=True) & _HIGH_BITS).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def share_of(log):
-    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
+    """Returns the decay factor 2^log, for a log of at most 0; negligible factors are 0."""
     return tl.where(log > NOTHING, tl.exp2(tl.maximum(log, NOTHING)), 0.0)

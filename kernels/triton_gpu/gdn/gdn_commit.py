@@ -39,14 +39,14 @@ def commit(
     *,
     tiles: GDNLayerTiles,
 ) -> None:
-    """Same as `shared.spec.gdn_layer.commit`, of all layers in one launch.
+    """Same as `shared.spec.gdn_layer.commit`, for all layers in one launch.
 
     Args:
-      recurrent, window, kept, slots: See `delta_mix.verify`. Where it has advanced the states, only
-        the windows follow.
-      saved_recurrent, saved_window: The snapshots of all layers.
-      path, counts, save_after: As in the specification.
-      save: Which snapshot a request's is written to; 0: none.
+      recurrent, window, kept, slots: See `gdn_layer.verify`. If it has advanced the recurrent
+        states, only the conv states are updated.
+      saved_recurrent, saved_window: Snapshots of all layers.
+      path, counts, save_after: See the specification.
+      save: Snapshot index of each request; 0 for none.
 
     Raises:
       ValueError: States are not contiguous.
@@ -85,7 +85,7 @@ def _commit_kernel(
     path_length: tl.constexpr, nodes: tl.constexpr, sizes: tl.constexpr, columns: tl.constexpr,
     advances: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per columns of a value head, request and layer."""
+    """One program per block of state columns of a value head, request and layer."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -122,7 +122,7 @@ def _commit_kernel(
     elif is_saved:
         tl.store(saved_state_at, tl.load(state_at))
 
-    # Each program writes the windows of some channels, which none other reads.
+    # Each program writes the conv state of some channels, which no other program reads.
     per_program: tl.constexpr = (C + H * parts - 1) // (H * parts)
     lane, channel = (
         tl.arange(0, 4)[:, None],
@@ -137,7 +137,7 @@ def _commit_kernel(
     if is_saved:
         saved = _window_after(window_at, inputs_at, path_at, save_after, lane, channel, is_one, C)
         tl.store(snapshots.window + save * (WINDOW * C) + at, saved, mask=is_one)
-    tl.debug_barrier()  # other threads may have read where this one writes
+    tl.debug_barrier()  # other threads may still read what this one overwrites
     tl.store(window_at + at, new, mask=is_one)
 
 
@@ -145,7 +145,7 @@ def _commit_kernel(
 def _window_after(
     window_at, inputs_at, path_at, taken, lane, channel, is_one, C: tl.constexpr
 ):  # fmt: skip
-    """Rows `taken` to `taken + 3` of the old window and a path's inputs in a row."""
+    """Returns rows `taken` to `taken + 3` of the old conv state and the path's inputs."""
     place = taken + lane
     is_new, is_old = is_one & (place >= WINDOW), is_one & (place < WINDOW)
     node = tl.load(path_at + place - WINDOW, mask=(lane < WINDOW) & (place >= WINDOW), other=0)

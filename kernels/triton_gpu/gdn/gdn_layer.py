@@ -1,10 +1,10 @@
 """Gated delta net decoding and tree verification between the two GEMMs (Triton).
 
-A program has some columns of the state of a request and value head. Convolution, norms and gates of
-all nodes are found at once and written, in a launch of their own if tiles say so; then the
-recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
-plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
-by halves, as `sum_by_halves`.
+A program processes some state columns of one request and value head. Causal convolution, norms and
+gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
+recurrence then runs from node to node, and again from the root for each path of a tree, so a node
+is bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
+all outputs of the head. Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,16 @@ from kernels.triton_gpu.gdn.gdn_tree import FirstNode, advanced, kept_of, places
 from kernels.triton_gpu.gemm.linear import launching
 
 ROWS = 4
-"""Rows normalised at once: more would take registers from the recurrence."""
+"""Rows normalised at once; more would take registers from the recurrence."""
 
 
 class GDNRequests(NamedTuple):
-    """Of a step.
+    """State slots, rows and draft trees of a step's requests.
 
     Attributes:
-      starts: The first row of each, and the end.
-      parents: Of its tree; of chains, anything.
+      slots: State slot of each request.
+      starts: First flat row of each request, and the end.
+      parents: Parent of each tree node; any array for chains.
     """
 
     slots: Any
@@ -60,14 +61,15 @@ class Scratch(NamedTuple):
 
 
 class GDNWork(NamedTuple):
-    """What a launch does, and how it is cut.
+    """Compile-time settings of a launch.
 
     Attributes:
-      nodes, lanes: The most of a request, and the power of two that has room for them.
-      rows: That are normed at once.
-      columns: Of the state, of a program.
-      advances: It is plain decoding, and the new state is written.
-      prepares, recurs: Whether nodes' rows are made for the recurrence, and whether that is run.
+      nodes, lanes: Maximum nodes of a request, and the next power of two.
+      rows: Rows normalised at once.
+      columns: State columns of a program.
+      advances: Whether this is plain decoding, which writes the new state.
+      prepares, recurs: Whether the launch computes the inputs of the recurrence, and whether it
+        runs the recurrence.
     """
 
     nodes: int
@@ -99,21 +101,21 @@ def verify(
     digits: int,
     tiles: GDNLayerTiles,
 ) -> Float[Tensor, "R values"]:
-    """Same as `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
+    """Same as `shared.spec.gdn_layer.verify` or `decode`, for flat rows grouped by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
-      conv, a_log, dt_bias, norm, eps: Of the layer.
-      recurrent, window, layer: The states of all layers, and which are read.
-      slots: The states of the requests. Those of plain decoding are different ones, but for
-        padding.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      parents: The trees; None for chains.
-      kept: What a replay needs is written to these, fields of `Kept`. Where there are inputs only,
-        each request has one node, as in plain decoding, and its recurrent state is advanced.
-      arrivals: Zeros, and zeros again afterwards: here programs count themselves.
-      digits: Of a unit of the squares: the order of their sums.
-      tiles: How the work is cut.
+      conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
+      recurrent, window, layer: States of all layers, and the index of the layer to read.
+      slots: State slot of each request; distinct in plain decoding, except for padding.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      parents: Parent of each tree node; None for chains.
+      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`. With
+        `inputs` alone, each request has one node (plain decoding) and its recurrent state is
+        advanced.
+      arrivals: Arrival counters of programs, all zero, and zero again afterwards.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
+      tiles: Tile config.
 
     Raises:
       ValueError: States are not contiguous.
@@ -167,9 +169,10 @@ def _verify_kernel(
     projected_at, out_at, weights, states, requests, kept, scratch, num_rows, num_requests,
     sizes: tl.constexpr, work: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+    """One program per block of state columns of a value head, and request.
 
-    Whatever a program reads again it has written itself, or a launch before has.
+    It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
+    earlier launch, has stored.
     """
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
@@ -189,7 +192,7 @@ def _verify_kernel(
     is_early: tl.constexpr = is_only or (work.recurs and work.is_chain and not work.prepares)
     keeps: tl.constexpr = not (work.advances and work.recurs)
     if is_early:
-        state = tl.load(state_at)  # no kernel that may still run writes it
+        state = tl.load(state_at)  # no kernel that may still be running writes it
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
@@ -214,8 +217,7 @@ def _verify_kernel(
         places = places_of(node, count, parents_at, work.is_chain)
         inputs_at = kept.inputs + number[:, None] * sizes.C
         keeps_key = (head % group == 0) & (part == 0)
-        # Each of a head's programs writes all that it reads again; done with one, it needs
-        # registers.
+        # Each program stores all that it reloads, which frees registers for the next tensor.
         channel = key_head * K
         raw, q = convolved(inputs, weights.conv, places, channel, K, sizes)
         if keeps_key:
@@ -253,7 +255,7 @@ def _verify_kernel(
         tl.store(read_at + column, sum_by_halves(state * _first(q, is_first[:, None])[:, None]))
     else:
         if work.prepares:
-            tl.debug_barrier()  # other threads read them than wrote them
+            tl.debug_barrier()  # read by other threads than the writers
         first_node = FirstNode(
             q=scratch.q + (first * K + key),
             k=kept.k + (first * K + key),
@@ -285,7 +287,7 @@ def _finish(
     projected_at, out_at, read_at, weights, head, start, count, sizes: tl.constexpr,
     rows: tl.constexpr, digits: tl.constexpr,
 ):  # fmt: skip
-    """Norms and gates what a head's nodes have read, some at once."""
+    """Applies the gated norm to a head's outputs, `rows` nodes at a time."""
     V: tl.constexpr = sizes.V
     column, weight = tl.arange(0, V)[None, :], tl.load(weights.norm + tl.arange(0, V))[None, :]
     first_gate = sizes.C + head * V
@@ -303,5 +305,5 @@ def _finish(
 
 @triton.jit
 def _first(x, is_first):
-    """What the first node has of all nodes'."""
+    """Selects the value of the first node."""
     return tl.sum(tl.where(is_first, x, 0.0), 0)

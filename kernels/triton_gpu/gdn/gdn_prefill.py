@@ -1,11 +1,11 @@
 """Gated delta net chunked prefill, in chunks of 64 rows (Triton).
 
-Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
-inverse of the system that says how what a token stores depends on those before it; then the state
-of each request and head is carried from chunk to chunk; and the outputs are normed. What the
-matrix unit multiplies is bfloat16: queries, and the reach of queries to keys, are rounded to it,
-and all that makes the states is cut into two such numbers, so that 16 of its bits count. See
-`kernels/__init__.py` for what must stay equal in the Pallas twin.
+Four kernels run in sequence: causal convolution and norms of all rows; gates of all chunks, and the
+inverse of the triangular system by which a token's update depends on earlier tokens of its chunk;
+the recurrent state of each request and head, carried from chunk to chunk; the gated norm of the
+outputs. Tensor-core operands are bfloat16. Queries and decayed query-key scores are rounded to
+bfloat16; all inputs of the state are split into two bfloat16 parts, so that 16 bits are
+significant. `kernels/__init__.py` lists what must equal the Pallas twin.
 """
 
 from functools import partial
@@ -85,23 +85,24 @@ def prefill(
     digits: int,
     tiles: GDNPrefillTiles,
 ) -> Float[Tensor, "R values"]:
-    """Same as `shared.spec.gdn_layer.prefill`, for rows in bfloat16 that lie together by request.
+    """Same as `shared.spec.gdn_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.
-      conv, a_log, dt_bias, norm, eps: Of the layer.
-      recurrent, window, layer: The states of all layers, and which are read and written.
-      saved_recurrent, saved_window: The snapshots of all layers.
-      slots: The states of the requests, different ones but for requests without rows, whose states
-        stay.
-      row_starts: First flat row of each request, and the end; rows past it are padding.
-      save_after: Rows after which a state is saved: 0, a multiple of 64, or all of the request.
-      save: Which snapshot it is written to; 0: none.
-      digits: Of a unit of the squares: the order of their sums.
-      tiles: How the work is cut.
+      conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
+      recurrent, window, layer: States of all layers, and the index of the layer to read and write.
+      saved_recurrent, saved_window: Snapshots of all layers.
+      slots: State slot of each request; distinct, except for requests without rows, which keep
+        their states.
+      row_starts: First flat row of each request, and the end; later rows are padding.
+      save_after: Rows after which a state is saved: 0, a multiple of 64, or all rows of the
+        request.
+      save: Snapshot index of each request; 0 for none.
+      digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
+      tiles: Tile config.
 
     Returns:
-      The heads' outputs side by side, zeros for padding.
+      The concatenated head outputs, zeros for padding.
 
     Raises:
       ValueError: States are not contiguous.
@@ -173,7 +174,7 @@ def _rows_kernel(
     projected_at, weights, states, requests, chunks, num_requests, lanes: tl.constexpr,
     rows: tl.constexpr, sizes: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per some rows of a chunk and head: of queries, of keys or of values."""
+    """One program per block of rows of a chunk, and query, key or value head."""
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
     key_heads: tl.constexpr = sizes.key_heads
@@ -215,7 +216,7 @@ def _rows_kernel(
 
 @triton.jit
 def _rows_of(starts_at, chunk, num_requests, lanes: tl.constexpr):
-    """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
+    """Returns the request of a chunk, its first row, the chunk's first row in it, its row count."""
     lane = tl.arange(0, lanes)
     is_one = lane < num_requests
     starts = tl.load(starts_at + lane, mask=is_one, other=0)
@@ -227,9 +228,9 @@ def _rows_of(starts_at, chunk, num_requests, lanes: tl.constexpr):
 
 @triton.jit
 def _first_chunk(start, request):
-    """The place of a request's first chunk, which depends on the rows before it alone.
+    """Returns the index of a request's first chunk, which depends on the earlier rows alone.
 
-    Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
+    Chunks of requests do not overlap: rounding adds at most one chunk per request.
     """
     return start // SIZE + request
 
@@ -239,7 +240,7 @@ def _prepare_kernel(
     projected_at, weights, requests, chunks, num_requests, lanes: tl.constexpr,
     sizes: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per value head and place of a chunk."""
+    """One program per value head and chunk."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     key_heads: tl.constexpr = sizes.key_heads
@@ -258,13 +259,13 @@ def _prepare_kernel(
     a = tl.load(gates_at + H, mask=is_row, other=0.0)
     a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
     log_decay, beta = gates(b, a, a_log, dt_bias)
-    # No less than counts, so that the sum keeps its digits after a token that forgets all.
+    # Clamped, so that the cumulative sum keeps its precision after a token with decay 0.
     log_decay = tl.where(is_row, tl.maximum(log_decay * LOG2_E, NOTHING), 0.0)
     beta = tl.where(is_row, beta, 0.0)
     total = sum_by_halves(tl.where(row[:, None] <= column[None, :], log_decay[:, None], 0.0))
     place = chunk.to(tl.int64) * H + head
     tl.store(chunks.total + place * SIZE + column, total)
-    # Masked before the power: above the diagonal the difference is positive and would overflow.
+    # Masked before exp2: above the diagonal the difference is positive and would overflow.
     is_seen = row[:, None] >= column[None, :]
     decay = share_of(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
     decay = tl.where(is_seen, decay, 0.0)
@@ -284,7 +285,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _keys(at, is_row, apart: tl.constexpr):
-    """The rows of the queries and of both parts of the keys; none past the end of a request."""
+    """Loads queries and both parts of keys; rows past the end of a request are 0."""
     q = tl.load(at, mask=is_row, other=0.0)
     high = tl.load(at + apart, mask=is_row, other=0.0)
     return q, high, tl.load(at + 2 * apart, mask=is_row, other=0.0)
@@ -295,7 +296,7 @@ def _carry_kernel(
     projected_at, states, snapshots, requests, chunks, sizes: tl.constexpr, columns: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of columns of the state, value head and request."""
+    """One program per block of state columns, value head and request."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -380,20 +381,20 @@ def _carry_kernel(
 def _move_window(
     inputs, saved_at, save_after, is_saved, first, D: tl.constexpr, sizes: tl.constexpr
 ):
-    """Writes the windows of some channels after the rows, and after what is saved."""
+    """Writes the conv state of some channels after all rows, and a copy after `save_after`."""
     lane, channel = tl.arange(0, 4), first + tl.arange(0, D)[None, :]
     is_one, at = (lane < WINDOW)[:, None], lane[:, None] * sizes.C + channel
     if is_saved:
         saved = _window_after(inputs, save_after, lane, channel, sizes)
         tl.store(saved_at + at, saved, mask=is_one)
     new = _window_after(inputs, inputs.count, lane, channel, sizes)
-    tl.debug_barrier()  # other threads may have read where this one writes
+    tl.debug_barrier()  # other threads may still read what this one overwrites
     tl.store(inputs.window + at, new, mask=is_one)
 
 
 @triton.jit
 def _window_after(inputs, taken, lane, channel, sizes: tl.constexpr):
-    """Rows `taken` to `taken + 3` of the old window and a request's rows, one behind the other."""
+    """Returns rows `taken` to `taken + 3` of the old conv state and the request's rows."""
     place, is_one = taken + lane, lane < WINDOW
     is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
     at = inputs.rows + (place - WINDOW).to(tl.int64)[:, None] * sizes.width + channel
@@ -407,13 +408,13 @@ def _norm_kernel(
     projected_at, out_at, weights, requests, chunks, num_rows, num_requests, sizes: tl.constexpr,
     rows: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per some rows and value head."""
+    """One program per block of rows and value head."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1) * rows + tl.arange(0, rows)
     column = tl.arange(0, sizes.V)[None, :]
-    keep = (row < tl.load(requests.starts + num_requests))[:, None]  # the others are padding
+    keep = (row < tl.load(requests.starts + num_requests))[:, None]  # later rows are padding
     at = (row.to(tl.int64) * sizes.H + head)[:, None] * sizes.V + column
     read = tl.load(chunks.read + at, mask=keep, other=0.0)
     first = sizes.C + head * sizes.V

@@ -1,6 +1,6 @@
 """Tree traversal of gated delta net verification (Triton).
 
-What the convolution of a node reads, and the recurrence along the paths of a tree.
+Convolution inputs of each node, and the recurrence along the paths of a tree.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kernels.triton_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
 class NodeReplay(NamedTuple):
-    """Replay inputs of each node: its row of the recurrence and of the convolution."""
+    """Replay inputs of each node, of the recurrence and of the convolution."""
 
     k: Any
     v: Any
@@ -24,13 +24,13 @@ class NodeReplay(NamedTuple):
 
 
 def kept_of(fields: Sequence[Tensor], inputs: Tensor) -> NodeReplay:
-    """Where there are inputs only, they stand for the others too, unread."""
+    """Returns the replay inputs; without the other fields, `inputs` fills their operands."""
     k, v, log_decay, beta = fields or [inputs] * 4
     return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
 class FirstNode(NamedTuple):
-    """Where a program has the numbers of its request's first node; those of the others follow."""
+    """Addresses of a program's values for the first node of its request; other nodes follow."""
 
     q: Any
     k: Any
@@ -44,7 +44,7 @@ class FirstNode(NamedTuple):
 def places_of(node, count, parents_at, is_chain: tl.constexpr):
     """Returns the indices of the four convolution inputs of each node, oldest first.
 
-    In window and inputs in a row: node i is `WINDOW + i`.
+    The indices refer to the conv state followed by the inputs: node i is `WINDOW + i`.
     """
     new = node + WINDOW
     old = _above(new, count, parents_at, is_chain)
@@ -65,7 +65,7 @@ def _above(place, count, parents_at, is_chain: tl.constexpr):
 
 @triton.jit
 def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
-    """Runs from the old state down to each node that has leaves for children, and visits those."""
+    """Visits the path from the old state to each node with leaf children, then these leaves."""
     parent = tl.load(parents_at + node, mask=(node > 0) & (node < count), other=-1)
     bit = tl.full((), 1, tl.int64) << node.to(tl.int64)
     is_leaf = tl.max((parent[:, None] == node[None, :]).to(tl.int32), axis=0) == 0
@@ -87,7 +87,7 @@ def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
 
 @triton.jit
 def visit(state, first_node, i, sizes: tl.constexpr):
-    """The state after a node; writes what its query reads from it."""
+    """Returns the state after a node, and stores the node's output."""
     of_keys, of_values = i * (sizes.H * sizes.K), i * (sizes.H * sizes.V)
     q, key = tl.load(first_node.q + of_keys), tl.load(first_node.k + of_keys)
     v, log_decay = tl.load(first_node.v + of_values), tl.load(first_node.log_decay + i * sizes.H)
@@ -98,7 +98,7 @@ def visit(state, first_node, i, sizes: tl.constexpr):
 
 @triton.jit
 def advanced(state, key, v, log_decay, beta):
-    """The state after a token."""
+    """Returns the state after a token."""
     state = state * power(log_decay)
     new = (v - sum_by_halves(state * key[:, None])) * beta
     return state + key[:, None] * new[None, :]
