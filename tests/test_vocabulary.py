@@ -15,39 +15,39 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 154,
-    "say of data": 217,
-    "ask, hear, want of data": 237,
-    "refuse": 115,
+    "tell of data": 152,
+    "say of data": 213,
+    "ask, hear, want of data": 235,
+    "refuse": 112,
     "refused by name": 2,
-    "stand": 125,
-    "lie": 61,
-    "is left": 60,
+    "stand": 112,
+    "lie": 50,
+    "is left": 55,
     "by lot": 2,
     "law": 30,
     "mailbox": 31,
     "tower": 37,
-    "that sees": 69,
+    "that sees": 54,
     "seen text": 10,
-    "turns": 77,
+    "turns": 74,
     "promise": 7,
     "asleep": 23,
-    "who, whose": 535,
-    "so many, as many": 129,
+    "who, whose": 512,
+    "so many, as many": 114,
 }
 OPENING_CEILINGS = {
     "bench": 0,
     "jax_impl": 34,
-    "kernels": 27,
+    "kernels": 0,
     "models": 0,
     "shared": 0,
     "tests": 291,
     "torch_impl": 5,
 }
 """Docstrings by top folder that open with a word of `OPENINGS`."""
-AS_CEILING = 54
-CLASS_NAME_CEILING = 78
-UNDOCUMENTED_CEILING = 185
+AS_CEILING = 52
+CLASS_NAME_CEILING = 16
+UNDOCUMENTED_CEILING = 181
 SPREAD_CEILINGS = {"# fmt: skip": 90, "f(*(a, b))": 95, "f(*name)": 948}
 
 
