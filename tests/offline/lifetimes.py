@@ -1,4 +1,4 @@
-"""A program that makes and leaves engines; `test_lifetimes.py` runs it, and reads its lines."""
+"""Program that creates and drops engines; `test_lifetimes.py` runs it and reads its output."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ backends = weakref.WeakSet()
 
 
 def load(*given):
-    """A backend of numpy, whose life is followed."""
+    """Loads a reference backend and records it in a weak set."""
     backends.add(backend := PLATFORM.load(*given))
     return backend
 
@@ -40,7 +40,7 @@ def left() -> str:
 
 
 def freed() -> None:
-    """Makes, uses and leaves four engines: a line each of what is left."""
+    """Creates, uses and drops four engines; prints remaining threads and backends after each."""
     warnings.simplefilter("always")
     for _ in range(4):
         llm = made()
@@ -57,15 +57,15 @@ def freed() -> None:
     with made() as llm:
         llm.generate([5, 6, 7], SHORT)
     print(left())
-    weakref.finalize(PLATFORM, lambda: print(left()))  # the last of them is called first
+    weakref.finalize(PLATFORM, lambda: print(left()))  # finalizers run in reverse order
     kept = made()
     parts = iter(kept.stream([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)))
     next(parts)
-    globals().update(kept=kept, parts=parts)  # until the interpreter ends
+    globals().update(kept=kept, parts=parts)  # keeps both until the interpreter exits
 
 
 def forked() -> None:
-    """Calls everything in a forked process, and leaves it as programs do: a line each."""
+    """Calls every method in a forked process, prints its error, and exits normally."""
     llm = made()
     stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=9, temperature=0))
     parts = iter(stream)

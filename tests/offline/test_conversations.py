@@ -1,4 +1,4 @@
-"""Conversations in Python are read as those that come over HTTP."""
+"""Messages, tools and template variables in Python, read like those of HTTP requests."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every request that the engine's thread takes hears of its end, and it takes none once it ends."""
+"""Requests added to an engine thread during its shutdown, and after it."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from shared.offline.engine_thread import EngineThread, Started
 
 
 class Engine:
-    """Never has anything to do, and ends when it is told that it may."""
+    """Idle engine; `add` and `close` block until the test releases them."""
 
     busy = False
 
@@ -21,7 +21,7 @@ class Engine:
         self.thread = EngineThread(lambda: Started(cast(Any, self), None, cast(Any, None), None))
 
     def add(self, request: Request) -> None:
-        self.thread.close()  # on the engine's own thread it asks for the end, and does not wait
+        self.thread.close()  # called on the engine's own thread: requests the end without waiting
         self.is_adding.set()
         self.may_add.wait(10)
 

@@ -37,7 +37,7 @@ def test_generate():
 def test_stream_http():
     with serving(["-m", "torch_impl.serve", "--port", "0", "--context-length", "256"]) as server:
         assert "#### 78" in run("stream_http", "--base-url", server.url)
-        assert "#### 78" in run("stream_http", server.url + "/v1")  # as earlier releases had it
+        assert "#### 78" in run("stream_http", server.url + "/v1")  # spelling of earlier releases
         done = ended("stream_http", "--base-url", server.url, "--model", "gpt")
     assert done.returncode == 1
     assert f"The server at {server.url} answered 404: the model 'gpt' does not exist" in done.stderr

@@ -1,4 +1,4 @@
-"""An engine ends when nobody has it any more, and a forked process never waits for it."""
+"""Lifetime of engines: end without references, and behavior in a forked process."""
 
 import os
 import subprocess

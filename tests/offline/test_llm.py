@@ -1,4 +1,4 @@
-"""The model in Python answers as the server does, and refuses as it does."""
+"""`LLM`: the same outputs and the same errors as the HTTP server."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Options in Python are checked by name and by type, and errors have Python's words."""
+"""Options of `LLM`: checks of names and types, and errors with Python spellings."""
 
 from pathlib import Path
 

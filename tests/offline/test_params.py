@@ -1,4 +1,4 @@
-"""Parameters in Python have the bounds that they have over HTTP, and take any library's numbers."""
+"""`SamplingParams`: the bounds of the HTTP API, and numbers of NumPy, torch and JAX."""
 
 from collections import UserDict
 
@@ -13,7 +13,7 @@ from shared.server.protocol.openai_types import CompletionRequest
 
 def test_sampling_params_bounds_equal_http_schema():
     document = CompletionRequest.model_json_schema()
-    parts = [*document["$defs"].values(), document]  # most drafts are a field of a part
+    parts = [*document["$defs"].values(), document]  # some fields are nested
     schema = {name: field for part in parts for name, field in part.get("properties", {}).items()}
     found = {}
     for name in BOUNDS:

@@ -1,4 +1,4 @@
-"""Values of any library are read as Python's own, or are no such value: nothing gets lost."""
+"""Conversion of NumPy, torch and JAX values to Python values, without loss."""
 
 import array
 import collections
@@ -18,7 +18,7 @@ MESSAGE = {"role": "user", "content": "a"}
 
 
 def lists_of(items):
-    """The items in every kind of list that keeps their order."""
+    """Yields the items in every kind of ordered iterable."""
     yield from (list(items), tuple(items), collections.deque(items), collections.UserList(items))
     yield from (iter(items), (item for item in items), map(lambda item, _: item, items, items))
     yield type("Prompts", (), {"__iter__": lambda self: iter(items)})()

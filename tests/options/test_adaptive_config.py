@@ -1,4 +1,4 @@
-"""The file that names draft shapes, and the shapes and programs that follow."""
+"""`--speculative-adaptive-config`: its file, and the draft shapes and programs of a start."""
 
 from __future__ import annotations
 

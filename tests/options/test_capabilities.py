@@ -1,7 +1,7 @@
-"""What the list of refusals says is so: each example is refused, and all else is served.
+"""Rules of unsupported combinations: each example is rejected, all other combinations are served.
 
-Every drafter meets every accept rule, shape, page size, overlap and field of a request once,
-through the real start up to the engine, on the numpy backend.
+Every drafter runs once with every accept rule, draft shape, page size, overlap depth and request
+field. The runs use the real startup code and the engine, on the reference backend.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from tests.support.tiny_heads import (
 )
 from tests.support.tiny_models import tiny_model, write_tiny
 
-JOINED = [
+MERGED = [
     "NEXTN+NGRAM",
     *(pytest.param(n, marks=pytest.mark.matrix) for n in JOINED_ALGORITHMS if n != "NEXTN+NGRAM"),
 ]
 FAMILY = "qwen3_5"
 
 FEW_SHAPES = ("NEXTN", "EAGLE", MODEL_ALGORITHM)
-"""Drafters of which an adaptive start measures two shapes; EAGLE3 has those of a default start."""
+"""Drafters whose adaptive start measures two shapes; EAGLE3 measures the default shapes."""
 
 
 @dataclass(frozen=True)
-class House:
-    """Folders of a model and of a head of each kind, and what they serve."""
+class DraftFolders:
+    """Folders of a model and of a draft head of each kind, and engines made from them."""
 
     folder: Path
 
     def start(self, drafter: str, flags: tuple[str, ...]) -> list[str]:
-        """The command line of a drafter's plain start, and more flags."""
+        """Returns the command line of a drafter's minimal start with more flags."""
         line = ["--model-path", str(self.folder / "model"), "--max-running-requests", "3"]
         line += ["--context-length", "128", "--chunked-prefill-size", "64"]
         if drafter != "none":
@@ -76,7 +76,7 @@ class House:
         return [word for pair in pairs if pair[0] not in given for word in pair] + list(flags)
 
     def serve(self, line: list[str]) -> dict[int, Outcome]:
-        """Texts of `requests`, by the start's own steps."""
+        """Returns the outcomes of `requests` from the engine of a command line."""
         engine, backend = self._started(line)
         try:
             return drive(engine, requests(backend.capacity.vocab))
@@ -84,7 +84,7 @@ class House:
             engine.close()
 
     def parity(self, line: list[str]) -> dict[str, float]:
-        """What the start's checks say of `requests`."""
+        """Returns the shadow verification metrics after `requests`."""
         engine, backend = self._started(line)
         checked = engines.with_shadow_verify(engine, backend, parse(line).engine.shadow_verify_rate)
         try:
@@ -108,8 +108,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> House:
-    folder = tmp_path_factory.mktemp("house")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> DraftFolders:
+    folder = tmp_path_factory.mktemp("drafters")
     (folder / "shapes.json").write_text('{"candidate_steps": [1, 3]}')
     target, weights = tiny_model(FAMILY, 0)
     write_tiny(folder / "model", FAMILY, 0)
@@ -121,7 +121,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     write_tiny(folder / MODEL_ALGORITHM, FAMILY, 2, with_mtp=False)
     for name in ("model", MODEL_ALGORITHM):
         save_tokenizer(folder / name)
-    return House(folder)
+    return DraftFolders(folder)
 
 
 FIELDS: dict = {
@@ -139,7 +139,7 @@ FIELDS: dict = {
 
 
 def requests(vocab: int) -> list[Request]:
-    """A greedy one, one with every field that chooses tokens, and one that allows no drafts."""
+    """Returns a greedy request, one with every sampling field, and one without drafts."""
     everything = FIELDS | {"stop_token_ids": (3, 9), "logit_bias": {7: 1.5, vocab - 1: -2.0}}
     asked = [{"temperature": 0.0}, everything, {"temperature": 0.8, "max_draft_tokens": 0}]
     return [
@@ -172,22 +172,22 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def plain(house: House) -> dict[int, Outcome]:
-    return house.serve(house.start("none", ()))
+def plain(folders: DraftFolders) -> dict[int, Outcome]:
+    return folders.serve(folders.start("none", ()))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("drafter", [*ALGORITHMS, *JOINED])
+@pytest.mark.parametrize("drafter", [*ALGORITHMS, *MERGED])
 def test_allowed_combinations_serve_expected_tokens(
-    drafter: str, setting: str, house: House, plain: dict[int, Outcome]
+    drafter: str, setting: str, folders: DraftFolders, plain: dict[int, Outcome]
 ) -> None:
-    line = house.start(drafter, SETTINGS[setting])
+    line = folders.start(drafter, SETTINGS[setting])
     if blocked(drafter, line):
         with pytest.raises(ConfigError):
-            house.serve(line)
+            folders.serve(line)
         return
-    served = house.serve(line)
-    # What the drafts of the rejection rule cannot change.
+    served = folders.serve(line)
+    # Rejection sampling may change sampled tokens, but not greedy or undrafted ones.
     is_text_kept = setting in ("chain", "tree", "adaptive", "grammar") or drafter == HOST_ALGORITHM
     same = plain.keys() if is_text_kept else (0, 2)
     for number in plain:
@@ -195,16 +195,16 @@ def test_allowed_combinations_serve_expected_tokens(
         assert number not in same or served[number].tokens == plain[number].tokens
 
 
-@pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *JOINED])
-def test_shadow_verify_matches_for_all_drafters(drafter: str, house: House) -> None:
-    parity = house.parity(house.start(drafter, ("--shadow-verify-rate", "1")))
+@pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *MERGED])
+def test_shadow_verify_matches_for_all_drafters(drafter: str, folders: DraftFolders) -> None:
+    parity = folders.parity(folders.start(drafter, ("--shadow-verify-rate", "1")))
     assert parity['requests_total{result="match"}'] == 3
     assert parity['requests_total{result="mismatch"}'] == 0
     assert parity['requests_total{result="dropped"}'] == 0
 
 
 def blocked(drafter: str, line: list[str]) -> list[str]:
-    """What the rules say of a start whose files are right."""
+    """Returns the violated rules of a start whose files are valid."""
     model, _ = tiny_model(FAMILY, 0)
     return refusals(
         RuleContext(options=parse(line), model=model, has_mtp=True, **drafting(drafter))
@@ -212,30 +212,30 @@ def blocked(drafter: str, line: list[str]) -> list[str]:
 
 
 def drafting(drafter: str) -> dict:
-    """What the files of a drafter's plain start tell."""
+    """Returns the fields of a `RuleContext` that a drafter's files determine."""
     own = drafter.removesuffix(WITH_COPIES)
     head_kind = own if own in HEAD_ALGORITHMS else None
     nodes = BLOCK_SIZE if head_kind in BLOCK_ALGORITHMS else None
     return {"head_kind": head_kind, "block": nodes}
 
 
-def test_accept_rules_supported_by_all_drafters(house: House) -> None:
+def test_accept_rules_supported_by_all_drafters(folders: DraftFolders) -> None:
     for drafter in ALGORITHMS:
         for setting in ("chain", "adaptive", "rejection", "block"):
-            assert not blocked(drafter, house.start(drafter, SETTINGS[setting]))
+            assert not blocked(drafter, folders.start(drafter, SETTINGS[setting]))
 
 
 EXAMPLES = [rule for rule in RULES if rule.example is not None]
 
 
 @pytest.mark.parametrize("rule", EXAMPLES, ids=lambda rule: rule.reason[:50])
-def test_rule_example_is_rejected_with_its_reason(rule, house: House) -> None:
+def test_rule_example_is_rejected_with_its_reason(rule, folders: DraftFolders) -> None:
     example = rule.example
     family = example.model_type or FAMILY
     model, _ = tiny_model(family, 0, with_mtp=example.model_type is None)
 
     def setup(flags: tuple[str, ...]) -> RuleContext:
-        options = parse(house.start(example.drafter, flags))
+        options = parse(folders.start(example.drafter, flags))
         has_mtp = example.model_type is None
         return RuleContext(
             options=options, model=model, has_mtp=has_mtp, **drafting(example.drafter)
@@ -245,12 +245,12 @@ def test_rule_example_is_rejected_with_its_reason(rule, house: House) -> None:
     assert rule.sentence(refused.words()) in refusals(refused)
     if example.model_type is None:
         assert refusals(setup(())) == []
-        with pytest.raises(ConfigError) as told:  # by the start too, which reads the files
-            house.serve(house.start(example.drafter, example.flags))
+        with pytest.raises(ConfigError) as told:  # also by the startup code, which reads the files
+            folders.serve(folders.start(example.drafter, example.flags))
         assert rule.sentence(refused.words()) in str(told.value).splitlines()
 
 
-def test_startup_error_lists_all_violated_rules(house: House) -> None:
+def test_startup_error_lists_all_violated_rules(folders: DraftFolders) -> None:
     flags = (
         "--speculative-accept-rule",
         "rejection",
@@ -260,7 +260,7 @@ def test_startup_error_lists_all_violated_rules(house: House) -> None:
         "--disable-overlap-schedule",
     )
     with pytest.raises(ConfigError) as refused:
-        house.serve(house.start("NEXTN", flags))
+        folders.serve(folders.start("NEXTN", flags))
     told = str(refused.value).splitlines()
     assert len(told) == 2
     assert any(

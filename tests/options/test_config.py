@@ -1,4 +1,4 @@
-"""Flags are known, refused by name, or settled by the memory plan; none is silently ignored."""
+"""Command-line flags: parsed values, defaults, invalid values and unsupported flags."""
 
 import dataclasses
 import re
@@ -126,7 +126,7 @@ REFUSED = {
 
 
 def faults(line: list[str]) -> list[str]:
-    """What the flags' parser says, or else the rules over a model that has all they need."""
+    """Returns the error of the flag parser, or else the violated rules of a complete model."""
     try:
         return refusals(setup(line))
     except ConfigError as error:
@@ -148,14 +148,14 @@ def test_unsupported_flag_raises_with_reason(name):
 
 
 def test_unsupported_flag_reasons_name_existing_flags():
-    """A reason that outlives a flag would send its reader to another error."""
+    """A reason that names a removed flag would lead the user to another error."""
     for name, reason in UNSUPPORTED_FLAGS.items():
         for named in re.findall(r"--[a-z-]+", reason):
             assert named in FLAGS, (name, reason)
 
 
 def test_unsupported_flag_reasons_deny_no_supported_dtype():
-    """Weights may be stored in FP8 and served in bfloat16, which are deterministic too."""
+    """FP8 checkpoints and bfloat16 are supported and deterministic."""
     assert not [reason for reason in UNSUPPORTED_FLAGS.values() if "float32" in reason]
     assert parse(["--quantization", "fp8", "--dtype", "bfloat16"]).model.quantization == "fp8"
 
@@ -368,7 +368,7 @@ def test_refusals_report_all_violations():
 
 
 NODES_6 = ["--speculative-num-draft-tokens", "6"]
-LOT = "--speculative-simulate-accept-length"
+SIMULATE = "--speculative-simulate-accept-length"
 
 
 @pytest.mark.parametrize(
@@ -382,16 +382,18 @@ LOT = "--speculative-simulate-accept-length"
     ],
 )
 def test_simulate_accept_length_sets_accept_rates(text, rates):
-    assert parse([*NEXTN, LOT, text]).speculative.accept_rates == rates
+    assert parse([*NEXTN, SIMULATE, text]).speculative.accept_rates == rates
     assert parse(NEXTN).speculative.accept_rates is None
 
 
 @pytest.mark.parametrize("text", ["0.5", "nan", "inf", "65", "0.5,1.1", "0.5,", "-1,0.5", "two"])
 def test_simulate_accept_length_rejects_invalid_value(text):
-    with pytest.raises(ConfigError, match=f"{LOT} must be a number of tokens from 1 to 64, or"):
-        parse([*NEXTN, f"{LOT}={text}"])
+    with pytest.raises(
+        ConfigError, match=f"{SIMULATE} must be a number of tokens from 1 to 64, or"
+    ):
+        parse([*NEXTN, f"{SIMULATE}={text}"])
 
 
 def test_simulate_accept_length_requires_drafter():
-    with pytest.raises(ConfigError, match=f"{LOT} requires a drafter"):
-        parse([LOT, "2"])
+    with pytest.raises(ConfigError, match=f"{SIMULATE} requires a drafter"):
+        parse([SIMULATE, "2"])

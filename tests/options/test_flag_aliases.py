@@ -107,11 +107,11 @@ SERVED = {
     **{"grammar": "--grammar-backend", "image": "--max-image-tokens", "tool": "--tool-call-parser"},
     **{"reasoning": "--reasoning-parser", "trace": "--otlp-traces-endpoint"},
 }
-"""Words for what the server does, with a flag that proves it."""
+"""Words for supported features, with a flag of each."""
 
 
 def test_unsupported_reason_denies_no_served_feature():
-    """A reason that names a served feature must say which flag turns it on, not deny it."""
+    """A reason that names a supported feature must name the flag that enables it."""
     assert {*SERVED.values()} <= FLAGS.keys()
     for name, reason in UNSUPPORTED_FLAGS.items():
         served = [word for word in SERVED if re.search(rf"\b{re.escape(word)}", reason.lower())]

@@ -1,4 +1,4 @@
-"""The page of flags is made of the flags."""
+"""`docs/server_flags.md` equals its generator."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_version_lists_server_and_backend_versions(capsys):
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """The completions that bash offers for the last word."""
+    """Returns the completions that bash offers for the last word."""
     code = f"""{script}
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_tandem; printf '%s\\n' "${{COMPREPLY[@]}}"
 """

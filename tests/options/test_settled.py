@@ -1,4 +1,4 @@
-"""A memory plan leaves no option open, counts what is there, and takes what it may."""
+"""Memory plan: resolved options, bytes of the real arrays, and the limits of the device."""
 
 import pytest
 
@@ -43,7 +43,7 @@ LINES = {
 
 
 def planned(case):
-    """The plan and the device of a line of `LINES`."""
+    """Returns the memory plan and the device of a case of `LINES`."""
     line, device = LINES[case]
     drafts = DrafterSpec.of_mtp(MODEL) if "NEXTN" in line else DrafterSpec.none()
     if "EAGLE3" in line:
@@ -67,7 +67,7 @@ def test_memory_plan_equals_array_bytes(case):
     assert sizes.get("draft KV", 0) == expected * positions
 
     def bytes_of(weights):
-        kept = ("a_log", "dt_bias", "norm", "draft_ids")  # whatever the type of the model
+        kept = ("a_log", "dt_bias", "norm", "draft_ids")  # float32 for every dtype of the model
         return sum(w.size * (4 if name.endswith(kept) else item) for name, w in weights.items())
 
     draft_weights = bytes_of(DRAFT_HEAD.weights)
@@ -104,7 +104,7 @@ def test_resolved_config_is_complete_with_all_programs(case):
         drafted = program.work is StepKind.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
     decodes = {p.shape.nodes for p in capacity.programs if p.work is StepKind.DECODE}
-    # The host may have no draft for any row; a drafter on the device always has a tree.
+    # A step with host drafts may have no drafts; a device drafter always drafts a tree.
     is_plain = not drafts or settled.draft.drafts_on_host
     trees = {settled.draft.num_draft_tokens} if drafts else set()
     assert decodes == trees | ({1} if is_plain else set())
@@ -168,7 +168,7 @@ def test_memory_plan_fits_free_gpu_memory():
 
 @pytest.mark.parametrize(("copies", "interval"), [(31, 64), (32, 128)])
 def test_track_interval_covers_ngram_draft_tokens(copies, interval):
-    """Two steps may add 33 tokens each, where one path may be of copies alone."""
+    """Two steps may add 33 tokens each, because one path may consist of n-gram drafts alone."""
     line = ["--speculative-algorithm", "NEXTN+NGRAM"]
     line += ["--speculative-ngram-num-draft-tokens", str(copies)]
     planned = plan(parse(line), MODEL, DrafterSpec.of_mtp(MODEL), CPU, COSTS)

@@ -1,4 +1,4 @@
-"""What reaches a chat template: messages as the client wrote them, parts where it reads them."""
+"""Input of a chat template: messages with the client's keys, content parts if it reads parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READING = {
     "namespace": f"{{% set ns = namespace(c=1) %}}{{% set ns.c = messages[0].content %}}"
     f"{looped('ns.c')}",
     "with": f"{{% with c = messages[0].content %}}{looped('c')}{{% endwith %}}",
-    "macro": (  # as Qwen3.5's
+    "macro": (  # form of Qwen3.5's template
         "{% macro write(given, more) %}{% if given is string %}{{ given }}{% else %}"
         f"{looped('given')}{{% endif %}}{{% endmacro %}}"
         "{% for m in messages %}{{ write(m.content, true) }}{% endfor %}"
@@ -45,7 +45,7 @@ READING = {
     "choice": looped("messages[0].content or []"),
 }
 JOINING = {
-    "as it is": "{{ messages[0].content }}",
+    "unchanged": "{{ messages[0].content }}",
     "lines": "{% for line in messages[0].content.split('\\n') %}{{ line + '\\n' }}{% endfor %}",
     "other loops": "{% for m in messages %}{% for t in m.tool_calls or [] %}{% endfor %}"
     "{{ m.content }}{% endfor %}",
@@ -53,7 +53,7 @@ JOINING = {
 
 
 def rendered(source: str, messages: list[dict[str, Any]], **more: Any) -> str:
-    """What a request's messages become."""
+    """Returns the prompt text of a request's messages."""
     request = parse(json.dumps({"messages": messages, **more}).encode(), ChatRequest)
     return ChatTemplate(source, {}).render(conversation_of(request))
 
@@ -119,7 +119,7 @@ def test_chat_template_preserves_key_order():
 
 
 def read(message: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of calls as templates expect them."""
+    """Returns the message with the arguments of its tool calls as objects."""
     calls = message.get("tool_calls", [])
     loaded = [{**c, "function": {**c["function"], "arguments": {"b": 1, "a": [2]}}} for c in calls]
     return {**message, "tool_calls": loaded} if calls else message

@@ -1,4 +1,4 @@
-"""Which of a folder's chat templates a conversation gets, as transformers picks it."""
+"""Selection among several chat templates of a folder, equal to transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A last message that is continued: the text ends where its content ends, as in transformers."""
+"""`continue_final_message`: the prompt ends with the last message, equal to transformers."""
 
 from __future__ import annotations
 

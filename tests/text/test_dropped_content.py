@@ -1,7 +1,7 @@
-"""What a request says stands in the prompt, or the request is refused; templates of five families.
+"""Content that a chat template drops raises an error; templates of five model families.
 
-Each value that is drawn has a word of its own, so that what a template left out is known without
-the product's judgement, from what transformers makes of the same template.
+Each generated value is a unique word. The prompt that transformers renders with the same template
+therefore shows independently which values the template dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_render_keeps_all_content_or_raises(family: str, oracle: Any) -> None:
     render = ChatTemplate(TEMPLATES[family], {}).render
     refused = count_refused(render, oracle, TEMPLATES[family])
-    # Else the property would prove little; two families leave out nothing.
+    # The property requires enough cases of both kinds; two families drop nothing.
     assert refused[False] >= 20
     assert refused[True] >= 5 or family in ("qwen3", "deepseek")
 

@@ -1,7 +1,7 @@
-"""Grammars of forms and of calls: which texts they are of, token by token.
+"""Grammars of structured outputs and tool calls: texts that they accept, token by token.
 
-Each text is written in several ways: in bytes, and with the marks as the tokens that real
-tokenizers have for them, special or not.
+Each text is tokenized in several ways: as bytes, and with delimiters as single tokens, special or
+not, as real tokenizers have them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ELEMENTS = (
 
 KINDS = {
     "bytes": byte_tokenizer,
-    "marks": lambda: marked_tokenizer(special=False),
-    "special marks": lambda: marked_tokenizer(special=True),
+    "delimiter tokens": lambda: marked_tokenizer(special=False),
+    "special delimiter tokens": lambda: marked_tokenizer(special=True),
 }
 
 
@@ -75,7 +75,7 @@ def compiler_of(tokenizer: Tokenizer) -> Compiler:
 
 
 def follows(grammar: str, text: str) -> bool | None:
-    """Whether a text is of a grammar, however it is written; None: it is the beginning of one."""
+    """Returns True if the grammar accepts the text in every tokenization, None for a prefix."""
     (found,) = {found for kind in KINDS for found in _ways(grammar, text, kind)}
     return found
 
@@ -92,7 +92,7 @@ def _ways(grammar: str, text: str, kind: str) -> Iterator[bool | None]:
 
 
 def allowed(grammar: str, text: str, kind: str) -> set[int]:
-    """The tokens that may follow a text, written as the tokenizer writes it."""
+    """Returns the token ids that may follow a text in the tokenizer's own tokenization."""
     matcher, bits = compiler(kind).compile(grammar).matcher(), np.zeros(-(-VOCAB // 32), np.int32)
     assert all(map(matcher.take, tokenizer(kind).encode(text, add_special_tokens=False).ids))
     assert matcher.fill(bits)
@@ -126,7 +126,7 @@ def test_optional_call_grammar_accepts_text_or_valid_calls(style, call):
     for right in ("", "hi <b> you", call):
         assert follows(grammar, right)
     assert follows(grammar, call.replace("city", "town")) is False
-    if style != "llama3":  # whose calls are the whole text
+    if style != "llama3":  # a llama3 call is the whole text
         assert follows(grammar, f"Well: {call}\n{call} So.")
         assert follows(grammar, f"{call}<tool_call>garbage") is False
 
@@ -155,7 +155,7 @@ def test_output_format_applies_after_reasoning(lead):
 
 @pytest.mark.parametrize(("style", "call"), [("hermes", TAGGED), ("llama3", BARE)])
 def test_call_grammar_constrains_calls_after_optional_reasoning(style, call):
-    """Its parser reads a call behind the thought, which is held to its function like any."""
+    """The parser reads a call after the reasoning, so the grammar constrains it as well."""
     calls = ToolCallSpec(style=style, tools=[("weather", CITY)], many=True, free="text")
     grammar = GrammarRequest(form=None, calls=calls, lead="maybe").grammar()
     for thought in ("", "<think>hm</think>\n\n", "\n<think></think>"):
@@ -172,7 +172,7 @@ def test_call_grammar_applies_after_open_reasoning():
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED.replace('city', 'town')}") is False
 
 
-@pytest.mark.parametrize("kind", ["marks", "special marks"])
+@pytest.mark.parametrize("kind", ["delimiter tokens", "special delimiter tokens"])
 @pytest.mark.parametrize(
     ("style", "free", "lead", "text", "mark"),
     [
@@ -203,7 +203,7 @@ def test_free_text_grammar_excludes_hidden_special_tokens():
 
 @pytest.mark.parametrize("text", ["<think>", "a</tool_call>b", "<|end|>"])
 def test_forced_text_excludes_special_tokens_of_same_name(text):
-    """The tokens that a form forces say its text: special ones, which nobody sees, are none."""
+    """Forced tokens decode to the text; hidden special tokens never replace it."""
     for kind in KINDS:
         for grammar in (of_choices([text]), of_schema({"const": text})):
             matcher, tokens = compiler(kind).compile(grammar).matcher(), []
@@ -220,13 +220,13 @@ def test_forced_text_excludes_special_tokens_of_same_name(text):
 
 
 def test_lark_names_tokens_by_id_or_text():
-    number = tokenizer("marks").token_to_id(CALL)
+    number = tokenizer("delimiter tokens").token_to_id(CALL)
     for grammar in (f'start: <[{number}]> "a"', f'start: "{CALL}" "a"', 'start: <|user|> "a"'):
-        assert allowed(of_lark(grammar), "", "marks")
+        assert allowed(of_lark(grammar), "", "delimiter tokens")
     with pytest.raises(
         InvalidGrammarError, match='unknown special token: "<tool_call>".* as a quoted string'
     ):
-        compiler("marks").compile(of_lark(f'start: {CALL} "a"'))
+        compiler("delimiter tokens").compile(of_lark(f'start: {CALL} "a"'))
 
 
 def test_llama3_call_may_follow_python_tag():
@@ -256,7 +256,7 @@ def test_matcher_fault_names_cause():
 
 
 def test_schema_grammar_limits_white_space():
-    """A model that writes it for ever would never come to the end of its answer."""
+    """Otherwise a model that writes white space forever would never end its output."""
     grammar = of_schema({"type": "object", "properties": {"a": {"type": "null"}}})
     assert follows(grammar, '{\n  "a": null\n}')
     assert follows(grammar, json.dumps({"a": None}, indent=8))

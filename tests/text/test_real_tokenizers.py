@@ -1,4 +1,4 @@
-"""Grammars on tokenizers of real models: each is followed to its end, and what it says is read."""
+"""Grammars on tokenizers of real models: random outputs that the parsers must read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text_of(tokenizer: RealTokenizer, wanted: GrammarRequest, seed: int, begun: 
 @pytest.mark.parametrize("free", [None, "text", "answer"])
 @pytest.mark.parametrize("style", STYLES)
 def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lead):
-    """Begun by the token of its mark where the tokenizer has it."""
+    """The output begins with the token of the call's delimiter if the tokenizer has one."""
     calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)
     form = OutputFormat(kind="schema", value=SCHEMA) if free == "answer" else None
     thought = {None: "", "open": f"hm{THINK_END}", "maybe": f"{THINK}hm{THINK_END}"}[lead]
@@ -65,7 +65,7 @@ def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lea
         said = Said(dict(TOOLS), None, are_calls_held=True)
         parser = new_parser(style, said, None if lead is None else lead == "open")
         found = parser.push(text) + parser.flush(was_cut=False)
-        assert free == "text" or not found.text.strip()  # a token may end a mark and begin a text
+        assert free == "text" or not found.text.strip()  # a token may span a delimiter's end
         assert not begun or found.reasoning == ("hm" if lead else "")
         (call,) = found.tool_calls
         jsonschema.validate(json.loads(call.arguments), dict(TOOLS)[call.name])
@@ -103,7 +103,7 @@ def test_real_tokenizer_writes_names_of_tokens(tokenizer, kind, value, pattern):
 
 
 def test_render_keeps_all_content_or_raises(tokenizer):
-    """With the model's own template, as transformers reads it; each refusal has its reason."""
+    """Uses the model's own template; transformers confirms each dropped value."""
     if not tokenizer.shown.has_chat_template:
         pytest.skip("the tokenizer has no chat template")
     oracle, render = AutoTokenizer.from_pretrained(tokenizer.folder), tokenizer.shown.render_chat

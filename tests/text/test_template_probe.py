@@ -1,4 +1,4 @@
-"""Parsers that are chosen by the chat template: each reads the calls that the template writes."""
+"""Tool call and reasoning parsers detected from the chat template."""
 
 from __future__ import annotations
 

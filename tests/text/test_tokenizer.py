@@ -1,4 +1,4 @@
-"""Text in pieces: characters over several tokens, stop strings over borders, counts that agree."""
+"""Incremental detokenization, stop strings across chunks, chat templates, tokenizer files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WORDS = ["▁hello", "▁world", "s"]
 
 
 def byte_id(byte: int) -> int:
-    """The token of a single byte, of `space_tokenizer`."""
+    """Returns the token id of a single byte in `space_tokenizer`."""
     return len(WORDS) + byte
 
 
 def space_tokenizer() -> Tokenizer:
-    """Llama 2's kind: a word's space is part of it, single bytes stand for rare characters."""
+    """Returns a tokenizer like Llama 2's: words with their space, byte fallback for others."""
     words = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -55,7 +55,7 @@ def event(tokens: list[int], accepted: int | None, reason: FinishReason | None =
 
 
 def with_logprobs(given: Event) -> Event:
-    """The same event with logprobs that tell the tokens apart."""
+    """Returns the same event with a different logprob for each token."""
     return given._replace(logprobs=[(-float(t), [(t, -float(t))]) for t in given.tokens])
 
 
@@ -68,7 +68,7 @@ def test_detokenizer_never_splits_characters():
     given_pieces = pieces(BYTES, [], list(TEXT.encode()))
     assert "".join(given_pieces) == TEXT
     assert REPLACEMENT not in "".join(given_pieces)
-    assert given_pieces[1:3] == ["", "é"]  # both of its bytes are tokens
+    assert given_pieces[1:3] == ["", "é"]  # each of its two bytes is a token
 
 
 @given(st.lists(st.integers(0, 255), max_size=80))
@@ -97,7 +97,7 @@ def test_detokenizer_joins_byte_tokens_to_characters():
 
 
 def space_tokens(text: str) -> list[int]:
-    """A text in tokens of `space_tokenizer`: its words where they stand, single bytes elsewhere."""
+    """Tokenizes for `space_tokenizer`: its words as tokens, all else as single bytes."""
     words, tokens = {" hello": 0, " world": 1}, []
     for part in re.split("( hello| world)", text):
         tokens += [words[part]] if part in words else [3 + byte for byte in part.encode()]
@@ -112,7 +112,7 @@ RUNS = ["🎉🎉", "👍🏽", "❤️", "😀😁😂 ab", "— “quoted” �
 def test_detokenizer_byte_token_runs_equal_text(text, prompt):
     given_pieces = pieces(space_tokenizer(), prompt, space_tokens(text))
     assert "".join(given_pieces) == text
-    assert given_pieces[-1] == ""  # nothing waits for the end
+    assert given_pieces[-1] == ""  # no text is held back until the end
     assert len([piece for piece in given_pieces if piece]) >= len(re.findall(r"\W", text)) / 2
 
 
@@ -184,7 +184,7 @@ def test_stop_string_matcher_holds_back_partial_match():
 
 
 def test_stop_string_truncates_tokens_text_and_statistics():
-    """Others cut tokens, usage and statistics at different lengths (s#26163, s#39826)."""
+    """Other servers truncate tokens, usage and statistics differently (s#26163, s#39826)."""
     choice = new_choice(("lo w",))
     choice.take(event(list(b"h"), None))
     choice.take(event(list(b"ell"), 2))
@@ -199,7 +199,7 @@ def test_stop_string_truncates_tokens_text_and_statistics():
 
 
 def test_stop_string_truncates_logprobs_with_offsets():
-    """Others cut tokens and logprobs at different lengths (s#26163, s#39826)."""
+    """Other servers truncate tokens and logprobs differently (s#26163, s#39826)."""
     choice = new_choice(("lo",))
     choice.take(with_logprobs(event(list("é".encode()), None)))
     piece = choice.take(with_logprobs(event(list(b"hel"), 2)))
@@ -212,7 +212,7 @@ def test_stop_string_truncates_logprobs_with_offsets():
 
 
 def test_stop_string_takes_precedence_over_length():
-    """A length cap hid an earlier stop elsewhere (s#31599)."""
+    """Another server reported the length limit despite an earlier stop string (s#31599)."""
     choice = new_choice(("b",))
     piece = choice.take(event(list(b"abc"), 2, FinishReason.LENGTH))
     assert (piece.delta.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
@@ -246,7 +246,7 @@ def test_encode_chat_renders_template_and_raises_its_errors(tmp_path):
         tokenizer.encode_chat([{"role": "system", "content": "x"}])
 
 
-# As templates for training on answers alone mark these, loops and scopes within.
+# Marks of assistant output for training, with loops and scopes inside.
 MARKED = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set x = 1 %}"
@@ -280,7 +280,7 @@ ROLES = (
 
 
 def test_developer_role_becomes_system_if_unsupported(tmp_path):
-    """Others pass the role on, and most templates drop the message without a word (s#40082)."""
+    """Other servers pass the role on, and most templates drop such a message (s#40082)."""
     save_tokenizer(tmp_path)
     messages = [{"role": "developer", "content": "be brief"}]
     known = "{# developer #}{{ messages[0].role }} {{ messages[0].content }}"
@@ -339,7 +339,7 @@ def test_tokenizer_from_empty_folder_returns_none(tmp_path):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_decode_shows_delimiters_that_are_special_tokens(tmp_path, special):
-    """Its parser would never find it; where there is none it is as hidden as others."""
+    """The parser needs the delimiter; without a parser it is hidden like other special tokens."""
     save_tokenizer(tmp_path, marked_tokenizer(special=special))
     text = "<think>hm</think><tool_call>{}</tool_call>"
     for marks, shown in ((marks_of("hermes", "qwen3"), text), ((), "hm{}" if special else text)):
@@ -351,7 +351,7 @@ def test_decode_shows_delimiters_that_are_special_tokens(tmp_path, special):
         assert "".join(pieces(tokenizer, [], tokens)) == shown
 
 
-CALLS_ALONE = (  # as DeepSeek V3's
+CALLS_ALONE = (  # form of DeepSeek V3's template
     "{% for m in messages %}{% if m.role == 'tool' %}<out>{{ m.content }}{% elif m.tool_calls %}"
     "{% for call in m.tool_calls %}<call>{{ call.function.name }}{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -359,7 +359,7 @@ CALLS_ALONE = (  # as DeepSeek V3's
 LISTING = {
     "at once": "{% if tools %}{{ tools | tojson }}{% endif %}",
     "where it is defined": "{% if tools is defined %}{{ tools | tojson }}{% endif %}",
-    "with a default": (  # as Llama 3.1's
+    "with a default": (  # form of Llama 3.1's template
         "{% if not tools is defined %}{% set tools = none %}{% endif %}"
         "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
     ),
@@ -394,7 +394,7 @@ def test_render_writes_tools_for_any_template_form(way):
 
 @pytest.mark.parametrize("part", ["tools", "messages"])
 def test_render_rejects_omitted_function(part: str):
-    """It knows tools and calls, and writes neither here."""
+    """The template mentions tools and calls, and writes neither for these messages."""
     template = template_of("{% if tools == 1 %}{{ tools }}{% endif %}{# tool_calls #}")
     called = [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]
     asked = Conversation([], [CALLED]) if part == "tools" else Conversation(called)

@@ -1,4 +1,4 @@
-"""Tokens that stand beside tokenizer.json are the tokenizer's, as in transformers."""
+"""Added tokens in files next to tokenizer.json, equal to transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_added_token_files_match_transformers(tmp_path: Path, name: str):
     tokens = tokenizer.encode_more(text)
     assert tokens == [ord("a"), FIRST, ord("b"), FIRST + 1]
     assert tokens == AutoTokenizer.from_pretrained(tmp_path).encode(text)
-    assert tokenizer.decode(tokens) == f"a{TOOL}b"  # the other one is special
+    assert tokenizer.decode(tokens) == f"a{TOOL}b"  # the other added token is special
     assert tokenizer.end_id == FIRST + 1
 
 

@@ -1,4 +1,4 @@
-"""Calls that are forced: whatever a grammar lets through is read as a call of its schema."""
+"""Grammars of forced tool calls: every accepted text parses as a call valid for its schema."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_qwen3_coder_grammar_writes_strings_without_quotes(schema, right, wrong)
 
 
 def test_call_grammar_without_schema_accepts_any_parameters():
-    """Beside one that is strict, say."""
+    """For example next to a strict function."""
     for text in (elements(), elements(x="1", y="a\nb")):
         assert follows(forced("qwen3_coder", None), text)
 

@@ -1,4 +1,4 @@
-"""Conversations with tool calls are whole under templates that read calls in any form."""
+"""Conversations with tool calls in templates that read arguments as text or as objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ tool['function']['arguments'] + '\n```<end>' }} {%- endfor %}
 message['content'] }}{% endif %} {%- if message['role'] == 'tool' %}{{ '<output>' +
 message['content'] + '<output end>' }}{% endif %} {%- endfor %}
 """
-"""As DeepSeek's own: a call is written where the content is none, its arguments are a text."""
+"""Form of DeepSeek's template: writes a call if the content is none, its arguments as text."""
 
 LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
 LOOP += "{}{% endfor %}{{ m.content or '' }}|{% endfor %}"
@@ -46,7 +46,7 @@ ARGUMENTS = {"city": "Zürich", "days": [1, 2], "deep": {"a": None, "b": True}}
 
 
 def talk(content: Any) -> list[dict[str, Any]]:
-    """Two turns whose calls repeat what else is said, so that only their number shows them."""
+    """Returns two turns whose calls repeat the question, so that only the count shows them."""
     messages: list[dict[str, Any]] = []
     for number in range(2):
         function = {"name": "weather", "arguments": ARGUMENTS}

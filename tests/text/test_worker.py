@@ -1,4 +1,4 @@
-"""What a worker may take is bounded, whatever its libraries have taken before."""
+"""Memory limit of a worker process, independent of address space reserved by libraries."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def take(num_bytes):
     try:
         return str(len(bytearray(num_bytes)))
     except MemoryError:
-        raise worker.WorkRefused("too much", "message") from None
+        raise worker.WorkerError("too much", "message") from None
 
 worker.run(lambda given: take, read=int, deadline_s=10.0, max_memory=256 * {MB})
 """
