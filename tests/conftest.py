@@ -55,7 +55,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Of what is imported nothing is garbage, and looking for it takes a third of the time."""
+    """Freezes imported objects: none is garbage, and scanning them takes a third of the time."""
     gc.disable()
     try:
         return (yield)
@@ -101,8 +101,7 @@ def sink_length(backend: Any) -> Callable[[], int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def uncollected() -> Iterator[None]:
-    """Starts in the tests' process look for no garbage; `tests/process/test_gc_freeze.py` has its
-    own.
+    """Disables garbage collection of in-process starts, except for `test_gc_freeze.py`.
 
     A worker holds all tests and what they imported and compiled, of which a server has a part: to
     walk it takes two seconds, and tests make some hundred engines one after the other.
@@ -115,7 +114,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_jax() -> Iterator[None]:
-    """What a start in this process compiles, XLA compiles in a third of the time."""
+    """Compiles JAX programs of in-process starts quickly, in a third of the time."""
     backend = import_module("jax_impl.backend")
     options = backend.compiler_options
     with pytest.MonkeyPatch.context() as patch:

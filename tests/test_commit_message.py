@@ -12,7 +12,7 @@ BODY = "Each program read it for every head: 41 us before, 29 after.\n"
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """What the hook says of a message when a file is staged; None where it lets the commit pass."""
+    """Returns the hook's output for a message with a staged file, or None if the commit passes."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
 

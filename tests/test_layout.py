@@ -235,7 +235,7 @@ def imported_tests(file: Path) -> set[str]:
 
 
 def test_imports_name_no_test_file():
-    """What several files of tests use lies in `tests/support`."""
+    """Code that several test files use is in `tests/support`."""
     files = (ROOT / "tests").rglob("*.py")
     found = {file.relative_to(ROOT): names for file in files if (names := imported_tests(file))}
     assert not found
@@ -317,7 +317,7 @@ def test_calls_have_few_positional_arguments(package: str) -> None:
 
 
 def numbered(function: ast.FunctionDef, many: str, path: Path) -> list[str]:
-    """Where a function takes one of its many arguments by a number that is written there."""
+    """Returns the places where a function reads one of its many arguments by a literal index."""
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for node in ast.walk(function)

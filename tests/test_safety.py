@@ -1,6 +1,6 @@
-"""What could run foreign code or open a foreign address is kept out of the sources.
+"""Sources contain no code that runs foreign code or opens foreign addresses.
 
-What only a call of a library would show is in `tests/server/test_canaries.py`.
+Behaviour that only a call of a library shows is tested in `tests/server/test_canaries.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 
 OF_TESTS_AND_BENCHES = HTTP_CLIENTS | {"eval", "exec", "compile", "__import__"}
 OF_TESTS_AND_BENCHES |= {"socket.create_connection", "http.client"}
-"""What clients need, and those who look at code."""
+"""Calls that clients and code inspection need."""
 
 ALLOWED = {
     ("models/demo/functions.py", "exec"): "runs functions that it made itself",

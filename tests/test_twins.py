@@ -71,7 +71,7 @@ ONE_SIDED_NAMES = {
     "ops/trees/draft_tree.py::is_last": "torch's prompts",
     "ops/trees/draft_tree.py::request_of": "the same",
 }
-"""What stands in one twin only, or with other parameters, and why."""
+"""Definitions of one twin only, or with other parameters, and the reasons."""
 
 
 _ASKING = ("first_of", "support")

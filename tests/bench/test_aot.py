@@ -1,4 +1,4 @@
-"""What `bench.kernels.aot` reads and finds wrong; it compiles where no test of CI does."""
+"""Parsing and fault detection of `bench.kernels.aot`, without compiling."""
 
 import re
 from itertools import pairwise

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 VISION = replace(QWEN3_5, depth=3)
 SIDES = [(256, 256), (96, 672), (640, 416)]
-"""Of images: 256, 252 and 1,040 patches."""
+"""Sizes of images with 256, 252 and 1,040 patches."""
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
@@ -24,7 +24,7 @@ def encoder(request):
 
 
 FOUND: dict[tuple[int, int], np.ndarray] = {}
-"""What the first backend made of an image."""
+"""Embeddings of the first backend, by size of the image."""
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=str)

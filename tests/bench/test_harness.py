@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(folder: Path, answers: list[str], score: float) -> lm_eval_runner.Line:
-    """What the harness writes, read again; it does not keep the order."""
+    """Returns the results of the harness, read from files; it does not keep the order."""
     inside = folder / "default"
     inside.mkdir(parents=True)
     task = lm_eval_runner.task_of("problems")
@@ -40,7 +40,7 @@ def test_compared_reports_score_and_answer_differences(tmp_path):
 
 
 def test_read_score_compares_choices_by_order(tmp_path):
-    """Of which the score tells the first alone; sums of float32 may differ in their last bits."""
+    """The score depends on the best choice only; sums of float32 may differ in their last bits."""
     inside, task = tmp_path / "default", lm_eval_runner.task_of("choices")
     inside.mkdir()
     found = {"alias": task, "acc,none": 1.0, "acc_stderr,none": 0.1}

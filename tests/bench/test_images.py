@@ -77,7 +77,7 @@ def test_vlm_steps_requests_new_and_cached_images(monkeypatch, tmp_path):
 
 
 def test_encode_programs_split_large_images_within_limit():
-    """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
+    """Qwen3.5's largest image, 16,384 patches, takes nine steps; a quarter of it takes one."""
     pool = EncoderCacheSpec(
         vision_encoder.QWEN3_5, replace(vision_encoder.IMAGES, max_pixels=4096 * 32**2), 9000
     )

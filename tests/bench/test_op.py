@@ -30,7 +30,7 @@ SMALL = [case for name in tables() for case in table(name) if not case.is_large]
 
 
 def first_of_each() -> list:
-    """Of each function the first case, and of each operation the first one with JAX.
+    """Returns the first case of each function, with JAX for the first case of each operation only.
 
     The others are of the matrix where they run no kernel: without a GPU they are plain operations,
     which have tests of their own, and JAX compiles each for a second.

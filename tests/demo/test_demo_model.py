@@ -110,7 +110,7 @@ def test_demo_vlm_tokenizer_differs_by_one_token():
 
 @pytest.fixture(scope="module")
 def answers(problems: Tasks) -> dict[str, tuple[list[Outcome], int]]:
-    """What torch answers greedily with each way of drafting, and the most drafts of a step."""
+    """Greedy outputs of torch for each drafter, and the maximum depth of its drafts."""
     found = {"none": answered([], problems)}
     for name in ACCEPTED:
         flags = ["--speculative-algorithm", name, *SHAPES.get(name, ())]

@@ -29,7 +29,7 @@ ADD: Any = {
 
 
 class Reply(BaseModel):
-    """What the model is to answer."""
+    """Schema of the structured output."""
 
     thing: Literal["nuts", "bags"]
     is_sure: bool

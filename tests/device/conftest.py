@@ -8,10 +8,10 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_executables() -> Iterator[None]:
-    """What a file's cases have compiled is freed after them.
+    """Frees the executables that a file's cases have compiled.
 
-    Each executable of a CPU takes some memory maps, of which Linux gives a process 65,530; XLA
-    crashes where it gets no more.
+    Each CPU executable takes some memory maps. Linux limits a process to 65,530 of them, and XLA
+    crashes above the limit.
     """
     yield
     jax.clear_caches()

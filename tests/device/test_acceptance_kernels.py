@@ -24,7 +24,7 @@ SIZES = {"B": 3, "N": 5, "depth": 3, "is_chain": False}
 
 
 def given_of(arguments: dict[str, Any], make: Callable) -> dict[str, Any]:
-    """What a kernel takes."""
+    """Returns the arguments of the kernel."""
     given = {name: value for name, value in arguments.items() if name != "is_chain"}
     return {k: make(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
 

@@ -39,7 +39,7 @@ def cut(
     order: AttentionOrder = ATTENTION,
     tiles: AttentionTiles | None = None,
 ) -> dict:
-    """What a kernel is given besides the arrays, as `ops` does or with another order or tiles."""
+    """Returns keyword arguments of a kernel, as `ops` does or with another order or tile config."""
     item_bytes, group = 2 if case.half else 4, case.q.shape[1] // case.k_pages.shape[2]
     sizes = {"item_bytes": item_bytes, "rows": case.max_rows * group, "head_size": case.q.shape[2]}
     return {

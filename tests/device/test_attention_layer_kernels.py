@@ -1,7 +1,7 @@
-"""What a layer does between its products, as kernels: on a GPU for real, elsewhere interpreted.
+"""Attention layer between the QKV and output projections, as kernels: on a GPU, or interpreted.
 
-And that `ops` takes the kernels on a GPU, and nowhere else. Interpreted, a program's threads are
-one after the other: that a barrier is missing, only a GPU shows.
+`ops` selects the kernels on a GPU only. The interpreter runs the threads of a program one after
+the other, so a missing barrier shows on a GPU only.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Found]:
 
 @cache
 def found(run: Callable[..., Found], name: str, how: How = FUSED) -> Found:
-    """What a kernel makes of a case; several tests look at it."""
+    """Returns the result of a kernel for a case, cached for several tests."""
     return run(CASES[name], how)
 
 
@@ -115,7 +115,7 @@ def test_attention_layer_fused_and_split_bitwise_equal(name: str, run) -> None:
 
 @pytest.mark.parametrize("how", [FUSED, APART] if "triton" in KERNELS else [])
 def test_attention_layer_accepts_strided_rows(how: How) -> None:
-    """As those of a batch of one: its request is one number that each row sees."""
+    """A batch of one has such rows: its request is one number, broadcast to each row."""
     others = lambda x: torch.stack([x, x.logical_not().to(x.dtype)], dim=-1)[..., 0]  # noqa: E731
     want = found(run_triton, "trees", how)
     np.testing.assert_equal(run_triton(FEW, how, others)[:2], want[:2])

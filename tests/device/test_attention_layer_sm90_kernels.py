@@ -60,7 +60,7 @@ def case_of(name: str, sizes: str) -> MixCase:
 
 @cache
 def today(language: str, name: str, sizes: str) -> Found:
-    """What `attention_layer` gives, of queries that are placed."""
+    """Returns the result of `attention_layer` for queries after RoPE."""
     case = case_of(name, sizes)
     table = {"item_bytes": 2, "rows": case.most_rows * case.group, "requests": 8}
     tiles = TILES[language].attention_layer.of(**table, head_size=case.heads.head_size)

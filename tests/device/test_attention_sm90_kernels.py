@@ -64,7 +64,7 @@ def case_of(name: str, sizes: str) -> MixCase:
 
 
 def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
-    """Those of the table, and some of them changed."""
+    """Returns the tile config of the table with some changes."""
     sizes = {"item_bytes": 2, "rows": case.most_rows * case.group}
     tiles = TILES[language].attention.of(**sizes, head_size=case.heads.head_size)
     return replace(tiles, **changes)
@@ -72,7 +72,7 @@ def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
 
 @cache
 def today(language: str, name: str, sizes: str) -> Found:
-    """What `attention` gives."""
+    """Returns the result of `attention`."""
     case = case_of(name, sizes)
     return RUN[language](case, How(False, tiles=tiles_of(language, case, described=0)))
 

@@ -121,7 +121,9 @@ def test_decode_step_on_cpu_has_case_and_while():
 
 
 def test_backend_of_shapes_lowers_same_program_as_arrays(monkeypatch) -> None:
-    """As for a GPU that is not here; only a CPU takes stacks of layers apart, and needs them."""
+    """AOT compilation for an absent GPU uses shapes; only a CPU splits layer stacks and needs
+    arrays.
+    """
     monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
     device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
     config, arrays = target_of(FAMILY, "NEXTN")

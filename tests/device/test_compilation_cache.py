@@ -28,7 +28,7 @@ Keeping = Callable[..., CompilationCache]
 
 @pytest.fixture
 def keeping(tmp_path: Path) -> Keeping:
-    """Where a start of a backend that was made from this keeps its programs."""
+    """Returns the compilation cache of a backend with the given identity."""
     takes, gives = jax.tree.structure(((X,), {})), jax.tree.structure(X)
     device = jax.devices()[0]
     return lambda *made_from: CompilationCache(tmp_path, [device], made_from, takes, gives)

@@ -66,7 +66,7 @@ def in_pallas(function: str, given: Arguments) -> list[np.ndarray]:
 
 
 def run(language: str, function: str, given: Arguments) -> list[np.ndarray]:
-    """What a kernel gives; of `behind` the stream and its norm."""
+    """Returns the result of a kernel; for `behind`, the residual stream and its norm."""
     if language == "pallas":
         return in_pallas(function, given)
     order = {"order": SQUARES} if function == "behind" else {}

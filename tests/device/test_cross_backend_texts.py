@@ -95,7 +95,7 @@ def expected(sampled: bool) -> list[dict[int, Outcome]]:
 
 @lru_cache
 def plain(sampled: bool) -> dict[int, list[int]]:
-    """What no draft has touched."""
+    """Returns the outputs of plain decoding."""
     config, weights = contract_model()
     backend = make_backend("reference", config, weights, contract_capacity(config), "NEXTN")
     controller = StaticController(backend.capacity, nodes=1, depth=0, width=0)
@@ -139,7 +139,7 @@ def test_request_scope_drafts_only_from_same_request():
 
 
 def test_ngram_table_independent_of_prefill_chunks():
-    """What stands before a chunk comes with its plan."""
+    """A plan contains the tokens before its chunk."""
     tables = []
     for chunk in (PREFILL_TOKENS, 64):
         backend = made("reference", chunk=chunk)

@@ -191,7 +191,7 @@ def test_draft_tree_operation_matches_spec(function: str, framework: str, monkey
 
 
 def _placed(value: Any) -> Any:
-    """As `to_torch`, where the kernels are."""
+    """Converts like `to_torch`, onto the device of the kernels."""
     made = to_torch(value)
     return made.cuda() if ON_GPU and isinstance(made, torch.Tensor) else made
 

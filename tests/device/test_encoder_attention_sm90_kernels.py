@@ -1,5 +1,4 @@
-"""Attention of images by a Hopper's wide matrix unit: the bits of `encoder_attention`, both
-languages.
+"""Image attention with WGMMA on Hopper: bitwise equal to `encoder_attention`, in both languages.
 
 No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs it; what it is to give is what the
 kernel of `encoder_attention` gives, which is proved elsewhere. How heads lie for both is proved
@@ -41,14 +40,14 @@ def on_hopper(request: pytest.FixtureRequest) -> str:
 
 @cache
 def tiles_of(language: str, rows: int, stages: int, groups: int) -> EncoderAttentionTiles:
-    """Those of the table, with so many stages of the wide matrix unit's kernel; 0: without it."""
+    """Returns the table's tile config with the given stages of the sm90 kernel; 0 disables it."""
     table = Tiles.load(f"{language}_gpu", MEASURED).encoder_attention
     tiles = table.of(item_bytes=2, rows=rows, head_size=D)
     return replace(tiles, described=stages, groups=groups)
 
 
 def called(language: str, arguments: dict[str, np.ndarray], stages: int, groups: int) -> np.ndarray:
-    """What the patches of an image get, in bfloat16, widened."""
+    """Returns the outputs of an image's patches, computed in bfloat16 and converted to float32."""
     rows, count = len(arguments["qkv"]), int(arguments["count"][0])
     how: dict[str, Any] = {"tile": ATTENTION.tile, "scale": D**-0.5}
     how["tiles"] = tiles_of(language, rows, stages, groups)
@@ -69,7 +68,7 @@ def image(rows: int, spare: int) -> dict[str, np.ndarray]:
 
 @cache
 def today(language: str, rows: int, spare: int) -> np.ndarray:
-    """What `encoder_attention` gives without the wide matrix unit's kernel."""
+    """Returns the result of `encoder_attention` without the sm90 kernel."""
     return called(language, image(rows, spare), 0, 2)
 
 
@@ -122,7 +121,7 @@ def test_encoder_attention_sm90_consecutive_images_bitwise_equal(on_hopper: str)
 
 
 def laid_of(module: ModuleType, given: dict[str, np.ndarray], rows: int) -> np.ndarray:
-    """What both kernels of `encoder_attention` read, in float32."""
+    """Returns the packed input of both kernels of `encoder_attention`, in float32."""
     sizes = module.sizes_of(2, D)
     if module is KERNELS.get("triton", {}).get("encoder_attention"):
         arrays = {x: torch.from_numpy(y).to("cuda" if ON_GPU else "cpu") for x, y in given.items()}

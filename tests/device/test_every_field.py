@@ -115,8 +115,9 @@ ELSEWHERE = {
     "user": f"{ENGINE}::test_prefix_cache_isolates_tenants",
     "priority": f"{ENGINE}::test_priority_scheduling_without_starvation",
 }
-"""Where it is tested what other fields do: those that choose no token, however a text comes about,
-and those of grammars, whose masks need programs of their own."""
+"""Tests of fields without an effect on tokens, and of grammar fields, whose masks need own
+programs.
+"""
 
 NO_TEXT = {"model": "names what is served", "speculative": "is the limit of drafts itself"}
 
@@ -216,7 +217,7 @@ def test_every_field_with_draft_vocabulary_preserves_plain_output(algorithm, bac
 
 
 def test_every_sampling_param_set_by_some_field(backends):
-    """What the HTTP server hands to the engine, by field; a new one has a case as well."""
+    """The HTTP server sets every field of `SamplingParams`; a new field needs a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
     # By choice, by the model, by the limit of drafts, and by what is no part of an answer.
     differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces", "grammar"}

@@ -199,7 +199,7 @@ def test_fp8_tiles_reject_inexact_accumulation(change: dict[str, int], language:
 @pytest.mark.parametrize("K", [384, 512])
 @pytest.mark.skipif(ON_GPU, reason="compared there with the tiles of the tables")
 def test_fp8_linear_depth_of_several_blocks_matches_spec(K: int, language: str) -> None:
-    """Of 256 inputs where they divide all, else of one block."""
+    """A step along K has 256 inputs if they divide K, else one FP8 block."""
     sizes = {"R": 3, "K": K, "N": 128, "first": 0}
     got = multiplied(language, "gated", of_codes(depth=256), **sizes, out_type="float32")
     np.testing.assert_allclose(got[0], wanted("gated", **sizes), rtol=1e-4, atol=1e-4)
@@ -230,7 +230,7 @@ def test_pallas_fp8_linear_indexes_weights_above_two_gib() -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="of Triton; on a GPU by the tables")
 def test_fp8_linear_large_tiles_match_spec() -> None:
-    """Of 128 x 128: one half beside the other, each with the scale of its outputs."""
+    """Two halves of 128 x 128 are computed side by side, each with the scale of its outputs."""
     sizes = {"R": 70, "K": 256, "N": 256, "first": fp8.BLOCK}
     cut = of_codes(swapped=False, rows=128, columns=128)
     got = multiplied("triton", "biased, normed", cut, **sizes, out_type="float32")

@@ -304,7 +304,7 @@ SIZES = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, val
 
 
 def shapes(N: int, has_fields: bool) -> dict:
-    """Of a model's layers, as `verify` takes them."""
+    """Returns the shapes of a model's layers, as arguments of `verify`."""
     L, B, H, K, V, C = 3, 2, SIZES.num_value_heads, SIZES.key_size, SIZES.value_size, SIZES.channels
     of = jax.ShapeDtypeStruct
     half, single, ints = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32, jnp.int32))

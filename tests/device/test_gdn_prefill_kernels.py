@@ -195,7 +195,7 @@ def test_gdn_prefill_kernels_bitwise_equal(name: str, monkeypatch: pytest.Monkey
 
 
 def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a model's layers, as `feed` takes them."""
+    """Returns the shapes of a model's layers, as arguments of `prefill`."""
     (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
     L, B, of = 3, len(lengths), jax.ShapeDtypeStruct
     half, single, ints = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32, jnp.int32))

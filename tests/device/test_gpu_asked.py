@@ -62,7 +62,9 @@ def scoring(capacity: BackendLimits) -> BackendLimits:
 
 
 def scores_of(backend: Backend, case: grammar.Case) -> dict[int, PromptLogprobs | None]:
-    """Of prompts of one token, of a chunk and a token more, and of chunks that share a step."""
+    """Returns logprobs of prompts of one token, of a chunk plus one, and of chunks that share a
+    step.
+    """
     rng = np.random.default_rng(4)
     requests = [
         Request(

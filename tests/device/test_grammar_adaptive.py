@@ -48,7 +48,7 @@ class Turns:
 
 
 class Watch:
-    """What a controller planned, and what it was told that its steps took."""
+    """Recorder of the plans of a controller and of the step times that it receives."""
 
     def __init__(self, inner: AdaptiveController | AdaptiveNgramController) -> None:
         self.planned: list[tuple[int, int]] = []
@@ -166,7 +166,7 @@ def plain() -> dict[tuple[str, bool], dict[int, Outcome]]:
 def plain_texts(
     found: dict[tuple[str, bool], dict[int, Outcome]], family: str, drafter: str
 ) -> dict[int, Outcome]:
-    """Of a backend without a drafter, whose every step has one node."""
+    """Returns the outputs of a backend without a drafter, whose every step has one node."""
     key = (family, drafter == "DFLASH")
     if key not in found:
         backend = backend_of("torch", family, drafter, [PLAIN], PLAIN)
@@ -209,9 +209,10 @@ def test_grammar_with_adaptive_tiers_preserves_plain_output(
 
 SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
 SECONDS = {"awake": [1.0, 1.0, 1.1, 1.2], "asleep": [1.0, 9.0, 9.9, 0.9]}
-"""Of tiers whose steps wait for each other, and last of plain ones that do not."""
+"""Seconds of tiers whose steps wait for each other, and last of plain steps that overlap."""
 TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
-"""What a step took is learnt behind the next one; the one that fell asleep had waited."""
+"""Steps whose time is reported: it arrives after the next step, or at once if the host had waited.
+"""
 
 
 @pytest.mark.parametrize("state", SECONDS)
@@ -232,7 +233,7 @@ def test_grammar_with_adaptive_ngram_preserves_plain_output(state, plain):
 
 
 def tier_steps(engine: Engine) -> dict[str, float]:
-    """How many steps without a grammar each tier had."""
+    """Returns the number of steps without a grammar, by tier."""
     name = "spec_decode_adaptive_steps_total"
     found = engine.metrics.snapshot().items()
     return {key.split('"')[1]: count for key, count in found if key.startswith(name)}

@@ -32,21 +32,21 @@ target_of = lru_cache(still_target)
 
 
 def read(folder: Path, name: str, told: LayerIdMeaning | None) -> DraftHead:
-    """As a start reads it."""
+    """Reads a head like a start of the server."""
     files, (target, _) = open_head(folder), target_of(name)
     config = infer_from_tensors(DraftConfig.from_folder(folder, target, told), files, None)
     return load_head(files, config, np.float32)
 
 
 def first_drafts(framework: str, name: str, head: DraftHead) -> float:
-    """How often the first draft of a step is accepted."""
+    """Returns the acceptance rate of the first draft token."""
     outcomes = served(framework, name, head, "exact", {"temperature": 0.0})
     steps = [count for outcome in outcomes.values() for count in outcome.accepted]
     return sum(count > 0 for count in steps) / len(steps)
 
 
 def served(framework: str, name: str, head: DraftHead, rule: str, how: dict) -> dict[int, Outcome]:
-    """What two requests get."""
+    """Returns the outcomes of two requests."""
     target, target_weights = target_of(name)
     shape = TreeShape.chain(3, BATCH)
     capacity = small_capacity(target.vocab, shape, rule)
@@ -113,7 +113,7 @@ def test_markov_head_conditions_on_previous_token(kind, framework):
 
 
 def all_drafts(framework: str, head: DraftHead) -> float:
-    """How many drafts of a step are accepted, of three."""
+    """Returns the mean number of accepted draft tokens per step, of three."""
     outcomes = served(framework, "speculators DSpark", head, "exact", {"temperature": 0.0})
     return float(np.mean([count for outcome in outcomes.values() for count in outcome.accepted]))
 
@@ -122,7 +122,7 @@ def all_drafts(framework: str, head: DraftHead) -> float:
     "name", ["speculators", "speculators DFlash", "speculators DSpark", "speculators DFlash2"]
 )
 def test_draft_head_ranks_preserve_output(name, tmp_path):
-    """Of several layers, and of a block with a vocabulary of its own."""
+    """Heads with several layers and a block with a draft vocabulary are covered."""
     write_format(tmp_path / "head", name, *target_of(name))
     assert first_drafts("torch ranks 2", name, read(tmp_path / "head", name, None)) > 0.5
 

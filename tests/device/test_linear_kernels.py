@@ -1,5 +1,4 @@
-"""The kernels of products and norms against the specification: on a GPU for real, elsewhere
-interpreted.
+"""Kernels of GEMMs and norms against the specification: on a GPU, or interpreted.
 
 And that a row's bits depend neither on the rows beside it nor on the tiles.
 """
@@ -39,7 +38,7 @@ CUTS = {
     "pallas": [(False, False), (True, True)],
     "triton": [(False, False), (False, True), (True, False), (True, True)],
 }
-"""Whether blocks are copied by descriptors, and whether programs stay."""
+"""Pairs: blocks are copied by TMA, programs are persistent."""
 
 
 TMA = {"described": True, "persistent": True}
@@ -237,7 +236,7 @@ def test_pallas_sm90_linear_and_triton_tma_bitwise_equal(
 def test_pallas_sm90_linear_few_rows_bitwise_equal(
     R: int, K: int, kind: str, out_type: str
 ) -> None:
-    """What it takes of them; the rest falls back."""
+    """Tile configs that Mosaic does not support fall back."""
     given = {"kind": kind, "R": R, "K": K, "N": 192, "out_type": out_type}
     given["first"] = 64 * ("gated" not in kind)
     want = in_bfloat16("pallas", cut=tiles(rows=32), **given)

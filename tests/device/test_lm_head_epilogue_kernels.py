@@ -1,6 +1,4 @@
-"""What the blocks of a head leave, and the choice from it, against the specification's
-choice from whole scores: on a GPU for real, elsewhere interpreted.
-"""
+"""LM-head epilogue and the choice from its partial results, against the choice from full logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -110,7 +108,7 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
 
 
 def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str, Any]) -> Any:
-    """As `in_torch`."""
+    """Same as `in_torch`, for JAX."""
     kernels = SimpleNamespace(**KERNELS["pallas"])
 
     def run(x: Any, weight: Any, given: dict[str, Any]) -> Any:
@@ -169,7 +167,7 @@ def ranked_in_torch(arguments: dict[str, Any], width: int) -> Any:
 
 
 def ranked_in_jax(arguments: dict[str, Any], width: int) -> Any:
-    """As `ranked_in_torch`."""
+    """Same as `ranked_in_torch`, for JAX."""
     kernels = SimpleNamespace(**KERNELS["pallas"])
 
     def run(given: dict[str, Any]) -> Any:
@@ -231,7 +229,7 @@ def test_lm_head_epilogue_children_match_full_logits(language: str, width: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("R", [1, 8, 32, 128, 512])
 def test_lm_head_fused_choose_bitwise_equal(R: int) -> None:
-    """Of rows of which none asks for scores, and of those of which every ninth does."""
+    """Rows without a need for logits are covered, and rows of which every ninth needs them."""
     found = []
     for is_mixed in (False, True):
         arguments = greedy_arguments(1, R=R, K=4096, N=151_936, temperature=0.0)

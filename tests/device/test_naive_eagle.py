@@ -1,4 +1,4 @@
-"""What a user sees of drafting, with the smallest tree (S 1, k 1, N 2: naive EAGLE) and a real one.
+"""Observable behaviour of drafting, with the smallest tree (S 1, k 1, N 2) and a real one.
 
 Every text is the plain one of the same request, whatever ends it and whoever is served beside it.
 """

@@ -74,7 +74,7 @@ def test_torch_ngram_kernels_match_spec(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_jax_ngram_insert_updates_table_in_place() -> None:
-    """Of `learn`; a copy of a table would take longer than a step."""
+    """A copy of the table would take longer than a step."""
     arguments = CASES[COMPILED[0]].arguments(0)
     kernel = KERNELS["pallas"]["ngram"].insert
     placed = [to_jax(x) for x in in_order(arguments)]

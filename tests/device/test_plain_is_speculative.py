@@ -23,7 +23,7 @@ HOWS: tuple[Body, ...] = (
 
 
 def bodies(tenant: str) -> list[Body]:
-    """As many as run at once, with prompts of their own."""
+    """Returns one request body per batch row, each with its own prompt."""
     return [
         {
             "prompt": [*prompt_of(number, LENGTH, 3)],

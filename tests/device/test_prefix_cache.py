@@ -131,6 +131,6 @@ def test_prefix_cache_preserves_output_and_acceptance(framework, case, backends)
 
 
 def ties(case: tuple[str, str, TreeShape], request: Request, found: Outcome) -> list[int]:
-    """Where a text differs from the specification's by a near tie; any other fault is raised."""
+    """Returns the places of near ties with the specification; any other difference raises."""
     oracle = Oracle(*model_of(*case[:2]))
     return oracle.check(request.prompt, found.tokens, request.sampling)

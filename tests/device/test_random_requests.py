@@ -29,7 +29,7 @@ from tests.support.tiny_models import EXPERTS
 
 ANY = {"drafters": DRAFTERS, "page_sizes": PAGE_SIZES, "families": FAMILIES, "rules": RULES}
 MANY = [("reference", 500, n) for n in range(2, 22)] + [("torch", 100, n) for n in range(2, 7)]
-"""How many requests, by framework and number of the draw."""
+"""Number of requests, by framework and number of the draw."""
 
 SLIDING = ("mistral", "qwen2")
 """Families with windows of 4 in all layers, and of 20 in two of three."""
@@ -105,7 +105,7 @@ def families(names: Iterable[str]) -> list:
 
 @pytest.mark.parametrize("family", families(SLIDING))
 def test_random_requests_with_sliding_window_equal_plain_output(family, backends):
-    """As above, where layers see some last positions alone, those of a small drafter too."""
+    """Layers with a sliding window are covered, in the target model and in a small drafter."""
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("exact",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 3, servers("torch", **any_of))

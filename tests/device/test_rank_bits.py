@@ -101,8 +101,11 @@ LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
 EXPERTS = ("glm4_moe", "qwen3_moe", DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
 ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
-"""Drafters of other tests: EAGLE of each dense family, blocks by the formats of their heads
-(`tests/device/test_head_formats.py`) and with rules of acceptance, and the others with copies."""
+"""Drafters of other tests:
+
+EAGLE of each dense family, blocks by the formats of their heads
+(`tests/device/test_head_formats.py`) and with rules of acceptance.
+"""
 
 
 def serve_on(
@@ -158,7 +161,7 @@ def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
 
 
 def test_tp_torch_processes_bitwise_equal():
-    """Of torch: as threads do above, through memory that they find by its name."""
+    """The ranks are torch processes that share memory by name, instead of threads."""
     config, weights = contract_model()
     made_from = (config, weights, contract_capacity(config), *drafts_of("NEXTN", config))
     host = Host(TorchBackend(*made_from, dtype="float32", device="cpu"), {})
@@ -182,7 +185,7 @@ def test_tp_torch_processes_bitwise_equal():
 
 @pytest.mark.parametrize("count", ["2", pytest.param("4", marks=pytest.mark.matrix)])
 def test_tp_jax_devices_prefill_bitwise_equal(count):
-    """Of JAX: a prompt with its scores, and what its drafter is fed."""
+    """JAX prefill with prompt logprobs, and the draft extend, are covered."""
     check_ranks(HYBRID, "NEXTN", count, "prefill")
 
 

@@ -44,7 +44,7 @@ LARGER = {"B": 3, "S": 3, "vocab": 9000, "is_large": False, "last_drafts": 1}
 
 
 def scored(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the kernels take: scores, and the target's own choices."""
+    """Returns the arguments of the kernels: logits, and the target's own choices."""
     how, row_of = arguments["sampling"], arguments["row_of"]
     names = ("logits", "seen", "positions", "sampling", "request", "allowed")
     given = {name: arguments[name] for name in names}

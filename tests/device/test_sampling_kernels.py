@@ -1,5 +1,4 @@
-"""The kernels that choose tokens against the specification: on a GPU for real, elsewhere
-interpreted.
+"""Sampling kernels against the specification: on a GPU, or interpreted.
 
 And that `ops` takes them on a GPU, and nowhere else.
 """
@@ -66,7 +65,7 @@ CANCELLED = 5e-7
 
 
 def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
-    """What the kernel of `choose` or `rank` gives, by what the arguments are of."""
+    """Returns the result of the kernel of `choose` or `rank`, selected by the arguments."""
     return run_named("rank" if "width" in arguments else "choose", language, arguments, cut)
 
 

@@ -60,7 +60,7 @@ def test_slot_state_kernels_same_signature_as_spec(function: str) -> None:
 
 
 def restored(language: str, arguments: dict[str, Any]) -> np.ndarray:
-    """What the kernel leaves in the slots."""
+    """Returns the state of the slots after the kernel."""
     if language == "pallas":
         restore = partial(KERNELS["pallas"]["slot_state"].restore, interpret=INTERPRET)
         given = {k: jnp.asarray(v) for k, v in arguments.items()}
@@ -74,7 +74,7 @@ def restored(language: str, arguments: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("state", [(2, 3, 5), (3, 2048)], ids=str)
 def test_slot_restore_kernel_matches_spec(state: tuple[int, ...], language: str) -> None:
-    """Of a state of more than one part as well; what is a NaN in a slot or a snapshot is gone."""
+    """States of several parts are covered; the restore removes a NaN of a slot or a snapshot."""
     for seed in range(3):
         arguments = restore_arguments(seed, B=6, L=2, state=state)
         arguments["memory"][:, 1::2] = arguments["saved"][:, 0] = np.nan
@@ -119,7 +119,7 @@ def test_torch_slot_commit_kernel_matches_spec(monkeypatch) -> None:
 
 @pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="Triton is not interpreted")
 def test_interpreter_detects_out_of_bounds_read() -> None:
-    """As all that interprets Triton's kernels is watched: a GPU may answer with anything."""
+    """Interpreted kernels must read within tensors, because a GPU may return anything elsewhere."""
     uniforms = KERNELS["triton"]["gumbel_noise"].uniforms
     seeds = torch.zeros(3, dtype=torch.int32)
     uniforms(seeds, seeds, 2, 0)

@@ -40,7 +40,7 @@ def token_map_of(vocab: int) -> tuple[int, ...]:
 def served(
     framework: str, family: str, kind: str, shape: TreeShape, rule: str
 ) -> tuple[dict[int, Outcome], list[tuple]]:
-    """What two requests get, and the trees that were verified."""
+    """Returns the outcomes of two requests, and the verified trees."""
     config, weights = model_of(family)
     token_map = token_map_of(config.vocab)
     drafter = Mapped(divided_drafter_of(DIVIDED.get(family, family), kind), token_map)

@@ -1,4 +1,4 @@
-"""What steps of torch work on, an image's above all, is held once, and no more than is planned.
+"""Workspace of torch steps, above all of images: allocated once and within the memory plan.
 
 Counted without a GPU, as `tests.support.torch_memory` does.
 """
@@ -49,7 +49,7 @@ from torch_impl.workspace import workspace
 
 VISION = replace(QWEN3_5, depth=4)
 TOKENS = 4096
-"""Of the largest image, the largest of a start without flags."""
+"""Tokens of the largest image, which is the largest one of a start without flags."""
 
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels that run nothing are the interpreter's")
@@ -111,7 +111,7 @@ def tower(kernels: None) -> Iterator[Tower]:
 
 
 def test_encode_memory_within_planned_workspace(tower: Tower) -> None:
-    """Of its blocks each lets go of what it has made before the next one's arrays come."""
+    """Each block of the encoder frees its arrays before the next one allocates."""
     for program in tower.blueprint.capacity.programs:
         plan, planned = tower.plan(program), tower.workspace(program)
         used = tower.memory.most_used_by(partial(step, tower.machine, plan, program))

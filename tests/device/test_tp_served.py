@@ -63,7 +63,7 @@ def all_said(server: Server, kinds: int = KINDS) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[tuple[Any, ...]]:
-    """Of one rank."""
+    """Answers of one rank."""
     with torch_ranks(1, *DRAFTING) as server:
         return all_said(server)
 

@@ -1,4 +1,4 @@
-"""What a tree may not change: whichever node carries a token, it is the token of the plain text.
+"""Invariance of draft trees: the output does not depend on the node that carries a token.
 
 The tests on `host` run on every backend with the trees that the host makes; those on `grown` with
 trees of the device's drafter, in shapes of which JAX would compile too many.
@@ -148,7 +148,7 @@ def test_grown_tree_preserves_output_and_accepts_branches(grown, shape, how):
 
 
 def off_the_first_branch(result: StepResult) -> bool:
-    """Whether a step accepted a node that does not stand directly behind its parent."""
+    """Returns whether a step accepted a node whose index is not its parent's plus one."""
     node, tokens = 0, emitted(result, 0)
     for token in tokens[:-1]:
         child = next(
@@ -202,7 +202,7 @@ def test_every_tree_node_samples_as_plain_decoding(grown, drafted, shape, how, m
 
 @either_sampling
 def test_tree_best_child_equals_chain_draft(grown, how):
-    """Where the chain's path is in the tree and goes on there, it goes on with the chain's token.
+    """A node's children are sorted best first, and the best child is the chain's token.
 
     A node's children are kept best first, and the best one is the chain's.
     """
@@ -223,7 +223,9 @@ def test_tree_best_child_equals_chain_draft(grown, how):
 
 
 def common_depth(tree: StepResult, chain: np.ndarray) -> int:
-    """How far the tree has the chain; fails where it goes on without the chain's token."""
+    """Returns the depth to which the tree contains the chain; fails if the tree goes on
+    differently.
+    """
     node, tokens, parents = 0, tree.drafts[0], tree.parents[0]
     for depth, token in enumerate(chain[1:].tolist()):
         children = [i for i in range(1, tree.num_nodes[0]) if parents[i] == node]

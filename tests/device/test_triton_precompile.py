@@ -115,7 +115,7 @@ print("after", len(made))
 
 
 def command(sizes: str, ranks: int = 1) -> list[str]:
-    """Of a process that compiles kernels before they run."""
+    """Returns the command of a process that compiles kernels before they run."""
     text = COMPILES.replace("SIZES", sizes).replace("RANKS", str(ranks))
     return [sys.executable, "-c", text]
 
@@ -127,7 +127,7 @@ def surroundings(cache: Path) -> dict[str, str]:
 
 
 def compiled(cache: Path, sizes: str, ranks: int = 1) -> subprocess.CompletedProcess:
-    """What such a process says."""
+    """Returns the completed process, with its output."""
     how = {"env": surroundings(cache), "capture_output": True, "text": True}
     return subprocess.run(command(sizes, ranks), check=False, **how)
 

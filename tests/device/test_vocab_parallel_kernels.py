@@ -91,9 +91,9 @@ def compared(
 
 @pytest.fixture(autouse=True)
 def undefined_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that are not listed nothing is gathered: here they are no numbers.
+    """Makes rows that are not listed NaN, because they are not gathered.
 
-    And few tokens are enough for what parts leave to be gathered.
+    The fixture also lowers the number of tokens from which partial results are gathered.
     """
     for framework, arrays in (("torch", "torch"), ("jax", "jax.numpy")):
         tokens = import_module(f"{framework}_impl.ops.sampling.vocab_parallel")

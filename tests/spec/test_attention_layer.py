@@ -1,4 +1,6 @@
-"""What an attention layer does between its products: the parts of it, and both backends' plain."""
+"""Attention layer between the QKV and output projections: its parts, and both backends' reference
+ops.
+"""
 
 from dataclasses import replace
 

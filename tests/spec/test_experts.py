@@ -276,7 +276,7 @@ def test_experts_unchosen_expert_nan_ignored(
 
 @each_implementation
 def test_experts_row_is_batch_invariant(implementation: Implementation) -> None:
-    """As many rows, so that the products are the same programs."""
+    """Both batches have the same number of rows, so that the products are the same programs."""
     x, weights, ops = normal(8, ROWS, HIDDEN), weights_of(SOFTMAX), implementation("experts")
     want = ops.experts(x, SOFTMAX, weights)
     among = normal(10, ROWS, HIDDEN)

@@ -28,7 +28,7 @@ def numbers(x: Quantised) -> np.ndarray:
 
 
 def given(x: Quantised) -> Quantised:
-    """As the backends take it."""
+    """Converts to the types of the backends."""
     return Quantised(x.codes.view(ml_dtypes.float8_e4m3fn), x.scales)
 
 

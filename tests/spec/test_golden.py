@@ -72,7 +72,9 @@ TURNED = (
 HYBRID = ("qwen3_5_dense", "qwen3_5_moe")
 MODELS = (*TURNED, *HYBRID, "qwen3_moe_fp8")
 CONTEXTS = {"phi3_longrope": 4096}
-"""Of models that turn in another way beyond it, which their numbers of short texts do not."""
+"""Context lengths beyond which the RoPE of a model differs; the golden short prompts use the
+shorter.
+"""
 
 
 @each_of(MODELS)
@@ -85,7 +87,7 @@ def test_prefill_logits_hidden_and_residuals_match_golden(folder, implementation
 
 
 def test_w8a8_logits_match_golden(implementation):
-    """Of the first rows: the last bit of a norm can move a number from one code to the next.
+    """Only the first rows are compared: the last bit of a norm can change an FP8 value.
 
     In JAX it moves one of the sixth row, and with it what later rows attend to.
     """

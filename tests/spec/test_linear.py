@@ -82,7 +82,7 @@ def test_linear_operations_equal_composed_parts() -> None:
 
 
 def test_gated_and_added_linear_compose_mlp() -> None:
-    """As Hugging Face's Llama computes it: down(silu(gate(norm(x))) * up(norm(x))) + x."""
+    """The reference is Hugging Face's Llama: down(silu(gate(norm(x))) * up(norm(x))) + x."""
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(GATE_UP.values, 2)
     want = (layers.silu(normed @ gate.T) * (normed @ up.T)) @ BACK.values.T + HIDDEN.rows

@@ -52,7 +52,7 @@ def join(
 
 
 def paths_of(joined: MergedTrees, b: int = 0) -> list[tuple[tuple[int, ...], bool, bool]]:
-    """Of each draft the tokens from below the root on, and which sources have it."""
+    """Returns the path below the root of each draft token, and the sources that contain it."""
     paths, found = {0: ()}, []
     for node in range(1, int(joined.num_nodes[b])):
         paths[node] = (*paths[int(joined.parents[b, node])], int(joined.tokens[b, node]))

@@ -1,4 +1,4 @@
-"""What the table of n-grams keeps of texts, and which trees follow from it."""
+"""N-gram table: stored n-grams, and the draft trees that follow from them."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""What a step leaves in the numbers of a slot: lengths, newest tokens and counts."""
+"""State of a slot after a step: lengths, newest tokens and token counts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which drafts of a batch are verified, where there are fewer verify rows than nodes."""
+"""Verify budget: the choice of draft tokens when a batch has fewer verify rows than nodes."""
 
 import numpy as np
 import pytest

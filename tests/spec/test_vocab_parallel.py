@@ -1,4 +1,4 @@
-"""What parts of the vocabulary leave makes what the whole row gives, whatever the parts."""
+"""Vocab-parallel sampling: partial results of any partition equal those of the whole row."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def given(rng: np.random.Generator) -> dict:
 
 
 def kept(ops: Any, vocabulary: Any, parts: list, has: dict) -> Any:
-    """How many ranks keep each token, of those that are finite."""
+    """Counts the ranks that keep each finite token."""
     tokens, filters = ops("vocab_parallel"), has["sampling"]
     rows = tokens.spread(parts[0], vocabulary)
     keep = tokens.support(rows, filters.top_k, filters.top_p, filters.min_p, vocabulary)
@@ -177,7 +177,7 @@ SLOW = pytest.param("jax", VOCAB, "rejection", marks=pytest.mark.matrix)  # to c
     [("torch", 150, "rejection"), ("torch", VOCAB, "block"), ("jax", 150, "block"), SLOW],
 )
 def test_vocab_parallel_ranks_bitwise_equal(framework: str, own: int, rule: str) -> None:
-    """Of 3 ranks, whose shares are not alike; the last has less."""
+    """The shards of three ranks are unequal; the last one is smaller."""
     rng = np.random.default_rng(9)
     target = (3 * rng.standard_normal((ROWS * NODES, VOCAB))).astype(np.float32)
     drafts = (3 * rng.standard_normal((ROWS, NODES, own))).astype(np.float32)

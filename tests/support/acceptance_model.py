@@ -1,4 +1,4 @@
-"""How often drafts are accepted at temperature 1, by how the drafter uses the target's noise.
+"""Acceptance of drafts at temperature 1, by the drafter's use of the target's noise.
 
 The target is a random Markov table: the logits of the next token by the last one. The head is that
 table plus normal noise, scaled until the total variation of the two distributions has a wanted mean
@@ -110,7 +110,7 @@ def disagreeing(target: Table, wanted: float, rng: np.random.Generator) -> Pair:
 
 @dataclass(frozen=True)
 class Texts:
-    """What some rows decoded.
+    """Output tokens of some rows.
 
     Attributes:
       tokens: Of all steps, in their order.
@@ -216,7 +216,7 @@ def _verify(
 
 @dataclass(frozen=True)
 class Line:
-    """What one drafter reached.
+    """Results of one drafter.
 
     Attributes:
       tokens_per_step: The bonus token included.

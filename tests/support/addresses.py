@@ -12,7 +12,7 @@ import torch
 
 
 class Addresses:
-    """Where the tensors of the launch that runs now lie, in ascending order."""
+    """Addresses of the tensors of the current launch, in ascending order."""
 
     _begins: np.ndarray
     _ends: np.ndarray  # of all that begin before a place, the furthest

@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 class How(NamedTuple):
-    """How kernels are called; tiles of None are those of the tables."""
+    """Settings of a kernel call; `tiles` of None selects the tile config of the tables."""
 
     is_fused: bool
     order: AttentionOrder = ATTENTION
@@ -43,7 +43,7 @@ ROWS = ("page_table", "request", "places", "first", "until", "window", "is_real"
 
 
 def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
-    """What kernels are given besides the arrays: all that make rows, and those that attend."""
+    """Returns keyword arguments of the kernels that make rows, and of those that attend."""
     new = {"gated": case.heads.gated, "eps": EPS, "digits": SQUARES.digits}
     item_bytes, pairs = 2 if case.half else 4, case.most_rows * case.group
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}

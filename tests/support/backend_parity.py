@@ -1,4 +1,4 @@
-"""How alike the two backends are: which definitions both have, and with which parameters.
+"""Parity of the two backends: the definitions that both have, and their parameters.
 
 `python -m tests.support.backend_parity` prints the table, `tests/test_twins.py` holds it.
 """
@@ -68,7 +68,7 @@ def _parameters(args: ast.arguments) -> tuple[str, ...]:
 
 
 def differences(file: Path) -> dict[str, str]:
-    """What a reader of one twin would find otherwise in the other, of public definitions.
+    """Returns the differences between the public definitions of the twins.
 
     Returns:
       By `FILE::NAME`, what each twin has.

@@ -32,8 +32,7 @@ class Mapped:
 
 
 Drafter = str | DraftHead | SmallModel | Mapped
-"""What drafts in a test: "none", "NEXTN", "NGRAM" on the device, or a head or a small model with
-its weights."""
+"""Drafter of a test: "none", "NEXTN", "NGRAM" on the device, or a draft model with its weights."""
 
 JAX_BACKENDS: list[Backend] = []
 """Every JAX backend of the session, so that its end can say how many programs were compiled."""
@@ -59,7 +58,7 @@ class PreparedOnUse:
 
 
 def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[DrafterSpec, Any]:
-    """What drafts, and its weights, as a backend takes them."""
+    """Returns the drafter spec and its weights, as a backend takes them."""
     if isinstance(drafter, Mapped):
         drafts, own = drafts_of(drafter.drafter, target)
         return replace(drafts, token_map=drafter.token_map), own
@@ -107,7 +106,7 @@ def make_seeing_backend(
     *,
     on_gpu: bool = False,
 ) -> PreparedOnUse:
-    """As `make_backend`, or `make_gpu_backend`, of a model that sees by the tower in a folder."""
+    """Returns a backend for a VLM whose vision encoder is in a folder."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
     checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.images
     if framework == "reference":

@@ -71,7 +71,7 @@ class Page:
         assert not self.one("#alert").text
 
     def set_most_tokens(self, number: int) -> None:
-        """Of the answers that follow."""
+        """Sets the maximum number of tokens of later answers."""
         self.one("#open-settings").click()
         self.one("#max-tokens").clear()
         self.one("#max-tokens").send_keys(str(number))
@@ -93,5 +93,5 @@ class Page:
         return self.driver.execute_script(script, element, name)
 
     def complaints(self) -> list[str]:
-        """What the browser has to say of the page since it was asked last."""
+        """Returns the browser's log messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]

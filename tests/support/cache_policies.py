@@ -1,4 +1,4 @@
-"""What the prefix cache of a test must know, by drafter and kind of model."""
+"""Prefix-cache policies of tests, by drafter and kind of model."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def drafter(self) -> str:
-        """Which drafter the backend is made with; plain cells of a hybrid have one as well."""
+        """Drafter that the backend is made with; plain cells of a hybrid model have one as well."""
         return "NEXTN" if self.family == "qwen3_5" else "none"
 
     @property
@@ -134,7 +134,7 @@ class Backends:
         return self._made[key]
 
     def served(self, framework: str, cell: Cell) -> dict[int, Outcome]:
-        """What a framework makes of a cell, at which several tests look."""
+        """Returns the outcomes of a framework, cached for several tests."""
         if (framework, cell) not in self._served:
             self._served[framework, cell] = serve(self.get(framework, cell), cell)
         return self._served[framework, cell]

@@ -34,10 +34,11 @@ class Spawned(NamedTuple):
         return cls(process, here)
 
     def heard(self, until: float) -> tuple[str, Any]:
-        """What it tells next; of the kind "failed" where it is late or has ended, with an error.
+        """Receives the next message; after a timeout or an exit it has the kind "failed" and an
+        error.
 
         Args:
-          until: Of `time.monotonic`: how long it may take.
+          until: Deadline, as a value of `time.monotonic`.
         """
         if not self.line.poll(max(until - time.monotonic(), 0)):
             return "failed", TimeoutError("it has said nothing for too long")

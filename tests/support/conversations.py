@@ -20,7 +20,7 @@ AROUND = (
     ("é", "漢😀"),
     ("{", "}"),
 )
-"""What may stand around a word."""
+"""Texts before and after a word."""
 
 
 def drawn(random: Random) -> Conversation:
@@ -82,7 +82,7 @@ def words_said(conversation: Conversation) -> set[str]:
 def count_refused(
     render: Callable[[Conversation], str], oracle: Any, chat_template: str | None = None
 ) -> Counter[bool]:
-    """How many of a hundred conversations were refused, and were not; see `check_prompt`."""
+    """Counts the rejected and accepted conversations of a hundred; see `check_prompt`."""
     drawn_ones = (drawn(Random(seed)) for seed in range(100))
     return Counter(check_prompt(each, render, oracle, chat_template) for each in drawn_ones)
 

@@ -1,4 +1,4 @@
-"""What the engine without a model says: the prompt again, with what was asked for beside it."""
+"""Outputs of the engine without a model: the prompt repeated, with the requested extra results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def token_of(request: Request, index: int) -> int:
 
 
 def scores_of(request: Request) -> PromptLogprobs | None:
-    """As logprobs of tokens; the ranks are the ids, from 1 on."""
+    """Returns prompt logprobs in the scheme of `logprob_of`; the ranks are the ids, from 1 on."""
     ids, count = np.array(request.prompt[1:], np.int32), request.sampling.prompt_logprobs
     if count is None or not len(ids):
         return None
@@ -57,6 +57,6 @@ def scores_of(request: Request) -> PromptLogprobs | None:
 
 
 def logprob_of(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """Of a token, and of the `count` best ones beside it."""
+    """Returns the logprob of a token, and those of the `count` best tokens."""
     best = [(token + i) % VOCAB for i in range(count)]
     return -token / 256, [(other, -other / 256) for other in best]

@@ -1,4 +1,4 @@
-"""What an engine without a model says of itself to an HTTP server."""
+"""Engine facts that an engine without a model reports to the HTTP server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.process.ipc_messages import ServerInfo
 
 
 def facts_of(limits: RequestLimits, **fields: Any) -> ServerInfo:
-    """Those of an engine that drafts nothing, but for some fields."""
+    """Returns the facts of an engine without drafts, with some fields replaced."""
     plain: dict[str, Any] = {
         "model_name": "it",
         "model_folder": "",

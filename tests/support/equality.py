@@ -28,10 +28,10 @@ MOST_EXCUSED = 1e-4
 
 @dataclass
 class Tally:
-    """What was compared in the session.
+    """Counts of comparisons in the session.
 
     Attributes:
-      requests, preemptions: Of the requests that were drawn at random.
+      requests, preemptions: Counts of the randomly drawn requests.
     """
 
     tokens: int = 0
@@ -76,7 +76,7 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
 
 
 TALLY = Tally()
-"""Of the whole session; printed at its end."""
+"""Counts of the whole session, printed at its end."""
 
 
 def assert_few_excused() -> None:
@@ -138,7 +138,7 @@ class Oracle:
         return chosen, np.where(edge, 0.0, margins)
 
     def _near_edge(self, logits, seen, positions, rows, output) -> np.ndarray:
-        """Where a support that is `MARGIN` wider or narrower gives the token that was emitted."""
+        """Marks tokens that are emitted if the support is wider or narrower by `MARGIN`."""
         found, row = np.zeros(len(output), bool), np.arange(len(output))
         for sign in (-1, 1):
             shifted = Sampling(

@@ -23,7 +23,7 @@ from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTION
 
 EPS = 1e-6
 HALF = ml_dtypes.bfloat16 if ON_GPU else np.float32
-"""Of rows and weights: the interpreters are quicker, and closer, in float32."""
+"""Dtype of rows and weights: the interpreters are faster, and closer, in float32."""
 
 
 def routing(experts: int, top: int, **changed: Any) -> RoutingSettings:
@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block is given; weights as numbers, and as they are stored."""
+    """Arguments of a MoE block; weights as numbers, and as stored."""
 
     rows: np.ndarray
     scaled: np.ndarray
@@ -82,7 +82,7 @@ class Block(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a block gives, and which experts it has chosen."""
+    """Results of a MoE block, with the chosen experts."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -197,12 +197,12 @@ def _expert(block: Block, number: int, x: np.ndarray) -> np.ndarray:
 
 
 def _same(inner: Any) -> Any:
-    """What one rank has of the inner columns is all."""
+    """Returns its argument: a single rank has all inner columns."""
     return inner
 
 
 class Share(NamedTuple):
-    """What a rank gives of its columns."""
+    """Results of a rank for its columns."""
 
     rows: np.ndarray
     scaled: np.ndarray
@@ -240,7 +240,7 @@ def run(
 
 
 def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> list[Share]:
-    """What each of some ranks gives of a case whose weights are numbers, with a next norm.
+    """Returns the result of each rank for a case with unquantised weights and a next norm.
 
     Each runs twice: what it would send is known when it has run once.
     """
@@ -272,7 +272,7 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
         )
 
     def run_rank(given: dict[str, Any], every: Any) -> tuple[Any, Any]:
-        """What a rank would send, and what it gives where all have sent that."""
+        """Returns the columns that a rank sends, and its result after gathering `every`."""
         sent: list[Any] = []
 
         def gathered(inner: Any) -> Any:

@@ -52,13 +52,13 @@ def compressed(granularity: Granularity, *, is_static: bool = False) -> dict[str
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights in FP8 lie in a file.
+    """Layout of FP8 weights in a checkpoint file.
 
     Attributes:
-      kind: Of the numbers of scales.
-      end: Of the names of scales.
-      tensors_shape: Of a scale that is a tensor's.
-      of_activations: What stands beside each weight; None: nothing does.
+      kind: Dtype of scales.
+      end: Suffix of the names of scales.
+      tensors_shape: Shape of a per-tensor scale.
+      of_activations: Suffix of the activation scale stored next to each weight, or None.
       stated: The `quantization_config`.
     """
 

@@ -44,7 +44,7 @@ class Case:
         return values, sums
 
     def whole(self, ranks: int, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """What each rank must have then."""
+        """Returns the gathered arrays that every rank must have."""
         shares = [self.share(rank, ranks, step) for rank in range(ranks)]
         sums = [x for _, x in shares if x is not None]
         values = np.concatenate([x for x, _ in shares], axis=1)
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Arrays(NamedTuple):
-    """What a product is given."""
+    """Arguments of a product."""
 
     x: np.ndarray
     weight: np.ndarray
@@ -120,7 +120,9 @@ class ProductCase:
         )
 
     def differing(self, got: Sequence[Any], want: Sequence[Any]) -> Iterator[str]:
-        """Which of what a rank gathered is not what one GPU has; its own share is none of it."""
+        """Yields the names of gathered results that differ from one GPU, except for the rank's own
+        shard.
+        """
         names = ("the result", "what is read next", "the squares")
         for name, one, other in zip(names, got, want, strict=True):
             if name == "the result" and self.kind == "added":

@@ -75,7 +75,7 @@ class Case:
 
 
 class Found(NamedTuple):
-    """What a kernel leaves."""
+    """Results of a kernel."""
 
     out: np.ndarray
     recurrent: np.ndarray
@@ -211,12 +211,12 @@ def mix(language: str, case: Case, tiles: GDNLayerTiles = CUT) -> Found:
 
 @cache
 def found(language: str, name: str) -> Found:
-    """What a kernel makes of a case; several tests look at it."""
+    """Returns the result of a kernel for a case, cached for several tests."""
     return mix(language, CASES[name])
 
 
 class Replay(NamedTuple):
-    """What `commit` takes, by its names."""
+    """Arguments of `commit`, by name."""
 
     recurrent: np.ndarray
     window: np.ndarray

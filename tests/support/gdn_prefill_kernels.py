@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What the kernels leave."""
+    """Results of the kernels."""
 
     out: np.ndarray
     recurrent: np.ndarray
@@ -140,13 +140,13 @@ CASES = {
 
 
 def feed(language: str, case: Case, tiles: GDNPrefillTiles = TILES) -> Found:
-    """What the kernels of a language make of a case."""
+    """Runs the kernels of a language on a case."""
     return {"pallas": _in_pallas, "triton": _in_triton}[language](case, tiles)
 
 
 @cache
 def found(language: str, name: str) -> Found:
-    """Of a case that several tests look at."""
+    """Returns the result for a case, cached for several tests."""
     return feed(language, CASES[name])
 
 
@@ -178,7 +178,7 @@ def _in_triton(case: Case, tiles: GDNPrefillTiles) -> Found:
 
 
 def specified(case: Case) -> Found:
-    """What the specification says: zeros for padding, and snapshots where they are asked for."""
+    """Returns the specification's results: zeros for padding, and snapshots if requested."""
     starts = case.row_starts
     recurrent, window, saved_recurrent, saved_window = (getattr(case, x).copy() for x in STATES)
     out = np.zeros((len(case.projected), case.sizes.num_value_heads * case.sizes.value_size))

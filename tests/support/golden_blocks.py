@@ -1,4 +1,4 @@
-"""What a golden test asks of a DFlash head, and every implementation's answer to it."""
+"""Interface of golden tests of a DFlash head, and its implementations."""
 
 from collections.abc import Callable
 from functools import partial

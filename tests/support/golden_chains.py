@@ -1,4 +1,4 @@
-"""How implementations choose the drafts of a filled block, and what a golden test asks of them."""
+"""Choice of the drafts of a filled block: the golden tests' interface, and its implementations."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def sampling_of(how: SamplingParams):
 
 
 def _chained(module: Any, weights: Any, newest: Any, hidden: Any, *given: Any) -> Any:
-    """What the twins' chain of a head's kind gives, whose hidden states are of all slots."""
+    """Returns the twins' chain for the kind of a head; hidden states are those of all slots."""
     dspark_of, dflash2_of = module
     if weights.selector is None:
         return dspark_of.chain(weights, newest, hidden, *given)

@@ -49,7 +49,7 @@ def fitted(number: int) -> np.ndarray:
 
 
 def pixels_of(image: np.ndarray) -> Pixels:
-    """What a device is told of an image that has the size that the checkpoint wants."""
+    """Returns the pixel arguments of an image that already has the checkpoint's size."""
     return vision_encoder.pixels_of(image, vision(), image_config())
 
 

@@ -1,7 +1,7 @@
-"""What a golden test asks of an implementation, and the specification's answer to it.
+"""Interface of golden tests, and its implementation by the specification.
 
-One object is one model with one request. Another implementation offers the same methods on its own
-arrays, gives numpy back, and is added to `IMPLEMENTATIONS` of `golden_implementations.py`.
+One object is one model with one request. Another implementation has the same methods on its own
+arrays, returns numpy arrays, and is added to `IMPLEMENTATIONS` of `golden_implementations.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward pass over T tokens gave.
+    """Results of a forward pass over T tokens.
 
     Attributes:
       logits: `[T, vocab]`.
@@ -44,13 +44,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Images:
-    """What the images of a prompt bring to it.
+    """Image inputs of a prompt.
 
     Attributes:
-      turns: `[T, 3]`, of the prompt's rows.
-      delta: What the turns of later tokens are above their positions.
-      pool: `[rows, hidden]`, rows of images; row 0 is nobody's.
-      sources: `[T]`, the row in the place of each token's; 0: none.
+      turns: `[T, 3]`, M-RoPE positions of the prompt's tokens.
+      delta: Difference between M-RoPE positions and positions of later tokens.
+      pool: `[rows, hidden]`, image embeddings; row 0 is unused.
+      sources: `[T]`, the row that replaces each token's embedding; 0: none.
     """
 
     turns: Array
@@ -59,7 +59,7 @@ class Images:
     sources: Array
 
     def piece(self, at: slice) -> "Images":
-        """Of a part of the prompt."""
+        """Returns the inputs of a part of the prompt."""
         return replace(self, turns=self.turns[at], sources=self.sources[at])
 
 

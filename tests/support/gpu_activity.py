@@ -1,4 +1,4 @@
-"""What a GPU did while something ran: how many kernels, and how long it was busy.
+"""GPU activity while something ran: the number of kernels, and the busy time.
 
 The frameworks' own profilers are read. Kernels that run side by side count once as busy time.
 """
@@ -22,13 +22,13 @@ Span = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class Activity:
-    """What a GPU did.
+    """GPU activity of a run.
 
     Attributes:
-      kernels, copies: How many ran.
-      busy_ms: How long any of them ran.
-      by_name: How often each ran, and for how many milliseconds in all; one that begins before
-        another has ended, to wait for it, is counted from that end on.
+      kernels, copies: The number of each.
+      busy_ms: Milliseconds in which at least one of them ran.
+      by_name: Number of runs and total milliseconds by name. A kernel that begins before another
+        has ended, to wait for it, is counted from that end on.
     """
 
     kernels: float
@@ -38,7 +38,7 @@ class Activity:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Activity":
-        """Of everything that ran."""
+        """Sums all spans."""
         found = sorted(spans, key=lambda span: span[1])
         copies = sum(any(part in name.lower() for part in COPIES) for name, _, _ in found)
         busy, until, by_name = 0.0, float("-inf"), dict[str, tuple[float, float]]()
@@ -50,7 +50,7 @@ class Activity:
         return cls(len(found) - copies, copies, busy, by_name)
 
     def per_step(self, fewer: "Activity", steps: int) -> "Activity":
-        """Of one step, where this has so many steps more than `fewer`: the edges cancel."""
+        """Returns the activity per step if this has `steps` more than `fewer`; the edges cancel."""
         by_name = {}
         for name, (count, ms) in self.by_name.items():
             less_often, less_ms = fewer.by_name.get(name, (0, 0.0))
@@ -69,7 +69,7 @@ class Activity:
 
 
 def traced(framework: str, run: Callable[[], None]) -> Activity:
-    """What the GPU did in a run, which has to wait for it at its beginning and end."""
+    """Returns the GPU activity of a run, which must synchronise at its beginning and end."""
     with tempfile.TemporaryDirectory() as folder:
         return Activity.of(SPANS[framework](run, Path(folder)))
 

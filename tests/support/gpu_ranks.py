@@ -14,7 +14,7 @@ from tests.support.child_process import Spawned
 SECONDS = 120.0
 """In which each rank must reach the next meeting of all."""
 LOOKS = 1 << 21
-"""Of a wait: some seconds at most."""
+"""Polls of a wait: some seconds at most."""
 
 
 @dataclass(frozen=True)

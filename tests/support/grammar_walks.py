@@ -13,7 +13,7 @@ from shared.text.delimiters import CALL, PARAMETER_END, THINK_END
 ENDINGS = [
     text.encode() for text in (THINK_END, CALL, f"\n{PARAMETER_END}\n", '"', "}", "]", "\n", "0")
 ]
-"""What ends the parts of a text that could go on for ever."""
+"""Texts that end unbounded parts of an output."""
 
 
 def walk(
@@ -62,7 +62,9 @@ def walk(
 def _longest(
     text: bytes, named: Mapping[bytes, Sequence[int]], allowed: np.ndarray
 ) -> tuple[int, int] | None:
-    """How much of a text's beginning an allowed token says, and which one; None: there is none."""
+    """Returns length and id of the allowed token with the longest match of a text's beginning, or
+    None.
+    """
     for size in range(len(text), 0, -1):
         for token in named.get(text[:size], ()):
             if allowed[token]:

@@ -18,10 +18,10 @@ from tests.support.http_fixtures import byte_letters
 from tests.support.tiny_models import EOS_ID
 
 PAIRS = [(a, b) for a in "ab:{" for b in 'ab"']
-"""Of the tokens behind the bytes."""
+"""Texts of the tokens after the bytes."""
 
 MARKS = (THINK, THINK_END, CALL, CALL_END)
-"""Of the tokens behind the pairs, with which the smallest vocabulary is full."""
+"""Texts of the tokens after the pairs, which fill the smallest vocabulary."""
 
 THINK_END_ID = 256 + len(PAIRS) + MARKS.index(THINK_END)
 
@@ -94,5 +94,5 @@ def constrained(
 
 
 def text_of(tokens: list[int]) -> str:
-    """What tokens say, but for the one that ends a text."""
+    """Returns the text of tokens, without the stop token."""
     return tokenizer().decode([token for token in tokens if token != EOS_ID])

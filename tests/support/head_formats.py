@@ -55,15 +55,15 @@ def still_target(name: str) -> tuple[ModelConfig, Weights]:
 
 @dataclass(frozen=True)
 class Format:
-    """How a maker writes a head.
+    """Format in which a publisher writes a head.
 
     Attributes:
       config: The contents of its config.json for a target.
       is_block: It is a DFlash, DSpark or DFlash2 head.
-      renames: What stands in names of tensors, and what instead.
-      prefix: Before all names.
-      switch: A field that asks for a norm, and whose head drafts well only with it; None: it is the
-        streams that count.
+      renames: Pairs of a part of tensor names and its replacement.
+      prefix: Prefix of all names.
+      switch: A field that enables a norm, without which the head drafts badly; None if the test
+        changes the auxiliary layers instead.
     """
 
     config: Callable[[ModelConfig], dict[str, Any]]

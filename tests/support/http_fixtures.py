@@ -1,4 +1,4 @@
-"""What the HTTP tests share: a tiny tokenizer, an engine without a model, a server in its process.
+"""Fixtures of HTTP tests: a tiny tokenizer, an engine without a model, a server in its process.
 
 `python -m tests.support.http_fixtures FOLDER` serves the engine without a model from FOLDER, which
 may hold a tokenizer; flags of a start may follow. It repeats the prompt, several tokens a step;
@@ -76,7 +76,7 @@ IMAGES = ImageProcessorConfig(
     mean=(0.5, 0.5, 0.5),
     deviation=(0.5, 0.5, 0.5),
 )
-"""How a `Repeater` that sees wants images."""
+"""Image processor config of a `Repeater` with image input."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -173,7 +173,7 @@ class Repeater:
         pass
 
     def _remove(self, request_id: int) -> bool:
-        """Whether it had not ended."""
+        """Removes a request; returns whether it was active."""
         before = len(self.running) + len(self.waiting)
         for requests in (self.running, self.waiting):
             requests[:] = [r for r in requests if r.request_id != request_id]
@@ -343,7 +343,7 @@ def _read_lines(process: subprocess.Popen[str], lines: list[str], found: queue.Q
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):

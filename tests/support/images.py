@@ -52,7 +52,7 @@ def animated(kind: str) -> bytes:
 
 
 def several_in_a_jpeg() -> bytes:
-    """As cameras write them: an image, and a smaller one behind it."""
+    """Returns a JPEG file as cameras write it: an image, followed by a smaller one."""
     return stored(rgb(), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))], quality=95)
 
 
@@ -87,4 +87,4 @@ REFUSED = {
     "video": (url_of(b"\0\0\0\x18ftypmp42", "mp4"), "must be a PNG, a JPEG, a WebP or a still GIF"),
     "empty": ("data:image/png;base64,", "must be a PNG, a JPEG, a WebP or a still GIF"),
 }
-"""What is refused, and with which words."""
+"""Invalid images, and the words of their errors."""

@@ -51,7 +51,7 @@ class Ops:
         return lambda *args, **kwargs: self.leaving((), name, *args, **kwargs)[0]
 
     def leaving(self, places: tuple[int, ...], name: str, *args: Any, **kwargs: Any) -> Any:
-        """What a function gives, and some of its arguments afterwards: torch writes in place."""
+        """Returns a result, and some arguments after the call, as torch writes in place."""
         function = getattr(self._module, name)
         if self._in is to_jax:
             function = _jitted(function)

@@ -50,7 +50,7 @@ class Served:
     prepare_s: float
 
     def keeps_text_at(self, temperature: float) -> bool:
-        """Whether the text is plain decoding's: a rejection rule keeps a law, most lots neither."""
+        """Returns whether the output must equal plain decoding's at a temperature."""
         capacity = self.backend.capacity
         if capacity.accept_rates is not None:
             return not capacity.accept_rates[0]  # without a first draft none is accepted
@@ -61,7 +61,7 @@ class LastStep:
     """A backend that remembers the step that was submitted last."""
 
     def __init__(self, backend: Backend, capacity: BackendLimits) -> None:
-        """Of the backend's programs, `capacity` has those that are ready."""
+        """Stores the backend; `capacity` has those of its programs that are ready."""
         self.capacity, self.workspace = capacity, backend.workspace
         self.prepare, self.launch, self.close = backend.prepare, backend.launch, backend.close
         self._backend, self._future = backend, None
@@ -78,7 +78,7 @@ class LastStep:
 
 @dataclass
 class Outcome:
-    """What the events of one request add up to.
+    """Sum of the events of one request.
 
     Attributes:
       tokens: Its output.

@@ -182,7 +182,7 @@ def _jax_dot_in_order(a: jax.Array, b: jax.Array, **how: object) -> jax.Array:
 
 
 def _numbers(x: Any) -> Any:
-    """Of the interpreter's arrays, which has bfloat16 as whole numbers."""
+    """Returns the numbers of an interpreter's array, which stores bfloat16 as integers."""
     return x.data.view(ml_dtypes.bfloat16) if x.dtype.scalar.is_bf16() else x.data
 
 
@@ -216,7 +216,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _languages_of(function: Callable[..., Any]) -> tuple[Callable[..., bool], list[ModuleType]]:
-    """How an operation that is not interpreted is known, and the languages a function sees."""
+    """Returns the predicate of built-in operations, and the languages in a function's scope."""
     core = importlib.import_module("triton.language.core")
     languages = (importlib.import_module("triton.language"), core)
     seen = [x for x in function.__globals__.values() if any(x is one for one in languages)]

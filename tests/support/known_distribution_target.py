@@ -111,7 +111,7 @@ class Texts:
 
 
 def rows_of(texts: Texts, seen: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
-    """What names the choice at one node of each request, its counts written out.
+    """Returns the arguments for the choice at one node of each request, with its token counts.
 
     Node by node, so that JAX compiles programs of one size for all shapes.
     """
@@ -124,7 +124,7 @@ def rows_of(texts: Texts, seen: np.ndarray, depth: np.ndarray) -> dict[str, Any]
 
 
 def rows_for(name: str) -> int:
-    """How many texts the rule of this name decodes."""
+    """Returns the number of texts that the rule of this name decodes."""
     return ROWS if name == "specification" else ROWS_OF_A_BACKEND
 
 
@@ -161,7 +161,7 @@ def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.nda
 def rank_all(
     rule: Rule, texts: Texts, paths: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `rank`, of all nodes of a frontier [B, k]."""
+    """Same as `rank`, for all nodes of a frontier [B, k]."""
     found = [rank(rule, texts, paths[:, node], width) for node in range(paths.shape[1])]
     ids, weights = (np.stack(part, axis=1) for part in zip(*found, strict=True))
     return ids, weights
@@ -193,7 +193,7 @@ def grow(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
 def counts_at(
     rule: Rule, texts: Texts, tokens: np.ndarray, parents: np.ndarray, node: int
 ) -> np.ndarray:
-    """What penalties count at one node of each tree."""
+    """Returns the token counts for penalties at one node of each tree."""
     request = np.arange(len(tokens), dtype=np.int32)
     trees = (texts.seen, request, tokens, parents, request, np.full_like(request, node))
     return rule.sampling.seen_rows(rule.sampling.seen_in_trees(*trees))
@@ -281,10 +281,10 @@ def _filtered(p: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 
 
 def deviation(written: np.ndarray, probabilities: np.ndarray) -> float:
-    """How far counted texts are from their law: the worst of whole texts and of single tokens.
+    """Returns the deviation of counted texts from their distribution, the worst of several views.
 
-    Whole texts show what depends on what; a token and the one before it are far fewer cells, so
-    there a small error of the distribution stands out of the chance in all the others.
+    Whole texts show dependencies between tokens. Pairs of consecutive tokens have far fewer cells,
+    so a small error of the distribution exceeds the noise there.
     """
     shape = (VOCAB,) * TOKENS
     cell = np.ravel_multi_index(tuple(written.T), shape)

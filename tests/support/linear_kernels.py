@@ -22,7 +22,7 @@ EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
 KINDS = ["plain", "normed", "gated", "added"]
 KINDS += ["biased", "biased, normed", "biased, gated", "times, added", "biased, times, added"]
-"""What stands before and after a product."""
+"""Prologues and epilogues of a product."""
 
 
 def tiles(**changed: int | bool) -> LinearTiles:
@@ -56,7 +56,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def behind(
     kind: str, cut: LinearTiles, R: int, N: int
 ) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, Any]]:
-    """What a product is added to, the scales of the next norm, and how it is multiplied."""
+    """Returns the arguments of the epilogue: residual, scales of the next norm, tile settings."""
     added = normal(2, R, N) if "added" in kind else None
     norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
     how = {"eps": EPS, "is_gated": "gated" in kind, "order": SQUARES, "tiles": cut}
@@ -64,7 +64,7 @@ def behind(
 
 
 def alone(cut: LinearTiles) -> dict[str, Any]:
-    """Of a described product in Pallas with nothing before or after it."""
+    """Returns the arguments of a TMA product in Pallas without prologue or epilogue."""
     _, _, how = behind("plain", cut, 0, 0)
     nothing = dict.fromkeys(("squares", "bias", "added", "norm"))
     how |= {"first": 0, "out_type": jnp.bfloat16, "norm_layer": jnp.int32(0)}

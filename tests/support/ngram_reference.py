@@ -1,4 +1,4 @@
-"""What an n-gram index should draft, written to be read: dictionaries, no eviction, no speed."""
+"""Reference n-gram index, written for readability: dictionaries, no eviction, no speed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GrowingTree:
         return len(self.tokens) >= self.limit
 
     def has_room(self, parent: int, token: int) -> bool:
-        """Whether the child is there, or may be made as far as branching goes."""
+        """Returns whether the child exists, or the branching limit allows to add it."""
         is_tip = parent == len(self.tokens) - 1
         return (parent, token) in self.children or is_tip or not self.chain
 

@@ -77,20 +77,21 @@ class OpCase:
 
     @property
     def item_bytes(self) -> int:
-        """Of a float of the operation."""
+        """Bytes of a float of the operation."""
         return {"float32": 4, "bfloat16": 2}[self.dtype]
 
     def arguments(self, seed: int) -> Arguments:
-        """Of the operation; every float has a value that the dtype holds."""
+        """Returns the arguments of the operation; the dtype can represent every float."""
         made = self.make(seed)
         return {name: _rounded(value, self.dtype_of(name)) for name, value in made.items()}
 
     def dtype_of(self, name: str) -> str:
-        """What an argument's floats are in."""
+        """Returns the dtype of an argument's floats."""
         return "float32" if name in self.wide else self.dtype
 
     def errors(self, arguments: Arguments, got: list[np.ndarray]) -> list[float]:
-        """Of each result: the length of the difference over the length of what is wanted.
+        """Returns the relative error of each result: the norm of the difference over the expected
+        norm.
 
         NaN stays NaN, which is below no tolerance.
         """
@@ -100,7 +101,7 @@ class OpCase:
         return [_distance(g if rows is None else g[rows], want) for g, want in pairs]
 
     def specified(self, arguments: Arguments, rows: np.ndarray | None) -> list[np.ndarray]:
-        """What the specification gives, for some rows or for all."""
+        """Returns the specification's results, for some rows or for all."""
         if self.specify is not None and rows is not None:
             return self.specify(arguments, rows)
         function = getattr(import_module(f"shared.spec.{self.op}"), self.function)
@@ -111,7 +112,7 @@ class OpCase:
         return as_list(function(**given))
 
     def bytes_of(self, arguments: Arguments, results: list[np.ndarray]) -> int:
-        """What a call must read and write at least."""
+        """Returns the bytes that a call must at least read and write."""
         if self.num_bytes is not None:
             return self.num_bytes(arguments, self.item_bytes)
         given = [x for value in arguments.values() for x in arrays_of(value)]

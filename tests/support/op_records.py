@@ -35,7 +35,7 @@ def _field_names(value: Any) -> tuple[str, ...]:
 
 
 def leaves(kind: type[T], record: Any) -> Iterator[T]:
-    """What of a kind stands in a record, and in those within it, in their order."""
+    """Returns the values of a type in a record and its nested records, in order."""
     if isinstance(record, kind):
         yield record
         return

@@ -1,4 +1,4 @@
-"""How the two frameworks run and time an operation, for `bench/kernels/op.py`.
+"""Execution and timing of operations in the two frameworks, for `bench/kernels/op.py`.
 
 Operations are called as the backends call them, so on a GPU they are the kernels that `ops` has
 bound. A framework is imported when its side is made.
@@ -41,13 +41,13 @@ GPU_PRODUCT, CPU_PRODUCT = (4096, 12288, 4096), (64, 512, 512)
 """Rows, outputs and inputs of a product that works to the full."""
 ROUND_S = 0.02
 SUSTAINED_S = 0.3
-"""Of products: as long a card needs to come to the clock that its power allows."""
+"""Seconds of products: a card needs them to reach the clock that its power limit allows."""
 WARM_UP_ROUNDS = 10
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a case calls; `in_place` has the places of the arguments that it changes."""
+    """Function of a case; `in_place` has the indices of the arguments that it changes."""
 
     call: Callable[..., Any]
     in_place: tuple[int, ...]
@@ -177,7 +177,7 @@ class Side(ABC):
 
     @abstractmethod
     def _gpu_copies(self) -> Timer:
-        """Of copies of `GPU_COPY_FLOATS`."""
+        """Returns a timer of copies of `GPU_COPY_FLOATS`."""
 
     @abstractmethod
     def _array(self, value: Any, dtype: str) -> Any:

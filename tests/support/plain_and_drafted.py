@@ -60,7 +60,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
 
 @lru_cache
 def tokenizer() -> Tokenizer:
-    """Of the HTTP tests: token i is byte i."""
+    """Returns the tokenizer of the HTTP tests: token i is byte i."""
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
         made = Tokenizer.from_folder(folder)
@@ -133,7 +133,7 @@ class House:
 
 
 def answers(server: InProcess, bodies: Sequence[Body]) -> list[Body]:
-    """What a server answers to bodies that come together, by the endpoint that each is of."""
+    """Returns the responses of a server to simultaneous request bodies, by the endpoint of each."""
     paths = {CHAT if "messages" in body else COMPLETIONS for body in bodies}
     assert len(paths) == 1, "bodies of one endpoint come together"
     return server.answers(paths.pop(), bodies)

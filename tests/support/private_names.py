@@ -1,4 +1,4 @@
-"""Which private names of the product a test file reaches for."""
+"""Private names of the product that test files use."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def defined_in(files: Iterable[Path]) -> set[str]:
 
 
 def reached_by(file: Path, private: set[str]) -> set[str]:
-    """Those of the private names that a file uses and does not define."""
+    """Returns the private names that a file uses and does not define."""
     tree = _tree(file)
     return {name for name in _named(tree) if name in private} - set(_defined(tree))

@@ -21,7 +21,7 @@ from tests.support.tiny_heads import BLOCK_SIZE
 
 BATCH, OVERLAP, CONTEXT, CHUNK = 4, 2, 144, 64
 VOCAB = 272
-"""Of the smaller of the models; every token that is asked for is below it."""
+"""Vocabulary of the smaller model; every requested token is below it."""
 
 PLAIN = TreeShape.plain(BATCH)
 NAIVE, CHAIN, LONG = (TreeShape.chain(depth, BATCH) for depth in (1, BLOCK_SIZE - 1, 5))
@@ -79,12 +79,12 @@ class Server:
 
     @property
     def own_drafter(self) -> str:
-        """What drafts, without copies."""
+        """Drafter without n-gram drafts."""
         return self.drafter.removesuffix(WITH_COPIES)
 
     @property
     def joins(self) -> bool:
-        """Whether copies join what is drafted."""
+        """Merged drafting: n-gram drafts are added to the drafter's tree."""
         return self.drafter != self.own_drafter
 
     @property
@@ -205,7 +205,7 @@ def often(neutral: object, other: st.SearchStrategy) -> st.SearchStrategy:
 
 PENALTIES = st.one_of(st.just(0.0), st.just(2.0), st.floats(-2.0, 2.0))
 BIASES = st.one_of(st.floats(4.0, 12.0), st.floats(-100.0, 100.0))
-"""Those of a few units make a token come again and again, so that penalties count on a path."""
+"""Biases of a few units repeat a token, so that penalties count on a path."""
 
 
 @st.composite

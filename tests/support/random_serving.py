@@ -57,7 +57,7 @@ MOST_STEPS = 2000
 
 DIVIDED_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 DIVIDED_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
-"""Of drafters, where several ranks have them between them; KV heads are on two of four ranks."""
+"""Fields of drafters that several ranks divide; KV heads are replicated on two of four ranks."""
 
 LOGPROB_TOLERANCE = 2e-4
 """Logits of one row move by 6e-5 with the order of sums, and so does their log-sum."""
@@ -101,13 +101,13 @@ def oracle_of(family: str, drafter: str) -> Oracle:
 
 @lru_cache
 def drafter_of(family: str, drafter: str):
-    """What a backend's constructor gets."""
+    """Returns the drafter argument of a backend's constructor."""
     return _drafter(family, drafter, {}, {})
 
 
 @lru_cache
 def divided_drafter_of(family: str, drafter: str):
-    """As `drafter_of`, with as many heads as four ranks divide among them."""
+    """Same as `drafter_of`, with a number of heads that four ranks divide."""
     delta = DIVIDED_DELTA if family in WITH_MTP else {}
     return _drafter(family, drafter, DIVIDED_HEADS, DIVIDED_HEADS | delta)
 
@@ -379,7 +379,7 @@ def check(server: Server, visit: Visit) -> None:
 
 
 def is_text_kept(server: Server, params: SamplingParams) -> bool:
-    """Whether the rule of acceptance promises the text of plain decoding."""
+    """Returns whether the accept rule guarantees the output of plain decoding."""
     drafts_by_noise = server.drafter != "NGRAM" and server.shape != PLAIN
     is_drafted = drafts_by_noise and params.max_draft_tokens != 0
     return server.rule == "exact" or params.temperature == 0 or not is_drafted
@@ -406,7 +406,7 @@ def check_end(visit: Visit) -> None:
 
 
 def check_bonus(visit: Visit) -> None:
-    """Where the target's own token stands, no draft of this token was turned down."""
+    """Checks that no draft of the bonus token was rejected at its node."""
     for event in visit.outcome.traced:
         if event.step and len(event.tokens) > len(event.step.path):
             assert not refused_child(event.step, event.tokens[-1])

@@ -1,4 +1,4 @@
-"""What every machine of random traffic does: it steps, takes events, and comes to an end."""
+"""Base of all machines of random traffic: steps, event handling and shutdown."""
 
 from __future__ import annotations
 

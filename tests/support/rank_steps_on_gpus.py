@@ -50,7 +50,7 @@ from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.tiny_models import DIVIDED, tiny_config, tiny_weights
 
 PATIENCE_S = 240.0
-"""Of a part: it compiles for most of that."""
+"""Time limit of a part, most of which is compilation."""
 TEXT = 10
 """Tokens of each text."""
 WARM = {"temperature": 0.9, "seed32": 5}
@@ -66,16 +66,17 @@ MODELS = {
 }
 """Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
 _OF_DRAFTER = {"intermediate_size": 64}
-"""Of a drafter's layers: a rank's columns are whole words of memory, with eight ranks too."""
+"""Fields of a drafter's layers: a rank's columns are whole words of memory, with eight ranks too.
+"""
 _OF_EIGHT = {"num_attention_heads": 8, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
-"""What eight ranks divide among them."""
+"""Fields that eight ranks divide."""
 BACKENDS = ("torch", "jax")
 ROOT = Path(__file__).resolve().parents[2]
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 class Step(NamedTuple):
-    """What a step was given, and what it gave."""
+    """Arguments and results of a step."""
 
     program: Program
     words: np.ndarray
@@ -99,7 +100,7 @@ class _Recorder:
 
 
 def made_from(name: str, count: int) -> tuple[Any, ...]:
-    """What a backend of a model of `MODELS` is made from, for so many ranks."""
+    """Returns the constructor arguments of a backend for a model of `MODELS` on `count` ranks."""
     family, changed, drafter = MODELS[name]
     of_family = tiny_config(family, nested=False, with_mtp=True, tied=False)
     if count == 8:

@@ -1,4 +1,4 @@
-"""What a rank does in tests of the gathers of GPUs: in torch a process, in JAX a device."""
+"""Rank code of all-gather tests on GPUs: a process in torch, a device in JAX."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
 
 
 def gathers_of_jax(ranks: int, steps: int) -> list[str]:
-    """As `gathers_of_torch`, on as many devices of this process, in one program a step."""
+    """Same as `gathers_of_torch`, on devices of this process, in one program per step."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -258,7 +258,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
 
 
 def products_of_jax(ranks: int, steps: int) -> list[str]:
-    """As `products_of_torch`, in one program for all devices."""
+    """Same as `products_of_torch`, in one program for all devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec

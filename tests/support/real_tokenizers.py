@@ -20,7 +20,7 @@ NAMES = ("qwen3", "llama2", "llama3_1", "deepseek_v3", "gemma3")
 
 @dataclass(frozen=True)
 class RealTokenizer:
-    """What a server has of a tokenizer, with all parsers' marks."""
+    """Tokenizer with the server's data about it and the special tags of all parsers."""
 
     folder: Path
 
@@ -57,7 +57,7 @@ class RealTokenizer:
 
     @cached_property
     def named(self) -> dict[bytes, list[int]]:
-        """As `walk` takes them: the tokens that are shown."""
+        """Shown tokens, in the form that `walk` takes."""
         found: dict[bytes, list[int]] = {}
         for token in filter(self.shown.shows, range(self.fast.get_vocab_size())):
             found.setdefault(self.shown.bytes_of(token) or b"", []).append(token)

@@ -41,7 +41,7 @@ class Rejecting:
         self.backends: dict[tuple[str, str, str], Backend] = {}
 
     def drafter(self, name: str) -> Any:
-        """What a backend's constructor gets."""
+        """Returns the drafter argument of a backend's constructor."""
         target = (self.config, self.weights)
         return {
             "NEXTN": lambda: "NEXTN",

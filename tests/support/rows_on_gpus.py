@@ -1,4 +1,4 @@
-"""What a rank does in tests that gather some rows: in torch a process, in JAX a device, on GPUs."""
+"""Rank code of tests that gather some rows on GPUs: a process in torch, a device in JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = ((20, 4, 1), (128, 75_968, 6), (7, 64, 2))
 
 
 def listed(step: int, rows: int) -> np.ndarray:
-    """Which rows are gathered in a step: none, all, then some."""
+    """Returns the rows that a step gathers: none, all, then some."""
     kept = np.random.default_rng(step).random(rows) < (0, 2, 0.3, 0.9)[step % 4]
     found = np.flatnonzero(kept)
     return np.concatenate([found, np.zeros(rows - len(found)), [len(found)]]).astype(np.int32)
@@ -30,7 +30,7 @@ def share(rank: int, step: int, rows: int, columns: int) -> np.ndarray:
 
 
 def differing(got: np.ndarray, ranks: int, step: int, case: Sequence[int]) -> list[str]:
-    """What is wrong with the bits that a rank has of a case, a sentence."""
+    """Returns a sentence for each difference in the bits of a rank for a case."""
     rows, columns, _ = case
     which = listed(step, rows)
     which = which[: which[-1]]
@@ -87,7 +87,7 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
 
 
 def rows_of_jax(ranks: int, steps: int) -> list[str]:
-    """As `rows_of_torch`, on as many devices of this process, in one program a step."""
+    """Same as `rows_of_torch`, on devices of this process, in one program per step."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec

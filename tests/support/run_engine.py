@@ -12,7 +12,7 @@ from shared.spec.logprobs import PromptLogprobs
 
 @dataclass
 class Outcome:
-    """What the events of one request add up to."""
+    """Sum of the events of one request."""
 
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

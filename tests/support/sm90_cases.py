@@ -1,4 +1,4 @@
-"""What the tests of `mix_described` and of `attend_described` share: sizes, pools, comparisons."""
+"""Sizes, pools and comparisons shared by the tests of the sm90 attention kernels."""
 
 from __future__ import annotations
 

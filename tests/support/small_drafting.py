@@ -56,7 +56,7 @@ def small_requests(**sampling: Any) -> list[Request]:
 def small_outcomes(
     backend: Backend, capacity: BackendLimits, shape: TreeShape, requests: list[Request]
 ) -> dict[int, Outcome]:
-    """What the requests get, all drafts with that shape."""
+    """Returns the outcomes of the requests, all of which draft with that shape."""
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
     return drive(engine, requests)

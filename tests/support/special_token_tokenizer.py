@@ -12,7 +12,7 @@ MARKS = {mark for name in TOOL_CALL_PARSERS for mark in marks_of(name, REASONING
 
 
 def marked_tokenizer(*, special: bool) -> Tokenizer:
-    """As `byte_tokenizer`, with the marks of all formats as tokens, as real ones have them."""
+    """Same as `byte_tokenizer`, with the special tags of all formats as tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(
         [AddedToken(mark, special=special, normalized=False) for mark in sorted(MARKS)]

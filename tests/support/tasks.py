@@ -26,7 +26,7 @@ class Tasks:
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
-    """Whether a reply solves its task: a problem's number, or every letter of another task."""
+    """Returns whether a reply is right: by its number for a problem, else by every letter."""
     if kind == "problems":
         return answer_of(text) is not None and answer_of(text) == answer_of(answer)
     return text == answer

@@ -1,4 +1,4 @@
-"""What records of torch's tensors take of memory."""
+"""Memory of records of torch tensors."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def tensor_bytes(record: Any) -> int:
-    """Of the memory of all tensors in a record, each part once."""
+    """Returns the bytes of all tensors in a record; shared memory counts once."""
     storages = {}
 
     def visit(value: Any) -> None:

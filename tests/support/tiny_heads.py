@@ -43,7 +43,7 @@ BLOCK_SIZE, BLOCK_WINDOW = 4, 2
 
 BLOCK_LAYERS = ("sliding_attention", "sliding_attention", "sliding_attention", "full_attention")
 HANDED_ON = (6.0, 2.0, 1.2)
-"""How much of what the slot before has each sliding layer of a DFlash head hands on."""
+"""Share of the previous slot that each sliding layer of a DFlash head passes on."""
 
 BLOCK_NOISE = 0.25
 """Scale of what else its layers add."""

@@ -21,7 +21,7 @@ from shared.models.saving import save_checkpoint
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
-"""What else a dense family may switch on, each with what is its own."""
+"""Dense families with optional features, each with fields of its own."""
 EXPERTS = ("glm4_moe", "qwen3_5_moe", "qwen3_moe")
 """Families with mixtures of experts, between them every kind of router and of layout."""
 EOS_ID = 1

@@ -1,4 +1,4 @@
-"""What torch's caching allocator would take of a GPU, counted where there is none.
+"""Memory that torch's caching allocator would take on a GPU, counted without one.
 
 Tensors are of the device `meta`: they have sizes and no memory. What each operation makes is
 allocated, and freed when the last tensor lets go of it, by the rules of torch's allocator; so the

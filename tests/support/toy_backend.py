@@ -198,7 +198,7 @@ class ToyBackend:
         )
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs:
-        """Of each token that follows one: minus its id and a thousandth of its position."""
+        """Returns scores of following tokens: minus the id and a thousandth of the position."""
         work = plan.work
         assert isinstance(work, Prefill)
         positions = np.zeros(len(work.tokens), np.int32)

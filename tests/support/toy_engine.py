@@ -11,7 +11,7 @@ CHUNK = 64
 
 
 def toy_engine(backend: ToyBackend, depth: int = 3, cache: CachePolicy = NO_CACHE) -> Engine:
-    """As many steps in flight as the backend allows; `depth` 0 decodes plainly."""
+    """Returns an engine with the maximum number of steps in flight; `depth` 0 decodes plainly."""
     sizes = {"nodes": depth + 1, "depth": depth, "width": min(depth, 1)}
     controller = StaticController(backend.capacity, **sizes)
     overlap = backend.capacity.overlap

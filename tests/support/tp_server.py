@@ -1,4 +1,4 @@
-"""What tests of several ranks share: their processes, a stream under way, and their end."""
+"""Helpers of tests with several ranks: their processes, an open stream, and shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.http_fixtures import COMPLETIONS, Server, is_alive
 
 FOLLOWER = "shared.process.tp.worker"
 NAMED_S = 15.0
-"""How soon a lost rank is named."""
+"""Seconds within which a lost rank must be named."""
 
 
 def ranks_of(server: Server) -> list[int]:
@@ -43,7 +43,7 @@ def steps_of(server: Server) -> float:
 
 
 def _tokens_of(server: Server) -> float | None:
-    """What it has given so far; None of a server that is gone."""
+    """Returns the number of tokens so far, or None if the server has ended."""
     try:
         return server.metrics()["tandem:generation_tokens_total"]
     except httpx.TransportError:
@@ -69,7 +69,7 @@ class OpenStream:
         self.events = server.stream(COMPLETIONS, **fields)
 
     def error(self) -> str:
-        """What the stream is told when it is cut off, in time."""
+        """Returns the error of the stream when it is cut off, within the time limit."""
         self._thread.join(NAMED_S)
         assert not self._thread.is_alive()
         return self.events[-1]["error"]["message"]

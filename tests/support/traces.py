@@ -1,4 +1,4 @@
-"""What holds of every trace of a request, whatever drafted."""
+"""Invariants of every trace of a request, for all drafters."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def check_step(event: Event) -> None:
 
 
 def refused_child(step: StepTrace, token: int) -> bool:
-    """Whether a token was drafted where the text left the tree."""
+    """Returns whether a token was drafted at the node where the output left the tree."""
     last = step.path[-1] if step.path else 0
     return (last, token) in zip(step.parents, step.drafts, strict=True)

@@ -1,4 +1,4 @@
-"""What tests of the training passes share: quick compiles, and golden models as modules."""
+"""Helpers of the tests of training passes: quick compiles, and golden models as modules."""
 
 from __future__ import annotations
 

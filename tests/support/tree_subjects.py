@@ -1,4 +1,4 @@
-"""What the tests of draft trees share: the shapes, the models, and backends that serve requests."""
+"""Shapes, models and backends that serve requests, shared by the tests of draft trees."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 CAPABILITY = 90
-"""Of an H200."""
+"""Compute capability of an H200."""
 
 
 class Driver:

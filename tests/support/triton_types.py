@@ -1,4 +1,4 @@
-"""What Triton's interpreter would find out anew in each operation: types of blocks, their shapes.
+"""Cache of block types and shapes for Triton's interpreter, which recomputes them per operation.
 
 More than half of its time goes into that, not into the numbers. What is remembered is what Triton
 made and checked the first time.
@@ -66,7 +66,7 @@ def _equal(compare: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two blocks of one shape there is nothing to broadcast."""
+    """Skips the broadcast of two blocks of one shape."""
 
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type

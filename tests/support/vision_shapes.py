@@ -17,4 +17,4 @@ QWEN3_5 = VisionConfig(
     out=4096,
     image_token=0,
 )
-"""Of Qwen3.5-9B."""
+"""Vision config of Qwen3.5-9B."""

@@ -54,7 +54,7 @@ SHAPES = {
     "NGRAM": TREE,
     "NEXTN+NGRAM": CHAIN,
 }
-"""What drafts, and the shape that it drafts."""
+"""Drafters, and the shapes of their drafts."""
 
 
 @cache
@@ -65,7 +65,7 @@ def pixels(rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 TEXTS: dict[tuple, list[int]] = {}
-"""Of prompts that were asked for, as several tests ask for the same."""
+"""Outputs by prompt, cached because several tests request the same."""
 
 
 class Prompt:
@@ -218,7 +218,7 @@ class Fewer:
 
 
 def controller_of(drafter: str, capacity: BackendLimits, texts: Sequence[list[int]]) -> Controller:
-    """What chooses; seen text is looked up in a corpus of `texts` too, so that some is accepted."""
+    """Returns the controller; a corpus of `texts` makes some n-gram drafts acceptable."""
     shape = SHAPES[drafter]
     if not drafter.endswith("NGRAM"):
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)

@@ -105,7 +105,7 @@ class Facts:
 
 
 def _is_forwarded(star: ast.expr) -> bool:
-    """Whether a wrapper passes its own `*args` on."""
+    """Returns whether a wrapper passes its own `*args` on."""
     return isinstance(star, ast.Name) and star.id == "args"
 
 
@@ -144,7 +144,7 @@ class Source:
 
     @property
     def is_code(self) -> bool:
-        """Whether it is a module, in contrast to a page."""
+        """Reports whether it is a module, in contrast to a page."""
         return self.path.endswith(".py")
 
     @cached_property

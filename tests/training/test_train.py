@@ -143,7 +143,7 @@ def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) 
 
 
 def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
-    """What the engine answers on the reference backend."""
+    """Returns the output of the engine on the reference backend."""
     config = config_from_folder(folder)
     weights = load_all(folder, config, drafter == "NEXTN")
     capacity = contract_capacity(config)

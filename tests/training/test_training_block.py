@@ -49,7 +49,7 @@ def surprise(scores: np.ndarray, places: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("is_drafted", [True, False])
 @pytest.mark.parametrize("folder", ["dspark_vanilla", "dflash2_anchor"])
 def test_candidate_loss_matches_golden_scores(folder, is_drafted):
-    """Of labels that the makers' code drafts, and of others."""
+    """Labels that the original code drafts are covered, and other labels."""
     (block, head), (_, model) = golden_block(folder), golden_model("qwen3")
     given, want = vectors("dflash_speculators"), vectors(folder)
     start = given["starts"][0]

@@ -88,7 +88,7 @@ def spec_outputs(q, k, v, log_decay, beta):
 
 @pytest.mark.parametrize("repeats", [1, 64], ids=["different keys", "one key"])
 def test_chunked_gated_delta_and_gradients_match_recurrence(repeats):
-    """Where one key repeats undecayed, powers of A would reach 10^17 before they cancel."""
+    """If one key repeats without decay, powers of A would reach 10^17 before they cancel."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, 128, 2, 16)).astype(np.float32) for _ in range(2))
     k = np.repeat(k[:, ::repeats], repeats, axis=1)

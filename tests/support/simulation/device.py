@@ -37,7 +37,7 @@ Law = Callable[[UInt32[np.ndarray, " B"], Int[np.ndarray, " B"]], Float[np.ndarr
 a chain is accepted, given those before it. A tree's follow by `Tier.independent_candidates`."""
 
 Seconds = Callable[[int, Tier], float]
-"""What a decode step costs, by batch bucket and tier."""
+"""Cost of a decode step, by batch bucket and tier."""
 
 
 def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
@@ -112,7 +112,7 @@ class _Clock:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the host has waited for every step."""
+        """Reports whether the host has waited for every step."""
         return self.clock >= self._ends
 
     def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -155,12 +155,12 @@ class _Clock:
         )  # fmt: skip
 
     def _decode_seconds(self, plan: StepPlan, nodes: np.ndarray) -> float:
-        """What a decode step costs."""
+        """Returns the cost of a decode step."""
         batch = plan.program.batch
         return self._seconds(batch, Tier.of(plan.program.shape, batch))
 
     def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:
-        """What each row says; called when its length has grown."""
+        """Returns the tokens of each row; called after its length has grown."""
         return np.ones((len(counts), plan.program.shape.max_tokens), np.int32)
 
     def _prefill(self, plan: StepPlan, work: Prefill) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +176,7 @@ DRAWN = 64
 
 @lru_cache(maxsize=1 << 13)
 def _chances(seed: int, block: int) -> Float[np.ndarray, "DRAWN MOST_DEPTH"]:
-    """What decides on a request's drafts, which is the same whatever serves it."""
+    """Returns the uniforms that decide on a request's drafts, which do not depend on the batch."""
     positions = np.arange(block * DRAWN, (block + 1) * DRAWN, dtype=np.int32)
     return uniforms(np.full(DRAWN, seed, np.uint32), positions, MOST_DEPTH)
 
@@ -223,7 +223,7 @@ class SimulatedBackend(_Clock):
 
 
 class TextBackend(_Clock):
-    """What requests say is given, and drafts are the host's, held against it.
+    """Backend with given output texts; the host's drafts are compared with them.
 
     Args:
       texts: The output of each request, by its seed.
@@ -312,7 +312,7 @@ class RealTimeBackend(TextBackend):
 
 
 def _agreed(drafts: HostDraft, row: int, ahead: Sequence[int]) -> int:
-    """How many drafts of a row's tree the text goes on with."""
+    """Returns the number of drafts of a row's tree that match the text."""
     parent, tokens, parents = 0, drafts.tokens[row], drafts.parents[row]
     for count, token in enumerate(ahead):
         children = range(parent + 1, drafts.num_nodes[row])
@@ -326,7 +326,7 @@ def _agreed(drafts: HostDraft, row: int, ahead: Sequence[int]) -> int:
 def _granted(
     most: Int[np.ndarray, " B"], calibration: Float[np.ndarray, "B S"], count: int
 ) -> Int[np.ndarray, " B"]:
-    """Of chains of so many drafts, how many of each are among the best of the batch."""
+    """Returns the number of drafts of each chain that are among the `count` best of the batch."""
     depth = np.arange(calibration.shape[1])
     weights = np.where(depth < most[:, None], calibration, -np.inf)
     order = np.argsort(-weights, axis=None, kind="stable")[:count]

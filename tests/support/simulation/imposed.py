@@ -42,14 +42,15 @@ from tests.support.simulation.phases import Imposed, Phase, Served, imposed, ser
 from tests.support.simulation.policies import Greedy, Probe
 
 LOWEST, HIGHEST, PART = 0.2, 0.95, 100
-"""Of imposed rates, and the tokens for which a request keeps one."""
+"""Range of imposed rates, and the number of tokens for which a request keeps one."""
 
 LEAST_REQUESTS = 20
-"""Of a phase whose rates are imposed: with fewer, what differs between them would decide it."""
+"""Minimum number of requests of a phase with imposed rates: with fewer, their differences dominate.
+"""
 
 PROMPT, VOCAB = 200, 4096
 SHARES = {"copying": 0.85, "half and half": 0.4, "free": 0.03}
-"""Of the pieces of a text, those that its prompt has too."""
+"""Share of the pieces of a text that its prompt contains too."""
 
 ASLEEP = "disabled"
 """Plain steps that do not wait for each other, beside those of NGRAM's tiers that do."""
@@ -88,7 +89,7 @@ def rated_work(batches: Sequence[int], tokens: int, seed: int) -> tuple[list[Pha
 
 
 def _length(rng: np.random.Generator, tokens: int) -> int:
-    """Of a request's output."""
+    """Returns the length of a request's output."""
     return int(rng.integers(tokens // 2, tokens * 3 // 2))
 
 
@@ -128,7 +129,7 @@ class KnowsRates(AdaptiveController):
     law: Imposed
 
     def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, np.ndarray]:
-        """What is known before a step, with the true rates in place of those that were learnt."""
+        """Returns the policy input before a step, with true rates in place of estimated ones."""
         known, _ = super().situation(ready)
         seeds = np.array([r.sampling.seed32 for r in ready], np.uint32)
         rates = self.law(seeds, np.array([len(r.output) for r in ready]))
@@ -229,12 +230,12 @@ def real_time_runs(
     work: tuple[list[Phase], Mapping[int, Sequence[int]]],
     submit_s: float,
 ) -> Runs:
-    """As `written_runs`, in real time: this machine's host beside a device of measured costs.
+    """Same as `written_runs`, in real time: this machine's host with a device of measured costs.
 
-    A step that waits takes the time asleep, which is the host's, and the device's after it.
+    A step without overlap takes the host's time of a disabled step, and then the device's time.
 
     Args:
-      submit_s: That submitting a step keeps the host, of the seconds asleep.
+      submit_s: Seconds that submitting a step takes on the host, out of those of a disabled step.
     """
     phases, texts = work
     capacity = with_host_drafts(simulated_capacity(tiers, list(table), overlap=1), VOCAB)

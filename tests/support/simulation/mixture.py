@@ -15,10 +15,10 @@ from tests.support.simulation.device import SimulatedBackend
 
 NUM_EXPERTS, NUM_CHOSEN = 256, 8
 EXPERT_MS = 0.0376
-"""Of one expert in all layers: 40 of 3.1 MB at 3.35 TB/s, as of a mixture of 35 billion in FP8."""
+"""Cost of one expert in all layers: 40 of 3.1 MB at 3.35 TB/s, as of a MoE of 35 billion in FP8."""
 
 REST_MS, DRAFT_MS, ROW_MS = 2.2, 0.3, 0.005
-"""Of all else in a step, of each depth that is drafted, and of each row."""
+"""Cost of the rest of a step, of each draft depth, and of each row."""
 
 
 def distinct(rows: float) -> float:
@@ -27,7 +27,7 @@ def distinct(rows: float) -> float:
 
 
 def mixture_seconds(rows: float, tier: Tier) -> float:
-    """What a step of so many rows costs."""
+    """Returns the cost of a step with `rows` rows."""
     experts = EXPERT_MS * distinct(rows)
     return (REST_MS + experts + DRAFT_MS * tier.depth + ROW_MS * rows) / 1000
 

@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Served:
-    """What a phase took."""
+    """Tokens and time of a phase."""
 
     name: str
     tokens: int

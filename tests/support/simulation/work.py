@@ -14,7 +14,7 @@ MILLISECONDS = {
     "S7": {1: 6.6, 8: 7.5, 32: 11.0},
     "S5k4N16": {1: 5.9, 8: 8.2, 32: 18.0},
 }
-"""Of a step, measured or between what was measured (docs/performance.md, Qwen3-8B)."""
+"""Milliseconds of a step, measured or interpolated (docs/performance.md, Qwen3-8B)."""
 
 TIERS = (Tier(1, 0, 0), Tier(2, 1, 1), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4))
 BATCHES = (1, 2, 4, 8, 16, 32)

@@ -185,7 +185,7 @@ def commit_arguments(
 
 
 def _moved_bytes(arguments: Arguments, item_bytes: int) -> int:
-    """What moves, read and written."""
+    """Returns the number of bytes read and written."""
     pages, path, step = arguments["pages"], arguments["path"], np.arange(arguments["path"].shape[1])
     moves = (step < arguments["counts"][:, None]) & (path != step)
     pools = math.prod(pages.shape[:-4])

@@ -20,7 +20,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class MixCase:
-    """What the operation takes, with float32 values that bfloat16 holds where it is `half`."""
+    """Arguments of the operation; float32 values that bfloat16 can represent if it is `half`."""
 
     qkv: np.ndarray
     heads: attention_layer.Heads
@@ -60,7 +60,7 @@ class MixCase:
 
 @dataclass(frozen=True)
 class AttentionRows(attention.AttentionRows):
-    """As the backends' own."""
+    """Record with the fields of the backends' `AttentionRows`."""
 
     row_starts: np.ndarray
     most_rows: int
@@ -68,7 +68,7 @@ class AttentionRows(attention.AttentionRows):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """As the backends' own."""
+    """Record with the fields of the backends' `PagedKV`."""
 
     pools: np.ndarray
     bounds: np.ndarray
@@ -76,7 +76,7 @@ class PagedKV:
 
 
 def arguments(case: MixCase) -> Arguments:
-    """Of the operation, in the specification and in the backends."""
+    """Returns the arguments of the operation, for the specification and the backends."""
     counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
     pools = np.stack([case.k_pages, case.v_pages])[None]
     return {
@@ -340,7 +340,7 @@ _PROMPTS = {
 
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
-    """What the specification gives for some rows, after all have written."""
+    """Returns the specification's results for some rows, after all rows have written."""
     heads, angles, rows = (arguments[name] for name in ("heads", "angles", "rows"))
     keys = arguments["qkv"][:, -2 * heads.num_kv_heads * heads.head_size :]
     pools = (arguments["k_pages"], arguments["v_pages"])

@@ -18,7 +18,10 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """As the backends' own: `parents` is None where all trees are chains."""
+    """Record with the fields of the backends' `TreeNodes`:
+
+    `parents` is None if all trees are chains.
+    """
 
     parents: np.ndarray | None
     row_starts: np.ndarray
@@ -28,7 +31,7 @@ class TreeNodes:
 
     @property
     def specified(self) -> spec.TreeNodes:
-        """As the specification has them."""
+        """Converts to the specification's record."""
         parents = self.parents
         if parents is None:
             parents = parents_of(*self.row_of.shape)
@@ -37,7 +40,7 @@ class TreeNodes:
 
 @dataclass(frozen=True)
 class VerifyScratch:
-    """As the backends' own."""
+    """Record with the fields of the backends' `VerifyScratch`."""
 
     kept: ReplayInputs | np.ndarray
     arrivals: np.ndarray
@@ -81,7 +84,7 @@ def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray |
 
 
 def verify_scratch(states: GDNState, B: int, N: int) -> ReplayInputs:
-    """What nothing has been kept in."""
+    """Returns empty scratch arrays for a verify step."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     shapes = ((H, K), (H, V), (H,), (H,), (C,))
     return ReplayInputs(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))

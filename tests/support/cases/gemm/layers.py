@@ -16,7 +16,7 @@ def norm_arguments(seed: int, *, R: int, size: int) -> Arguments:
 
 
 def layer_norm_arguments(seed: int, *, R: int, size: int) -> Arguments:
-    """As `norm_arguments`, of rows with a mean, and what the norm is shifted by."""
+    """Same as `norm_arguments`, for rows with a mean, and with the bias of the norm."""
     found = norm_arguments(seed, R=R, size=size)
     bias = np.random.default_rng(seed + 1).standard_normal(size, np.float32)
     return found | {"x": found["x"] + 2, "bias": bias}

@@ -34,7 +34,7 @@ def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) ->
 def fp8_arguments(
     seed: int, *, function: str, granularity: Granularity, R: int, K: int, N: int
 ) -> Arguments:
-    """Those of a function, with the weight in FP8."""
+    """Returns the arguments of a function, with its weight in FP8."""
     arguments = _MAKERS[function](seed, R=R, K=K, N=N)
     return arguments | {"weight": in_fp8(arguments["weight"].values, granularity)}
 
@@ -68,7 +68,7 @@ def normed_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
 
 
 def gated_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
-    """As `normed_arguments`, with a gate."""
+    """Same as `normed_arguments`, with a gate."""
     return normed_arguments(seed, R=R, K=K, N=2 * N)
 
 

@@ -52,7 +52,7 @@ def greedy_arguments(seed: int, *, R: int, K: int, N: int, temperature: float) -
 
 
 def ranked_arguments(seed: int, *, B: int, k: int, K: int, N: int, width: int) -> Arguments:
-    """As many nodes of each request; of more than eight requests the rest ask for nothing."""
+    """Returns arguments with k nodes per request; requests after the eighth need no logits."""
     made, asking = product_arguments(seed, R=B * k, K=K, N=N), mixed_sampling(N)
     nothing, kept = asked(max(B - 8, 0), N), min(B, 8)
     params = {
@@ -79,7 +79,7 @@ def _all_rows(arguments: Arguments) -> np.ndarray:
 
 
 def _specified(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
-    """Those of some rows."""
+    """Returns the specification's results for some rows."""
     whole, seen = arguments["projection"], arguments["seen"]
     fields = {name: getattr(seen, name)[rows] for name in ("slots", "path", "on_path")}
     given = {name: arguments[name][rows] for name in ("positions", "request")}

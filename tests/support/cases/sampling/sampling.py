@@ -99,7 +99,7 @@ def ranked_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
 
 
 def drafted_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
-    """As `ranked_arguments`, of a drafter with a vocabulary of its own in an order of its own."""
+    """Same as `ranked_arguments`, for a draft vocabulary in an order of its own."""
     arguments = ranked_arguments(seed, vocab=vocab, stream=stream)
     # Tokens that rows ask about, and of two equal ones the later first.
     asked_about = np.array([4, 9, 3, 7], np.int32)
