@@ -1,4 +1,4 @@
-"""Values of parameters that stand without quotes: read by the schema, within bounds."""
+"""`read_argument`: conversion of unquoted parameter values by their schema, within limits."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 
 def readings(text: str) -> list[Any]:
-    """All that a text may be taken for."""
+    """Returns all values that a text may represent."""
     found: list[Any] = [text]
     for word in (text, text.replace("'", '"').replace("None", "null").replace("True", "true")):
         with contextlib.suppress(ValueError):
@@ -168,7 +168,7 @@ def test_read_argument_valid_if_any_reading_is_valid(schema, text):
 
 
 def written(name: str, key: str, text: str) -> str:
-    """A call in a format, of a function with one parameter."""
+    """Returns a call of a one-parameter function in a tool call format."""
     if name == "qwen3_coder":
         return (
             f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n"
@@ -210,7 +210,7 @@ def nested(depth: int) -> Any:
 
 
 def doubled(depth: int) -> dict[str, Any]:
-    """A schema that is looked into 2 ** depth times."""
+    """Returns a schema whose validation visits 2 ** depth parts."""
     both = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 2} for i in range(depth)}
     return {"properties": {"key": {"$ref": "#/$defs/L0"}}, "$defs": {**both, f"L{depth}": False}}
 
@@ -231,7 +231,7 @@ SLOW = "^([ab]*a[ab]{5000}c|x)*$"
     ],
 )  # fmt: skip
 def test_read_argument_of_expensive_schema_returns_json(schema, text):
-    """What is too much says nothing: the value is no text for sure, so JSON comes first."""
+    """Above the work limit the schema decides nothing, and the value is parsed as JSON."""
     begin = time.perf_counter()
     want = "5" if schema == {"$ref": "#"} else 5
     assert read_argument(text, "key", ParameterSchemas(schema)) == want

@@ -1,4 +1,4 @@
-"""No code of a checkpoint is run, and no address that anybody names is opened: canaries tell."""
+"""Safety: no remote code of a checkpoint runs, and no URL of a request is opened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def look(event, args):
             raise PermissionError("nothing is to be opened")
 sys.addaudithook(look)
 """
-"""Runs in every process of the server before anything else, and sees what Python itself reports."""
+"""Audit hook that every server process installs first; it records imports and connections."""
 
 CODE = "raise SystemExit('the code of a checkpoint was run')\n"
 AUTO_MAP = {
@@ -38,7 +38,7 @@ AUTO_MAP = {
 
 
 class Listener:
-    """Counts who comes."""
+    """Listener that counts connections."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -144,7 +144,7 @@ def test_request_urls_are_never_opened(server, told, listener):
 
 
 def test_audit_hook_and_listener_detect_violations(tmp_path, listener):
-    """The hook sees what it is there for, and the listener counts."""
+    """The hook records an import and a connection, and the listener counts a connection."""
     told = tmp_path / "events"
     (tmp_path / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
     (tmp_path / "canary_modeling.py").write_text(CODE)

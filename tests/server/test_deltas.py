@@ -1,4 +1,4 @@
-"""What a choice says on its way to the client: deltas, a parser between text and form, the ends."""
+"""Deltas of a choice: parser output, stop strings, and chunks of the response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAID = "<let me see>So: {get}{4}{2}."
 
 
 class Marks:
-    """Reads `<reasoning>`, `{name}` of a call, `{argument}`s of it, and text, mark by mark."""
+    """Parser of `<reasoning>`, a call's `{name}`, its `{argument}`s, and text."""
 
     def __init__(self) -> None:
         self._held, self._calls = "", 0
@@ -158,7 +158,7 @@ def test_delta_sum_merges_calls_by_index():
 
 
 class Unwalkable(list):
-    """A list that may be indexed only."""
+    """List that supports indexing and raises on iteration."""
 
     def __iter__(self):
         raise AssertionError("all choices are walked for one event")

@@ -1,4 +1,4 @@
-"""Clients that leave, by the hundred: the engine has everything back, and others their texts."""
+"""Disconnects: pages and slots are freed, and other requests keep their outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT_ONCE = 60  # connections
 STEP_MS = 50
 TOKENS = "tandem:generation_tokens_total"
 LONG = [i % 50 for i in range(300)]
-"""Several chunks long."""
+"""Prompt of several prefill chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def num_steps(found: dict[str, float]) -> float:
 
 
 def connect(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A client that has asked and reads nothing yet."""
+    """Sends a request and returns the connection with the response unread."""
     host, port = server.url.removeprefix("http://").split(":")
     connection, sent = socket.create_connection((host, int(port))), json.dumps(body).encode()
     connection.sendall(post_head(COMPLETIONS, len(sent)).replace(b"model.example", b"localhost"))
@@ -66,7 +66,7 @@ def test_disconnect_frees_request_within_two_steps(server, stream, where):
     prompt = [len(where) + stream, *LONG] if where == "prompt" else [3, 4]
     leaving = connect(server, {**body, "prompt": prompt})
     running, waiting = (SLOTS, 2) if others else (2, 0)
-    if where == "prompt":  # the second choice waits for the first to feed their prompt
+    if where == "prompt":  # the second choice waits for the prefill of the first
         running, waiting = 1, 1
     before = wait_for_open(server, running, waiting)
     if where == "decoding":
@@ -76,7 +76,7 @@ def test_disconnect_frees_request_within_two_steps(server, stream, where):
             before = server.metrics()
     leaving.close()
     after = wait_for_open(server, len(others), 0)
-    assert num_steps(after) - num_steps(before) <= 3  # one was planned when it was looked at
+    assert num_steps(after) - num_steps(before) <= 3  # one step was already planned
     for other in others:
         other.close()
     after = wait_for_open(server, 0, 0)
@@ -85,7 +85,7 @@ def test_disconnect_frees_request_within_two_steps(server, stream, where):
 
 
 async def _leave(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> bool:
-    """Whether the client left before its answer was whole."""
+    """Returns True if the client disconnected before the end of its response."""
     rng = random.Random(number)
     body = {"prompt": [rng.randrange(96) for _ in range(rng.randint(1, 150))], "seed": number}
     body |= {"max_tokens": rng.randint(30, 300), "ignore_eos": True, "n": rng.choice((1, 1, 2, 3))}

@@ -1,4 +1,4 @@
-"""Fields that cannot change a token are listed in the answer and the log; strict servers refuse."""
+"""Ignored fields: listed in the response and the log, rejected with `--strict-fields`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def strict(folder) -> Iterator[Server]:
 
 
 def body(endpoint: str) -> dict[str, Any]:
-    """A request that has every object in which advice may stand."""
+    """Returns a request with every object that may contain an ignored field."""
     if endpoint == "completions":
         return {"prompt": "ab", "temperature": 0, "max_tokens": 2}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -77,7 +77,7 @@ def with_field(endpoint: str, path: str, value: Any) -> dict[str, Any]:
 
 
 def result(answer: httpx.Response) -> dict[str, Any]:
-    """A whole answer, or the first event of a stream."""
+    """Returns a whole response, or the first event of a stream."""
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
         return json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
@@ -119,7 +119,7 @@ def test_stream_lists_ignored_fields_in_first_event(lenient):
 
 
 def test_response_format_ignored_if_tool_call_required():
-    """No text is written then that could have the form."""
+    """A required call leaves no text that the format could constrain."""
     asked = {**body("chat"), "response_format": {"type": "json_object"}}
     for choice, ignored in (("required", ("response_format",)), ("auto", ())):
         request = parse(json.dumps({**asked, "tool_choice": choice}).encode(), ChatRequest)
@@ -146,7 +146,7 @@ def test_strict_server_capabilities_list_no_ignored_fields(strict):
 
 
 def test_chat_accepts_fields_of_litellm_agents(lenient):
-    """As Claude Code and Codex come through litellm's proxy."""
+    """Request fields of Claude Code and Codex behind the litellm proxy."""
     asked = {
         **body("chat"),
         "reasoning_effort": "high",

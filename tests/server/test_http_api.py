@@ -1,4 +1,4 @@
-"""The routes over a real server process, with an engine that needs no model."""
+"""HTTP routes of a real server process with the model-free test engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ABORTED = 'tandem:request_success_total{finished_reason="abort"}'
 
 @pytest.fixture(scope="module")
 def bare_server(tmp_path_factory) -> Iterator[Server]:
-    """Its folder has no tokenizer."""
+    """Starts a server whose model folder has no tokenizer."""
     with serving(
         ["-m", "tests.support.http_fixtures", str(tmp_path_factory.mktemp("bare"))]
     ) as running:
@@ -105,7 +105,7 @@ def test_eos_token_ends_completion_unless_ignore_eos(server, end):
 
 def test_stop_string_truncates_text_tokens_and_usage(server):
     stopped = server.metrics()[STOPPED]
-    prompt = [SLOW, *b"hello world"]  # slow enough to be told before it reaches max_tokens
+    prompt = [SLOW, *b"hello world"]  # slow enough to be aborted before max_tokens
     fields = {"temperature": 0, "max_tokens": 200, "stop": ["o w"], "return_token_ids": True}
     body = server.complete(prompt, **fields)
     choice = body["choices"][0]
@@ -113,10 +113,11 @@ def test_stop_string_truncates_text_tokens_and_usage(server):
     assert choice["token_ids"] == [SLOW, *b"hello w"]
     assert body["usage"]["completion_tokens"] == 8
     assert body["speculative"]["verify_steps"] == 3
-    server.wait_for_metric(STOPPED, stopped + 1)  # the engine was told
+    server.wait_for_metric(STOPPED, stopped + 1)  # the engine aborted the request
 
 
 def test_n_choices_of_one_seed_differ(server):
+    """The first choice equals the choice of a request with `n` 1."""
     alone = server.complete("abc", seed=7, max_tokens=4)
     body = server.complete("abc", seed=7, n=8, max_tokens=4)
     texts = [choice["text"] for choice in body["choices"]]
@@ -125,7 +126,7 @@ def test_n_choices_of_one_seed_differ(server):
     assert len(set(texts)) > 1
     assert body["usage"] == usage(3, 32)
     assert body["speculative"]["verify_steps"] == 8
-    below = server.complete("abc", seed=-(2**63), max_tokens=4)  # as signed 64 bits
+    below = server.complete("abc", seed=-(2**63), max_tokens=4)  # minimum of signed 64 bits
     assert len(below["choices"]) == 1
 
 
@@ -154,7 +155,7 @@ def test_completion_stream_equals_whole_response(server):
     assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
     tokens = [token for choice in choices for token in choice["token_ids"]]
     assert tokens == whole["choices"][0]["token_ids"]
-    assert [len(c["token_ids"]) for c in choices][:2] == [1, 3]  # a step each
+    assert [len(c["token_ids"]) for c in choices][:2] == [1, 3]  # one step each
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
     assert events[-1]["usage"] == whole["usage"]
     assert events[-1]["speculative"] == whole["speculative"]
@@ -180,7 +181,7 @@ def test_include_usage_sends_separate_last_event(server):
 
 
 def test_chat_stream_choices_begin_with_role(server):
-    """Even where the first token of a choice has no text yet."""
+    """Also if the first token of a choice has no text yet."""
     messages = [{"role": "user", "content": "h"}]
     fields = {"logit_bias": {"195": 100}, "max_tokens": 4, "n": 3}  # first half of a character
     events = server.stream(CHAT, messages=messages, **fields)
@@ -247,7 +248,7 @@ def test_disconnect_aborts_request(server, stream):
     _leave_stream(server, body) if stream else _leave_whole(server, body)
     server.wait_for_metric("tandem:num_requests_running", 0)
     server.wait_for_metric(ABORTED, aborted + 2)
-    # It says nothing of how long requests take.
+    # Aborted requests are not counted in the latency histogram.
     ended = "tandem:e2e_request_latency_seconds_count"
     assert server.metrics()[ended] == before[ended]
 
@@ -284,7 +285,7 @@ def test_capabilities_list_drafters_and_unsupported_fields(server):
             served = [each for each in answers if each.status_code == 200]
             assert refused
             assert all(error["param"] == name for error in refused)
-            # Of one endpoint alone, and the other one has it.
+            # One endpoint rejects the field, the other supports it.
             assert len(refused) == 2 or (served and name in ("echo", "add_special_tokens"))
 
 

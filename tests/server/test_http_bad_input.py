@@ -1,4 +1,4 @@
-"""Bad input: each gets one clear error that names it, and the server goes on."""
+"""Invalid requests: an error that names the field, and a server that continues."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_disconnect_during_upload_logs_no_traceback(tmp_path):
         host, port = own.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(post_head(COMPLETIONS, 1000) + b'{"prompt":')
-            time.sleep(0.2)  # for the handler to wait for the rest
+            time.sleep(0.2)  # until the handler waits for the rest
         own.complete([97], max_tokens=1)
     assert not any("Traceback" in line for line in own.lines)
 
@@ -265,12 +265,12 @@ def test_malformed_json_body_returns_400(server, body):
     assert answer.status_code == 400
     said = answer.json()["error"]["message"]
     assert "JSON" in said
-    assert "sys." not in said  # nothing that the server's owner alone could do
+    assert "sys." not in said  # no hint that only the server's operator could follow
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
 def test_non_json_content_type_returns_415(server, kind):
-    """A web page may send it from the browser of whoever runs the server."""
+    """Browsers let any web page send other content types without a CORS preflight."""
     body, headers = b'{"prompt": "a", "max_tokens": 1}', {"content-type": kind}
     for path in (COMPLETIONS, CHAT):
         answer = httpx.post(server.url + path, content=body, headers=headers)
@@ -294,7 +294,7 @@ def test_full_queue_returns_503_and_recovers(server):
 
 
 def test_request_above_queue_capacity_returns_400(server):
-    """Who gets a 503 tries again."""
+    """A 503 would make the client retry forever."""
     asked = ({"prompt": [[97]] * (MAX_OPEN + 1)}, {"prompt": [[97]] * (MAX_OPEN // 2 + 1), "n": 2})
     for fields in asked:
         answer = server.post(COMPLETIONS, **fields, max_tokens=1)
@@ -322,13 +322,13 @@ def test_chunked_body_above_limit_returns_413(server):
 
     answer = httpx.post(server.url + COMPLETIONS, content=chunks(), headers=JSON, timeout=30)
     assert answer.status_code == 413
-    # What has left the client beyond what is read and dropped lies in socket buffers.
+    # The remaining sent bytes are in socket buffers.
     assert sent < 60 << 20
 
 
 def test_client_sending_whole_large_body_receives_413(server):
     host, port = server.url.removeprefix("http://").split(":")
-    size = 12 << 20  # as some clients do, say with a large image
+    size = 12 << 20  # for example clients that send a large image
     for _ in range(3):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(post_head(COMPLETIONS, size) + b" " * size)

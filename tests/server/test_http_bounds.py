@@ -1,6 +1,6 @@
-"""Each number and length of each body is refused beyond its bound, which the error says.
+"""Numbers and lengths beyond their bound return 400 with the bound in the message.
 
-The places are those of the served document, so none is forgotten.
+The fields are those of the served `/openapi.json`, so the test covers all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.schema_places import Place, places
 HEADERS = {**JSON, "authorization": f"Bearer {ADMIN_KEY}".encode()}
 FAR = 10**30
 NUMBERS = ("integer", "number")
-MOST_PARTS = 1 << 16  # a longer list is longer than a body may be, and refused as such
+MOST_PARTS = 1 << 16  # a longer list exceeds the size limit of a body
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def client(server) -> Iterator[httpx.Client]:
 
 
 def refusal(client: httpx.Client, place: Place, value: Any) -> str:
-    """The sentence of the error that a value gets, which must name the field."""
+    """Returns the error message of a value; the error must name the field."""
     answer = client.post(place.route, content=json.dumps(place.put(value)))
     assert answer.status_code == 400, (str(place), str(value)[:80], answer.text[:300])
     error = answer.json()["error"]
@@ -55,7 +55,7 @@ def refusal(client: httpx.Client, place: Place, value: Any) -> str:
 
 
 def says(message: str, bound: float) -> bool:
-    """Whether a sentence has a number, as a bound and not as what was given."""
+    """Returns True if a message contains the number before its `got` part."""
     told = message.partition(", got")[0]
     number = str(int(bound) if bound == int(bound) else bound)
     return re.search(rf"(?<![\d.-]){re.escape(number)}(?![\d.]\d)", told) is not None
@@ -66,7 +66,7 @@ def is_number(schema: dict[str, Any]) -> bool:
 
 
 def beyond(schema: dict[str, Any]) -> Iterator[tuple[float, float]]:
-    """Each bound, and values beyond it."""
+    """Yields each bound with values beyond it."""
     near = 1 if schema["type"] == "integer" else 0.001
     for name, way in (("minimum", -1), ("maximum", 1)):
         if name in schema:
@@ -92,7 +92,7 @@ def test_openapi_numbers_reject_values_beyond_bounds(client, found):
 
 
 def longer(place: Place) -> Iterator[tuple[int, Any]]:
-    """Each bound of a length, and what is longer."""
+    """Yields each length bound with a longer value."""
     most = {name: n for name, n in place.schema.items() if name.startswith("max")}
     if "maxLength" in most:
         yield most["maxLength"], "a" * (most["maxLength"] + 1)

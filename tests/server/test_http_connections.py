@@ -1,4 +1,4 @@
-"""Whom the server answers, and how long it waits for a request that does not arrive."""
+"""Allowed hosts, and the timeout of incomplete requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_unknown_host_returns_403(server, host, name, path):
 
 
 async def _reads_and_waits(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body and answers later than a request may arrive."""
+    """Reads the body and responds after twice the read timeout."""
     body = await Request(scope, receive).body()
     await asyncio.sleep(2 * TIMEOUT_S)
     await Response(b"read " + body)(scope, receive, send)
@@ -68,7 +68,7 @@ async def _reads_and_waits(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def _listening() -> AsyncIterator[int]:
-    """The port of a server of this process."""
+    """Runs a server in this process and yields its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = uvicorn.Server(HttpConfig(_reads_and_waits, ConnectionLimit.of(500, 1), 1))
         task = asyncio.create_task(running.serve([listener]))
@@ -82,7 +82,7 @@ async def _listening() -> AsyncIterator[int]:
 
 
 async def _converse(*parts: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
-    """What a client gets until the connection ends, and the seconds that takes."""
+    """Returns all bytes that a client receives, and the seconds until the connection ends."""
     async with _listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began = time.monotonic()
@@ -107,13 +107,13 @@ def short_time(monkeypatch):
         ([], 10),
         ([HEAD[:20]], 10),
         ([HEAD, b"wo"], 10),
-        ([HEAD[i : i + 1] for i in range(5)], 1.6),  # the last one comes after 0.7
+        ([HEAD[i : i + 1] for i in range(5)], 1.6),  # the last part is sent after 0.7
     ],
     ids=["nothing", "half a head", "half a body", "drop by drop"],
 )
 def test_incomplete_request_times_out_with_408(parts, most):
     got, lasted = asyncio.run(_converse(*parts, pause_s=0.18 * TIMEOUT_S))
-    assert 0.9 * TIMEOUT_S <= lasted < most * TIMEOUT_S  # its clock began before ours
+    assert 0.9 * TIMEOUT_S <= lasted < most * TIMEOUT_S  # the server's clock started earlier
     assert got.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 s" in got
 

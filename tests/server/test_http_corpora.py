@@ -1,4 +1,4 @@
-"""External corpora over HTTP: with the start, and added, listed and removed while it runs."""
+"""External corpora: loaded at startup, and added, listed and removed over HTTP."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_invalid_corpus_file_fails_startup_with_line(line, words, tmp_path):
 
 
 def test_ngram_drafts_use_user_scope_and_corpora(tmp_path):
-    """The whole way: flags, memory plan, reference backend, engine, socket, HTTP."""
+    """End to end: flags, memory plan, reference backend, engine, socket, HTTP."""
     write_tiny(tmp_path / "model", "llama", 5)
     command = ["-m", "tests.support.serve_reference", "--model-path", str(tmp_path / "model")]
     command += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]

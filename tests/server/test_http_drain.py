@@ -1,4 +1,4 @@
-"""SIGTERM drains: what is open ends, nothing new begins, and the server is gone in time."""
+"""Graceful shutdown after SIGTERM: open requests finish, new ones return 503."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.http_fixtures import (
 )
 
 LONG = {"prompt": [SLOW, 97], "max_tokens": 60, "temperature": 0}
-"""More than a second where four run at once."""
+"""Request that takes more than a second if four run at once."""
 
 
 def command(folder: Path, *flags: str) -> list[str]:

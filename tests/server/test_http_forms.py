@@ -1,4 +1,4 @@
-"""HTTP's rarer forms: HEAD, whole addresses as targets, packed bodies, pages of other sites."""
+"""Rarer forms of HTTP: HEAD, absolute-form targets, compressed bodies, CORS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREFLIGHT = {
 
 @pytest.fixture(scope="module")
 def for_pages(tmp_path_factory) -> Iterator[Server]:
-    """Pages of one site may read what it answers, and it has a key."""
+    """Starts a server with one allowed origin and an API key."""
     folder = tmp_path_factory.mktemp("pages")
     save_tokenizer(folder)
     flags = ["--allowed-origins", SITE, "--api-key", KEY]
@@ -53,7 +53,7 @@ def test_head_equals_get_without_body(server, path):
     assert told.startswith(b"HTTP/1.1 200 ")
     fields, _, body = told.partition(b"\r\n\r\n")
     assert body == b""
-    if path != "/metrics":  # which says something else each time
+    if path != "/metrics":  # its content changes between requests
         assert f"content-length: {len(got.content)}".encode() in fields.lower()
 
 
@@ -75,7 +75,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def ask(server: Server, target: str, host: str) -> tuple[int, bytes]:
-    """The status and the body that a target gets."""
+    """Returns the status and the body of a GET of a raw target."""
     with socket.create_connection(address(server), timeout=10) as connection:
         head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
         connection.sendall(head.encode())
@@ -87,12 +87,12 @@ def test_absolute_form_target_is_accepted(server):
     models = httpx.get(server.url + "/v1/models", timeout=10).content
     for target in ("http://localhost:80/v1/models", "HTTP://127.0.0.1/v1/models?x=1"):
         assert ask(server, target, "localhost") == (200, models)
-    assert ask(server, "http://localhost", "localhost")[0] == 200  # the page for people
+    assert ask(server, "http://localhost", "localhost")[0] == 200  # the playground page
     assert ask(server, "http://localhost/v1/models/re%70eater", "localhost")[0] == 200
 
 
 def test_absolute_form_host_overrides_host_header(server):
-    """RFC 9112, 3.2.2: else a page could pass by the check of names."""
+    """RFC 9112, 3.2.2; otherwise a page could bypass the host check."""
     assert ask(server, f"http://{HOST_NAME}/health", "evil.example")[0] == 200
     assert ask(server, "http://evil.example/health", "localhost")[0] == 403
 
@@ -125,7 +125,7 @@ def test_cors_allowed_origin_may_request_and_read(for_pages, path):
     assert answer.headers["access-control-allow-origin"] == SITE
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
-    for key in (KEY, "wrong"):  # an error is to be read as well
+    for key in (KEY, "wrong"):  # errors have CORS headers too
         headers = {"origin": SITE, "authorization": f"Bearer {key}"}
         read = httpx.get(for_pages.url + path, headers=headers, timeout=10)
         assert read.headers["access-control-allow-origin"] == SITE

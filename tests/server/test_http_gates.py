@@ -1,4 +1,4 @@
-"""What stands before every route: a key where the start has one, and a bound on the head."""
+"""Access middleware of all routes: API keys, allowed hosts, and the head size limit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bearer(key: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory) -> Iterator[Server]:
-    """Metrics and admin routes have a listener of their own."""
+    """Starts a server with a separate listener for metrics and admin routes."""
     folder = str(tmp_path_factory.mktemp("apart"))
     flags = ["--api-key", KEY, "--with-admin-listener"]
     with serving(["-m", "tests.support.http_fixtures", folder, *flags]) as running:
@@ -70,7 +70,7 @@ def admin_url(server: Server) -> str:
 
 
 def routes_of(url: str) -> list[tuple[str, str]]:
-    """Method and path of every route of a listener."""
+    """Returns method and path of every route of a listener."""
     told = httpx.get(url + "/openapi.json", headers=bearer(KEY)).json()
     found = [(m.upper(), path) for path, methods in told["paths"].items() for m in methods]
     return [(method, re.sub(r"{\w+}", "default", path)) for method, path in found]
@@ -168,7 +168,7 @@ def test_authorization_scheme_is_case_insensitive(server, scheme):
 
 @pytest.mark.parametrize("name", ["x-api-key", "X-API-Key", "api-key"])
 def test_api_key_headers_of_other_apis_are_accepted(server, name):
-    """Also beside a bearer token that its client had to fill with something."""
+    """Also next to a placeholder bearer token, which some clients always send."""
     for more in ({}, bearer("EMPTY")):
         for key, path in ((KEY, "/v1/models"), (ADMIN_KEY, CORPORA)):
             headers = {**more, name: key.encode()}
@@ -177,13 +177,14 @@ def test_api_key_headers_of_other_apis_are_accepted(server, name):
 
 
 def test_admin_key_grants_all_routes_api_key_not(server):
+    """The API key does not grant admin routes."""
     assert httpx.get(server.url + CORPORA, headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + "/v1/models", headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + CORPORA, headers=bearer(KEY)).status_code == 401
 
 
 def test_browser_receives_basic_challenge_with_key_as_password(server):
-    """Any name of a user will do; a program is asked for a bearer token."""
+    """The user name is arbitrary; other clients receive a bearer challenge."""
     opened = httpx.get(server.url + "/", headers={"accept": "text/html,*/*"})
     assert opened.status_code == 401
     assert opened.headers["www-authenticate"].startswith("Basic ")
@@ -199,7 +200,7 @@ def test_browser_receives_basic_challenge_with_key_as_password(server):
 
 
 def test_basic_password_does_not_grant_admin_routes(server):
-    """A browser sends it on its own, also when a page of another site leads here."""
+    """Browsers send a stored password by themselves, also for links from other sites."""
     assert httpx.get(server.url + CORPORA, auth=("me", ADMIN_KEY)).status_code == 401
 
 
@@ -226,7 +227,7 @@ def test_api_keys_use_constant_time_comparison(monkeypatch):
 
 
 def raw(server: Server, head: bytes, pieces: int) -> bytes:
-    """What the server answers to bytes that arrive in pieces."""
+    """Returns the server's response to bytes that are sent in chunks."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         size = -(-len(head) // pieces)
@@ -251,7 +252,7 @@ FIRST = f"GET /health HTTP/1.1\r\nhost: {HOST_NAME}\r\n".encode()
         FIRST + b"more: " + LONG + b"\r\n\r\n",
         FIRST + b"".join(b"x%d: %s\r\n" % (i, b"y" * 100) for i in range(200)) + b"\r\n",
         b"GET /" + LONG + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        FIRST + b"more: " + 4 * LONG,  # and never the rest
+        FIRST + b"more: " + 4 * LONG,  # the rest is never sent
     ],
     ids=["a field", "fields", "a path", "no end"],
 )

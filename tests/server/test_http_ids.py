@@ -1,6 +1,6 @@
-"""Ids that the model has not are refused in every field of ids, and a neighbour's text stays.
+"""Token ids outside the vocabulary return 400 in every field, and a parallel request is unaffected.
 
-The fields are those that `/openapi.json` marks, so none is forgotten.
+The fields are those that `/openapi.json` marks with the format `token-id`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKENDS = {
 DRAFTS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-external-sam-budget", "2"]
 HEADERS = {**JSON, "authorization": "Bearer key"}
 NEIGHBOUR = {"prompt": [7, 9, 7, 9, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-# Where ids of tokens are given in a body, as the smallest list would be forgotten by nobody.
+# All fields with token ids; the test compares them with the marked ones.
 FIELDS = {
     ("/add_external_corpus", "documents[][]"),
     ("/detokenize", "tokens[]"),
@@ -55,12 +55,13 @@ def server(request, tmp_path_factory) -> Iterator[Server]:
 
 
 def vocab_of(server: Server) -> int:
-    """What the server itself says when it is asked for one id too many."""
+    """Returns the vocabulary size from the error message of an invalid id."""
     message = server.post("/detokenize", tokens=[2**31 - 1]).json()["error"]["message"]
     return int(message.rpartition(" ")[2]) + 1
 
 
 def test_out_of_range_token_ids_return_400(server):
+    """A parallel request keeps its tokens."""
     plain = server.complete(**NEIGHBOUR, return_token_ids=True)["choices"][0]["token_ids"]
     document = httpx.get(server.url + "/openapi.json").json()
     marked = [place for place in places(document) if place.schema.get("format") == "token-id"]
@@ -89,14 +90,14 @@ def test_out_of_range_token_ids_return_400(server):
 
 
 def check_refused(client: httpx.Client, place: Place, wrong: int, vocab: int) -> None:
-    """The value alone, and behind one that the model has."""
+    """Sends the value alone and after a valid one; both must return 400."""
     for body in (place.put(wrong), behind_a_right_one(place, wrong)):
         answer = client.post(place.route, content=json.dumps(body))
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), (place, body)
         assert error["param"].startswith(place.field), (place, error)
         told = error["message"]
-        # Before the model is asked, what is no id of any model is refused, as a number or a key.
+        # Values that no vocabulary contains fail the schema check instead.
         assert f"ids are 0 to {vocab - 1}" in told or "equal to" in told or "as its keys" in told
 
 

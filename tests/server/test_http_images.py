@@ -1,7 +1,7 @@
-"""Images over HTTP: their places and their pixels reach the engine, and bad ones nobody else.
+"""Images over HTTP: placeholders and pixels reach the engine, and invalid images return 400.
 
-The engine without a model answers with the prompt, and with an image's first red in the place of
-its first token.
+The model-free test engine repeats the prompt, with the red value of an image's first pixel instead
+of its first image token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 def image(red: int, rows: int, columns: int) -> dict[str, Any]:
-    """A part with an image of this red that takes so many rows and columns of the prompt."""
+    """Returns a content part with a red image of this many rows and columns of tokens."""
     pixels = np.full((rows * SIDE, columns * SIDE, 3), (red, 0, 0), np.uint8)
     return {"type": "image_url", "image_url": {"url": url_of(stored(rgb(pixels)))}}
 
@@ -201,9 +201,9 @@ def test_image_url_accepts_string_and_wrapped_base64(server):
 
 
 def test_too_many_images_rejected_before_template_and_decoding(server):
-    """Each would be refused as well, by itself."""
+    """Each image is also invalid on its own."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png,"}}
-    system = {"role": "system", "content": [part]}  # which the template refuses
+    system = {"role": "system", "content": [part]}  # the template rejects images of the system
     answer = server.post(CHAT, messages=[system, user(*[part] * 10_000)])
     assert answer.status_code == 400
     assert "10001 images, at most 64 are supported" in answer.json()["error"]["message"]
@@ -215,12 +215,12 @@ def test_images_rejected_in_assistant_and_system_messages(server):
     assert answer.status_code == 400
     assert "images are supported in messages of role user" in answer.json()["error"]["message"]
     answer = server.post(CHAT, messages=[{"role": "system", "content": [part]}])
-    assert answer.status_code == 400  # by the template
+    assert answer.status_code == 400  # raised by the template
     assert "no images of the system" in answer.json()["error"]["message"]
 
 
 def stream(server: Server, told: list[float], started: threading.Event) -> None:
-    """A neighbour, who writes down when the events of its answer come."""
+    """Streams a slow request and records the arrival time of each event."""
     body = {"prompt": [SLOW, 97], "max_tokens": 200, "stream": True, "temperature": 0}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
         for line in answer.iter_lines():
@@ -247,12 +247,12 @@ def test_invalid_images_return_400_without_blocking_stream(server):
     for error, (_, words) in zip(errors, REFUSED.values(), strict=True):
         assert error["param"] == "messages[0].content[1].image_url"
         assert words in error["message"]
-    # It has gone on meanwhile: of its 70 events, 20 ms apart, some came before the last refusal.
+    # Some of its 70 events, 20 ms apart, arrived before the last error response.
     assert sum(at < answered for at in told) > 1
 
 
 def workers(server: Server) -> list[int]:
-    """The processes that open images."""
+    """Returns the pids of the image worker processes."""
     _, child = server.pids()
     children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
@@ -260,7 +260,7 @@ def workers(server: Server) -> list[int]:
 
 
 def test_stopped_image_workers_block_only_image_requests(server):
-    """Order, not time: a whole answer comes while nothing can be opened."""
+    """Text requests finish while all image workers are stopped, independent of time."""
     asked(server, [user(image(1, 1, 1))], max_tokens=1)
     stopped = workers(server)
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Many requests at random times, clients that leave, too few pages: over HTTP, per backend."""
+"""Load test over HTTP per backend: random arrivals, disconnects, preemption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_KINDS = 16  # different requests
 NUM_REQUESTS = 60
 ARRIVALS_S = 0.9
 SHARE_LEAVING = 0.2
-# 16 pages of 8 tokens for up to 6 requests of up to 60 tokens: they cannot all stay.
+# 16 pages of 8 tokens for up to 6 requests of up to 60 tokens: requires preemption.
 FEW_PAGES = ["--page-size", "8", "--max-total-tokens", "136", "--max-running-requests", "6"]
 CHAIN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
 CHAIN += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
@@ -35,7 +35,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Text:
-    """What is promised to be the same however a request is served."""
+    """Output of a request that scheduling must not change."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -67,13 +67,13 @@ def _make_bodies(rng: random.Random) -> Iterator[Body]:
 
 
 def _text(choices: list[dict[str, Any]]) -> Text:
-    """The choice of a whole answer, or of all events of a stream."""
+    """Returns the output of a whole response, or of all events of a stream."""
     tokens = tuple(token for choice in choices for token in choice["token_ids"])
     return Text("".join(c["text"] for c in choices), tokens, choices[-1]["finish_reason"])
 
 
 async def _ask(client: httpx.AsyncClient, body: Body) -> tuple[Text, dict[str, Any]]:
-    """The text and the last object of an answer."""
+    """Returns the output and the last JSON object of a response."""
     if not body.get("stream"):
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -85,7 +85,7 @@ async def _ask(client: httpx.AsyncClient, body: Body) -> tuple[Text, dict[str, A
 
 
 async def _one(client: httpx.AsyncClient, body: Body, seed: int) -> Text | None:
-    """Arrives some time; None where the client left first."""
+    """Sends a request at a random time; returns None if the client disconnects first."""
     rng = random.Random(seed)
     await asyncio.sleep(rng.uniform(0, ARRIVALS_S))
     patience = rng.uniform(0, 0.3) if rng.random() < SHARE_LEAVING else None
@@ -108,7 +108,7 @@ async def _load(server: Server, bodies: list[Body]) -> list[Text | None]:
 
 
 def _cached(server: Server, user: str | None) -> int:
-    """Tokens of a prompt that the prefix cache had."""
+    """Returns the cached tokens of a prompt."""
     answer = server.complete(prompt=[7, 9] * 35, max_tokens=3, temperature=0, user=user)
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -123,7 +123,7 @@ def command(request, folder) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain_texts(command, bodies) -> list[Text]:
-    """Each request alone, without speculation, with room for all of it."""
+    """Returns the outputs of requests served alone, without speculation or preemption."""
     with serving([*command, "--max-running-requests", "1", "--overlap-depth", "0"]) as server:
         return [_text(server.complete(**body)["choices"]) for body in bodies]
 
@@ -146,5 +146,5 @@ def test_load_preserves_plain_outputs_and_frees_pages(command, bodies, plain_tex
     for name in ("tandem:kv_pages_free", "tandem:request_slots_free", "tandem:kv_cache_usage_perc"):
         assert after[name] == before[name], name
     ends = sum(v for n, v in after.items() if n.startswith("tandem:request_success_total"))
-    # Every request that the engine took in ended exactly once; a client may leave before.
+    # Every accepted request ended exactly once; a client may disconnect earlier.
     assert NUM_REQUESTS - num_left <= ends <= NUM_REQUESTS

@@ -1,4 +1,4 @@
-"""A line for each request that ends, as text or JSON, without what it says unless that is asked."""
+"""Request log: one line for each finished request, as text or JSON; bodies only on request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(tmp_path) -> list[str]:
 
 
 def use(server: Server) -> list[str]:
-    """Requests that end in every way; the ids that their answers have."""
+    """Sends requests with every finish reason; returns the ids of the finished ones."""
     whole = server.complete(SECRET, max_tokens=8, temperature=0)
     chat = server.post(CHAT, messages=USER, max_tokens=2, n=2).json()
     events = server.stream(COMPLETIONS, prompt=SECRET, max_tokens=40, stop="!")

@@ -1,4 +1,4 @@
-"""Logprobs over HTTP: their forms, streams and ends, and that speculation does not change them."""
+"""Logprobs over HTTP: formats, streams, stop strings, equal with and without speculation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_chat_logprobs_have_one_entry_per_token(server):
 
 
 def test_stop_string_truncates_logprobs_and_tokens(server):
-    """Others cut tokens, logprobs and usage at different lengths (s#26163, s#39826)."""
+    """Other servers truncate tokens, logprobs and usage differently (s#26163, s#39826)."""
     fields = {"temperature": 0, "stop": ["lo w"], "logprobs": MAX_LOGPROBS}
     body = server.complete("hello world", **fields, return_token_ids=True)
     choice = body["choices"][0]
@@ -87,7 +87,7 @@ def test_completion_stream_logprobs_equal_whole_response(server):
     whole = server.complete(**fields, logprobs=1)["choices"][0]["logprobs"]
     events = server.stream(COMPLETIONS, **fields, logprobs=1)
     parts = [event["choices"][0]["logprobs"] for event in events]
-    assert [len(part["tokens"]) for part in parts][:2] == [1, 3]  # a step each
+    assert [len(part["tokens"]) for part in parts][:2] == [1, 3]  # one step each
     assert {name: [x for part in parts for x in part[name]] for name in LISTS} == whole
 
 
@@ -116,7 +116,7 @@ def test_openai_client_parses_completion_and_chat_logprobs(server):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> list[str]:
-    """The command of a server of the reference backend."""
+    """Returns the command of a server with the reference backend."""
     folder = tmp_path_factory.mktemp("logprobs") / "tiny"
     write_tiny(folder, "qwen3_5", 3)
     save_tokenizer(folder)
@@ -124,7 +124,7 @@ def tiny(tmp_path_factory) -> list[str]:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy and sampled, with and without logprobs beside them, with penalties and biases."""
+    """Returns greedy and sampled requests, with and without logprobs, penalties and biases."""
     common = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
     return [
@@ -136,7 +136,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def pack(server: Server) -> list[dict[str, Any]]:
-    """The choices of all bodies, asked at the same time."""
+    """Returns the choices of all requests, sent at the same time."""
     found: dict[int, dict[str, Any]] = {}
 
     def ask(index: int, body: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
         return
     for name in ("tokens", "text_offset"):
         assert got["logprobs"][name] == want["logprobs"][name]
-    # Float32 sums in another order, by the number of rows in a step.
+    # The order of float32 sums depends on the number of rows in a step.
     close = {"abs": 1e-4}
     chosen = want["logprobs"]["token_logprobs"]
     assert got["logprobs"]["token_logprobs"] == pytest.approx(chosen, **close)
@@ -167,7 +167,7 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def assert_raw(choices: list[dict[str, Any]]) -> None:
-    """Greedy tokens are the best unless a bias chose them; logprobs fall from the first on."""
+    """Checks that greedy tokens have the highest logprob, and the number of top logprobs."""
     found = [choice["logprobs"] for choice in choices]
     greedy = [max(best.values()) for best in found[0]["top_logprobs"]]
     assert found[0]["token_logprobs"] == greedy
@@ -176,7 +176,7 @@ def assert_raw(choices: list[dict[str, Any]]) -> None:
 
 
 def assert_biased(server: Server) -> None:
-    """A bias chooses and shows in no logprob; `min_tokens` keeps a stop token out so long."""
+    """A bias changes tokens but no logprob; `min_tokens` delays a stop token."""
     fields = {"temperature": 1, "seed": 1, "max_tokens": 9, "logit_bias": {"65": 100}}
     biased = server.complete("one", **fields, logprobs=0)["choices"][0]
     assert biased["text"] == "A" * 9
@@ -190,7 +190,7 @@ def assert_biased(server: Server) -> None:
 
 
 def assert_refused(server: Server) -> None:
-    """Those of prompts need a flag of the start, which the error names."""
+    """Checks that prompt logprobs without their flag return 400 with its name."""
     for fields in ({"logprobs": 0, "echo": True}, {"prompt_logprobs": 2}):
         answer = server.post(COMPLETIONS, prompt="ab", max_tokens=1, **fields)
         error = answer.json()["error"]
@@ -199,10 +199,10 @@ def assert_refused(server: Server) -> None:
 
 
 def assert_echoed(server: Server, alone: dict[str, Any]) -> None:
-    """The tokens of an answer have as a prompt what they had as an answer."""
+    """Checks that output tokens, sent as a prompt, have the same logprobs."""
     tokens, prompt = alone["token_ids"], [*b"one two"]
     scored = {"prompt": [*prompt, *tokens], "echo": True, "logprobs": 3, "max_tokens": 0}
-    for _ in range(2):  # once more with the prompt in the cache
+    for _ in range(2):  # the second time with a cached prompt
         told = server.complete(**scored)["choices"][0]["logprobs"]
         got = {name: told[name][len(prompt) :] for name in LISTS}
         got["text_offset"] = [at - len(prompt) for at in got["text_offset"]]

@@ -1,4 +1,4 @@
-"""Input of the greatest size: it is refused, and nobody else waits for it."""
+"""Oversized input: an error, without delay for other requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.http_fixtures import (
 
 DEMO = ROOT / "models" / "demo"
 SIZE = 7_900_000
-MAX_GAP_S = 1.0  # what is refused before it is read holds the server up for a tenth of it
-TRIES = 3  # a machine that is busy otherwise makes everybody wait, but not each time
+MAX_GAP_S = 1.0  # rejection before parsing takes a tenth of it
+TRIES = 3  # retries, because a busy machine delays single runs
 
 
 def worst_gap(tick: Callable[[], object], work: Callable[[], object]) -> float:
-    """The longest time between two ticks of another thread while work is done."""
+    """Returns the longest time between two ticks of another thread during the work."""
     gaps, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -105,7 +105,7 @@ def test_oversized_request_does_not_block_other_requests(server, name):
 
 @pytest.mark.parametrize("number", [16_000, 1 << 17])
 def test_long_body_lists_return_400_with_param(server, number):
-    """What is short enough to be read is refused by its own name."""
+    """The body is below the size limit, so the error names the field."""
     answer = server.post(COMPLETIONS, prompt="a", stop_token_ids=list(range(number)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop_token_ids")
     bias = dict.fromkeys(map(str, range(number // 2)), 1)
@@ -124,7 +124,7 @@ def test_tokenizer_encode_releases_gil():
 
 
 def test_length_bound_encodes_text_that_may_fit(server):
-    """The bound is on what no tokenizer makes few tokens of, not on what is merely long."""
+    """The bound rejects only text that must have too many tokens in any tokenization."""
     longest = max(map(len, byte_tokenizer().get_vocab()))
     answer = server.post(COMPLETIONS, prompt="x" * 400 * longest)
     assert "has 5200 tokens" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""/metrics in vLLM's names, with figures from the first moment on."""
+"""`/metrics`: vLLM's names, and values from the start."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_metrics_count_request_tokens_steps_and_seconds(server):
     histogram = body["speculative"]["accept_length_histogram"]
     accepted = sum(length * steps for length, steps in enumerate(histogram))
     assert accepted > 0
-    # A text may end within its last step, of whose drafts the engine has counted all.
+    # An output may end within its last step; the engine counts all of its drafts.
     assert added["tandem:spec_decode_num_accepted_tokens_total"] == accepted
     for position in range(3):
         name = f'tandem:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
@@ -116,7 +116,7 @@ def test_metrics_respond_while_first_step_hangs(tmp_path):
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
-        found = frozen.metrics()  # nobody has asked before
+        found = frozen.metrics()  # first request of the metrics
         assert found["tandem:num_requests_running"] == 0
         assert found["tandem:request_slots_free"] == 4
         frozen.process.kill()

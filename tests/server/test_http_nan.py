@@ -1,6 +1,6 @@
-"""A request whose numbers are none is an error of its own, over HTTP, and of nobody else.
+"""NaN logits over HTTP: only the affected request fails.
 
-The devices' side of it, with captured steps and both ways to fail, is `tests/device/test_nan.py`.
+`tests/device/test_nan.py` tests the device side, with captured steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.tiny_models import tiny_config, tiny_model, tiny_weights, wri
 from tests.support.tiny_small import small_config
 from tests.support.toy_backend import POISON
 
-TOKEN = 7  # whose embedding is no number, of the tiny models
+TOKEN = 7  # token with a NaN embedding in the tiny models
 SENTENCE = "the logits of this request are not finite"
 STEP_MS = 5
 PLAIN = {
@@ -34,7 +34,7 @@ PLAIN = {
 
 
 def tokens_beside(server: Server, failing: list[dict[str, Any]]) -> list[Any]:
-    """The neighbour's tokens alone, then beside requests that fail; and what these got."""
+    """Compares a request's tokens alone and next to failing requests; returns the tokens."""
     neighbour = {"prompt": [20, 31, 42, 53], **PLAIN}
     alone = server.complete(**neighbour)["choices"][0]["token_ids"]
     found: list[Any] = []
@@ -49,13 +49,13 @@ def tokens_beside(server: Server, failing: list[dict[str, Any]]) -> list[Any]:
 
 
 def check_failure(server: Server, body: dict[str, Any]) -> None:
-    """Streamed and whole, the error is a sentence without internals."""
+    """Checks the error of the whole and of the streamed response."""
     answer = server.post(COMPLETIONS, **body)
     assert answer.status_code == 500
     error = {"message": SENTENCE, "type": "server_error", "param": None, "code": None}
     assert answer.json() == {"error": error}
     streamed = server.post(COMPLETIONS, **body, stream=True)
-    if streamed.status_code == 200:  # it had begun
+    if streamed.status_code == 200:  # the stream had begun
         assert f'"message":"{SENTENCE}"' in streamed.text
         assert streamed.text.endswith("data: [DONE]\n\n")
     else:
@@ -83,7 +83,7 @@ DRAFTERS = ["none", "NEXTN", "NGRAM", "STANDALONE", *HEADS]
 
 @pytest.fixture(params=DRAFTERS)
 def poisoned(request, tmp_path: Path) -> Iterator[Server]:
-    """A server of a model with a token that is no number, and that nothing but a bias chooses."""
+    """Starts a server of a model with a NaN token that only a logit bias can select."""
     drafter: str = request.param
     family = HEADS.get(drafter, "qwen3_5")
     target, weights = tiny_model(family, 3)

@@ -1,4 +1,4 @@
-"""`/openapi.json` tells every route, field, bound, answer and error as they are."""
+"""`/openapi.json`: routes, fields, bounds, responses and errors equal the server's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes that end together, with the reason, and leave nothing behind."""
+"""Engine process and HTTP server end together, report the reason, and free everything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.http_fixtures import (
     serving,
 )
 
-END_S = 30.0  # an end that hangs is one that has not come by then; a busy machine takes seconds
+END_S = 30.0  # limit of a hanging shutdown; a busy machine takes seconds
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def server(tmp_path):
 
 
 class OpenRequests:
-    """A whole answer and a stream that are under way when something happens."""
+    """A whole response and a stream that are open during an event."""
 
     def __init__(self, server: Server) -> None:
         self.whole: httpx.Response | None = None
@@ -64,13 +64,13 @@ class OpenRequests:
 
 
 def wait_for_end(server: Server, pids: list[int]) -> int:
-    """The engine's exit code, once every process is gone, within the promised time."""
+    """Waits until every process has ended; returns the engine's exit code."""
     deadline = time.monotonic() + END_S
     code = server.process.wait(END_S)
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a process stays behind"
         time.sleep(0.02)
-    time.sleep(0.1)  # for the reader of the output
+    time.sleep(0.1)  # for the thread that reads the output
     return code
 
 
@@ -107,9 +107,9 @@ def test_killed_http_server_ends_engine_with_reason(server):
     assert any("the HTTP server process was terminated by SIGKILL" in line for line in server.lines)
 
 
-ENDING = [each for each in STOP_SIGNALS if each != signal.SIGTERM]  # which drains first
+ENDING = [each for each in STOP_SIGNALS if each != signal.SIGTERM]  # SIGTERM drains first
 USUAL = (signal.SIGINT, signal.SIGHUP)
-"""Of a terminal; the others have the same handler, and are of the matrix."""
+"""Signals of a terminal; the others have the same handler and run in the matrix."""
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_stop_signal_is_reported_to_requests_and_log(server, number):
 @pytest.mark.parametrize("pause_s", [0.0, 0.2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_repeated_stop_signal_during_hung_step_is_reported(server, number, pause_s):
-    """The engine has no time to say it: a step does not end, and the last signal kills."""
+    """The engine is in a hung step, and the last signal kills it before it can report."""
     pids, answers = server.pids(), []
     frozen = threading.Thread(
         target=lambda: answers.append(server.post("/v1/completions", prompt=[FREEZE])), daemon=True
     )
     frozen.start()
     time.sleep(1.0)
-    # Of signals that come while one waits to be taken there is one.
+    # Signals that arrive while the same one is pending are merged.
     for pause in [pause_s] * 3 + [0.2] * 10:
         if server.process.poll() is not None:
             break
@@ -158,7 +158,7 @@ def assert_told(server: Server, number: signal.Signals) -> None:
 
 
 def test_http_server_ignores_stop_signals(server):
-    """As a terminal sends them: to a group."""
+    """A terminal sends signals to the whole process group."""
     _, http_server = server.pids()
     for number in STOP_SIGNALS:
         os.kill(http_server, number)
@@ -167,7 +167,7 @@ def test_http_server_ignores_stop_signals(server):
 
 
 def test_http_server_ignores_stop_signals_during_startup(tmp_path):
-    with serving(["-c", OBSERVED, str(tmp_path)]) as running:  # which has sent it all of them
+    with serving(["-c", OBSERVED, str(tmp_path)]) as running:  # `OBSERVED` sends all stop signals
         assert httpx.get(running.url + "/live").status_code == 200
 
 
@@ -188,7 +188,7 @@ sys.exit(http_fixtures.main())
 
 
 def test_inherited_ignored_signal_stays_ignored(tmp_path):
-    """As by nohup."""
+    """For example with nohup."""
     ignoring = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
     ignoring += "from tests.support import http_fixtures; sys.exit(http_fixtures.main())"
     with serving(["-c", ignoring, str(tmp_path)]) as running:
@@ -199,10 +199,10 @@ def test_inherited_ignored_signal_stays_ignored(tmp_path):
 
 
 def signal_to_end(server: Server, numbers: list[int]) -> None:
-    """Sends what ends a server at once."""
+    """Sends signals that end a server without drain."""
     for number in numbers:
         server.process.send_signal(number)
-        time.sleep(0.1)  # one that is still unread is not sent again
+        time.sleep(0.1)  # a pending signal is not delivered twice
 
 
 AT_ONCE = pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_signal_ends_processes_during_hung_step(server, numbers):
         target=lambda: server.post("/v1/completions", prompt=[FREEZE]), daemon=True
     )
     frozen.start()
-    time.sleep(1.0)  # no metric can tell: the engine does not answer any more
+    time.sleep(1.0)  # the engine no longer responds, so no metric shows it
     signal_to_end(server, numbers)
     assert wait_for_end(server, pids) == 0
     frozen.join(END_S)
@@ -246,7 +246,7 @@ def test_signal_ends_processes_during_hung_step(server, numbers):
 
 
 def test_stopped_engine_is_killed_after_silence(server):
-    """Its own watchdog is frozen with it; the server hears that nothing comes."""
+    """The engine's own watchdog is stopped too; the server detects the silence."""
     pids, requests = server.pids(), OpenRequests(server)
     os.kill(server.process.pid, signal.SIGSTOP)
     assert httpx.get(server.url + "/live").status_code == 200, "it has just spoken"

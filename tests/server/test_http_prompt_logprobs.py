@@ -1,4 +1,4 @@
-"""Logprobs of prompts over HTTP: echoed before an answer, by id as vLLM has them, and streamed."""
+"""Prompt logprobs over HTTP: with `echo`, keyed by id like vLLM's, and streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ECHO: dict[str, Any] = {"echo": True, "temperature": 0, "return_token_ids": True
 
 
 def at(token: int, *others: int) -> dict[str, Any]:
-    """A token of a prompt as vLLM tells of it, and others beside it."""
+    """Returns the entry of a prompt token in vLLM's format, with other candidates."""
     name = {END: "<|end|>"}
     return {
         str(each): {
@@ -51,7 +51,7 @@ def test_echo_returns_prompt_logprobs_before_output(server):
 
 
 def test_echo_with_max_tokens_0_scores_prompt(server):
-    """With no token of an answer, or with one that they leave out."""
+    """Evaluation harnesses request no output token, or one that they drop."""
     for prompt in ("abc", [*b"abc"]):
         nothing = server.complete(prompt, **ECHO, max_tokens=0, logprobs=1)
         one = server.complete(prompt, **ECHO, max_tokens=1, logprobs=1)
@@ -65,7 +65,7 @@ def test_echo_with_max_tokens_0_scores_prompt(server):
 
 
 def test_echo_text_offsets_index_returned_text(server):
-    """Within a character, at special tokens that the text names, and at ids without a text."""
+    """Cases: partial characters, special tokens named in the text, ids without text."""
     logprobs = {**ECHO, "max_tokens": 1, "logprobs": 0}
     choice = server.complete("a<|end|>ö!", **logprobs)["choices"][0]
     assert choice["text"] == "a<|end|>ö!a"
@@ -84,7 +84,7 @@ def test_echo_logprobs_belong_to_each_prompt(server):
 
 
 def test_prompt_logprobs_keyed_by_id_with_ranks(server):
-    """As vLLM has them: in each choice of a completion, and beside the choices of a chat."""
+    """Same as vLLM: in each choice of a completion, and next to the choices of a chat."""
     body = server.complete("ab", temperature=0, max_tokens=1, n=2, prompt_logprobs=2)
     for choice in body["choices"]:
         assert choice["text"] == "a"

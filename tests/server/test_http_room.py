@@ -1,4 +1,4 @@
-"""More clients than there are descriptors for: told so, and the log stays short."""
+"""Connection limit below the file descriptor limit, and rate-limited logging."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def address(url: str) -> tuple[str, int]:
 
 
 def answered(connection: socket.socket) -> bytes | None:
-    """What a client that says nothing is told; None where it is let in."""
+    """Returns the bytes that a silent client receives; None for an accepted connection."""
     connection.settimeout(0.1)
     try:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -55,7 +55,7 @@ def test_connection_limit_returns_503_and_keeps_open_connections(server):
             ends.enter_context(socket.create_connection(address(server.url), timeout=5))
             for _ in range(NUM_CLIENTS)
         ]
-        time.sleep(2 * LINGER_S)  # all these have been told
+        time.sleep(2 * LINGER_S)  # all of these have their response
         late = httpx.get(server.url + "/health", timeout=5)
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "too_many_connections"
@@ -89,7 +89,7 @@ def test_connection_limit_fits_file_descriptors(descriptors, num_sockets):
     assert min(room.most, room.spare, room.backlog) >= 1
     assert room.spare <= MAX_SPARE
     assert room.backlog <= MAX_BACKLOG
-    least = 2 + num_sockets  # of a start with fewer than that something is served as well
+    least = 2 + num_sockets  # a server with fewer descriptors still serves some connections
     assert room.most + room.spare + num_sockets * room.backlog <= max(descriptors, least)
 
 

@@ -1,7 +1,7 @@
-"""Every answer is taken when it is sent back as it is, in whatever shape a client keeps it.
+"""Response messages are accepted as input, in every shape in which clients store them.
 
-The engine repeats the prompt, and the template writes the first message of a user as it is: so a
-test says what the model answers.
+The engine repeats the prompt, and the template writes the first user message unchanged, so the
+user message of a test sets the model's output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAID = {
     "call that is cut": CALL[:52],
     "call that is cut before its arguments": CALL[:32],
 }
-"""What the model says; what is cut has reached `max_tokens`."""
+"""Outputs of the model; truncated ones have reached `max_tokens`."""
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 GREEDY: dict[str, Any] = {"model": "default", "temperature": 0, "tools": TOOLS}
@@ -70,7 +70,7 @@ def whole(client: openai.OpenAI, said: str) -> Any:
 
 
 def streamed(client: openai.OpenAI, said: str) -> Any:
-    """As the package adds up a stream."""
+    """Returns the message that the openai package assembles from a stream."""
     state = ChatCompletionStreamState()
     for chunk in client.chat.completions.create(**asked(said), stream=True):
         state.handle_chunk(chunk)
@@ -78,7 +78,7 @@ def streamed(client: openai.OpenAI, said: str) -> Any:
 
 
 def added(client: openai.OpenAI, said: str) -> Message:
-    """The events of a stream, added up by hand."""
+    """Returns the sum of a stream's deltas without the openai package."""
     message: Message = {}
     for chunk in client.chat.completions.create(**asked(said), stream=True):
         for choice in chunk.choices:
@@ -108,7 +108,7 @@ def of_litellm(message: Message) -> Message:
 
 
 def of_langchain(message: Message) -> Message:
-    """Which knows no reasoning, and keeps calls without what it does not know of them."""
+    """Drops the reasoning and unknown fields of calls, like LangChain."""
     kept: Message = {"content": message["content"], "role": "assistant"}
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [
@@ -123,18 +123,18 @@ def of_langchain(message: Message) -> Message:
 
 
 def renamed(message: Message) -> Message:
-    """With vLLM's new name of the reasoning alone."""
+    """Renames `reasoning_content` to `reasoning`, vLLM's newer name."""
     names = {"reasoning_content": "reasoning"}
     return {names.get(name, name): value for name, value in message.items()}
 
 
 def doubled(message: Message) -> Message:
-    """With both names, as clients that read either keep them."""
+    """Adds both names of the reasoning."""
     return {**message, **renamed(message)}
 
 
 def in_parts(message: Message) -> Message:
-    """With its text as a part, and a hint for a cache."""
+    """Converts the text to a content part with a cache hint."""
     if not message["content"]:
         return message
     part = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
@@ -142,7 +142,7 @@ def in_parts(message: Message) -> Message:
 
 
 def nulled(message: Message) -> Message:
-    """With every field that a message of OpenAI's has."""
+    """Adds the missing fields of an OpenAI message as null."""
     names = ("refusal", "annotations", "audio", "function_call", "tool_calls", "name")
     return {**dict.fromkeys(names), **message}
 
@@ -163,7 +163,7 @@ SHAPES: dict[str, Callable[[Any], Message]] = {
 
 
 def shown(server: Server, message: Any) -> str:
-    """What the template writes of an answer that is sent back."""
+    """Returns the prompt text of a response that is sent back."""
     body = json.loads(json.dumps(message, default=lambda value: value.to_dict()))
     prompt = [{"role": "user", "content": "Q"}, body, {"role": "user", "content": "A"}]
     tokens = server.post("/tokenize", messages=prompt, tools=TOOLS)
@@ -172,14 +172,14 @@ def shown(server: Server, message: Any) -> str:
 
 
 def of_model(server: Server, said: str) -> Message:
-    """The answer as the server writes it."""
+    """Returns the message of the raw response."""
     answer = server.post(CHAT, **asked(said))
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]
 
 
 def comparable(told: str, shape: str) -> str:
-    """Without the ids of calls, which each answer has anew, and what a client has dropped."""
+    """Removes the ids of calls, which differ in each response, and fields that a client drops."""
     if shape == "langchain":
         told = re.sub(r"\[[^|]*\|", "[|", told)
     return re.sub('"id": "[^"]*"', "", told)
@@ -196,7 +196,7 @@ def test_response_message_round_trips_for_client_shapes(server, client, case):
     answers = whole(client, said), streamed(client, said)
     for shape, keep in SHAPES.items():
         if shape == "langchain" and raw["content"] is None and not calls:
-            continue  # it has dropped all that there was
+            continue  # LangChain has dropped everything
         for answer in answers:
             back = keep(answer)
             assert comparable(shown(server, back), shape) == comparable(first, shape), shape

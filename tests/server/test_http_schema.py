@@ -1,4 +1,4 @@
-"""The server keeps what `/openapi.json` tells of it, for whatever schemathesis makes of that."""
+"""Schemathesis tests of the server against `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
     "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ thinking and '' }}"
 )
-# A body may be as the schema has it and still ask for what goes not together or is not served.
+# A valid body may still request an unsupported combination.
 LEFT_OUT = "positive_data_acceptance"
 REFUSED = [400, 401, 403, 404, 405, 413, 415, 431]
 CONFIG = f"[checks.negative_data_rejection]\nexpected-statuses = {REFUSED}\n"
@@ -39,7 +39,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 def told(server: Server) -> dict[str, Any]:
-    """The document, with the errors of each route that it names and no others."""
+    """Returns the document without the default response, so only listed errors are valid."""
     document = httpx.get(server.url + "/openapi.json", headers={"authorization": KEY}).json()
     for methods in document["paths"].values():
         for operation in methods.values():
@@ -48,7 +48,7 @@ def told(server: Server) -> dict[str, Any]:
 
 
 def check(server: Server, folder: Path, *words: str) -> None:
-    """Runs schemathesis over every route, as whoever runs the server."""
+    """Runs schemathesis over every route with the admin key."""
     (folder / "openapi.json").write_text(json.dumps(told(server)))
     (folder / "schemathesis.toml").write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url]
@@ -65,7 +65,7 @@ def check(server: Server, folder: Path, *words: str) -> None:
 
 
 def test_schemathesis_coverage_finds_no_violation(server, tmp_path):
-    """No 5xx, no status, type or body that is not told, nothing taken that must be refused."""
+    """No 5xx, no undocumented status, type or body, and no invalid request accepted."""
     check(server, tmp_path, "--phases", "coverage")
 
 

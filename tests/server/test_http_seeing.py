@@ -1,4 +1,4 @@
-"""A model that sees, over HTTP: its texts are those of the specification, with drafts too."""
+"""Vision-language model over HTTP: outputs equal to the specification, also with drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE = (
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
 CHAIN = [*NEXTN, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
-# So few pages that one length of page tables serves all: JAX compiles half of the programs.
+# Few pages need one page table length only, which halves the programs to compile.
 SMALL = ["--max-running-requests", "2", "--context-length", "224", "--page-size", "16"]
 SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
 HELD = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
@@ -51,7 +51,7 @@ SERVERS = [
 
 
 def folder_with_a_tokenizer(folder: Path) -> Path:
-    """The golden model with a tokenizer of bytes, of which the last ones give way to the marks."""
+    """Writes the golden model with a byte tokenizer whose last ids are special tokens."""
     shutil.copy(MODEL / "model.safetensors", folder)
     shutil.copy(MODEL / "config.json", folder)
     settings = json.loads((IMAGES / "config.json").read_text())["preprocessor_config"]
@@ -77,7 +77,7 @@ def server(request, tmp_path_factory) -> Iterator[Server]:
 
 
 def conversation(*parts: str | np.ndarray) -> tuple[list[dict[str, Any]], Prompt]:
-    """A message as a client sends it, and what it has to become."""
+    """Returns a message as a client sends it, and its expected prompt."""
     content = [
         {"type": "text", "text": part}
         if isinstance(part, str)
@@ -100,7 +100,7 @@ def answer_to(server: Server, messages: list[dict[str, Any]], **more: Any) -> di
 
 
 def test_image_outputs_match_spec(server):
-    """One and two images, some at the same time, one of which a chunk cuts."""
+    """One and two images, parallel requests, and an image across prefill chunks."""
     asked = [
         conversation("what? ", ONE),
         conversation("a" * 40, ONE, "b", LONG, "and so on, and so on"),
@@ -134,7 +134,7 @@ def test_prefix_cache_distinguishes_images_and_reuses_encoding(server):
 
 @pytest.fixture
 def held(server, request) -> Server:
-    """A server that holds texts to grammars."""
+    """Returns the server if it has a grammar backend."""
     if HELD[0] not in request.node.callspec.params["server"][1]:
         pytest.skip("a start without grammars")
     return server

@@ -1,7 +1,7 @@
-"""A client that does not read costs a bounded amount of memory for a bounded time, and nobody else.
+"""Slow readers: limits of memory and time, without effect on other clients.
 
-The engine's side is played by the test: it gives tokens as fast as the server takes them. The
-client is a real socket that stops reading.
+The test simulates the engine and sends tokens as fast as the server reads them. The client is a
+real socket that stops reading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.http_fixtures import COMPLETIONS, post_head
 
 MOST_UNREAD = 64
 STALL_S = 0.5
-BUFFER = 4096  # of the sockets, which the kernel doubles
+BUFFER = 4096  # socket buffers, which the kernel doubles
 FLOOD = 6000  # steps: 1.5 MB of events
 LIMITS = RequestLimits(
     context_length=1 << 20,
@@ -46,7 +46,7 @@ FACTS = facts_of(LIMITS, model_name="flood")
 
 @dataclass
 class Engine:
-    """The engine's end of the socket, and what it has heard."""
+    """Simulated engine: its end of the socket, and the received messages."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -65,7 +65,7 @@ class Engine:
                     self.aborted.append(fields[0])
 
     async def flood(self, steps: int, pause_s: float = 0.0) -> None:
-        """Gives every open request a token a step."""
+        """Sends one token a step to every open request."""
         await self._has_added.wait()
         for step in range(steps):
             open_ones = [request for request in self.added if request not in self.aborted]
@@ -79,7 +79,7 @@ class Engine:
 
 @dataclass
 class Served:
-    """A server of this process over a played engine."""
+    """Server in this process with a simulated engine."""
 
     engine: Engine
     client: EngineClient
@@ -114,7 +114,7 @@ async def served() -> AsyncIterator[Served]:
 
 
 def ask(address: tuple[str, int], **fields: object) -> socket.socket:
-    """A client that has asked for a stream, and has little room for it."""
+    """Requests a stream and returns its socket, which has a small receive buffer."""
     asking = socket.socket()
     asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
     asking.connect(address)
@@ -156,7 +156,7 @@ async def _does_not_read(choices: int) -> None:
             assert max(unread) <= MOST_UNREAD * choices
             assert sorted(here.engine.aborted) == here.engine.added
             assert here.client.is_idle
-            # The transport and the sockets hold what they hold, and then the connection is closed.
+            # Transport and socket buffers fill up, then the connection is closed.
             began = time.monotonic()
             while here.server.server_state.connections:
                 assert time.monotonic() - began < 20 * STALL_S

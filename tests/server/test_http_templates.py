@@ -1,4 +1,4 @@
-"""A chat template is a program: it ends in time, takes no memory, and nobody waits for it."""
+"""Expensive chat templates: limits of time and output, without delay for other requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from shared.text.template_worker import DEADLINE_S, MAX_BYTES
 from tests.support.http_fixtures import CHAT, Server, is_alive, save_tokenizer, serving
 
-# Each does what the first message says.
+# The first message selects the behavior.
 TEMPLATE = (
     "{% set asked = messages[0].content %}{{ asked }}"
     "{% if asked == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
@@ -26,7 +26,7 @@ TEMPLATE = (
 )
 TOO_LONG = f"the chat template took longer than {DEADLINE_S:g} s"
 MAX_GAP_S = 0.05
-TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
+TRIES = 5  # retries, because a busy machine delays single runs
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def ask(server: Server, text: str) -> httpx.Response:
     ("text", "reason"),
     [
         ("loop", TOO_LONG),
-        ("count", TOO_LONG),  # one call of Python's, which no other thread could end
+        ("count", TOO_LONG),  # a single C call that no other thread can interrupt
         ("fill", "the chat template failed"),
         ("write", f"the chat template wrote more than {MAX_BYTES} bytes"),
     ],
@@ -62,7 +62,7 @@ def test_expensive_chat_template_returns_400(server, text, reason):
 
 
 def worst_gap(server: Server) -> float:
-    """The longest that a route took while a template did not end."""
+    """Returns the longest response time of a route during an endless template."""
     gaps: list[float] = []
     bomb = threading.Thread(target=ask, args=(server, "loop"))
     with httpx.Client(base_url=server.url) as others:
@@ -94,7 +94,7 @@ def test_endless_chat_template_does_not_block_other_chats(server):
 
 
 def workers_of(server: Server) -> list[int]:
-    """The processes that the server's process has started."""
+    """Returns the pids of the server's child processes."""
     pid = server.pids()[1]
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 

@@ -1,4 +1,4 @@
-"""Texts and tokens over HTTP: /tokenize, /detokenize, and prompts that are given back."""
+"""`/tokenize`, `/detokenize`, and `echo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.http_fixtures import (
 )
 
 TOOL = {"type": "function", "function": {"name": "f"}}
-MARK = 257  # <|user|>, of which the template's answer begins behind 258
+MARK = 257  # <|user|>; the assistant's turn begins after 258
 
 
 def test_tokenize_prompt_returns_tokens(server):
@@ -79,7 +79,7 @@ def test_invalid_field_returns_400_with_param(server, path, param, fields):
 
 
 def test_echo_returns_prompt_before_output(server):
-    fields = {"temperature": 0, "max_tokens": 3, "stop": "b"}  # the prompt's own ends nothing
+    fields = {"temperature": 0, "max_tokens": 3, "stop": "b"}  # not those in the prompt
     for prompt, text in (("abc", "abca"), ([*b"abc"], "abca"), ("cab", "cabca")):
         choice = server.complete(prompt, echo=True, **fields)["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")

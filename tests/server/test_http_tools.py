@@ -1,6 +1,6 @@
-"""Reasoning, tools and templates' arguments, as the openai package sends and reads them.
+"""Reasoning, tool calls and `chat_template_kwargs`, also with the openai package.
 
-The engine without a model repeats the prompt, so the first message is what it answers.
+The model-free test engine repeats the prompt, so the first message sets the output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def plain_server(tmp_path_factory) -> Iterator[Server]:
-    """No parser, and a template that knows no tools."""
+    """Starts a server without parsers, with a template without tools."""
     folder = tmp_path_factory.mktemp("plain")
     save_tokenizer(folder)
     with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
@@ -128,7 +128,7 @@ def test_async_openai_client_returns_same_output(server):
 
 
 def test_conversation_continues_after_tool_call(client):
-    """The answer is sent back as the client has it."""
+    """The message is sent back as the client stores it."""
     first = client.chat.completions.create(messages=says(CALL), tools=[WEATHER], **GREEDY)
     message = first.choices[0].message
     call_id = message.tool_calls[0].id
@@ -183,7 +183,7 @@ def test_tool_call_cut_by_max_tokens_reports_length(server):
 
 
 def test_tool_call_cut_by_stop_string_reports_stop(server):
-    """Its arguments are no JSON, so the reason does not ask a client to read them."""
+    """Its arguments are invalid JSON, so the finish reason is not `tool_calls`."""
     for said, reason in (
         (CALL, "stop"),
         (CALL + CALL[:-18], "stop"),

@@ -1,4 +1,4 @@
-"""`trace`: every step of a request, in its stream and at `/v1/requests/ID/trace`."""
+"""Step traces of a request, in its stream and at `/v1/requests/ID/trace`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_trace_all_requests_stores_trace_without_streaming_it(folder):
         assert trace_of(server, events[0]["id"])["choices"][0]["steps"]
 
 
-# What is kept
+# Stored traces
 
 
 def step(size: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_traces_bounded_in_bytes_report_dropped_steps():
     assert kept.find("old") is old
     new.add(0, step(100), None)
     assert kept.find("old") is None
-    old.add(0, step(100), None)  # still running, and nobody finds it
+    old.add(0, step(100), None)  # still running, but evicted
     assert old.num_bytes == 0
     for _ in range(9):
         new.add(0, step(100), None)

@@ -1,4 +1,4 @@
-"""A span for each request, within the trace of its caller, with vLLM's names."""
+"""OpenTelemetry spans of requests, in the caller's trace, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_unsampled_traceparent_exports_no_span():
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Keeps the spans that it is sent."""
+    """OTLP collector that stores the received spans."""
 
     spans: list[Any]
 

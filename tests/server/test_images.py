@@ -1,4 +1,4 @@
-"""Images are opened in processes of their own: a bad one is refused, and holds up nobody."""
+"""Image decoding in worker processes, and image data sent to the engine."""
 
 import asyncio
 import socket
@@ -41,7 +41,7 @@ FACTS = facts_of(
 )
 GOOD = url_of(stored(rgb()))
 MAX_GAP_S = 0.05
-TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
+TRIES = 5  # retries, because a busy machine delays single runs
 
 
 def sent(*urls: str) -> list[ImagePart]:
@@ -60,7 +60,7 @@ def with_opener(work: Callable[[ImageDecoderPool], Awaitable[None]]) -> None:
 
 
 async def longest_gap(work: Awaitable[None]) -> float:
-    """The longest time for which the event loop did nothing else."""
+    """Returns the longest time for which the event loop was blocked."""
     working, longest, last = asyncio.ensure_future(work), 0.0, time.monotonic()
     while not working.done():
         await asyncio.sleep(0.001)
@@ -115,7 +115,7 @@ def test_image_decoder_pool_rejects_invalid_without_blocking():
 
 
 async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
-    """So many messages, as the engine reads them."""
+    """Returns the first `count` messages as the engine reads them."""
     frames, heard = FrameReader(), []
     while len(heard) < count:
         heard += frames.feed(await reader.read(1 << 20))
@@ -187,8 +187,8 @@ def test_submit_writes_pixels_in_chunks_in_order(monkeypatch):
 
 
 def test_unsent_pixels_of_disconnected_client_are_dropped(monkeypatch):
-    """An engine that reads slowly is sent the image that is under way, and no other one."""
-    pixels = np.zeros((1024, 1024, 3), np.uint8)  # more than a socket holds
+    """Unsent images count toward the limit until their turn; the engine never receives them."""
+    pixels = np.zeros((1024, 1024, 3), np.uint8)  # exceeds the socket buffer
     prompt = SubmittedPrompt([IMAGE], SamplingParams(), [1], "", 0, (PromptImage.of(0, pixels, 8),))
     monkeypatch.setattr(engine_client, "MAX_OPEN_IMAGE_BYTES", 3 * pixels.nbytes)
 
@@ -223,6 +223,6 @@ def test_image_decoder_pool_limits_bytes_and_time(monkeypatch):
         monkeypatch.setattr(images, "MAX_S", 0.0)
         with pytest.raises(ApiError, match="takes longer than 0 s"):
             await opener.open(sent(GOOD))
-        await asyncio.sleep(0.1)  # the worker that was left ends
+        await asyncio.sleep(0.1)  # until the timed-out worker ends
 
     with_opener(work)

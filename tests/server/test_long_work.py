@@ -1,4 +1,4 @@
-"""What holds the event loop of a body of megabytes: counted, not timed."""
+"""Event loop during the parsing of large bodies; work is counted, not timed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_too_many_images_rejected_before_reading_parts(monkeypatch):
 
 
 def test_parse_yields_to_threads_per_object(monkeypatch):
-    """A thread gives the interpreter away in Python's code alone, which is counted here."""
+    """A thread releases the GIL only in Python code, whose calls are counted here."""
     runs: list[Any] = []
     monkeypatch.setattr(bodies, "_let_others_run", lambda fields: runs.append(fields) or fields)
     bodies.parse(body_of([{"type": "text", "text": "a"}] * 1000), ChatRequest)
@@ -66,7 +66,7 @@ def test_parse_part_count_independent_of_chunk_size(monkeypatch):
     texts = json.dumps({"prompt": ['"a" ' * 9] * 9, "stop": ["b"] * 9}).encode()
 
     def fewest() -> int:
-        """The lowest bound that lets the body through."""
+        """Returns the lowest bound that accepts the body."""
         for bound in range(100):
             monkeypatch.setattr(bodies, "MAX_PARTS", bound)
             with contextlib.suppress(ApiError):
@@ -77,11 +77,11 @@ def test_parse_part_count_independent_of_chunk_size(monkeypatch):
     at_once = fewest()
     for piece in (1, 2, 3, 64):
         monkeypatch.setattr(bodies, "AT_ONCE", piece)
-        assert fewest() == at_once == 20  # two names and 18 texts; quotes in texts begin none
+        assert fewest() == at_once == 20  # two names and 18 strings, without inner quotes
 
 
 def test_body_parsing_thread_serializes_without_blocking_loop():
-    """The first piece of work could not end if it did not."""
+    """The first work item ends only if the event loop runs meanwhile."""
     goes_on = threading.Event()
 
     def first() -> int:

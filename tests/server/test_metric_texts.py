@@ -1,4 +1,4 @@
-"""Each metric of the sources has a HELP text, and each text has its metric."""
+"""HELP texts of the metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OWN = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_prompt_tokens", "request_generation_tokens"),
 }
-"""Of the server itself."""
+"""Metrics of the HTTP server itself."""
 
 
 def heads(node: ast.AST) -> Iterator[str]:
-    """The texts of a part of the sources up to their labels."""
+    """Yields the strings of a syntax tree, without labels."""
     for each in ast.walk(node):
         first = each.values[0] if isinstance(each, ast.JoinedStr) and each.values else each
         if isinstance(first, ast.Constant) and isinstance(first.value, str):
@@ -31,7 +31,7 @@ def heads(node: ast.AST) -> Iterator[str]:
 
 
 def keys(node: ast.AST) -> Iterator[str]:
-    """The keys of what is shown: in dictionaries and assignments whose values are functions."""
+    """Yields the keys of dictionaries whose values are lambdas."""
     for each in ast.walk(node):
         if isinstance(each, ast.Dict):
             for key, value in zip(each.keys, each.values, strict=True):

@@ -1,7 +1,7 @@
-"""The openai package works unchanged: answers, streams and errors as it reads them.
+"""The unmodified openai package: responses, streams and errors.
 
-The engine without a model repeats the prompt. Calls of tools, which the package reads as well, are
-in `test_http_tools.py`.
+The model-free test engine repeats the prompt. `test_http_tools.py` tests tool calls with the
+package.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_openai_client_chat_whole_equals_stream(client):
 
 
 def test_openai_client_stream_separates_choices(client):
-    """Each begins with a letter of its seed."""
+    """The first letter of each choice depends on its seed."""
     asked = {"model": "default", "messages": LETTERS, "seed": 5, "n": 4, "max_tokens": 5}
     whole = client.chat.completions.create(**asked)
     texts = dict.fromkeys(range(4), "")
@@ -200,7 +200,7 @@ def test_wrong_key_raises_authentication_error(server):
 
 
 def wait_until_empty(client: openai.OpenAI) -> None:
-    """Whoever has left takes room until the engine has heard of it."""
+    """Waits until the engine has processed all disconnects."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -259,7 +259,7 @@ class City(BaseModel):
 
 
 def test_response_format_without_grammar_raises_bad_request(client):
-    """An answer that ignores it would be worse; `test_http_grammar.py` has those that keep it."""
+    """`test_http_grammar.py` tests response formats with a grammar backend."""
     schema = {"name": "city", "schema": City.model_json_schema(), "strict": True}
     wanted: Any = {"type": "json_schema", "json_schema": schema}
     with pytest.raises(openai.BadRequestError) as caught:

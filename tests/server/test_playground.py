@@ -1,4 +1,4 @@
-"""The page at `/` is made of its own files, and needs nothing and nobody else."""
+"""Files and security headers of the playground at `/`."""
 
 from __future__ import annotations
 

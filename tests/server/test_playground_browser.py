@@ -1,4 +1,4 @@
-"""The playground in a headless Chromium: a question is asked, and each token tells how it came."""
+"""The playground in a headless Chromium: questions, token origins, draft trees, settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(page, folder) -> Iterator[Server]:
 
 @pytest.fixture
 def answered(page, server) -> Page:
-    """A page on which a short answer stands."""
+    """Returns the page with a short answer."""
     page.open(server.url)
     page.driver.execute_script("localStorage.clear()")
     page.set_most_tokens(31)
@@ -125,7 +125,7 @@ def test_playground_setting_disables_drafts(answered):
 
 
 def test_playground_text_mode_continues_text(answered):
-    """As models without a chat template need it: the repeater then knows of no roles."""
+    """For models without a chat template; the prompt then has no roles."""
     page = answered
     page.one("#open-settings").click()
     page.one("input[name=form][value=text]").click()

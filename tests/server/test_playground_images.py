@@ -1,4 +1,4 @@
-"""The playground takes images from files, drops and the clipboard, and shows where they stand."""
+"""Images in the playground: files, drops, the clipboard, and their token positions."""
 
 from __future__ import annotations
 

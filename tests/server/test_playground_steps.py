@@ -1,4 +1,4 @@
-"""Words of the playground about a step: which drafts were accepted, and which are in the text."""
+"""Title of a step in the playground: accepted drafts, and drafts in the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ console.log(title({step}));
 
 
 def title(accepted: int, tokens: int) -> str:
-    """The title of a step with four drafts, so many accepted, and with so many tokens."""
+    """Returns the title of a step with four drafts, given accepted drafts and tokens."""
     drafts = [{"node": n + 1, "accepted": n < accepted} for n in range(4)]
     kept = [{"node": n + 1 if n < accepted else 0} for n in range(tokens)]
     step: dict[str, Any] = {"index": 13, "source": "draft", "drafts": drafts, "tokens": kept}

@@ -1,4 +1,4 @@
-"""Reasoning told from the answer, wherever the text is cut."""
+"""Reasoning parsers: separation from the content, independent of chunks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_reasoning_parser_streams_certain_text():
 
 
 def test_reasoning_end_and_call_parsed_from_one_chunk():
-    """Others lost the call (v#43221)."""
+    """Another server lost the call (v#43221)."""
     text = '<think>look</think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for size in (1, 7, len(text)):
         parser = new_parser("hermes", Said({"f": {}}, None, False), False)
@@ -184,7 +184,7 @@ ASKED = "what is <think>?<|im_start|>assistant\n"
     ],
 )
 def test_is_open_after_continued_message(name, before, begun, want):
-    """Also where the template strips the content."""
+    """Also if the template strips the content."""
     for prompt in (before + begun, before + begun.strip()):
         assert is_open_after(prompt, name, begun) is want
         assert thinking_after(prompt, name, begun) == ("open" if want else None)

@@ -1,4 +1,4 @@
-"""Advice about reasoning: a chat template that reads it gets it, and only then it has an effect."""
+"""Reasoning advice fields: passed to chat templates that read them, otherwise ignored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OFF: dict[str, Any] = {"type": "disabled"}
         (EFFORT, {"reasoning_effort": "none"}, "hinone", []),
         (EFFORT, {}, "hidefault", []),
         (WORDY, {"verbosity": "low"}, "hilow", []),
-        (PLAIN, {"reasoning_effort": "none"}, "hi", []),  # there is nothing to turn off
+        (PLAIN, {"reasoning_effort": "none"}, "hi", []),  # no reasoning to disable
         (PLAIN, {"reasoning_effort": "low"}, "hi", ["reasoning_effort"]),
         (PLAIN, {"enable_thinking": False, "thinking": OFF}, "hi", ["enable_thinking", "thinking"]),
         (THINKS, {"reasoning_effort": "none"}, "hi<think>", ["reasoning_effort"]),

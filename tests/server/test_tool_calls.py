@@ -1,4 +1,4 @@
-"""Calls of tools read out of a text, in each format and wherever the text is cut."""
+"""Tool call parsers: every format, independent of chunks."""
 
 from __future__ import annotations
 
@@ -143,38 +143,38 @@ CITY_OF_TEXAS = '{"city": "Dallas", "state": "TX"}'
 @pytest.mark.parametrize(
     ("text", "left", "calls"),
     [
-        (  # no end of the first value
+        (  # first value without end tag
             "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n"
             "</parameter>\n</function>\n</tool_call>",
             "",
             [("get", CITY_OF_TEXAS)],
         ),
-        (  # no end of the last value
+        (  # last value without end tag
             "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</function>\n</tool_call>\nso",
             "\nso",
             [("get", '{"city": "Dallas"}')],
         ),
         ("<function=get><parameter=city>Dallas</function>", "", [("get", '{"city": "Dallas"}')]),
-        (  # no end of the function
+        (  # function without end tag
             "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</parameter>\n</tool_call>",
             "",
             [("get", '{"city": "Dallas"}')],
         ),
-        (  # no end but that of the call
+        (  # end tag of the call only
             "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</tool_call>\n" + ELEMENTS,
             "",
             [("get", '{"city": "Dallas"}'), ("get", '{"city": "5", "days": 5}')],
         ),
         ("<tool_call><function=f>\n</tool_call>", "", [("f", "{}")]),
         ("<tool_call>\n<function=f>\n</function>", "", [("f", "{}")]),
-        (  # no beginning of the call
+        (  # call without begin tag
             "I look.\n\n<function=get>\n<parameter=city>\nDallas\n</parameter>\n</function>\n"
             "</tool_call>",
             "I look.",
             [("get", '{"city": "Dallas"}')],
         ),
         ("<function=f></function><function=f></function>", "", [("f", "{}"), ("f", "{}")]),
-        (  # a value that speaks of marks
+        (  # value that contains tags
             "<tool_call><function=get><parameter=city>a</function>b</tool_call>c<parameter=x>d"
             "<parameter=city>\n</parameter></function></tool_call>",
             "",
@@ -264,7 +264,7 @@ def test_max_tokens_cut_preserves_model_text(name):
     given = text + "".join(arguments for _, arguments in calls[1:])
     assert given.endswith(word)
     assert len(calls) == (1 if name == "qwen3_coder" else 2)
-    # The model ended there by itself: nobody else would tell of the half mark.
+    # The model itself ended there, so the partial delimiter is output.
     assert read(name, [FIRST[name] + second], was_cut=False)[0].strip() == second.strip()
 
 
