@@ -102,11 +102,13 @@ def test_log_level_defaults_to_warning():
         ("--tp must be 1, got 3; --x is no flag", "tp must be 1, got 3; x is no option"),
         ("give --speculative-accept-rule rejection.", 'give speculative_accept_rule="rejection".'),
         ("`--page-size 3` is not supported", "`page_size=3` is not supported"),
-        ("add --speculative-algorithm NEXTN or leave the flag out",
-         'add speculative_algorithm="NEXTN" or leave the option out'),
+        (
+            "add --speculative-algorithm NEXTN or leave the flag out",
+            'add speculative_algorithm="NEXTN" or leave the option out',
+        ),
         ("one well-known word -- and a dash - stay", "one well-known word -- and a dash - stay"),
     ],
-)  # fmt: skip
+)
 def test_in_python_replaces_flags_with_option_names(sentence, wanted):
     assert in_python(sentence) == wanted
 

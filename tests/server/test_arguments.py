@@ -95,7 +95,7 @@ def value_of(schema: Any, text: str) -> Any:
         ({"type": "integer"}, "__import__('os')", "__import__('os')"),
         ({"minLength": "x", "enum": 5, "anyOf": 5, "properties": 5, "type": 5}, "5", 5),
     ],
-)  # fmt: skip
+)
 def test_read_argument_converts_by_schema(schema, text, want):
     got = value_of(schema, text)
     assert (got, type(got)) == (want, type(want))
@@ -125,22 +125,32 @@ SCHEMAS = st.recursive(
         + [{"$ref": "#/$defs/Point"}, {"pattern": "^[a-z]+$"}, {"pattern": "1"}]
         + [{"minLength": 2}, {"maxLength": 1}]
     )
-    | st.builds(lambda kind: {"type": kind}, st.sampled_from(
-        ["string", "null", "integer", "number", "boolean", "array", "object"]))
-    | st.builds(lambda kinds: {"type": kinds}, st.lists(st.sampled_from(
-        ["string", "null", "integer", "boolean", "array", "object"]), min_size=1, unique=True))
+    | st.builds(
+        lambda kind: {"type": kind},
+        st.sampled_from(["string", "null", "integer", "number", "boolean", "array", "object"]),
+    )
+    | st.builds(
+        lambda kinds: {"type": kinds},
+        st.lists(
+            st.sampled_from(["string", "null", "integer", "boolean", "array", "object"]),
+            min_size=1,
+            unique=True,
+        ),
+    )
     | st.builds(lambda listed: {"enum": listed}, st.lists(SCALARS, min_size=1, max_size=3))
     | st.builds(lambda value: {"const": value}, SCALARS),
-    lambda inner: st.builds(
-        lambda key, parts: {key: parts},
-        st.sampled_from(["anyOf", "oneOf", "allOf"]),
-        st.lists(inner, min_size=1, max_size=3),
-    )
-    | st.builds(lambda part: {"not": part}, inner)
-    | st.builds(lambda a, b, c: {"if": a, "then": b, "else": c}, inner, inner, inner)
-    | st.builds(lambda part: {"$ref": "#/$defs/Chain", "anyOf": [part]}, inner),
+    lambda inner: (
+        st.builds(
+            lambda key, parts: {key: parts},
+            st.sampled_from(["anyOf", "oneOf", "allOf"]),
+            st.lists(inner, min_size=1, max_size=3),
+        )
+        | st.builds(lambda part: {"not": part}, inner)
+        | st.builds(lambda a, b, c: {"if": a, "then": b, "else": c}, inner, inner, inner)
+        | st.builds(lambda part: {"$ref": "#/$defs/Chain", "anyOf": [part]}, inner)
+    ),
     max_leaves=5,
-)  # fmt: skip
+)
 
 
 def is_valid(schema: Any, value: Any) -> bool:
@@ -226,10 +236,12 @@ SLOW = "^([ab]*a[ab]{5000}c|x)*$"
         ({"$ref": "#"}, "5"),
         (document({"enum": ["a"] * 100_000}), "5"),
         (document({"not": {"$ref": "#/$defs/Loop"}}), "5"),
-        (document({"type": "integer", "allOf": [{"pattern": SLOW + "|" * i} for i in range(9)]}),
-         "5"),
+        (
+            document({"type": "integer", "allOf": [{"pattern": SLOW + "|" * i} for i in range(9)]}),
+            "5",
+        ),
     ],
-)  # fmt: skip
+)
 def test_read_argument_of_expensive_schema_returns_json(schema, text):
     """Above the work limit the schema decides nothing, and the value is parsed as JSON."""
     begin = time.perf_counter()

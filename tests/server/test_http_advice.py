@@ -100,8 +100,10 @@ def test_ignored_field_is_listed_or_rejected_if_strict(
     asked = with_field(endpoint, field.name, field.example)
     told = result(lenient.post(path, **asked))
     assert told["ignored"] == [field.name]
-    neutral = [result(lenient.post(path, **with_field(endpoint, field.name, value)))
-               for value in (None, *field.neutral)]  # fmt: skip
+    neutral = [
+        result(lenient.post(path, **with_field(endpoint, field.name, value)))
+        for value in (None, *field.neutral)
+    ]
     assert not any("ignored" in each for each in neutral)
     assert all(each["choices"] == told["choices"] for each in neutral)
     refused = strict.post(path, **asked)

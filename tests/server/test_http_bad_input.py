@@ -191,9 +191,24 @@ def test_chat_invalid_field_returns_400_with_param(server, param, fields):
 
 def test_neutral_and_limit_values_are_accepted(server):
     nothing = dict.fromkeys(
-        ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
-         "stream", "stream_options", "user", "model", "logprobs", "logit_bias", "suffix"]
-    )  # fmt: skip
+        [
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "n",
+            "stream",
+            "stream_options",
+            "user",
+            "model",
+            "logprobs",
+            "logit_bias",
+            "suffix",
+        ]
+    )
     server.complete("a", **nothing, best_of=1, echo=False)
     server.complete("a", temperature=1e-40, top_p=1e-40, top_k=2**31 - 1, seed=-(2**63))
     server.complete("a", top_k=-1, presence_penalty=-2, repetition_penalty=2, stop=["a", "b"] * 4)

@@ -99,8 +99,14 @@ def test_openapi_lists_routes_with_errors(told):
 
 
 BODIES = [
-    CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize, AddCorpus, RemoveCorpus
-]  # fmt: skip
+    CompletionRequest,
+    ChatRequest,
+    TokenizeText,
+    TokenizeChat,
+    Detokenize,
+    AddCorpus,
+    RemoveCorpus,
+]
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)

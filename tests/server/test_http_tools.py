@@ -244,9 +244,13 @@ def nested(depth: int) -> dict[str, Any]:
 
 LIST_CALL = {"id": "a", **tool_of(name="f", arguments="[1]")}
 DEEP_CALL = {"id": "a", **tool_of(name="f", arguments=json.dumps(nested(300)))}
-ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
-    {"type": "function", "function": {"name": "weather"}}
-]}}  # fmt: skip
+ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {
+        "mode": "auto",
+        "tools": [{"type": "function", "function": {"name": "weather"}}],
+    },
+}
 DEEP_ANSWER = {"role": "assistant", "tool_calls": [DEEP_CALL]}
 BAD = [
     ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
@@ -273,7 +277,7 @@ BAD = [
         "messages[0].tool_calls[0].function.arguments",
         {"messages": [{"role": "assistant", "tool_calls": [LIST_CALL]}]},
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD, ids=lambda value: repr(value)[:40])

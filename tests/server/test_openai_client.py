@@ -113,8 +113,9 @@ def test_openai_client_parses_logprobs(client):
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert [entry.token for entry in whole] == list("abcd")
     assert [(best.token, best.logprob) for best in whole[0].top_logprobs] == [
-        ("a", -97 / 256), ("b", -98 / 256)
-    ]  # fmt: skip
+        ("a", -97 / 256),
+        ("b", -98 / 256),
+    ]
     assert whole[0].bytes == [97]
     streamed = [
         entry
@@ -132,10 +133,18 @@ def test_openai_client_parses_logprobs(client):
 def test_openai_client_passes_extra_fields_both_ways(client):
     body = {"speculative": {"max_draft_tokens": 1}, "top_k": 5, "return_token_ids": True}
     answer = client.chat.completions.create(
-        messages=LETTERS, max_completion_tokens=5, user="a", stop=["zz"], seed=1, extra_body=body,
-        logit_bias={"122": -1}, presence_penalty=0.5, store=False, response_format={"type": "text"},
+        messages=LETTERS,
+        max_completion_tokens=5,
+        user="a",
+        stop=["zz"],
+        seed=1,
+        extra_body=body,
+        logit_bias={"122": -1},
+        presence_penalty=0.5,
+        store=False,
+        response_format={"type": "text"},
         **GREEDY,
-    )  # fmt: skip
+    )
     assert answer.model_extra["speculative"]["accept_length_histogram"] == [0, 2, 0]
     assert answer.choices[0].model_extra["token_ids"] == list(b"abcde")
     free = client.chat.completions.create(messages=LETTERS, max_tokens=7, **GREEDY)

@@ -50,8 +50,11 @@ def test_playground_colors_tokens_by_origin(answered, tmp_path):
     page = answered
     tokens = page.all(".token")
     assert [token.get_attribute("data-origin") for token in tokens[:4]] == [
-        "target", "draft", "draft", "bonus"
-    ]  # fmt: skip
+        "target",
+        "draft",
+        "draft",
+        "bonus",
+    ]
     colours = [page.style(token, "backgroundColor") for token in tokens[:4]]
     assert len(set(colours)) == 3, colours
     assert colours[0] == colours[3], "the target's own tokens have no shade"

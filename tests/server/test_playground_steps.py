@@ -22,8 +22,12 @@ def title(accepted: int, tokens: int) -> str:
     kept = [{"node": n + 1 if n < accepted else 0} for n in range(tokens)]
     step: dict[str, Any] = {"index": 13, "source": "draft", "drafts": drafts, "tokens": kept}
     code = RUN.format(page=json.dumps((PAGE / "meters.js").as_uri()), step=json.dumps(step))
-    ran = node(["--input-type=module", "-e", code], return_completed_process=True,
-               capture_output=True, text=True)  # fmt: skip
+    ran = node(
+        ["--input-type=module", "-e", code],
+        return_completed_process=True,
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 

@@ -125,7 +125,7 @@ def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str,
         ("hm <tool_call>", "hm <tool_call>", "", 0),
         ("hm <tool_call>\n</think>\n{call}", "hm <tool_call>", "", 1),
     ],
-)  # fmt: skip
+)
 def test_tool_call_within_reasoning_ends_reasoning(name, text, reasoning, answer, num_calls):
     whole = text.replace("{call}", CALLS[name])
     for size in (1, 2, 5, len(whole)):

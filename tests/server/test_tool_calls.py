@@ -325,11 +325,14 @@ def is_object(text: str) -> bool:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(st.dictionaries(st.text(max_size=3), JSON), st.data())
@@ -338,9 +341,11 @@ def test_json_object_scanner_matches_json_loads(value, data):
     text = json.dumps(value, indent=data.draw(st.sampled_from([None, 1])))
     assert is_object(text)
     place = data.draw(st.integers(0, len(text)))
-    other = text[:place] + data.draw(st.sampled_from([*'{}[],:"\\ 0-.eE+u\n', "tru", ""])) + text[
-        place + data.draw(st.integers(0, 2)) :
-    ]  # fmt: skip
+    other = (
+        text[:place]
+        + data.draw(st.sampled_from([*'{}[],:"\\ 0-.eE+u\n', "tru", ""]))
+        + text[place + data.draw(st.integers(0, 2)) :]
+    )
     try:
         is_valid = isinstance(json.loads(other), dict) and other[0] == "{" and other[-1] == "}"
     except ValueError:
