@@ -38,7 +38,7 @@ from shared.process.tp.startup import tp_startup
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import PromptText, TokenNames
 from shared.server.completions.sampling import make_sampling
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.reasoning import is_open_after, thinking_after
 from shared.server.parsing.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
@@ -246,7 +246,7 @@ class LLM:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopStringMatcher(tuple(params.stop)),
-            new_parser(style, Said(schemas, None, calls is not None), is_open),
+            new_parser(style, OutputBuilder(schemas, None, calls is not None), is_open),
             sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
             "",

@@ -114,22 +114,22 @@ class SamplingParams:
         return OutputFormat(kind=_FORMS[name], value=value)
 
     @property
-    def asked_tokens(self) -> tuple[str, int | None]:
+    def max_tokens_field(self) -> tuple[str, int | None]:
         """Name and value of the field that limits the output."""
         return "max_tokens", self.max_tokens
 
     @property
-    def asked_logprobs(self) -> tuple[str, int | None]:
+    def logprobs_field(self) -> tuple[str, int | None]:
         """Name and value of the field that requests logprobs."""
         return "logprobs", self.logprobs
 
     @property
-    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
+    def prompt_logprobs_field(self) -> tuple[str, int | None]:
         """Name and value of the field that requests logprobs of the prompt."""
         return "prompt_logprobs", self.prompt_logprobs
 
     @property
-    def wants_trace(self) -> bool:
+    def returns_trace(self) -> bool:
         """True if the result has a trace of every step."""
         return bool(self.return_trace)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shared.server.completions.parsers import new_parser
 from shared.server.parsing.arguments import from_json, read_argument, to_json
 from shared.server.parsing.delta import Delta
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.text_schema import ParameterSchemas
 from shared.server.parsing.tool_call_parsers import FORMATS
 
@@ -202,7 +202,7 @@ def test_tool_call_arguments_valid_for_any_chunking(name, schema, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=6)))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     for parts in (pieces, [whole], list(whole)):
-        parser = new_parser(name, Said(tools, None, False), None)
+        parser = new_parser(name, OutputBuilder(tools, None, False), None)
         said = sum(map(parser.push, parts), Delta()) + parser.flush(was_cut=False)
         (call,) = said.tool_calls
         value = json.loads(call.arguments)["key"]

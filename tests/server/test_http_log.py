@@ -74,7 +74,7 @@ def test_log_requests_logs_bodies_and_outputs(command):
         use(server)
     text = "\n".join(server.lines)
     assert text.count("request ended") == 5
-    assert f'answered=["{SECRET[:8]}"]' in text
+    assert f'outputs=["{SECRET[:8]}"]' in text
     assert '\\"max_tokens\\":8' in text
 
 

@@ -30,7 +30,7 @@ BEGAN_NS = 1_790_000_000_000_000_000
 
 
 def end(**changed: Any) -> RequestSummary:
-    asked = CompletionRequest(prompt="a secret", temperature=0.5, max_tokens=9)
+    request = CompletionRequest(prompt="a secret", temperature=0.5, max_tokens=9)
     fields: dict[str, Any] = {
         "request_id": "cmpl-1",
         "endpoint": "completions",
@@ -46,7 +46,7 @@ def end(**changed: Any) -> RequestSummary:
         "first_token_s": 0.25,
         "total_s": 1.5,
         "headers": PARENT,
-        "asked": asked,
+        "request": request,
         "outputs": [[1] * 7],
         "ignored": (),
     }

@@ -77,7 +77,7 @@ def test_playground_token_shows_step_and_draft_tree(answered):
     page.all(".token")[2].click()
     assert page.one("#step-title").text == "Step 1: 2 of 4 drafts accepted"
     kinds = [node.get_attribute("class") for node in page.all("#tree g")]
-    assert kinds == ["root", "taken draft d1", "taken draft d2", "refused", "refused", "own"]
+    assert kinds == ["root", "taken draft d1", "taken draft d2", "rejected", "rejected", "own"]
     assert len(page.all("#tree path.taken")) == 3
     assert len(page.all(".token.same-step")) == 3
     assert "on the device" in page.one("#step-summary").text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.options.server import REASONING_PARSERS
 from shared.server.completions.parsers import new_parser
 from shared.server.parsing.delta import Delta, OutputParser
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
 
 QWEN_THINKS = "<|im_start|>assistant\n<think>\n"
@@ -34,7 +34,7 @@ PARTS = [
 
 
 def thinking(is_open: bool) -> OutputParser:
-    return new_parser(None, Said({}, None, False), is_open)
+    return new_parser(None, OutputBuilder({}, None, False), is_open)
 
 
 def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def test_reasoning_end_and_call_parsed_from_one_chunk():
     """Another server lost the call (v#43221)."""
     text = '<think>look</think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for size in (1, 7, len(text)):
-        parser = new_parser("hermes", Said({"f": {}}, None, False), False)
+        parser = new_parser("hermes", OutputBuilder({"f": {}}, None, False), False)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
         assert (said.reasoning, said.text) == ("look", "")
@@ -106,7 +106,7 @@ CALLS = {
 
 
 def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str, list[str]]:
-    parser = new_parser(name, Said({"f": {}}, None, are_held), True)
+    parser = new_parser(name, OutputBuilder({"f": {}}, None, are_held), True)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
     return said.reasoning, said.text, [call.arguments for call in said.tool_calls]

@@ -14,7 +14,7 @@ from shared.options.server import TOOL_CALL_PARSERS
 from shared.server.completions.parsers import Parsers, new_parser
 from shared.server.parsing.delta import Delta
 from shared.server.parsing.json_object import JsonObject
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.tool_call_parsers import FORMATS
 from shared.server.protocol.openai_types import ChatRequest
 
@@ -38,7 +38,7 @@ Calls = list[tuple[str, str]]
 def read(
     name: str, pieces: list[str], most: int | None = None, was_cut: bool = False
 ) -> tuple[str, Calls]:
-    parser = new_parser(name, Said(TOOLS, most, False), None)
+    parser = new_parser(name, OutputBuilder(TOOLS, most, False), None)
     said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
     return said.text, [(call.name, call.arguments) for call in said.tool_calls]
 
@@ -190,13 +190,13 @@ def test_qwen3_coder_parser_tolerates_missing_tags(text, left, calls):
 
 def test_qwen3_coder_parser_constrained_requires_exact_format():
     bare = ELEMENTS.removeprefix("<tool_call>\n")
-    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    parser = new_parser("qwen3_coder", OutputBuilder(TOOLS, None, True), None)
     assert parser.push(bare + ELEMENTS).tool_calls[0].arguments == '{"city": "5", "days": 5}'
     assert parser.flush(was_cut=False) == Delta()
-    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    parser = new_parser("qwen3_coder", OutputBuilder(TOOLS, None, True), None)
     assert parser.push(bare) + parser.flush(was_cut=False) == Delta(bare)
     value = "a\n<parameter=days>\n</function>\n</tool_call>\n<tool_call> b"
-    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    parser = new_parser("qwen3_coder", OutputBuilder(TOOLS, None, True), None)
     (call,) = parser.push(ELEMENTS.replace("5", value, 1)).tool_calls
     assert json.loads(call.arguments) == {"city": value, "days": 5}
 
@@ -296,7 +296,7 @@ def test_tool_call_parser_independent_of_chunks(name, parts, is_open, are_held, 
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def read_all(pieces: list[str]) -> tuple[str, str, Calls]:
-        parser = new_parser(name, Said(TOOLS, None, are_held), is_open)
+        parser = new_parser(name, OutputBuilder(TOOLS, None, are_held), is_open)
         said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
         return said.text, said.reasoning, [(c.name, c.arguments) for c in said.tool_calls]
 
@@ -309,7 +309,7 @@ def test_tool_call_parser_independent_of_chunks(name, parts, is_open, are_held, 
 
 
 def test_tool_call_parser_streams_arguments():
-    parser = new_parser("hermes", Said(TOOLS, None, False), None)
+    parser = new_parser("hermes", OutputBuilder(TOOLS, None, False), None)
     said = [parser.push(text) for text in ('a <tool_call>{"name":"f","arguments":', "{", '"a":1')]
     assert said[0] == Delta("a")
     begun = said[1].tool_calls[0]

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.text.delimiters import CALL, THINK, THINK_END
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.tool_call_grammar import STYLES
@@ -62,7 +62,7 @@ def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lea
     for seed in SEEDS:
         begun = thought + BEGINNINGS[style] if seed or free else ""
         text = text_of(tokenizer, GrammarRequest(form=form, calls=calls, lead=lead), seed, begun)
-        said = Said(dict(TOOLS), None, are_calls_held=True)
+        said = OutputBuilder(dict(TOOLS), None, are_calls_constrained=True)
         parser = new_parser(style, said, None if lead is None else lead == "open")
         found = parser.push(text) + parser.flush(was_cut=False)
         assert free == "text" or not found.text.strip()  # a token may span a delimiter's end
@@ -76,7 +76,9 @@ def test_real_tokenizer_schema_after_reasoning_is_valid(tokenizer, lead):
     for seed in SEEDS:
         form = OutputFormat(kind="schema", value=SCHEMA)
         text = text_of(tokenizer, GrammarRequest(form=form, calls=None, lead=lead), seed)
-        parser = new_parser(None, Said({}, None, False), None if lead is None else lead == "open")
+        parser = new_parser(
+            None, OutputBuilder({}, None, False), None if lead is None else lead == "open"
+        )
         found = parser.push(text) + parser.flush(was_cut=False)
         jsonschema.validate(json.loads(found.text), SCHEMA)
 

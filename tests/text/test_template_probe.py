@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.make_random import chat_template
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.text_parsers import new_parser
 from shared.text import template_probe
 from shared.text.chat_template import Conversation
@@ -123,7 +123,9 @@ def test_tool_call_parser_of_reads_template_calls(name: str):
     text = templates.render(Conversation(messages, [tool], add_generation_prompt=False))
     begin = next(i for i in range(len(text)) if not prompt.startswith(text[: i + 1]))
     answer = text[begin:]
-    read = new_parser(parser, Said({"weather": {}}, None, are_calls_held=False), None)
+    read = new_parser(
+        parser, OutputBuilder({"weather": {}}, None, are_calls_constrained=False), None
+    )
     (call,) = (read.push(answer) + read.flush(was_cut=False)).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("weather", arguments)
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.text.grammar import CompiledGrammar, Compiler, InvalidGrammarError
 from shared.text.json_schema_refs import standalone
 from shared.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def forced(style: str, schema: dict[str, Any] | None) -> CompiledGrammar:
 
 
 def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
-    parser = new_parser(style, Said({"f": schema}, None, are_calls_held=True), None)
+    parser = new_parser(style, OutputBuilder({"f": schema}, None, are_calls_constrained=True), None)
     found = parser.push(text) + parser.flush(was_cut=False)
     assert not found.text.strip(), found.text
     return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
@@ -163,6 +163,8 @@ def test_qwen3_coder_json_allows_only_template_white_space():
 
 def test_tool_call_parser_preserves_numbers_beyond_float64():
     schema = {"properties": {"a": {"type": "object"}, "b": {"type": "number"}}}
-    parser = new_parser("qwen3_coder", Said({"f": schema}, None, are_calls_held=True), None)
+    parser = new_parser(
+        "qwen3_coder", OutputBuilder({"f": schema}, None, are_calls_constrained=True), None
+    )
     (call,) = parser.push(elements(a='{"x": 1e999}', b="-2E400")).tool_calls
     assert call.arguments == '{"a": {"x": 1e999}, "b": -2E400}'

@@ -1,7 +1,7 @@
 """ASGI middleware before all routes: allowed hosts, API key and header size.
 
-A page of any site may let its site's name stand for 127.0.0.1; to the browser it then is a page of
-the server on that machine. The name is what the browser writes into the request's Host.
+The check of hosts prevents DNS rebinding: a site may resolve its own name to 127.0.0.1, and the
+browser then treats the site's pages as pages of this server. The browser sends the name as Host.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class HostMiddleware:
     A request without a Host passes: no browser sends one.
 
     Args:
-      names: What the server answers to beside the machine's own names.
+      names: Allowed names besides the machine's own names.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, or answers in its place."""
+        """Runs the application, or sends an error response."""
         name = _name(Headers(scope=scope).get("host", "localhost"))
         if is_local(name) or name in self._names:
             await self._app(scope, receive, send)
@@ -55,14 +55,14 @@ class ApiKeyMiddleware:
     """Rejects requests without a valid API key.
 
     Args:
-      keys: Each opens every route; which of them a route asks for beyond that is its own affair.
+      keys: Valid keys. Routes may check for a particular key on their own.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, or answers in its place."""
+        """Runs the application, or sends an error response."""
         headers = Headers(scope=scope)
         given = sent_keys(headers)
         if browsers := password(headers.get("authorization", "")):
@@ -71,7 +71,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or invalid; send it as a bearer token"
-        # Whoever opens an address in a browser is asked for the key as a password.
+        # Browsers prompt for the key as a password.
         challenge = _BASIC if "text/html" in headers.get("accept", "") else "Bearer"
         error = ApiError(401, message, code="invalid_api_key")
         await refuse(error, scope, receive, send, challenge)
@@ -84,7 +84,7 @@ class HeaderSizeLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, or answers in its place."""
+        """Runs the application, or sends an error response."""
         target = len(scope["raw_path"]) + len(scope["query_string"])
         if (
             target + sum(len(name) + len(value) for name, value in scope["headers"])
@@ -102,7 +102,7 @@ def headers_too_large() -> ApiError:
 
 
 def sent_keys(headers: Headers) -> list[bytes]:
-    """The keys that a program sent: as a bearer token, and as Anthropic's or Azure's clients do."""
+    """Returns the keys of the headers: bearer token, `x-api-key` (Anthropic), `api-key` (Azure)."""
     scheme, space, token = headers.get("authorization", "").partition(" ")
     bearer = token if scheme.lower() == "bearer" else f"{scheme}{space}{token}"
     # Starlette reads a header as latin-1; clients send a key as UTF-8.
@@ -116,7 +116,7 @@ def matches_any_key(given: Collection[bytes], keys: Collection[str]) -> bool:
 
 
 def password(authorization: str) -> bytes:
-    """The password that a browser sends, with any name of a user; empty where it sends none."""
+    """Returns the password of Basic authentication, with any user name; empty without one."""
     scheme, _, encoded = authorization.partition(" ")
     if scheme.lower() != "basic":
         return b""
@@ -129,8 +129,8 @@ def password(authorization: str) -> bytes:
 async def refuse(
     error: ApiError, scope: Scope, receive: Receive, send: Send, challenge: str | None = None
 ) -> None:
-    """Answers in the place of the application; `challenge` says how a key is to be sent."""
-    headers = {"connection": "close"}  # a body may still be on its way
+    """Sends an error response; `challenge` is the value of WWW-Authenticate."""
+    headers = {"connection": "close"}  # the client may still be sending a body
     if challenge is not None:
         headers["www-authenticate"] = challenge
     body = json.dumps(error.to_json())
@@ -139,7 +139,7 @@ async def refuse(
 
 
 def _name(host: str) -> str:
-    """The name or address in a Host, without its port."""
+    """Returns the name or address in a Host header, without the port."""
     address, bracket, _ = host.removeprefix("[").partition("]")
     name = address if bracket else host.partition(":")[0]
     return name.lower().removesuffix(".")

@@ -19,18 +19,18 @@ from shared.engine.request import InvalidRequestError
 from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.transport import read_json
-from shared.server.engine_link.engine_client import EngineClient, EngineLost, Refused
+from shared.server.engine_link.engine_client import EngineClient, EngineLost, RequestRejected
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import ID_SCHEMA, Strict, Text, is_id_list
 from shared.text.tokenizer import Tokenizer, is_text
 
 SEPARATOR = -1
-"""Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""
+"""Separator after each document; n-gram drafts end there (`shared.engine.ngram.corpus`)."""
 
 START_CORPUS = "start"
-"""Name of the corpus that the start was given."""
+"""Name of the corpus of `--speculative-ngram-external-corpus-path`."""
 
-MAX_DOCUMENTS = 1 << 17  # of one message
+MAX_DOCUMENTS = 1 << 17  # per request
 Document = str | list[int]
 
 
@@ -71,13 +71,13 @@ class RemoveCorpus(Strict):
 
 
 class AdminRoutes:
-    """The handlers, each for who knows the key."""
+    """Handlers of the admin routes; each requires the admin key."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
         self._client, self._tokenizer = client, tokenizer
 
     async def add_corpus(self, request: Request) -> Response:
-        """POST /add_external_corpus; answers once requests can be drafted from it."""
+        """POST /add_external_corpus; responds once the corpus can supply drafts."""
         self._check_key(request)
         body = parse_plain(await read_json(request), AddCorpus)
         parts = body.documents, self._tokenizer, self._client.facts.limits.vocab_size
@@ -91,7 +91,7 @@ class AdminRoutes:
         return await self._answer("corpus_remove", body.corpus_id)
 
     async def list_corpora(self, request: Request) -> Response:
-        """GET /list_external_corpora: tokens of each, by name."""
+        """GET /list_external_corpora: number of tokens of each corpus, by name."""
         self._check_key(request)
         return await self._answer("corpus_list")
 
@@ -107,7 +107,7 @@ class AdminRoutes:
     async def _answer(self, *message: Any) -> Response:
         try:
             corpora = await self._client.ask(*message)
-        except Refused as error:
+        except RequestRejected as error:
             raise ApiError(400, str(error), error.field) from error
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
@@ -115,10 +115,10 @@ class AdminRoutes:
 
 
 async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -> None:
-    """Adds the corpus of --speculative-ngram-external-corpus-path, if there is one.
+    """Adds the corpus of --speculative-ngram-external-corpus-path, if the flag is set.
 
     Raises:
-      ValueError: The file cannot be used; one sentence.
+      ValueError: The file cannot be used; the message is one sentence.
       EngineLost: The engine is gone.
     """
     path = client.facts.corpus_path
@@ -127,15 +127,15 @@ async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -
     try:
         tokens = pack_documents(read_documents(path), tokenizer, client.facts.limits.vocab_size)
         await client.ask("corpus_add", START_CORPUS, tokens)
-    except (ApiError, Refused, OSError) as error:
+    except (ApiError, RequestRejected, OSError) as error:
         raise ValueError(f"--speculative-ngram-external-corpus-path {path}: {error}") from error
 
 
 def read_documents(path: str) -> list[Document]:
-    """The documents of a JSONL file: a text or a list of token ids a line.
+    """Reads the documents of a JSONL file: one string or list of token ids per line.
 
     Raises:
-      ApiError: A line is something else; its number is named.
+      ApiError: A line is invalid; the message has its number.
     """
     documents: list[Document] = []
     with Path(path).open(encoding="utf-8") as lines:
@@ -158,10 +158,10 @@ def _read_document(line: str) -> Document | None:
 
 
 def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None, vocab: int) -> bytes:
-    """Token ids of documents, each with a separator after it, as int32.
+    """Returns the token ids of documents as int32, with a separator after each document.
 
     Raises:
-      ApiError: A document is a text and the model has no tokenizer, or an id is out of range.
+      ApiError: A document is a string and the model has no tokenizer, or an id is out of range.
     """
     words = array.array("i")
     for document in documents:

@@ -50,7 +50,7 @@ DOCUMENT_PATH = "/openapi.json"
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     response = json_response(error.to_json(), error.status)
-    if error.status == 413:  # the rest of the body is still to come
+    if error.status == 413:  # the client may still be sending the body
         response.headers["connection"] = "close"
     if error.retry_after_s is not None:
         response.headers["retry-after"] = str(error.retry_after_s)
@@ -58,17 +58,17 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A path or a method that no route has; FastAPI raises nothing else here."""
+    """Responds to an unknown path or method; FastAPI raises nothing else here."""
     assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path}"
-    message = f"{asked:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
+    target = f"{request.method} {request.url.path}"
+    message = f"{target:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
     response = json_response(ApiError(error.status_code, message).to_json(), error.status_code)
-    response.headers.update(error.headers or {})  # of 405: the methods that there are
+    response.headers.update(error.headers or {})  # 405: the allowed methods
     return response
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # for logs; the client is gone
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
@@ -88,11 +88,11 @@ _ON_ERRORS = {
 
 @dataclass(frozen=True)
 class Apps:
-    """The application of each listener.
+    """Application of each listener.
 
     Attributes:
-      clients: Serves the model; has all routes where there is no other listener.
-      admin: Tells of the server and changes it; None where `clients` does.
+      clients: API routes; all routes if there is no admin listener.
+      admin: Metrics and admin routes; None if `clients` has them.
     """
 
     clients: ASGIApp
@@ -108,13 +108,16 @@ def make_apps(
     tracing: Sequence[RequestObserver],
     has_admin_listener: bool,
 ) -> Apps:
-    """The applications over a connected engine.
+    """Builds the applications for a connected engine.
 
     Args:
-      renderer: None where there is no chat template.
-      opener: None where the model does not see.
-      tracing: Who is told of each end of a request, beside the log and the metrics.
-      has_admin_listener: Whether metrics and the routes that change the server are apart.
+      client: Connection to the engine.
+      tokenizer: Tokenizer; None if the checkpoint has none.
+      renderer: Renderer of the chat template; None without one.
+      opener: Decoder of images; None if the model does not support images.
+      grammars: Compiler of grammars.
+      tracing: Further observers of finished requests, besides log and metrics.
+      has_admin_listener: Metrics and admin routes have a listener of their own.
     """
     facts = client.facts
     metrics = ServerMetrics(facts.model_name)
@@ -140,7 +143,7 @@ def _app(
     names: Collection[str] | None,
     origins: Collection[str],
 ) -> ASGIApp:
-    """An application with these routes, which answers to these names and to pages of these."""
+    """Builds an application with routes, allowed host names and allowed origins."""
     app = _with_routes(served, facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
@@ -148,7 +151,7 @@ def _app(
 
 
 def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
-    """An application with these routes, and one that tells of all."""
+    """Builds an application with routes, and the route of `/openapi.json`."""
     app = FastAPI(title="Tandem", version=VERSION, openapi_url=None)
     schema: dict[str, Any] = {}
 
@@ -230,7 +233,7 @@ def _state_routes(routes: Routes) -> Iterator[Route]:
 
 def _health_routes(routes: Routes) -> Iterator[Route]:
     """Health routes of a listener."""
-    for path in ("/health", "/ping"):  # the second is what SageMaker asks
+    for path in ("/health", "/ping"):  # /ping: SageMaker
         yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
     yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
 
@@ -265,7 +268,7 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
 
 
 def _page_routes() -> Iterator[Route]:
-    """Routes of the web page."""
+    """Routes of the playground."""
     yield Route(path="/", method="GET", handler=playground.page, media_type="text/html")
     yield Route(
         path="/playground/{name}",
@@ -279,7 +282,7 @@ def _page_routes() -> Iterator[Route]:
 def _gated(
     app: ASGIApp, facts: ServerInfo, names: Collection[str] | None, origins: Collection[str]
 ) -> ASGIApp:
-    """The application behind all that is checked before a route is found."""
+    """Wraps an application with the middleware that runs before routing."""
     if facts.api_key is not None:
         app = ApiKeyMiddleware(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
     if origins:

@@ -18,20 +18,23 @@ from shared.server.protocol.errors import ApiError
 
 LINGER_S = 1.0
 MAX_BACKLOG, MAX_SPARE = 1024, 64
-READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
-WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
+READ_TIMEOUT_S = 60.0  # for headers and body of a request together
+WRITE_TIMEOUT_S = 60.0  # for a client to read part of the pending output
 
 
 @dataclass
 class ConnectionLimit:
     """Connection limit of a listener: `most` are served, `spare` more get an error.
 
-    Those are told that there is no room, with time to hear it; one more is told and closed at once.
-    Where descriptors are used up, a process cannot even see who connects.
+    Excess connections get HTTP 503 and time to read it; beyond `spare` they are closed right after
+    the response. File descriptors are reserved for them, because a process without a free
+    descriptor cannot accept a connection at all.
 
     Attributes:
-      backlog: New connections of a socket that are seen at once, before one can be refused.
-      num_refused: Open ones that are not served.
+      most: Connections that are served.
+      spare: Further connections that get an error and time to read it.
+      backlog: New connections of a socket that are accepted at once, before one can be rejected.
+      num_refused: Open connections that are not served.
     """
 
     most: int
@@ -41,7 +44,7 @@ class ConnectionLimit:
 
     @classmethod
     def of(cls, descriptors: int, num_sockets: int) -> ConnectionLimit:
-        """The room of a listener with these sockets, whose connections may have so many."""
+        """Divides a listener's file descriptors between its sockets and connections."""
         part = max(1, descriptors // 8)
         backlog, spare = max(1, min(MAX_BACKLOG, part // num_sockets)), min(MAX_SPARE, part)
         return cls(max(1, descriptors - num_sockets * backlog - spare), spare, backlog)
@@ -56,7 +59,7 @@ class HttpConfig(uvicorn.Config):
             app,
             http=TimeoutConnection,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            log_config=None,  # `logs.set_up` has said how and what
+            log_config=None,  # `logs.set_up` configures logging
             log_level="warning",
             access_log=False,
             ws="none",
@@ -69,9 +72,9 @@ class HttpConfig(uvicorn.Config):
 class TimeoutConnection(H11Protocol):
     """HTTP connection that closes when a request does not arrive in time.
 
-    uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
-    client that says nothing, or half of a request, would keep its connection for ever. An answer
-    may take as long as it does, but a client that reads nothing of it ends its connection as well.
+    uvicorn limits only the time between two requests (`timeout_keep_alive`): a client that sends
+    nothing or half of a request would hold its connection forever. The time of a response is not
+    limited, but a client that does not read it loses its connection.
     """
 
     _end: asyncio.TimerHandle | None = None
@@ -79,7 +82,7 @@ class TimeoutConnection(H11Protocol):
     _is_ending = _is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for the first request from now on, if there is room."""
+        """Starts the read timeout of the first request, or rejects the connection."""
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         if len(self.connections) > self._room.most:
@@ -88,31 +91,31 @@ class TimeoutConnection(H11Protocol):
             self._look()
 
     def data_received(self, data: bytes) -> None:
-        """Reads a part of a request."""
+        """Passes received data on, and updates the read timeout."""
         if not self._is_ending:
             super().data_received(data)
             self._look()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request from now on."""
+        """Starts the read timeout of the next request."""
         super().on_response_complete()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing any more."""
+        """Stops all timers."""
         self._stop()
         self._end_stall()
         self._room.num_refused -= self._is_refused
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """More waits for the client than the transport keeps: it has to read some time."""
+        """Starts the write timeout when the transport's buffer is full."""
         super().pause_writing()
         self._end_stall()
         self._stall = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stops the write timeout."""
         super().resume_writing()
         self._end_stall()
 
@@ -122,7 +125,7 @@ class TimeoutConnection(H11Protocol):
         self._stall = None
 
     def _look(self) -> None:
-        """Starts the clock where a request is to arrive, and stops it where one has."""
+        """Starts the read timeout if a request is expected, and stops it if one has arrived."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._stop()
         elif self._end is None:
@@ -139,7 +142,7 @@ class TimeoutConnection(H11Protocol):
         return self.config.room
 
     def _refuse(self) -> None:
-        self.connections.discard(self)  # which are those that are served
+        self.connections.discard(self)  # the set contains served connections
         message = (
             f"connection limit reached ({self._room.most}); close connections or try again later"
         )
@@ -158,19 +161,19 @@ class TimeoutConnection(H11Protocol):
         self._end_with(ApiError(408, message, code="request_timeout"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what h11 does not take for a request, say a head that is too long."""
+        """Responds to an invalid request, for example with headers that are too long."""
         unread, _ = self.conn.trailing_data
         is_long = len(unread) > MAX_HEAD_BYTES
         self._end_with(headers_too_large() if is_long else ApiError(400, "invalid HTTP request"))
 
     def _end_with(self, error: ApiError) -> None:
-        """The last answer, unless one is under way; h11 would not write it in every state."""
+        """Sends a last response unless one is being sent; h11 would not write it in every state."""
         if self._is_ending or self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_written(error))
-        # To close while something is on its way would take the answer from the client (RFC 9112,
-        # 9.6): what still comes is read and dropped for a while.
+        # Closing while the client still sends would discard the response (RFC 9112, 9.6), so
+        # incoming data is read and dropped for `LINGER_S`.
         self._is_ending = True
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)

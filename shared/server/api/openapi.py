@@ -37,15 +37,15 @@ _OF_BODIES = (400, 413, 415)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A route and what is told of it.
+    """Route with its documentation.
 
     Attributes:
-      path, method, handler: As FastAPI takes them.
-      bodies: What a request may carry; one of them.
-      answer: Of a success; None for one without a body that programs read.
-      media_type: Of such a body.
-      event: Of a stream, where the request asks for one.
-      errors: Statuses beside those of every route and every body.
+      path, method, handler: Arguments of FastAPI.
+      bodies: Models of the request body; a request matches one of them.
+      answer: Model of the successful response; None without a JSON body.
+      media_type: Media type of a response without a model.
+      event: Model of a stream event; None without streaming.
+      errors: Further error statuses, besides those of every route and every body.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Route:
     errors: tuple[int, ...] = ()
 
     def add_to(self, app: FastAPI) -> None:
-        """Adds it to an application."""
+        """Adds the route to an application."""
         kind = "object" if self.media_type == "application/json" else "string"
         content = {self.media_type: {"schema": {"type": kind}}} if self.media_type else {}
         if self.answer:
@@ -68,26 +68,26 @@ class Route:
         success = {200: {"description": "a success", "content": content}}
         statuses = sorted({*_OF_EVERY_ROUTE, *(_OF_BODIES if self.bodies else ()), *self.errors})
         errors = {status: _error(_ERRORS[status]) for status in statuses}
-        self_told = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
-        self_told |= {"security": []} if self.path == OPEN_PATH else {}
+        extra = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
+        extra |= {"security": []} if self.path == OPEN_PATH else {}
         app.add_api_route(
             self.path,
             self.handler,
             methods=[self.method],
-            response_class=Response,  # which says of no type by itself
+            response_class=Response,  # adds no media type
             response_model=None,
             responses={**success, **errors, "default": _error("any other error")},
-            openapi_extra=self_told,
+            openapi_extra=extra,
         )
 
 
 def document(app: FastAPI, routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
-    """The description of an application.
+    """Returns the OpenAPI document of an application.
 
     Args:
-      app: With the routes.
-      routes: All that have types.
-      has_key: Whether every route asks for a key.
+      app: Application with the routes.
+      routes: Routes with their models.
+      has_key: Every route requires a key.
     """
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {})
@@ -112,7 +112,7 @@ def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _neutral_fields(endpoint: str) -> dict[str, Any]:
-    """The fields that are taken only where they ask for nothing, and those that are ignored."""
+    """Returns the schemas of unsupported fields with neutral values, and of ignored fields."""
     return {
         field.name: {
             **({"type": _ANYTHING} if field.is_advice else {"enum": [None, *field.neutral]}),
@@ -128,7 +128,7 @@ def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _event_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """An event of a stream as OpenAPI 3.2 tells of it: JSON text, but for the word at the end."""
+    """Returns the OpenAPI 3.2 schema of a stream event: JSON text, or the end marker."""
     either = {"anyOf": [_schema_of(each)["schema"] for each in (kind, Error)]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     fields = {"data": {"anyOf": [{"const": STREAM_END}, data]}}

@@ -13,24 +13,24 @@ from shared.server.api.access_middleware import refuse
 from shared.server.protocol.errors import ApiError
 
 METHODS = "GET, HEAD, POST"
-KNOWN_FOR_S = "600"  # a browser need not ask again before
+KNOWN_FOR_S = "600"  # cache time of a preflight response
 
 
 class Origins:
     """Allows pages of some origins to read responses, without credentials.
 
-    A browser asks before it sends JSON or a key; that question has no key of its own, so this
-    stands before the check of keys, and behind that of names.
+    A browser sends a preflight request before JSON or a key. It has no API key, so this middleware
+    runs before the check of keys, and after the check of host names.
 
     Args:
-      allowed: The sites, as browsers write them: scheme, host and port; `ANY` for all.
+      allowed: Allowed origins (scheme, host and port), or `ANY`.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self._app, self._allowed = app, allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, or answers a browser's question."""
+        """Runs the application, or responds to a preflight request."""
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         is_allowed = bool(origin) and (ANY in self._allowed or origin.lower() in self._allowed)
@@ -47,8 +47,8 @@ class Origins:
         if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
             await self._app(scope, receive, with_permission)
         elif is_allowed:
-            asked = headers.get("access-control-request-headers", "")
-            await Response(status_code=204, headers=_permission(asked))(
+            requested = headers.get("access-control-request-headers", "")
+            await Response(status_code=204, headers=_permission(requested))(
                 scope, receive, with_permission
             )
         else:
@@ -57,10 +57,10 @@ class Origins:
             await refuse(error, scope, receive, with_permission)
 
 
-def _permission(asked: str) -> dict[str, str]:
+def _permission(requested: str) -> dict[str, str]:
     """Returns the CORS headers of a preflight response; any requested header is allowed."""
     return {
         "access-control-allow-methods": METHODS,
-        "access-control-allow-headers": asked,
+        "access-control-allow-headers": requested,
         "access-control-max-age": KNOWN_FOR_S,
     }

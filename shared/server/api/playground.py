@@ -11,7 +11,7 @@ from shared.server.protocol.errors import ApiError
 FOLDER = Path(__file__).parents[1] / "page"
 
 HEADERS = {
-    # Nothing is loaded from elsewhere, nothing runs that is not a file of the page.
+    # The page loads only its own files and runs no inline scripts.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -23,7 +23,7 @@ HEADERS = {
 
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PARTS = {path.name: _TYPES[path.suffix] for path in FOLDER.iterdir() if path.suffix in _TYPES}
-"""The files that the page is made of, and what each of them is."""
+"""Media types of the page's files, by name."""
 
 
 async def page() -> Response:

@@ -6,23 +6,23 @@ from shared.process import logs
 from shared.server.engine_link.request_end import RequestSummary
 from shared.text.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 8192
+MAX_CHARACTERS = 8192
 """Maximum characters of a logged prompt and of each logged output."""
 
 
 class RequestLog:
-    """Writes the lines.
+    """Observer that logs one line for each finished request.
 
     Args:
-      tokenizer: Writes answers as text; None: as token ids.
-      tells_texts: Whether what was asked and answered is logged.
+      tokenizer: Decodes outputs; None: token ids are logged.
+      logs_texts: Log the request body and the outputs (`--log-requests`).
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, tells_texts: bool) -> None:
-        self._tokenizer, self._tells_texts = tokenizer, tells_texts
+    def __init__(self, tokenizer: Tokenizer | None, logs_texts: bool) -> None:
+        self._tokenizer, self._tells_texts = tokenizer, logs_texts
 
     def on_request_end(self, end: RequestSummary) -> None:
-        """Writes the line of a request."""
+        """Logs a finished request."""
         first = end.first_token_s
         texts = self._texts(end) if self._tells_texts else {}
         ignored = {"ignored": ",".join(end.ignored)} if end.ignored else {}
@@ -43,11 +43,11 @@ class RequestLog:
         )
 
     def _texts(self, end: RequestSummary) -> dict[str, object]:
-        answered = [
+        outputs = [
             self._tokenizer.decode(list(tokens)) if self._tokenizer else str(list(tokens))
             for tokens in end.outputs
         ]
         return {
-            "asked": end.asked.model_dump_json(exclude_unset=True)[:MOST_CHARACTERS],
-            "answered": [text[:MOST_CHARACTERS] for text in answered],
+            "request": end.request.model_dump_json(exclude_unset=True)[:MAX_CHARACTERS],
+            "outputs": [text[:MAX_CHARACTERS] for text in outputs],
         }

@@ -16,14 +16,14 @@ from shared.server.protocol.fields import Strict
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from shared.server.protocol.structured import AllowedChoice
 
-MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
-MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
-AT_ONCE = 1 << 20  # bytes that are counted while no other thread runs
+MAX_PARTS = 1 << 17  # lists, objects, fields or strings of a body
+MAX_VALUES = 1 << 20  # of a body, for example the token ids of a prompt
+AT_ONCE = 1 << 20  # bytes that are scanned without releasing the interpreter
 
 _A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SUBJECT = re.compile(r"^(Input|Value) |( after validation)")
 """Words of pydantic's messages that are removed."""
-_SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
+_SHORT = reprlib.Repr()  # abbreviates values without visiting all of them
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _UNSUPPORTED = {
@@ -36,29 +36,29 @@ Checked = TypeVar("Checked", bound=Strict)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
-    """Reads the body of a request.
+    """Parses the body of a request.
 
     Raises:
-      ApiError: Status 400; names the field at fault.
+      ApiError: Status 400; names the invalid field.
     """
     fields = _read_object(body)
-    advice = _take_not_served(fields, CHAT if kind is ChatRequest else COMPLETIONS)
+    advice = _take_unsupported(fields, CHAT if kind is ChatRequest else COMPLETIONS)
     request = _checked(fields, kind).with_advice(advice)
     _check_together(request)
     return request
 
 
 def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
-    """Reads a body of which no field is another API's.
+    """Parses a body that has no fields of other APIs.
 
     Raises:
-      ApiError: Status 400; names the field at fault.
+      ApiError: Status 400; names the invalid field.
     """
     return _checked(_read_object(body), kind)
 
 
 def parse_with(body: bytes, kind_of: Callable[[dict[str, Any]], type[Checked]]) -> Checked:
-    """Reads a body whose fields say of which kind it is; raises as `parse_plain`."""
+    """Parses a body whose model depends on its fields; raises the errors of `parse_plain`."""
     fields = _read_object(body)
     return _checked(fields, kind_of(fields))
 
@@ -68,7 +68,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body, object_hook=_let_others_run)
     except (ValueError, RecursionError) as error:
-        # Python's own, and no kind of it: it tells how its limit of digits is raised.
+        # A plain ValueError is Python's limit of digits; its text explains how to raise the limit.
         reason = "a number has too many digits" if type(error) is ValueError else error
         raise ApiError(400, f"the body is not valid JSON: {reason}") from error
     if not isinstance(fields, dict):
@@ -77,24 +77,24 @@ def _read_object(body: bytes) -> dict[str, Any]:
 
 
 def _let_others_run(fields: dict[str, Any]) -> dict[str, Any]:
-    """Called for each object that is read, as it is.
+    """Returns an object unchanged; called for each object of a body to release the interpreter.
 
-    Between two lines of Python a thread gives the interpreter to another that waits for it. The
-    library's C code alone would keep it until the whole body is read.
+    A thread can release the interpreter between two instructions of Python code. The C parser
+    without this hook would hold it until the whole body is parsed.
     """
     return fields
 
 
 def _check_width(body: bytes) -> None:
-    """Refuses a body of very many parts: nobody else is served while they are read."""
-    # Texts may hold brackets and commas; without many texts it is quick to count without them.
+    """Raises an error for a body with too many parts, which would block other requests."""
+    # Strings may contain brackets and commas, so they are removed before an exact count.
     if _has_many_texts(body) or (_is_wide(body) and _is_wide(_A_TEXT.sub(b"", body))):
         message = f"the body has more than {MAX_PARTS} parts or {MAX_VALUES} values"
         raise ApiError(413, message, code="request_too_large")
 
 
 def _has_many_texts(body: bytes) -> bool:
-    # A quote after a backslash is none, or ends a text that ends with a backslash.
+    # A quote after a backslash is escaped, or ends a string that ends with a backslash.
     num_quotes = _count(body, b'"')
     return num_quotes > 2 * MAX_PARTS and num_quotes - _count(body, b'\\"') > 2 * MAX_PARTS
 
@@ -117,17 +117,17 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
         raise _api_error(error) from error
 
 
-def _take_not_served(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
-    """Removes the fields that are not served from a body; the names of advice that it had.
+def _take_unsupported(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
+    """Removes unsupported fields from a body; returns the names of ignored fields.
 
     Raises:
-      ApiError: A value asks for what would change the answer.
+      ApiError: The value of an unsupported field would change the output.
     """
-    asked = [field for field in _UNSUPPORTED[endpoint] if field.take_from(fields)]
-    for field in asked:
+    used = [field for field in _UNSUPPORTED[endpoint] if field.take_from(fields)]
+    for field in used:
         if not field.is_advice:
             raise ApiError(400, f"{field.reason}; {field.hint}", field.name)
-    return tuple(field.name for field in asked if not field.is_of_template)
+    return tuple(field.name for field in used if not field.is_of_template)
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -137,7 +137,7 @@ def _api_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} is not a known field", param)
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param)
-    if isinstance(first["input"], str):  # a length that is checked last counts anything
+    if isinstance(first["input"], str):  # pydantic calls the elements of a string items
         message = message.replace(" item", " character")
     return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
 
@@ -153,7 +153,7 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options requires stream: true", "stream_options")
     _check_form(request)
-    if request.max_tokens == 0 and not request.wants_prompt_logprobs:
+    if request.max_tokens == 0 and not request.returns_prompt_logprobs:
         message = "max_tokens 0 requests no output"
         raise ApiError(
             400,

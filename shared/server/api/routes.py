@@ -37,7 +37,7 @@ from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 
 
 class Routes:
-    """The handlers of the routes."""
+    """Handlers of the API routes."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Routes:
         return json_response(self._model())
 
     async def trace(self, request_id: str) -> Response:
-        """GET /v1/requests/ID/trace: every step of a request that runs or has ended."""
+        """GET /v1/requests/ID/trace: step trace of a running or finished request."""
         trace = self._generator.traces.find(request_id)
         if trace is None:
             message = (
@@ -79,7 +79,7 @@ class Routes:
         return Response(trace.to_json(), media_type="application/json")
 
     async def capabilities(self) -> Response:
-        """GET /capabilities: drafters, errors, ranks, parsers and the bounds of a request."""
+        """GET /capabilities: drafters, unsupported combinations, ranks, parsers and limits."""
         facts = self._client.facts
         of_server = {
             "tp_size": facts.ranks,
@@ -93,12 +93,12 @@ class Routes:
         return json_response({**capabilities.to_json(facts.strict_fields), **of_server})
 
     async def live(self) -> Response:
-        """GET /live: 200 while the engine lives and its steps end."""
+        """GET /live: 200 while the engine process runs and its steps finish."""
         self._check_alive()
         return Response()
 
     async def health(self) -> Response:
-        """GET /health: 200 while requests are taken."""
+        """GET /health: 200 while requests are accepted."""
         self._check_alive()
         if self._client.drains.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
@@ -164,7 +164,7 @@ async def _whole(generation: Generation) -> dict[str, Any]:
 
 
 async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
-    """The stream's events; an error after the first one is an event as well."""
+    """Yields the events of a stream; an error after the first event is sent as an event."""
     answer, begun = generation.answer, False
     try:
         async for index, piece in generation.pieces():
@@ -191,5 +191,5 @@ async def _put_back(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[b
 
 
 def json_response(content: dict[str, Any], status: int = 200) -> Response:
-    """An answer in JSON."""
+    """Returns a JSON response."""
     return Response(json.dumps(content), status, media_type="application/json")

@@ -30,17 +30,17 @@ from shared.server.engine_link.engine_client import End, EngineClient, EngineLos
 from shared.server.engine_link.request_end import ClosableWatcher
 from shared.text.tokenizer import Tokenizer
 
-GRACE_S = 1  # for open answers to say their error, once the engine is gone
-ADMIN_SHARE = 8  # of the connections, beside those of clients
-MAX_WAITING = 2048  # of those who connect, in the kernel
+GRACE_S = 1  # for open responses to send an error after the engine has exited
+ADMIN_SHARE = 8  # 1 / ADMIN_SHARE of the connections is reserved for the admin listener
+MAX_WAITING = 2048  # listen backlog of the kernel
 DRAIN_LOOK_S = 0.05
-HARD_END_S = 3.0  # then the process ends whatever still hangs
+HARD_END_S = 3.0  # after which the process exits even if a thread hangs
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals to the engine's process, and says when it listens."""
+    """Uvicorn server without signal handlers, with a callback when it listens."""
 
     def __init__(self, app: ASGIApp, room: ConnectionLimit, on_start: Callable[[], None]) -> None:
         super().__init__(HttpConfig(app, room, GRACE_S))
@@ -53,12 +53,12 @@ class _HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(MAX_WAITING)  # asyncio's backlog says how many it sees at once as well
+            each.listen(MAX_WAITING)  # asyncio's backlog also limits accepts per wake-up
         self._on_start()
 
 
 class Service:
-    """The HTTP server on its listeners, from the engine's facts to its end."""
+    """HTTP server with its listeners and workers, for one engine."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, listeners: Listeners
@@ -97,7 +97,7 @@ class Service:
             self._tracing.close()
 
     async def _drain(self) -> None:
-        """Tells the engine when a drain has nothing to wait for any more."""
+        """Reports to the engine when no request is open after a drain has started."""
         await self._client.drains.wait()
         logs.info("draining: new requests are rejected")
         while not self._client.is_idle or any(each.server_state.tasks for each in self._servers):
@@ -125,7 +125,7 @@ class Service:
 
 
 def _rooms(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
-    """The room of each listener: who runs a server that is full gets through to it all the same."""
+    """Returns the connection limits; the admin listener stays reachable when clients use theirs."""
     num_free, clients, admin = descriptors.num_free(), len(listeners.clients), len(listeners.admin)
     admins = num_free // ADMIN_SHARE if admin else 0
     return ConnectionLimit.of(num_free - admins, clients), ConnectionLimit.of(admins, max(1, admin))
@@ -134,7 +134,7 @@ def _rooms(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
 def _tracing(endpoint: str | None) -> ClosableWatcher | None:
     if endpoint is None:
         return None
-    # Its packages are an extra; the start has seen that they are there.
+    # The packages are an optional extra; startup has checked that they are installed.
     return import_module("shared.server.api.tracing").Tracing.to_collector(endpoint)
 
 
@@ -169,7 +169,7 @@ async def serve(
 
 
 def _end_frozen(end: End, engine_pid: int) -> None:
-    """Kills an engine that says nothing: nobody else would know that it never will."""
+    """Kills a frozen engine process."""
     if end.is_frozen and os.getppid() == engine_pid:
         log.error("%s; killing it", end.reason)
         os.kill(engine_pid, signal.SIGKILL)

@@ -48,7 +48,7 @@ class Detokenize(Strict):
 
 
 class TokenRoutes:
-    """The handlers."""
+    """Handlers of `/tokenize` and `/detokenize`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TokenRoutes:
         return _json(values)
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize; special tokens are written as well."""
+        """POST /detokenize; the text includes special tokens."""
         sent = await read_json(request)
         body = await self._work.do(len(sent), parse_plain, sent, Detokenize)
         check_model(body.model, self._facts.model_name)

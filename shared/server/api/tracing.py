@@ -1,7 +1,8 @@
 """OpenTelemetry: one span per request, sent to a collector.
 
-The packages are those of the extra `otel`, so this module is imported only where a start names a
-collector. Names of spans and attributes are vLLM's, which follow OpenTelemetry's for generative AI.
+The packages are those of the extra `otel`, so this module is imported only if
+`--otlp-traces-endpoint` is set. Names of spans and attributes are vLLM's, which follow
+OpenTelemetry's conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from shared.server.engine_link.request_end import RequestSummary
 
 SPAN_NAME = "llm_request"
 EXPORT_TIMEOUT_S = 5.0
-LAST_EXPORT_S = 1.0  # a collector that does not answer holds up the end no longer
-ASKED = ("max_tokens", "temperature", "top_p", "n")
-"""Fields of a request that are attributes of its span, where they were given."""
+LAST_EXPORT_S = 1.0  # maximum wait for the collector at shutdown
+REQUEST_FIELDS = ("max_tokens", "temperature", "top_p", "n")
+"""Request fields that are attributes of the span if they were given."""
 
 
 class Tracing:
-    """Makes the spans; a span belongs to the trace that the caller's `traceparent` names."""
+    """Observer that exports spans; a span belongs to the trace of the `traceparent` header."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._provider = TracerProvider(
@@ -38,11 +39,11 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str) -> Tracing:
-        """Spans leave in batches, from a thread of their own; one that fails is logged."""
+        """Exports spans to a collector in batches from a thread; failures are logged."""
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 
     def on_request_end(self, end: RequestSummary) -> None:
-        """The span of a request."""
+        """Exports the span of a finished request."""
         span = self._tracer.start_span(
             SPAN_NAME,
             context=self._propagator.extract(end.headers),
@@ -55,16 +56,17 @@ class Tracing:
         span.end(end.began_ns + int(end.total_s * 1e9))
 
     def close(self) -> None:
-        """Sends what has not left yet, for a while."""
+        """Exports pending spans, for at most `LAST_EXPORT_S`."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(LAST_EXPORT_S)
 
 
 def _attributes(end: RequestSummary) -> dict[str, Any]:
-    asked = {f"gen_ai.request.{name}": getattr(end.asked, name, None) for name in ASKED}
+    body = end.request
+    options = {f"gen_ai.request.{name}": getattr(body, name, None) for name in REQUEST_FIELDS}
     first = {"gen_ai.latency.time_to_first_token": end.first_token_s}
-    given = {name: value for name, value in {**asked, **first}.items() if value is not None}
+    given = {name: value for name, value in {**options, **first}.items() if value is not None}
     return {
         "gen_ai.request.id": end.request_id,
         "gen_ai.request.model": end.model,

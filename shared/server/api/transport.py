@@ -16,17 +16,17 @@ from shared.server.engine_link.engine_client import ClientLeft
 from shared.server.protocol.errors import ApiError
 
 MAX_BODY_BYTES = 8 << 20
-MOST_DROPPED = 2 * MAX_BODY_BYTES  # of what follows a body's refusal
+MAX_DROPPED = 2 * MAX_BODY_BYTES  # read and dropped after a body is rejected
 
 
 async def read_json(request: Request) -> bytes:
-    """The body of a request that says that it is JSON.
+    """Reads the body of a request with a JSON content type.
 
-    A web page in the browser of whoever runs the server may post plain text or a form to it, but
-    not JSON, unless the server allows it.
+    Without the check any web page in a local browser could send requests: browsers send plain text
+    and forms across origins, but JSON only after a permitted CORS preflight.
 
     Raises:
-      ApiError: It says something else, or that it is packed or too long.
+      ApiError: The content type is not JSON, or the body is compressed or too long.
     """
     if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
         raise too_large()
@@ -42,17 +42,17 @@ async def read_json(request: Request) -> bytes:
 
 
 class BodyLimit:
-    """Refuses a body that is too long as soon as that is known.
+    """Rejects a body that is too long as soon as its length is known.
 
-    To close while the rest is on its way would take the answer from many clients (RFC 9112, 9.6):
-    what still comes is read and dropped for a while.
+    Closing while the client still sends would discard the response (RFC 9112, 9.6), so the rest of
+    the body is read and dropped for `LINGER_S`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application with a `receive` that counts."""
+        """Runs the application with a `receive` that counts bytes."""
         seen, is_whole, is_refused = 0, False, False
 
         async def counted() -> Message:
@@ -77,16 +77,16 @@ class BodyLimit:
 
 
 async def _drop_rest(receive: Receive) -> None:
-    """Reads what comes of a body, within bounds."""
-    left = MOST_DROPPED
+    """Reads and drops the rest of a body, within limits of time and size."""
+    remaining = MAX_DROPPED
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
-            while left > 0 and (message := await receive()).get("more_body"):
-                left -= len(message["body"])
+            while remaining > 0 and (message := await receive()).get("more_body"):
+                remaining -= len(message["body"])
 
 
 class EventStream(Response):
-    """Server-sent events of a generation; the first piece is known before the status is sent."""
+    """Server-sent events of a generation; the first event is computed before the status is sent."""
 
     media_type = "text/event-stream"
 
@@ -98,7 +98,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends events until the generation or the client's interest ends."""
+        """Sends events until the generation ends or the client disconnects."""
         try:
             with watch_client(self._generation, receive), contextlib.suppress(ClientLeft):
                 await self._send_all(send)
@@ -115,7 +115,7 @@ class EventStream(Response):
 
 @contextlib.contextmanager
 def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
-    """Ends the generation when the client leaves; no framework does it for a whole answer."""
+    """Ends the generation when the client disconnects; frameworks do so for streams only."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -130,6 +130,6 @@ def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
 
 
 def too_large() -> ApiError:
-    """The answer to a body that is too long."""
+    """Returns the error for a body that is too long."""
     message = f"the body exceeds {MAX_BODY_BYTES} bytes"
     return ApiError(413, message, code="request_too_large")

@@ -11,7 +11,7 @@ class Renderer(WorkerPool):
     """Renders conversations, each within a deadline.
 
     Attributes:
-      templates: What it renders.
+      templates: Chat templates of the model.
     """
 
     def __init__(self, templates: ChatTemplates) -> None:
@@ -24,13 +24,13 @@ class Renderer(WorkerPool):
             part="messages",
         )
 
-    async def render(self, asked: bytes) -> str:
-        """The text of a conversation that the assistant is to answer.
+    async def render(self, conversation: bytes) -> str:
+        """Returns the prompt of a conversation.
 
         Args:
-          asked: What `pack_conversation` made of it.
+          conversation: Result of `pack_conversation`.
 
         Raises:
-          WorkRefused: As of `ChatTemplates.render`, or it takes too long.
+          WorkerError: Same as `ChatTemplates.render`, or the deadline passes.
         """
-        return await self.ask(asked)
+        return await self.ask(conversation)

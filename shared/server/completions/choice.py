@@ -17,13 +17,13 @@ class ChoiceUpdate:
     """Update of a choice by one engine event.
 
     Attributes:
-      delta: What it says anew; may lag behind the tokens.
-      tokens: New tokens, no further than the one with which the text ends.
-      logprobs: Of these tokens; empty where the request did not ask.
-      finish_reason: "stop", "length" or "tool_calls" in the last piece.
-      texts: What each token added, whatever of it is said; all add up to the whole text.
-      step: The step in JSON, where the request asked for its trace.
-      prompt: Of the prompt's tokens, in the first piece of a choice that asked; else none.
+      delta: Increment of the message; may lag behind the tokens.
+      tokens: New tokens, up to the token that ends the text.
+      logprobs: Logprobs of the new tokens; empty if not requested.
+      finish_reason: "stop", "length" or "tool_calls" in the last update.
+      texts: Text that each token added, before stop strings and parsing.
+      step: JSON of the step, if a trace is requested.
+      prompt: Prompt logprobs in the first update of a choice, if requested.
     """
 
     delta: Delta
@@ -37,17 +37,17 @@ class ChoiceUpdate:
 
 @dataclass
 class Speculation:
-    """Counts over verify steps: how many drafts each accepted.
+    """Histogram of accepted draft tokens per verify step.
 
     Attributes:
-      histogram: Entry i counts the steps that accepted i drafts; S + 1 entries.
+      histogram: Entry i is the number of steps that accepted i draft tokens; S + 1 entries.
     """
 
     histogram: list[int]
 
     @classmethod
     def empty(cls, max_depth: int) -> Speculation:
-        """No steps, each of which may accept `max_depth` drafts."""
+        """Returns an empty histogram for steps that accept up to `max_depth` draft tokens."""
         return cls([0] * (max_depth + 1))
 
     def add(self, other: Speculation) -> None:
@@ -56,17 +56,17 @@ class Speculation:
 
     @property
     def verify_steps(self) -> int:
-        """Steps that verified, plain ones too."""
+        """Number of verify steps, including plain steps."""
         return sum(self.histogram)
 
     @property
     def accept_length(self) -> float:
-        """Tokens of a step on average, with the bonus token; 1 where there was none."""
+        """Average tokens per step, including the bonus token; 1 without steps."""
         tokens = sum((i + 1) * count for i, count in enumerate(self.histogram))
         return tokens / self.verify_steps if tokens else 1.0
 
     def to_json(self) -> dict[str, object]:
-        """The `speculative` object of a response."""
+        """Returns the `speculative` object of a response."""
         return {
             "verify_steps": self.verify_steps,
             "accept_length": self.accept_length,
@@ -75,11 +75,11 @@ class Speculation:
 
 
 class StopStringMatcher:
-    """Finds stop strings in a text that arrives in pieces, whatever the borders.
+    """Incremental matcher of stop strings.
 
-    The string whose end comes first wins, so the outcome does not depend on how the text was cut.
-    Per string, `_lengths` is how much of its beginning the text now ends with (Knuth, Morris and
-    Pratt 1977); the longest of them is held back.
+    The string that ends first wins, so the result does not depend on chunk borders. `_lengths` has
+    for each string the length of its longest prefix that the text ends with (Knuth, Morris and
+    Pratt 1977); text of the maximum of these lengths is held back.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -93,10 +93,10 @@ class StopStringMatcher:
 
         Args:
           text: The next characters.
-          armed: Whether a stop string that ends here ends the text.
+          armed: A stop string that ends within `text` ends the output.
 
         Returns:
-          Characters that are certain to belong to the text, and whether it ends with them.
+          Characters that belong to the output, and True if the output ends with them.
         """
         if not self._stops:
             return text, False
@@ -115,7 +115,7 @@ class StopStringMatcher:
         return given
 
     def _advance(self, char: str) -> int:
-        """Length of the longest stop string that ends with `char`, or 0."""
+        """Returns the length of the longest stop string that ends with `char`, or 0."""
         longest = 0
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             length = self._lengths[i]
@@ -130,7 +130,7 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Entry i: the longest proper beginning of `stop[: i + 1]` that is also its end."""
+    """Returns for each prefix of `stop` the length of its longest proper prefix-suffix."""
     borders = [0]
     for char in stop[1:]:
         length = borders[-1]
@@ -142,22 +142,22 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass
 class Choice:
-    """Follows the events of one choice.
+    """Output of one choice, updated by engine events.
 
     Attributes:
-      detokenizer: None where the checkpoint has no tokenizer: the text is empty then.
-      stops: Finds the request's stop strings.
-      parser: Tells what the text up to a stop string is.
-      min_tokens: A stop string that ends before is part of the text.
-      speculation: Verify steps up to and with the one in which the text ends.
-      echo: What it says before its own text; "" once it has.
-      stop_ids: Tokens that end the text and are none of it.
-      prompt_text: What is told of the prompt's tokens; None where nothing is.
-      prompt: Their logprobs, as soon as they are there.
+      detokenizer: None if the checkpoint has no tokenizer; the text is then empty.
+      stops: Matcher of the request's stop strings.
+      parser: Parser of the text before a stop string.
+      min_tokens: A stop string that ends earlier is part of the text.
+      speculation: Verify steps, up to and including the step that ends the text.
+      echo: Echoed prompt, until it is sent; then "".
+      stop_ids: Tokens that end the text and are not part of it.
+      prompt_text: Tokens and text of the prompt; None without prompt logprobs.
+      prompt: Prompt logprobs, from the first event on.
       tokens: All tokens so far.
-      logprobs: Of all of them; empty where the request did not ask.
+      logprobs: Logprobs of all tokens; empty if not requested.
       finish_reason: Set at the end.
-      cached_tokens: Tokens of its prompt that the prefix cache had.
+      cached_tokens: Prompt tokens found in the prefix cache.
     """
 
     detokenizer: Detokenizer | None
@@ -180,10 +180,9 @@ class Choice:
         self._num_characters = len(self.echo)
 
     def take(self, event: Event) -> ChoiceUpdate:
-        """Adds an event; the text may end within it.
+        """Adds an event, within which the text may end.
 
-        Tokens, logprobs and text are cut at the same place: after the token that completes a stop
-        string.
+        Tokens, logprobs and text all end with the token that completes a stop string.
         """
         self.cached_tokens = event.cached_tokens
         if event.accepted is not None:
@@ -195,7 +194,7 @@ class Choice:
         for index, token in enumerate(event.tokens):
             self._note(event, index)
             is_last = index == len(event.tokens) - 1 and event.finish_reason is FinishReason.STOP
-            # Where a grammar has come to its end, the last token is of the text.
+            # If a grammar ends the output, its last token is part of the text.
             given, ended = self._read(token, is_last and token in self.stop_ids)
             text += given
             if ended:

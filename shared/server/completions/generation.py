@@ -26,7 +26,7 @@ from shared.server.engine_link.engine_client import (
     EngineClient,
     EngineLost,
     QueueFull,
-    Refused,
+    RequestRejected,
     SlowClientError,
     Submission,
     SubmittedPrompt,
@@ -39,15 +39,15 @@ from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-RETRY_S = 1  # of a full queue, which a step may make room in
+RETRY_S = 1  # Retry-After of a full queue
 
 
 class Generation:
-    """The choices of one HTTP request while the engine works on them.
+    """Generation of all choices of one HTTP request.
 
     Attributes:
-      answer: Writes the response.
-      request: What was asked.
+      answer: Writer of the response.
+      request: Validated request.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Generation:
         self._has_failed, self._is_closed = False, False
 
     def client_left(self) -> None:
-        """Ends the generation: nobody reads it."""
+        """Ends the generation because the client disconnected."""
         self._submission.put(ClientLeft())
 
     def close(self) -> None:
-        """Ends what the engine still does for it, and tells once what became of it."""
+        """Aborts running choices, and reports the end of the request once."""
         self._submission.close()
         self.answer.close("abort")
         if not self._is_closed:
@@ -96,44 +96,49 @@ class Generation:
             first_token_s=arrival.times.first_token_s,
             total_s=time.monotonic() - arrival.times.began,
             headers=arrival.headers,
-            asked=self.request,
+            request=self.request,
             outputs=[choice.tokens for choice in answer.choices],
             ignored=answer.ignored,
         )
 
     async def next(self) -> tuple[int, ChoiceUpdate]:
-        """The number of a choice and what its next event adds.
+        """Returns the number of a choice and its next update.
 
         Raises:
-          ApiError: The engine is gone, or failed at or refused the request.
-          ClientLeft: The client is gone.
+          ApiError: The engine has exited, or failed on or rejected the request.
+          ClientLeft: The client disconnected.
         """
         try:
             index, event = await self._next_event()
             if event.finish_reason is FinishReason.REFUSED:
-                raise ApiError(400, event.error or "refused", self.request.grammar_field)
+                reason = event.error or "the engine rejected the request"
+                raise ApiError(400, reason, self.request.grammar_field)
             if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, event.error or "the engine aborted the request")
-        except (EngineLost, Refused, SlowClientError, ApiError) as error:
+        except (EngineLost, RequestRejected, SlowClientError, ApiError) as error:
             self._has_failed = True
             self.answer.close("error")
-            raise self._refusal_of(error) from error
+            raise self._api_error(error) from error
         return index, self._take(index, event)
 
-    def _refusal_of(self, error: Exception) -> ApiError:
+    def _api_error(self, error: Exception) -> ApiError:
         """Returns the API error of an engine failure."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineLost):
             return ApiError(503, str(error), code="engine_lost")
-        if isinstance(error, Refused):
+        if isinstance(error, RequestRejected):
             names = self.request.names
             return ApiError(400, str(error), error.field and names.get(error.field, error.field))
         most = f"{MAX_UNREAD_EVENTS} steps of each choice"
-        return ApiError(408, f"the client has more than {most} unread", code="slow_reader")
+        message = f"the client is too slow: more than {most} are unread"
+        return ApiError(408, message, code="slow_reader")
 
     async def _next_event(self) -> tuple[int, Event]:
-        """Returns the next event of a running choice; stop strings end a choice here first."""
+        """Returns the next event of a running choice.
+
+        Events of choices that a stop string has ended here are skipped.
+        """
         while True:
             index, event = await self._submission.next()
             if self.answer.choices[index].finish_reason is None:
@@ -147,18 +152,18 @@ class Generation:
         return piece
 
     async def pieces(self) -> AsyncIterator[tuple[int, ChoiceUpdate]]:
-        """All pieces until every choice has ended; errors as `next`."""
+        """Yields all updates until every choice has ended; raises the errors of `next`."""
         while not self.answer.ended:
             yield await self.next()
 
 
 class RequestContext:
-    """When a request came, and from which trace.
+    """Arrival time and trace headers of a request.
 
     Attributes:
-      times: Those of its tokens; its clock runs.
-      began_ns: Nanoseconds since 1970.
-      headers: Those that name the caller's trace.
+      times: Recorder of token times.
+      began_ns: Arrival in nanoseconds since 1970.
+      headers: Headers with the caller's trace.
     """
 
     def __init__(self, metrics: ServerMetrics, headers: Mapping[str, str]) -> None:
@@ -167,12 +172,12 @@ class RequestContext:
 
 
 class Generator:
-    """Starts generations.
+    """Factory of generations.
 
     Attributes:
-      client: The engine.
-      tokenizer: None where the checkpoint has none: prompts are token ids then.
-      traces: Of the requests that asked, or of all.
+      client: Connection to the engine.
+      tokenizer: None if the checkpoint has none; prompts must then be token ids.
+      traces: Store of step traces.
     """
 
     def __init__(
@@ -203,10 +208,13 @@ class Generator:
         """Checks a request against the model and submits it.
 
         Args:
-          num_bytes: Of its body.
+          request: Validated body.
+          form: Format of the endpoint.
+          headers: HTTP headers.
+          num_bytes: Length of the body.
 
         Raises:
-          ApiError: It cannot be served.
+          ApiError: The request is invalid or cannot be served.
         """
         arrival = RequestContext(self._metrics, headers)
         check_model(request.model, self._facts.model_name)
@@ -223,10 +231,10 @@ class Generator:
             raise ApiError(400, f"{reason} --strict-fields; remove the field", ignored[0])
         texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
-        whose = (request.user or "", request.priority or 0)
+        owner = (request.user or "", request.priority or 0)
         prompts = [
             SubmittedPrompt(
-                text.tokens, self._sampling(request, text, grammar), seeds, *whose, text.images
+                text.tokens, self._sampling(request, text, grammar), seeds, *owner, text.images
             )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
@@ -244,7 +252,7 @@ class Generator:
             choices_of_prompt=request.num_choices,
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
-            shows_logprobs=request.asked_logprobs[1] is not None,
+            shows_logprobs=request.logprobs_field[1] is not None,
             shows_trace=bool(request.trace),
             num_echoed=request.echoed_logprobs,
             num_of_prompt=request.prompt_logprobs,
@@ -319,11 +327,11 @@ class Generator:
 
 
 def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:
-    """A seed for each choice of each prompt.
+    """Returns a seed for each choice of each prompt.
 
-    A request's own seed belongs to every prompt alike, so that a prompt gives the same text in a
-    list as alone. Without one nothing may be shared: equal prompts of a list are to give different
-    texts, and different ones independent texts.
+    The seed of a request applies to every prompt alike, so that a prompt has the same output in a
+    list and alone. Without it all seeds differ, so that equal prompts have different outputs and
+    different prompts independent ones.
     """
     count = request.num_choices
     if request.seed is not None:

@@ -18,10 +18,10 @@ MAX_KEPT_BYTES = 1 << 23
 
 
 class GrammarChecks(WorkerPool):
-    """Proves grammars, each within a deadline.
+    """Compiles and checks grammars in worker processes, each within a deadline.
 
     Args:
-      facts: Of the model, its tokenizer and its parsers.
+      facts: Facts about the model, its tokenizer and its parsers.
     """
 
     def __init__(self, facts: ServerInfo) -> None:
@@ -37,22 +37,22 @@ class GrammarChecks(WorkerPool):
         self._num_bytes = 0
 
     async def settle(self, request: CompletionRequest | ChatRequest, prompt: str) -> str | None:
-        """The grammar of a request's texts; None where it has none.
+        """Returns the grammar of a request's outputs; None without structured output.
 
         Args:
-          request: What was asked.
-          prompt: The text of the prompt, which may have opened the reasoning.
+          request: Validated request.
+          prompt: Text of the prompt, which may open the reasoning.
 
         Raises:
-          ApiError: There can be none; names the field that asks for it.
+          ApiError: The grammar is invalid or unsupported; names the field that requests it.
         """
-        wanted = self._wanted(request, prompt)
-        if wanted is None:
+        spec = self._grammar_request(request, prompt)
+        if spec is None:
             return None
         field = request.grammar_field
         if not self._facts.limits.structured_outputs:
             raise ApiError(400, f"{field}: {NO_GRAMMARS}", field)
-        message = wanted.pack()
+        message = spec.pack()
         if message in self._kept:
             self._kept.move_to_end(message)
             return self._kept[message]
@@ -64,7 +64,7 @@ class GrammarChecks(WorkerPool):
         return grammar
 
     def _keep(self, message: bytes, grammar: str) -> None:
-        if message in self._kept:  # two have asked at once
+        if message in self._kept:  # two equal requests were compiled at the same time
             return
         self._kept[message] = grammar
         self._num_bytes += len(message) + len(grammar)
@@ -72,7 +72,7 @@ class GrammarChecks(WorkerPool):
             oldest, text = self._kept.popitem(last=False)
             self._num_bytes -= len(oldest) + len(text)
 
-    def _wanted(
+    def _grammar_request(
         self, request: CompletionRequest | ChatRequest, prompt: str
     ) -> GrammarRequest | None:
         form, lead = request.form, None
@@ -91,7 +91,8 @@ def held_calls(request: ChatRequest, style: str | None) -> ToolCallSpec | None:
     """Returns the constraint on tool calls; None without one.
 
     Args:
-      style: Of the model's calls; None: it has none.
+      request: Validated chat request.
+      style: Format of the model's tool calls; None: unsupported.
     """
     tools = request.callable_tools
     if not tools or style is None or not request.constrains_tool_calls:

@@ -29,10 +29,10 @@ MAX_S = 30.0
 
 
 class ImageDecoderPool(WorkerPool):
-    """Opens images in processes of their own, each image within a deadline.
+    """Decodes images in worker processes, each image within a deadline.
 
     Args:
-      config: How the model wants them.
+      config: Image sizes and normalisation of the model.
     """
 
     def __init__(self, config: ImageProcessorConfig) -> None:
@@ -44,8 +44,8 @@ class ImageDecoderPool(WorkerPool):
             part=PART,
         )
         self._config = config
-        # As many requests open images as there are workers: what those that wait have sent is
-        # small, and what has been opened is not.
+        # At most one request per worker decodes images: encoded images are small while they wait,
+        # decoded ones are not.
         self._turns = asyncio.Semaphore(NUM_WORKERS)
 
     @property
@@ -61,24 +61,24 @@ class ImageDecoderPool(WorkerPool):
         }
 
     def num_tokens(self, image: OpenedImage) -> int:
-        """Rows of the prompt that an image takes."""
+        """Returns the number of prompt tokens of an image."""
         return self._config.num_tokens(image.height, image.width)
 
     def placed(
         self, opened: Sequence[OpenedImage], firsts: Sequence[int]
     ) -> tuple[PromptImage, ...]:
-        """Images whose rows begin at these positions of a prompt; makes their digests."""
+        """Returns images with the positions of their first tokens; computes their digests."""
         return tuple(
             PromptImage.of(first, each.pixels, self._config.multiple)
             for each, first in zip(opened, firsts, strict=True)
         )
 
     async def open(self, sent: Sequence[ImagePart]) -> list[OpenedImage]:
-        """The images of a request, one after the other, so that a request has one worker.
+        """Decodes the images of a request one after the other, so that a request uses one worker.
 
         Raises:
-          ApiError: They take too long or too much memory together; or one is refused, see
-            `shared.images.decode`. Names it.
+          ApiError: Together the images take too long or too much memory, or one is invalid (see
+            `shared.images.decode`); names the invalid image.
         """
         try:
             async with self._turns, asyncio.timeout(MAX_S):

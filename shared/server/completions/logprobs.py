@@ -12,16 +12,16 @@ from shared.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token of the output, or of the prompt, and what the model gave it.
+    """Token of the output or the prompt, with its logprobs.
 
     Attributes:
-      token: Its id.
-      logprob: Log softmax of the raw logits at the token, before penalties, bias and filters; None:
-        it is the first of the prompt, which follows nothing.
-      best: The most likely tokens with theirs, the best first; the token itself may be missing.
-      offset: Characters of the choice's text before it; a token within a character has that of the
-        character.
-      rank: Of a token of the prompt, its place among all tokens, from 1 on; 0 of all others.
+      token: Token id.
+      logprob: Log softmax of the raw logits at the token, before penalties, bias and filters; None
+        for the first prompt token.
+      best: Most likely tokens with their logprobs, in descending order; may lack the token itself.
+      offset: Characters of the choice's text before the token; the tokens of one character have
+        the same offset.
+      rank: Rank of a prompt token in the vocabulary, from 1; 0 for output tokens.
     """
 
     token: int
@@ -36,15 +36,15 @@ class PromptText:
     """Tokens and text of a prompt, for prompt logprobs.
 
     Attributes:
-      tokens: Its tokens.
-      offsets: Characters of the choice's text before each.
+      tokens: Tokens of the prompt.
+      offsets: Characters of the choice's text before each token.
     """
 
     tokens: Sequence[int]
     offsets: Sequence[int]
 
     def entries(self, scores: PromptLogprobs | None) -> list[ScoredToken]:
-        """An entry per token; there are no scores of a prompt of one token."""
+        """Returns an entry per token; a prompt of one token has no scores."""
         first = ScoredToken(self.tokens[0], None, [], self.offsets[0])
         if scores is None:
             return [first]
@@ -63,7 +63,7 @@ class TokenNames:
     """Names of single tokens in responses.
 
     Args:
-      tokenizer: None where the checkpoint has none.
+      tokenizer: None if the checkpoint has none.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -74,7 +74,7 @@ class TokenNames:
         return self._tokenizer.bytes_of(token) if self._tokenizer else None
 
     def name(self, token: int) -> str:
-        r"""Its text; `bytes:\xf0\x9f` for a part of a character, `token_id:7` for an unknown id."""
+        r"""Returns a token's text; `bytes:\xf0\x9f` within a character, `token_id:7` if unknown."""
         shown = self.bytes_of(token)
         if shown is None:
             return unknown_name(token)
@@ -90,9 +90,9 @@ def unknown_name(token: int) -> str:
 
 
 def offsets_in(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Characters of a text before each of the tokens that it was read as.
+    """Returns the number of characters of a text before each of its tokens.
 
-    A special token has some where the text writes it by its name.
+    A special token counts if the text contains its name.
     """
     pieces, offsets, at = Detokenizer(tokenizer, []), [], 0
     for token in tokens:
@@ -105,12 +105,12 @@ def offsets_in(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def cut(entries: list[ScoredToken], most: int) -> list[ScoredToken]:
-    """With at most so many of the best tokens."""
+    """Returns the entries with at most `most` top tokens each."""
     return [replace(entry, best=entry.best[:most]) for entry in entries]
 
 
 def for_completion(entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions: four lists, an entry per token."""
+    """Returns `choices[].logprobs` of /v1/completions: four lists with an entry per token."""
     return {
         "tokens": [names.name(entry.token) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -122,11 +122,11 @@ def for_completion(entries: list[ScoredToken], names: TokenNames) -> dict[str, A
 
 
 def _by_name(entry: ScoredToken, names: TokenNames) -> dict[str, float | None]:
-    """The best tokens, and the chosen one where it is not among them, as OpenAI does."""
+    """Returns the top tokens and the chosen token by their text, same as OpenAI."""
     by_name: dict[str, float | None] = {}
     for token, logprob in _with_own(entry).items():
         name = names.name(token)
-        # Two tokens may have one text; none of them may be lost.
+        # Two tokens may have the same text; both are reported.
         by_name[unknown_name(token) if name in by_name else name] = logprob
     return by_name
 
@@ -136,7 +136,7 @@ def _with_own(entry: ScoredToken) -> dict[int, float | None]:
 
 
 def for_prompt(entries: list[ScoredToken], names: TokenNames) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM writes them: by id, the best ones and the token itself."""
+    """Returns `prompt_logprobs` in vLLM's format: by id, the top tokens and the token itself."""
     return [None if entry.logprob is None else _by_id(entry, names) for entry in entries]
 
 
@@ -153,7 +153,7 @@ def _by_id(entry: ScoredToken, names: TokenNames) -> dict[str, Any]:
 
 
 def for_chat(entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/chat/completions: an object per token."""
+    """Returns `choices[].logprobs` of /v1/chat/completions: an object per token."""
     content = [
         {
             **_token_fields(entry.token, entry.logprob, names),

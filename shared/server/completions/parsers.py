@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.process.ipc_messages import ServerInfo
 from shared.server.parsing.delta import OutputParser, PassthroughParser
-from shared.server.parsing.output_parser import Said
+from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.reasoning import is_open_after
 from shared.server.parsing.text_parsers import new_parser
 from shared.server.protocol.errors import ApiError
@@ -12,13 +12,13 @@ from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 
 
 class Parsers:
-    """Makes the parsers that the start named; what /v1/completions gives is always plain text."""
+    """Selects output parsers by the server's options; /v1/completions always returns plain text."""
 
     def __init__(self, facts: ServerInfo) -> None:
         self._reasoning, self._tool_calls = facts.reasoning_parser, facts.tool_call_parser
 
     def check(self, request: CompletionRequest | ChatRequest) -> None:
-        """Refuses tools whose calls nobody would read.
+        """Rejects tools if the server has no tool-call parser.
 
         Raises:
           ApiError: Status 400.
@@ -31,11 +31,11 @@ class Parsers:
             raise ApiError(400, message, "tools")
 
     def new(self, request: CompletionRequest | ChatRequest, prompt: str) -> OutputParser:
-        """A parser for one choice.
+        """Returns a parser for one choice.
 
         Args:
-          request: What was asked.
-          prompt: The text of the prompt, which may have opened the reasoning.
+          request: Validated request.
+          prompt: Text of the prompt, which may open the reasoning.
         """
         if not isinstance(request, ChatRequest):
             return PassthroughParser()
@@ -44,6 +44,6 @@ class Parsers:
         name, begun = self._reasoning, request.begun
         return new_parser(
             self._tool_calls if functions else None,
-            Said(schemas, request.max_tool_calls, request.constrains_tool_calls),
+            OutputBuilder(schemas, request.max_tool_calls, request.constrains_tool_calls),
             None if name is None else is_open_after(prompt, name, begun),
         )

@@ -27,17 +27,17 @@ from shared.text.tokenizer import Tokenizer
 from shared.text.worker import WorkerError
 
 _ADVICE = {field.name: field for field in UNSUPPORTED_FIELDS if field.is_of_template}
-_FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
+_FIELD_OF = {"arguments": "chat_template_kwargs"}  # API names of a template's inputs
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt.
+    """Tokenized prompt.
 
     Attributes:
-      tokens: What the engine is given.
-      text: What the tokens are of; "" of a prompt that came as tokens.
-      images: Those whose rows stand in it.
+      tokens: Token ids for the engine.
+      text: Text of the prompt; "" if it was sent as token ids.
+      images: Images with their positions in the prompt.
     """
 
     tokens: list[int]
@@ -46,15 +46,15 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Reads prompts, off the event loop where that takes long.
+    """Tokenizes prompts, off the event loop if that takes long.
 
     Args:
-      tokenizer: None where the checkpoint has none: prompts are token ids then.
-      renderer: None where there is no chat template.
-      opener: None where the model does not see.
-      limits: Bounds of a request.
-      max_open_requests: Choices that the server takes at a time; None: any number.
-      work: Does what takes long.
+      tokenizer: None if the checkpoint has none; prompts must then be token ids.
+      renderer: None without a chat template.
+      opener: None if the model does not support images.
+      limits: Limits of a request.
+      max_open_requests: Maximum number of open choices of the server; None: no limit.
+      work: Thread for long work.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class PromptReader:
     async def read(
         self, request: CompletionRequest | ChatRequest, num_bytes: int
     ) -> list[ReadPrompt]:
-        """All prompts of a request.
+        """Returns all prompts of a request.
 
         Args:
-          num_bytes: Of its body.
+          request: Validated request.
+          num_bytes: Length of its body.
 
         Raises:
-          ApiError: They cannot be served; names the field.
+          ApiError: A prompt is invalid; names the field.
         """
         if isinstance(request, ChatRequest):
             self._check_choices(request.num_choices, "n")
@@ -89,16 +90,16 @@ class PromptReader:
         return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
 
     def _check_choices(self, count: int, field: str) -> None:
-        """Refuses what no server could take, and what this one could not if it had nothing else."""
+        """Rejects more choices than an idle server could run."""
         if count > self._max_choices:
             message = f"{field} requests {count} choices, at most {self._max_choices} are supported"
             raise ApiError(400, message, field)
 
     def ignored(self, request: CompletionRequest | ChatRequest) -> list[str]:
-        """Advice of a request that its chat template does not read.
+        """Returns the optional template inputs of a request that its chat template does not read.
 
         Raises:
-          ApiError: There is no template for it.
+          ApiError: The model has no template for the request.
         """
         if not isinstance(request, ChatRequest) or self._renderer is None:
             return []
@@ -106,13 +107,14 @@ class PromptReader:
             unread = self._renderer.templates.unread(request.advice, bool(request.usable_tools))
         except WorkerError as error:
             raise ApiError(400, str(error), error.part) from error
-        return [name for name in unread if _asks(name, request.advice.get(name))]
+        return [name for name in unread if _has_effect(name, request.advice.get(name))]
 
     async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
-        """A plain prompt; raises as `read`.
+        """Tokenizes a plain prompt; raises the errors of `read`.
 
         Args:
-          with_special: Whether it has the special tokens that the tokenizer adds.
+          prompt: Text or token ids.
+          with_special: Add the tokenizer's special tokens.
         """
         if isinstance(prompt, list):
             return ReadPrompt(prompt, "")
@@ -124,13 +126,13 @@ class PromptReader:
         return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
 
     async def read_chat(self, request: ChatPrompt, num_bytes: int) -> ReadPrompt:
-        """A conversation as the chat template writes it; see `read`."""
+        """Renders and tokenizes a conversation; raises the errors of `read`."""
         if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template; use /v1/completions"
             raise ApiError(400, message, "messages")
-        sent, asked = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
+        sent, packed = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
         try:
-            text = await self._renderer.render(asked)
+            text = await self._renderer.render(packed)
         except WorkerError as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
@@ -140,7 +142,7 @@ class PromptReader:
         return await self._with_images(ReadPrompt(tokens, text), sent, self._opener)
 
     def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[ImagePart], bytes]:
-        """The images of a conversation, and what the renderer is asked; raises as `read`."""
+        """Returns the images and the packed conversation; raises the errors of `read`."""
         sent = images_in(message.content for message in request.messages)
         if sent and self._opener is None:
             reason = (
@@ -152,7 +154,7 @@ class PromptReader:
         return sent, pack_conversation(conversation)
 
     def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
-        """Refuses a text that would stand in the prompt as the place of an image."""
+        """Rejects text that contains the placeholder of images."""
         token = self._limits.image_token
         name = None if token is None else tokenizer.bytes_of(token)
         if name is None:
@@ -165,9 +167,9 @@ class PromptReader:
     async def _with_images(
         self, prompt: ReadPrompt, sent: Sequence[ImagePart], opener: ImageDecoderPool
     ) -> ReadPrompt:
-        """A prompt in whose places for images these stand; raises as `read`."""
+        """Adds images at the placeholders of a prompt; raises the errors of `read`."""
         token = self._limits.image_token
-        assert token is not None, "a model that sees has one"
+        assert token is not None, "a vision-language model has an image token"
         places = [at for at, each in enumerate(prompt.tokens) if each == token]
         if len(places) != len(sent):
             reason = f"the chat template wrote {len(places)} image placeholders"
@@ -182,13 +184,13 @@ class PromptReader:
         return replace(prompt, tokens=expanded(prompt.tokens, token, counts), images=images)
 
     def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
-        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        """Rejects a text that is too long, before the time for encoding is spent."""
         if not tokenizer.can_fit(text, self._limits.max_request_tokens):
             message = f"{param} has {len(text)} characters and cannot fit into {self._limits.room}"
             raise ApiError(400, message, param, TOO_LONG)
 
 
-def _asks(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: Any) -> bool:
     return name not in _ADVICE or _ADVICE[name].refuses(value)
 
 
@@ -206,7 +208,7 @@ def conversation_of(request: ChatPrompt) -> Conversation:
 
 
 def check_model(name: str | None, served: str) -> None:
-    """Refuses a request for another model.
+    """Rejects a request for another model.
 
     Raises:
       ApiError: Status 404.

@@ -24,10 +24,13 @@ from shared.server.protocol.response_types import STREAM_END
 
 
 class ChoiceFormat(Protocol):
-    """Format of a choice in an endpoint.
+    """Format of an endpoint's choices.
 
     Attributes:
-      has_one_prompt: The logprobs of the prompt stand beside the choices, and not in each.
+      prefix: Start of response ids.
+      whole_object: Field `object` of a response.
+      chunk_object: Field `object` of a stream event.
+      has_one_prompt: Prompt logprobs are a field of the response, not of each choice.
     """
 
     prefix: str
@@ -36,20 +39,20 @@ class ChoiceFormat(Protocol):
     has_one_prompt: bool
 
     def whole(self, message: Delta) -> dict[str, Any]:
-        """The fields of a whole choice that hold what it says."""
+        """Returns the message fields of a complete choice."""
         ...
 
     def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
-        """The fields of a choice in a stream that hold what it says anew."""
+        """Returns the message fields of a choice in a stream event."""
         ...
 
     def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
-        """The `logprobs` of a choice."""
+        """Returns the `logprobs` field of a choice."""
         ...
 
 
 class CompletionForm:
-    """/v1/completions."""
+    """Choice format of /v1/completions."""
 
     prefix = "cmpl-"
     whole_object = "text_completion"
@@ -57,20 +60,20 @@ class CompletionForm:
     has_one_prompt = False
 
     def whole(self, message: Delta) -> dict[str, Any]:
-        """`text`."""
+        """Returns `text`."""
         return {"text": message.text}
 
     def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
-        """`text`, the new one."""
+        """Returns the increment of `text`."""
         return {"text": delta.text}
 
     def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
-        """Lists of equal length."""
+        """Returns lists of equal length."""
         return for_completion(entries, names)
 
 
 class ChatForm:
-    """/v1/chat/completions."""
+    """Choice format of /v1/chat/completions."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -78,30 +81,30 @@ class ChatForm:
     has_one_prompt = True
 
     def whole(self, message: Delta) -> dict[str, Any]:
-        """`message`."""
+        """Returns `message`."""
         calls = [_call(call) for call in message.tool_calls]
-        return {"message": {"role": "assistant", **_said(message, calls)}}
+        return {"message": {"role": "assistant", **_message_fields(message, calls)}}
 
     def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
-        """`delta`; the first one says whose message it is."""
+        """Returns `delta`, with the role in the first event of a choice."""
         role = {"role": "assistant"} if is_first else {}
         calls = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
-        return {"delta": {**role, **_said(delta, calls)}}
+        return {"delta": {**role, **_message_fields(delta, calls)}}
 
     def logprobs(self, entries: list[ScoredToken], names: TokenNames) -> dict[str, Any]:
-        """`content`, an object per token."""
+        """Returns `content`, an object per token."""
         return for_chat(entries, names)
 
 
-def _said(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a message; those of reasoning and tools only where there is any."""
+def _message_fields(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a message; reasoning and tool calls only if there are any."""
     text = delta.text or (None if calls or delta.reasoning else "")
     reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
     return {"content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:
-    """A call, or the part of one that follows its name."""
+    """Returns the JSON of a tool call or of its increment."""
     if not call.call_id:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -110,23 +113,23 @@ def _call(call: ToolCallDelta) -> dict[str, Any]:
 
 @dataclass
 class ResponseWriter:
-    """Writes one response.
+    """Writer of one response.
 
     Attributes:
-      form: Of the endpoint.
+      form: Format of the endpoint.
       model: Served name of the model.
-      num_prompt_tokens: Of all prompts, each counted once.
-      num_image_tokens: Those of them that stand for images.
-      choices: Grow while the response is made; those of a prompt lie side by side.
-      choices_of_prompt: How many each prompt has.
-      names: Writes the tokens of logprobs.
-      shows_tokens: Each choice carries its `token_ids`.
-      shows_logprobs: Each choice carries its `logprobs`.
-      shows_trace: Each event of a stream carries its step.
-      num_echoed: Most likely tokens beside each of an echoed prompt; None: it has no logprobs.
-      num_of_prompt: The same of `prompt_logprobs`.
-      ignored: Fields of the request that have no effect.
-      trace: Takes the steps of the request; None where nobody asked.
+      num_prompt_tokens: Tokens of all prompts, each counted once.
+      num_image_tokens: Image tokens among them.
+      choices: All choices, prompt by prompt.
+      choices_of_prompt: Number of choices per prompt.
+      names: Text of single tokens in logprobs.
+      shows_tokens: Choices have `token_ids`.
+      shows_logprobs: Choices have `logprobs`.
+      shows_trace: Stream events have `trace`.
+      num_echoed: Top logprobs per token of an echoed prompt; None: no logprobs.
+      num_of_prompt: Top logprobs per token in `prompt_logprobs`; None: no such field.
+      ignored: Request fields without effect.
+      trace: Step trace of the request; None if not requested.
     """
 
     form: ChoiceFormat
@@ -150,7 +153,7 @@ class ResponseWriter:
 
     @property
     def name(self) -> str:
-        """The `id` of the answer."""
+        """The `id` of the response."""
         return self.form.prefix + self._id
 
     @property
@@ -169,12 +172,12 @@ class ResponseWriter:
         return replace(piece, step=step)
 
     def close(self, reason: str) -> None:
-        """Notes in the trace why choices ended that have not said so themselves."""
+        """Sets the finish reason of unfinished choices in the trace."""
         if self.trace is not None:
             self.trace.end(reason)
 
     def follow(self, traces: Traces, drafter: str | None) -> None:
-        """Begins its trace among those that are kept."""
+        """Starts the step trace of the request in the store."""
         head = {
             "created": self._created,
             "model": self.model,
@@ -183,7 +186,7 @@ class ResponseWriter:
         self.trace = traces.open(self.name, head, len(self.choices))
 
     def whole(self, messages: list[Delta]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of a response without streaming."""
         pieces = [
             ChoiceUpdate(
                 message,
@@ -203,9 +206,9 @@ class ResponseWriter:
         return {**head, **beside, "choices": choices, **self.totals()}
 
     def chunk(self, index: int, piece: ChoiceUpdate) -> dict[str, Any]:
-        """An event of a stream: what one step added to one choice.
+        """Returns the stream event of one update of a choice.
 
-        The first event of all has what the request has in vain.
+        The first event of the stream has `ignored`.
         """
         ignored = {} if self._begun else self._ignored()
         part = self.form.part(piece.delta, index not in self._begun)
@@ -215,12 +218,12 @@ class ResponseWriter:
         return {**head, **self._beside(index, piece), **ignored, "choices": [choice]}
 
     def matters(self, index: int, piece: ChoiceUpdate) -> bool:
-        """Returns True if a stream has to carry a piece: one that says nothing is of use to few."""
+        """Returns True if a stream sends an update; empty ones are sent only with details."""
         shows_more = self.shows_tokens or self.shows_logprobs or self.shows_trace
         return shows_more or index not in self._begun or bool(piece.delta or piece.finish_reason)
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The event that `stream_options.include_usage` asks for, after the last choice."""
+        """Returns the last event with `stream_options.include_usage`."""
         return {**self._head(self.form.chunk_object), "choices": [], **self.totals()}
 
     @property
@@ -237,7 +240,7 @@ class ResponseWriter:
         return total
 
     def totals(self) -> dict[str, Any]:
-        """Usage and speculation, summed over the choices."""
+        """Returns `usage` and `speculative`, summed over the choices."""
         completion = self.num_output_tokens
         usage = {
             "prompt_tokens": self.num_prompt_tokens,
@@ -252,7 +255,7 @@ class ResponseWriter:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of all prompts; for several choices, those of the first."""
+        """Cached tokens of all prompts; of a prompt with several choices, those of the first."""
         return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -262,7 +265,7 @@ class ResponseWriter:
         return {"ignored": list(self.ignored)} if self.ignored else {}
 
     def _beside(self, index: int, piece: ChoiceUpdate) -> dict[str, Any]:
-        """Returns the response fields next to the choices, taken from the first one."""
+        """Returns the response fields that the first choice sets."""
         return self._of_prompt(piece) if self.form.has_one_prompt and index == 0 else {}
 
     def _of_prompt(self, piece: ChoiceUpdate) -> dict[str, Any]:
@@ -270,14 +273,14 @@ class ResponseWriter:
             return {}
         return {"prompt_logprobs": for_prompt(cut(piece.prompt, self.num_of_prompt), self.names)}
 
-    def _choice(self, index: int, said: dict[str, Any], piece: ChoiceUpdate) -> dict[str, Any]:
+    def _choice(self, index: int, message: dict[str, Any], piece: ChoiceUpdate) -> dict[str, Any]:
         logprobs = None
         if self.shows_logprobs:
             echoed = [] if self.num_echoed is None else cut(piece.prompt, self.num_echoed)
             logprobs = self.form.logprobs([*echoed, *piece.logprobs], self.names)
         choice = {
             "index": index,
-            **said,
+            **message,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
@@ -289,7 +292,7 @@ class ResponseWriter:
 
 
 def sse(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encodes a server-sent event."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 

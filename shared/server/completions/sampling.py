@@ -7,16 +7,16 @@ from typing import ClassVar, Protocol
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import ServerInfo
 
-# Below it a temperature is greedy: logits over it would leave float32's range.
+# Lower temperatures are greedy: dividing logits by them would exceed the range of float32.
 MIN_TEMPERATURE = 1e-5
-# Keeps one token like every smaller top_p, but is not rounded to 0, which would keep none.
+# Keeps one token, same as every smaller top_p, but is not rounded to 0, which would keep none.
 MIN_TOP_P = 1e-6
 
 
-class Asked(Protocol):
-    """The fields of a request that say how tokens are chosen; None leaves one to the model.
+class SamplingFields(Protocol):
+    """Sampling fields of a request; None: the model's default.
 
-    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits.
+    `DEFAULT_TOKENS` is the default of `max_tokens`; None: up to the context length.
     """
 
     DEFAULT_TOKENS: ClassVar[int | None]
@@ -33,40 +33,41 @@ class Asked(Protocol):
     logit_bias: dict[int, float]
 
     @property
-    def wants_trace(self) -> bool:
-        """True if the request asks for a trace of its steps."""
+    def returns_trace(self) -> bool:
+        """True if the response includes a step trace."""
         ...
 
     @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """Name of the field that limits the output tokens, and its value."""
         ...
 
     @property
-    def asked_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for the best tokens, and how many; None for no logprobs at all."""
+    def logprobs_field(self) -> tuple[str, int | None]:
+        """Name of the field that requests logprobs, and the number of top tokens or None."""
         ...
 
     @property
-    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for most of the prompt's logprobs, and how many; None for none."""
+    def prompt_logprobs_field(self) -> tuple[str, int | None]:
+        """Name of the field with the most prompt logprobs, and the number or None."""
         ...
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts of a step, or None for all that the step has."""
+        """Maximum draft tokens per step; None: no limit."""
         ...
 
 
-def make_sampling(request: Asked, prompt_tokens: int, facts: ServerInfo) -> SamplingParams:
-    """Sampling parameters, but for the seeds, which each choice has of its own.
+def make_sampling(request: SamplingFields, prompt_tokens: int, facts: ServerInfo) -> SamplingParams:
+    """Returns the sampling parameters without seeds, which differ between choices.
 
-    Whether they can be served is for `shared.engine.checks.check` to say.
+    `shared.engine.checks.check` validates them.
 
     Args:
-      request: What was asked.
-      prompt_tokens: Tokens of the prompt; an output without a bound takes the room behind them.
-      facts: Bounds, ends of a text, and what holds where the request leaves a field open.
+      request: Sampling fields of the request.
+      prompt_tokens: Tokens of the prompt; without `max_tokens` the output may fill the rest of the
+        context.
+      facts: Limits, end tokens and defaults of the model.
     """
     limits, default = facts.limits, facts.sampling_defaults
     temperature = _value(request.temperature, default.temperature)
@@ -84,19 +85,19 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ServerInfo) -> Samp
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(dict.fromkeys((*eos_ids, *(request.stop_token_ids or [])))),
         logit_bias=request.logit_bias,
-        logprobs=request.asked_logprobs[1],
-        prompt_logprobs=request.asked_prompt_logprobs[1],
+        logprobs=request.logprobs_field[1],
+        prompt_logprobs=request.prompt_logprobs_field[1],
         max_draft_tokens=request.most_drafts,
-        traces=facts.trace_all_requests or request.wants_trace,
+        traces=facts.trace_all_requests or request.returns_trace,
     )
 
 
-def _value(asked: float | None, default: float) -> float:
-    return default if asked is None else asked
+def _value(given: float | None, default: float) -> float:
+    return default if given is None else given
 
 
-def _max_tokens(request: Asked, room: int) -> int:
-    _, asked = request.asked_tokens
-    if asked is not None:
-        return asked
+def _max_tokens(request: SamplingFields, room: int) -> int:
+    _, given = request.max_tokens_field
+    if given is not None:
+        return given
     return room if request.DEFAULT_TOKENS is None else min(room, request.DEFAULT_TOKENS)

@@ -11,7 +11,7 @@ from shared.engine.request import PLAIN, PREFILL, StepTrace
 from shared.server.completions.logprobs import TokenNames
 
 MAX_TRACES = 64
-"""Requests whose traces are kept."""
+"""Maximum number of stored traces."""
 
 MAX_TRACE_BYTES = 32 << 20
 """Maximum JSON bytes of all traces; a step of a 16-node tree takes about 1.5 KB."""
@@ -20,12 +20,12 @@ TARGET, BONUS = "target", "bonus"
 
 
 class RequestTrace:
-    """The steps of one HTTP request, as they are written into its answer.
+    """Step trace of one HTTP request.
 
     Args:
-      store: Bounds it.
-      head: What stands before the choices.
-      num_choices: Choices of all prompts.
+      store: Store that limits the memory of all traces.
+      head: First fields of the JSON, before the choices.
+      num_choices: Number of choices of all prompts.
     """
 
     def __init__(self, store: Traces, head: dict[str, Any], num_choices: int) -> None:
@@ -36,32 +36,32 @@ class RequestTrace:
 
     @property
     def num_bytes(self) -> int:
-        """JSON bytes of its steps."""
+        """JSON bytes of the steps."""
         return sum(len(step) for _, step in self._steps)
 
     def add(self, choice: int, step: dict[str, Any], finish_reason: str | None) -> None:
-        """Adds a step of a choice, and why the choice ended if it did."""
+        """Adds a step of a choice, and the finish reason of the choice if it ended."""
         self._finish_reasons[choice] = finish_reason
         written = json.dumps(step, separators=(",", ":")).encode()
         self._steps.append((choice, written))
         self._store.bound(self, len(written))
 
     def clear(self) -> None:
-        """Lets go of its steps: nobody finds it any more."""
+        """Frees the steps of a trace that was evicted."""
         self._steps.clear()
 
     def drop_step(self) -> int:
-        """Drops its oldest step, and returns the bytes that it had."""
+        """Drops the oldest step, and returns its bytes."""
         _, step = self._steps.popleft()
         self._num_dropped += 1
         return len(step)
 
     def end(self, reason: str) -> None:
-        """Notes why those choices ended that have not."""
+        """Sets the finish reason of unfinished choices."""
         self._finish_reasons = [known or reason for known in self._finish_reasons]
 
     def to_json(self) -> bytes:
-        """The answer of `/v1/requests/ID/trace`."""
+        """Returns the response of `/v1/requests/ID/trace`."""
         choices = [
             b'{"index":%d,"finish_reason":%s,"steps":[%s]}'
             % (
@@ -76,14 +76,13 @@ class RequestTrace:
 
 
 class Traces:
-    """The traces of the latest requests that have one.
+    """Store of the traces of recent requests.
 
-    Where they become too many, or too large, the oldest goes; the last one that is left loses its
-    oldest steps.
+    If a limit is exceeded, the oldest trace is evicted; a single trace loses its oldest steps.
 
     Args:
-      max_traces: Requests.
-      max_bytes: Of their steps in JSON.
+      max_traces: Maximum number of requests.
+      max_bytes: Maximum JSON bytes of all steps.
     """
 
     def __init__(self, max_traces: int = MAX_TRACES, max_bytes: int = MAX_TRACE_BYTES) -> None:
@@ -92,12 +91,12 @@ class Traces:
         self._num_bytes = 0
 
     def open(self, name: str, head: dict[str, Any], num_choices: int) -> RequestTrace:
-        """Begins the trace of a request.
+        """Starts the trace of a request.
 
         Args:
-          name: The `id` of the request's answer.
-          head: What else a reader should know of it.
-          num_choices: Choices of all prompts.
+          name: The `id` of the response.
+          head: Further fields of the trace.
+          num_choices: Number of choices of all prompts.
         """
         trace = RequestTrace(self, {"id": name, "object": "request.trace", **head}, num_choices)
         self._kept[name] = trace
@@ -106,11 +105,11 @@ class Traces:
         return trace
 
     def find(self, name: str) -> RequestTrace | None:
-        """The trace of a request, if it is kept."""
+        """Returns the trace of a request; None if it is not stored."""
         return self._kept.get(name)
 
     def bound(self, trace: RequestTrace, num_bytes: int) -> None:
-        """Counts a step that was added to a trace, and drops what is too much with it."""
+        """Counts a step that was added to a trace, and evicts traces or steps above the limit."""
         if trace not in self._kept.values():
             trace.clear()
             return
@@ -129,12 +128,13 @@ class Traces:
 def step_json(
     step: StepTrace, tokens: Sequence[int], texts: Sequence[str], names: TokenNames
 ) -> dict[str, Any]:
-    """A step as clients read it.
+    """Returns the JSON of a step.
 
     Args:
-      tokens: What it added to the text, no further than the text goes.
-      texts: What each of them added to it in characters.
-      names: Writes drafts, of which no text is made.
+      step: Step of the engine.
+      tokens: Output tokens of the step, up to the end of the text.
+      texts: Text that each token added.
+      names: Text of single tokens.
     """
     origins, depths = _origins(step), _depths(step.parents)
     accepted = set(step.path)
@@ -150,10 +150,10 @@ def step_json(
         }
         for node, token in enumerate(step.drafts, start=1)
     ]
-    said = []
+    emitted = []
     for place, (token, text) in enumerate(zip(tokens, texts, strict=True)):
         node = step.path[place] if place < len(step.path) else 0
-        said.append(
+        emitted.append(
             {
                 "token": token,
                 "text": text,
@@ -171,7 +171,7 @@ def step_json(
         "host_ms": round(step.host_ms, 3),
         "device_ms": None if step.device_ms is None else round(step.device_ms, 3),
         "drafts": drafts,
-        "tokens": said,
+        "tokens": emitted,
     }
 
 
@@ -182,7 +182,7 @@ def _origins(step: StepTrace) -> list[str]:
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
-    """The depth of each node; 0 of the root."""
+    """Returns the depth of each node; 0 for the root."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)

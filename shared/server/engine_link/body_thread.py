@@ -11,13 +11,13 @@ from typing import ParamSpec, TypeVar
 from shared.server.protocol.errors import ApiError
 
 SHORT_BYTES = 1 << 14
-"""A body up to this long is read at once: a millisecond, whatever its parts are."""
+"""Longest body that is parsed on the event loop; this takes at most about a millisecond."""
 
 SWITCH_S = 0.0005
-"""After which a thread lets another one have the interpreter, if it is within Python's own code.
+"""Interval after which a thread releases the interpreter to a waiting one.
 
-The event loop gives it away whenever it asks the kernel for something, several times for an event
-of a stream, and waits as long each time.
+The event loop releases the interpreter at each system call, several times per stream event, and
+waits for up to this interval each time.
 """
 
 Args = ParamSpec("Args")
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class BodyParsingThread:
-    """One thread: of several, each would have the interpreter in turn, and the loop seldom."""
+    """Single worker thread; with several, the event loop would seldom get the interpreter."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long work")
@@ -41,7 +41,9 @@ class BodyParsingThread:
         """Returns or raises the result of `work`; short bodies are handled on the event loop.
 
         Args:
-          num_bytes: Of the body that the request came with.
+          num_bytes: Length of the request's body.
+          work: Function to call.
+          args, fields: Its arguments.
         """
         if num_bytes <= SHORT_BYTES:
             return work(*args, **fields)
@@ -50,7 +52,7 @@ class BodyParsingThread:
             try:
                 return work(*args, **fields)
             except ApiError as error:
-                # What it comes from holds all that was read, which the loop would have to free.
+                # The cause refers to the parsed body, which the event loop would have to free.
                 error.__cause__ = error.__context__ = None
                 return error.with_traceback(None)
 

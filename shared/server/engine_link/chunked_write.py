@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Iterable
 
 PIECE = 1 << 18
-"""Bytes."""
+"""Bytes per chunk."""
 
 
 async def write_in_pieces(
     writer: asyncio.StreamWriter, parts: Iterable[bytes | memoryview]
 ) -> None:
-    """Writes parts one behind the other; a pipe takes little, and asyncio would copy the rest.
+    """Writes parts in chunks; asyncio would copy all bytes that a pipe does not take at once.
 
     Raises:
-      OSError: The other end is gone.
+      OSError: The other end is closed.
     """
     for part in map(memoryview, parts):
         for at in range(0, len(part), PIECE):

@@ -29,7 +29,7 @@ from shared.server.engine_link.server_metrics import TokenTimes
 
 RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
-LOOK_S = 1.0  # between two looks whether the engine still says something
+LOOK_S = 1.0  # interval of the check that the engine still sends messages
 MAX_OPEN_IMAGE_BYTES = 1 << 30
 """Maximum bytes of image data of all queued and running requests."""
 
@@ -38,14 +38,14 @@ MAX_UNREAD_EVENTS = 4096
 
 
 class EngineLost(Exception):
-    """The engine's process has ended or is ending; the message is the reason."""
+    """The engine process has exited or is exiting; the message is the reason."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """The engine cannot serve the request; the message is the reason.
 
     Attributes:
-      field: The field of prompt and sampling parameters that is at fault, or None.
+      field: The invalid field of prompt or sampling parameters, or None.
     """
 
     def __init__(self, reason: str, field: str | None) -> None:
@@ -54,14 +54,14 @@ class Refused(Exception):
 
 
 class QueueFull(Exception):
-    """More requests would wait than may."""
+    """The queue of requests is full."""
 
 
 class Draining(Exception):
-    """The server is stopping and takes no requests any more.
+    """The server is shutting down and accepts no new requests.
 
     Attributes:
-      seconds: How long it may take until it has stopped.
+      seconds: Maximum seconds until it has stopped.
     """
 
     def __init__(self, seconds: int) -> None:
@@ -74,17 +74,17 @@ class ClientLeft(Exception):
 
 
 class SlowClientError(Exception):
-    """The client has left so much unread that its requests were ended."""
+    """The client has too many unread events, so its request was aborted."""
 
 
 @dataclass(frozen=True)
 class End:
-    """Why the engine is gone.
+    """Reason of the engine's end.
 
     Attributes:
       reason: One sentence.
-      failed: Whether that is a failure.
-      is_frozen: Whether its process is still there and says nothing.
+      failed: The end is a failure.
+      is_frozen: The process is still alive but sends nothing.
     """
 
     reason: str
@@ -94,10 +94,15 @@ class End:
 
 @dataclass(frozen=True)
 class SubmittedPrompt:
-    """A prompt with the choices that are made for it: one seed each, and whose turn they are.
+    """Prompt with its sampling parameters and one seed per choice.
 
     Attributes:
-      images: Those whose rows stand in it.
+      tokens: Token ids.
+      sampling: Sampling parameters without seeds.
+      seeds32: Seed of each choice.
+      tenant: User name, for fair scheduling and n-gram storage.
+      priority: Scheduling priority.
+      images: Images with their positions in the prompt.
     """
 
     tokens: list[int]
@@ -109,7 +114,7 @@ class SubmittedPrompt:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of image data, which the engine keeps until the choices have finished."""
+        """Bytes of image data, which the engine holds until the choices have finished."""
         return sum(image.pixels.nbytes for image in self.images)
 
 
@@ -117,10 +122,10 @@ class Submission:
     """All choices of one HTTP request; choices are numbered prompt by prompt.
 
     Args:
-      client: Knows which of them the engine still works on.
-      ids: The request of each choice, in their order and without gaps.
-      times: Told when tokens come.
-      image_bytes: Of the images that the engine keeps for it.
+      client: Connection to the engine.
+      ids: Request id of each choice, consecutive.
+      times: Recorder of token times.
+      image_bytes: Bytes of image data that the engine holds.
     """
 
     def __init__(
@@ -131,10 +136,10 @@ class Submission:
         self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def next(self) -> tuple[int, Event]:
-        """The number of a choice and its next event, which may be later than its `finish`.
+        """Returns the number of a choice and its next event, which may arrive after `finish`.
 
         Raises:
-          EngineLost, Refused, ClientLeft, SlowClientError: There will be no further event.
+          EngineLost, RequestRejected, ClientLeft, SlowClientError: No further event will follow.
         """
         item = await self._queue.get()
         if isinstance(item, Exception):
@@ -142,11 +147,11 @@ class Submission:
         return self._ids.index(item.request_id), item
 
     def put(self, item: Event | Exception) -> None:
-        """Hands over an event, or the reason why there is none."""
+        """Queues an event, or the exception that ends the events."""
         self._queue.put_nowait(item)
 
     def came(self, event: Event) -> None:
-        """An event has come from the engine."""
+        """Handles an event of the engine."""
         if event.tokens:
             self._times.came(event.request_id)
         if self._queue.qsize() >= MAX_UNREAD_EVENTS * len(self._ids):
@@ -162,22 +167,22 @@ class Submission:
         self.put(SlowClientError())
 
     def finish(self, choice: int, num_tokens: int) -> None:
-        """Ends a choice whose text has ended with its `num_tokens`-th token."""
+        """Ends a choice after `num_tokens` tokens, because a stop string ended its text."""
         self._client.finish(self._ids[choice], num_tokens)
 
     def close(self) -> None:
-        """Ends every choice that is still open."""
+        """Aborts every open choice."""
         for request_id in self._ids:
             self._client.abort(request_id)
 
 
 class EngineClient:
-    """The connection to the engine's process, on the server's event loop.
+    """Connection to the engine process, on the server's event loop.
 
     Attributes:
-      facts: What the engine said of itself.
-      ended: Done when the engine is gone.
-      drains: Set when the server is to stop once all that is open has ended.
+      facts: Facts that the engine sent at startup.
+      ended: Done when the engine has exited.
+      drains: Set when the server drains: it stops once all open requests have ended.
     """
 
     def __init__(
@@ -193,7 +198,7 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._frames, self._last_word = frames, last_word
-        # Pixels with their requests, and what comes behind them; an `add` is of a submission.
+        # Messages with image data and those after them, with the submission of an `add`.
         self._unsent: deque[tuple[Submission | None, list[bytes | memoryview]]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._drain_ends, self.drains = math.inf, asyncio.Event()
@@ -205,7 +210,7 @@ class EngineClient:
         self._tickets: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._handlers = {
             "step": self._take_step,
-            "refused": self._take_refusal,
+            "refused": self._take_rejection,
             "metrics": self._take_metrics,
             "corpora": self._take_corpora,
             "drain": self._take_drain,
@@ -220,12 +225,12 @@ class EngineClient:
         """Waits for the engine's facts.
 
         Args:
-          connection: To the engine.
-          last_word: Holds the number of a signal where the engine may end without a word by it;
-            None where no signal ends it.
+          connection: Socket to the engine.
+          last_word: Socket with the number of the signal that ended the engine, which may have no
+            time to send a message; None if no signal ends it.
 
         Raises:
-          EngineLost: The engine ended first.
+          EngineLost: The engine exited first.
         """
         reader, writer = await asyncio.open_connection(sock=connection)
         frames = FrameReader()
@@ -246,18 +251,18 @@ class EngineClient:
         return not self._submissions
 
     def submit(self, prompts: list[SubmittedPrompt], times: TokenTimes) -> Submission:
-        """Sends prompts to the engine.
+        """Submits prompts to the engine.
 
         Raises:
-          EngineLost: The engine is gone.
-          Draining: The server is to stop.
-          QueueFull: They would be more than may run and wait; none of them was sent.
+          EngineLost: The engine has exited.
+          Draining: The server is shutting down.
+          QueueFull: The prompts exceed the limit of open requests; none of them was sent.
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
         if self.drains.is_set():
-            left = self._drain_ends - asyncio.get_running_loop().time()
-            raise Draining(max(1, math.ceil(left)))
+            remaining_s = self._drain_ends - asyncio.get_running_loop().time()
+            raise Draining(max(1, math.ceil(remaining_s)))
         count, most = sum(len(prompt.seeds32) for prompt in prompts), self.facts.max_open_requests
         if most is not None and len(self._submissions) + count > most:
             raise QueueFull(
@@ -271,15 +276,15 @@ class EngineClient:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]
             sampling = sampling_to_fields(prompt.sampling)
             images = list(map(image_to_field, prompt.images))
-            whose = (prompt.tenant, prompt.priority)
+            owner = (prompt.tenant, prompt.priority)
             pixels = [image.pixels for image in prompt.images]
-            message = ["add", prompt.tokens, sampling, choices, *whose, images]
+            message = ["add", prompt.tokens, sampling, choices, *owner, images]
             self._send(message, pixels, submission)
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
 
     def _check_images(self, num_bytes: int) -> None:
-        """Refuses images for which there is no memory beside those of the open requests."""
+        """Rejects images that exceed the memory limit together with those of open requests."""
         if not num_bytes:
             return
         unsent = (submission for submission, _ in self._unsent if submission is not None)
@@ -287,10 +292,10 @@ class EngineClient:
         kept = sum(submission.image_bytes for submission in holding)
         if kept + num_bytes > MAX_OPEN_IMAGE_BYTES:
             most = f"at most {MAX_OPEN_IMAGE_BYTES} bytes of image data may be queued or running"
-            raise QueueFull(f"the server is full: {most}")
+            raise QueueFull(f"the server is full: {most}; try again later")
 
     async def metrics(self) -> dict[str, float]:
-        """The engine's counters now, or the last known ones while a step takes long."""
+        """Returns the engine's counters, or the last known values while a step takes long."""
         waiter = asyncio.get_running_loop().create_future()
         self._metrics_waiters.append(waiter)
         self._send(["metrics"])
@@ -302,8 +307,8 @@ class EngineClient:
         """Sends a message about external corpora; returns the tokens of each, by name.
 
         Raises:
-          Refused: It cannot be done.
-          EngineLost: The engine is gone.
+          RequestRejected: The message is invalid.
+          EngineLost: The engine has exited.
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
@@ -313,21 +318,21 @@ class EngineClient:
         return await self._tickets[ticket]
 
     def drained(self) -> None:
-        """Tells the engine that every answer has left."""
+        """Reports to the engine that every response has been sent."""
         self._send(["drained"])
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Tells the engine where the text of a request ended, which may have ended there too."""
+        """Reports to the engine that a request ended after `num_tokens` tokens."""
         self._submissions.pop(request_id, None)
         self._send(["finish", request_id, num_tokens])
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for."""
+        """Aborts a request."""
         if self._submissions.pop(request_id, None):
             self._send(["abort", request_id])
 
     def _take_ids(self, count: int) -> range:
-        """Numbers that were never used."""
+        """Returns unused request ids."""
         ids = range(self._next_id, self._next_id + count)
         self._next_id = ids.stop
         return ids
@@ -349,11 +354,11 @@ class EngineClient:
         self._unsent.append((submission, parts))
 
     async def _send_unsent(self) -> None:
-        """Sends it in pieces.
+        """Sends queued messages in chunks.
 
-        A request that was aborted before its turn is left out: nobody waits for its pixels.
+        Requests that were aborted while queued are skipped, with their image data.
         """
-        with contextlib.suppress(OSError):  # who reads tells of it
+        with contextlib.suppress(OSError):  # the reader reports it
             while self._unsent:
                 submission, parts = self._unsent[0]
                 is_closed = submission and submission not in self._submissions.values()
@@ -362,7 +367,7 @@ class EngineClient:
                 self._unsent.popleft()
 
     async def _read(self) -> None:
-        received = b""  # the frames may hold some already
+        received = b""  # `_frames` may hold bytes already
         try:
             while True:
                 for kind, *fields in self._frames.feed(received):
@@ -371,12 +376,12 @@ class EngineClient:
                 if not (received := await self._reader.read(RECEIVE_BYTES)):
                     return
         except OSError:
-            pass  # a reset is an end as well
+            pass  # a reset also means that the engine has exited
         finally:
             self._take_silent_end()
 
     def _take_silent_end(self) -> None:
-        """The engine is gone; where it said nothing, perhaps it had no more time to."""
+        """Handles the end of an engine that sent no reason, for example after a signal."""
         number = b""
         if self._last_word is not None:
             with contextlib.suppress(BlockingIOError):
@@ -387,9 +392,9 @@ class EngineClient:
             self._take_end("the engine process exited without a message (killed or crashed)", True)
 
     async def _listen(self) -> None:
-        """Ends the service when the engine has said nothing for too long: it is frozen.
+        """Ends the service when a frozen engine has sent nothing for too long.
 
-        Looks are counted, not seconds: where this process stood still as well, it was no silence.
+        Intervals are counted instead of seconds, so that a pause of this process is not counted.
         """
         silent_s = 0.0
         while self.alive:
@@ -408,27 +413,27 @@ class EngineClient:
         for row in rows:
             event = event_from_row(row)
             submission = self._submissions.get(event.request_id)
-            if submission is None:  # finished or aborted while the event was on its way
+            if submission is None:  # finished or aborted while the event was in flight
                 continue
             if event.finish_reason:
                 del self._submissions[event.request_id]
             submission.came(event)
 
-    def _take_refusal(self, request_id: int, reason: str, field: str | None) -> None:
+    def _take_rejection(self, request_id: int, reason: str, field: str | None) -> None:
         submission = self._submissions.pop(request_id, None)
         if submission:
-            submission.put(Refused(reason, field))
+            submission.put(RequestRejected(reason, field))
 
     def _take_corpora(
         self, ticket: int, held: dict[str, int], reason: str | None, field: str | None
     ) -> None:
         waiter = self._tickets.pop(ticket)
-        if waiter.done():  # nobody waits any more
+        if waiter.done():  # the caller was cancelled
             return
         if reason is None:
             waiter.set_result(held)
         else:
-            waiter.set_exception(Refused(reason, field))
+            waiter.set_exception(RequestRejected(reason, field))
 
     def _take_metrics(self, snapshot: dict[str, float]) -> None:
         self._metrics = snapshot

@@ -9,8 +9,8 @@ HELP = {
     ),
     "request_success_total": "Requests that ended, by finished_reason; abort and error included.",
     "time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
-    "inter_token_latency_seconds": "Seconds between two steps that gave a choice tokens, "
-    "however many each gave.",
+    "inter_token_latency_seconds": "Seconds between two steps that produced tokens of a choice, "
+    "whatever their number.",
     "e2e_request_latency_seconds": "Seconds from the arrival of a request to its end; without "
     "requests that were aborted or failed.",
     "request_prompt_tokens": "Tokens of all prompts of a request, each prompt counted once.",
@@ -19,7 +19,7 @@ HELP = {
     "prompt_tokens_total": "Tokens of prompts, those found in the prefix cache included.",
     "generation_tokens_total": "Tokens of all outputs.",
     "prompt_image_tokens_total": "Image tokens of prompts.",
-    "overlap_stale_rows_total": "Rows of in-flight steps whose request had already finished; "
+    "overlap_stale_rows_total": "Rows of in-flight steps for requests that had already finished; "
     "their tokens are dropped.",
     # Memory and prefix cache.
     "kv_cache_usage_perc": ("Fraction of the KV pages that running requests hold, from 0 to 1."),
@@ -31,7 +31,7 @@ HELP = {
     "prefix_cache_hits_total": "Tokens of prompts that were found in the prefix cache.",
     "mm_encoder_images_total": "Images that the vision encoder has encoded, repeated ones "
     "included.",
-    "mm_encoder_cache_tokens": "Image tokens whose embeddings the encoder cache holds.",
+    "mm_encoder_cache_tokens": "Image tokens with embeddings in the encoder cache.",
     # Steps.
     "engine_steps_total": "Submitted device steps, by kind and by launch mode.",
     "engine_fallback_ops": (

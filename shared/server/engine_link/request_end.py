@@ -11,22 +11,22 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSummary:
-    """A request that the engine was given, once its answer has ended.
+    """Summary of a request that the engine has received, made when its response ends.
 
     Attributes:
-      request_id: As the answer names it.
+      request_id: The `id` of the response.
       endpoint: "completions" or "chat".
       model: Served name of the model.
-      prompt_tokens, cached_tokens, image_tokens, output_tokens: Of all prompts and choices.
-      verify_steps, accept_length: What speculation did, as the answer tells it.
-      finish_reasons: Of the choices; "abort" of those that had not ended when the client left,
-        "error" of those that the engine could not serve.
-      began_ns: When it arrived, nanoseconds since 1970.
-      first_token_s, total_s: Seconds from then to its first token, if there was one, and its end.
-      headers: Those of the HTTP request that name the caller's trace.
-      asked: The request's body.
+      prompt_tokens, cached_tokens, image_tokens, output_tokens: Totals of all prompts and choices.
+      verify_steps, accept_length: Acceptance statistics, same as in the response.
+      finish_reasons: Finish reason of each choice; "abort" if it was unfinished when the client
+        disconnected, "error" if the engine failed on it.
+      began_ns: Arrival in nanoseconds since 1970.
+      first_token_s, total_s: Seconds from the arrival to the first token, if any, and to the end.
+      headers: HTTP headers with the caller's trace.
+      request: Body of the request.
       outputs: Tokens of each choice.
-      ignored: Fields of the request that had no effect.
+      ignored: Request fields without effect.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class RequestSummary:
     first_token_s: float | None
     total_s: float
     headers: Mapping[str, str]
-    asked: BaseModel
+    request: BaseModel
     outputs: Sequence[Sequence[int]]
     ignored: tuple[str, ...]
 
@@ -52,13 +52,13 @@ class RequestObserver(Protocol):
     """Observer of finished requests."""
 
     def on_request_end(self, end: RequestSummary) -> None:
-        """A request has ended."""
+        """Handles the end of a request."""
         ...
 
 
 class ClosableWatcher(RequestObserver, Protocol):
-    """One that keeps something for later."""
+    """Observer with pending work that `close` completes."""
 
     def close(self) -> None:
-        """Nothing ends any more."""
+        """Completes pending work at shutdown."""
         ...

@@ -1,6 +1,6 @@
 """Prometheus text of /metrics: counters of the engine and of the server.
 
-Names are vLLM's behind another prefix, and each has vLLM's label `model_name`.
+Names are vLLM's with another prefix; each metric has vLLM's label `model_name`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class ServerMetrics:
-    """Renders snapshots of the engine, and times requests.
+    """Metrics of the engine and of request times.
 
     Attributes:
       time_to_first_token: Seconds from a request's arrival to its first token.
-      inter_token_latency: Seconds between two steps that gave one choice tokens, however many.
+      inter_token_latency: Seconds between two steps that produced tokens of one choice.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -44,7 +44,7 @@ class ServerMetrics:
         self._image_tokens = self._counter("prompt_image_tokens")
 
     def on_request_end(self, end: RequestSummary) -> None:
-        """A request has ended; one that was cut short says nothing of how long requests take."""
+        """Counts the end of a request; aborted and failed requests do not count in histograms."""
         self._image_tokens.inc(end.image_tokens)
         if not {"abort", "error"} & set(end.finish_reasons):
             self._latency.observe(end.total_s)
@@ -52,7 +52,7 @@ class ServerMetrics:
             self._output_tokens.observe(end.output_tokens)
 
     def render(self, snapshot: dict[str, float]) -> bytes:
-        """The page, with the engine's counters and gauges by name."""
+        """Returns the text of /metrics, with the engine's counters and gauges by name."""
         self._engine.snapshot = snapshot
         return generate_latest(self._registry)
 
@@ -69,11 +69,11 @@ class ServerMetrics:
 
 
 class TokenTimes:
-    """When the tokens of a request came from the engine, whenever its client reads them.
+    """Arrival times of a request's tokens from the engine.
 
     Attributes:
-      began: When the request arrived, by the clock of `time.monotonic`.
-      first_token_s: Seconds from then to its first token; None before that.
+      began: Arrival of the request, by `time.monotonic`.
+      first_token_s: Seconds from the arrival to the first token; None before it.
     """
 
     def __init__(self, metrics: ServerMetrics) -> None:
@@ -83,7 +83,7 @@ class TokenTimes:
         self._last: dict[int, float] = {}
 
     def came(self, choice: int) -> None:
-        """Tokens of a choice have come."""
+        """Records the arrival of tokens of a choice."""
         now = time.monotonic()
         if self.first_token_s is None:
             self.first_token_s = now - self.began
@@ -94,9 +94,10 @@ class TokenTimes:
 
 
 class _EngineCollector(Collector):
-    """Names that end in `_total` are counters; labels follow a name as Prometheus writes them.
+    """Collector of the engine's snapshot; names that end in `_total` are counters, others gauges.
 
-    Each has its text in `HELP`: `tests/server/test_metric_texts.py` finds all names.
+    Labels follow a name in Prometheus' syntax. Each name has a text in `HELP`:
+    `tests/server/test_metric_texts.py` checks all names.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -104,7 +105,7 @@ class _EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """The families of the newest snapshot."""
+        """Yields the metric families of the newest snapshot."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for key, value in self.snapshot.items():
             name, _, labels = key.partition("{")

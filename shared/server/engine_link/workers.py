@@ -14,18 +14,18 @@ from shared.process.logs import log
 from shared.server.engine_link.chunked_write import write_in_pieces
 from shared.text.worker import DONE, LENGTH, WorkerError
 
-NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
+NUM_WORKERS = 2  # so that one hanging task does not block other requests
 
 
 class WorkerPool:
-    """Works within a deadline; who finds no worker free waits for one.
+    """Pool of worker processes with a deadline per task; tasks wait for a free worker.
 
     Args:
-      module: Runs `shared.text.worker.run`.
-      first: Its first message.
-      name: Of the work, in sentences.
-      deadline_s: After which it ends itself.
-      part: What is at fault where a worker has ended.
+      module: Module that runs `shared.text.worker.run`.
+      first: First message of each worker.
+      name: Name of the work in messages.
+      deadline_s: Seconds after which a worker ends itself.
+      part: Part of the request that is reported if a worker ends.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class WorkerPool:
             self._free.put_nowait(None)
 
     async def ask(self, message: bytes) -> str:
-        """The text that a worker answers; raises as `call_bytes`."""
+        """Returns the response of a worker as text; raises the errors of `call_bytes`."""
         return str(await self.call_bytes(message), "utf-8")
 
     async def call_bytes(self, *message: bytes) -> memoryview:
         """Returns the response of a worker without copying it.
 
         Args:
-          message: Its parts, in their order.
+          message: Parts of the message, in order.
 
         Raises:
-          WorkRefused: It cannot be done, or takes too long.
+          WorkerError: The work failed, or the deadline passed.
         """
         worker = await self._free.get()
         kept = None
@@ -69,12 +69,12 @@ class WorkerPool:
         raise WorkerError(*json.loads(answer[1:]))
 
     def end(self) -> None:
-        """Ends all workers, and with them what they are asked."""
+        """Kills all workers, with their tasks."""
         for worker in self._workers:
             _kill(worker)
 
     async def close(self) -> None:
-        """Ends all workers and waits for that."""
+        """Kills all workers and waits for their ends."""
         self.end()
         for worker in tuple(self._workers):
             await worker.wait()
@@ -98,7 +98,7 @@ class WorkerPool:
             _kill(worker)
 
     async def _end(self, worker: Process | None) -> str:
-        """Why a worker has ended."""
+        """Returns the reason of a worker's end."""
         code = await worker.wait() if worker else None
         if code == -signal.SIGALRM:
             return f"the {self._name} took longer than {self._deadline_s:g} s"
@@ -113,14 +113,14 @@ def _kill(worker: Process) -> None:
 
 
 async def _ask(worker: Process, message: Sequence[bytes]) -> bytes:
-    """The worker's answer.
+    """Returns the response of a worker.
 
     Raises:
-      asyncio.IncompleteReadError: It has ended.
+      asyncio.IncompleteReadError: The worker has ended.
     """
     assert worker.stdin is not None
     assert worker.stdout is not None
-    with contextlib.suppress(ConnectionError):  # it has ended; reading tells
+    with contextlib.suppress(ConnectionError):  # the read below reports its end
         await write_in_pieces(worker.stdin, message)
     head = await worker.stdout.readexactly(LENGTH.size)
     return await worker.stdout.readexactly(LENGTH.unpack(head)[0])

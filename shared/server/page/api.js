@@ -1,20 +1,20 @@
-// Talks to the server that the page came from.
+// Client of the server that serves the page.
 
-const KEY = "tandem-api-key"; // of this tab, gone when it is closed
+const KEY = "tandem-api-key"; // in session storage: deleted when the tab is closed
 
-/** The server wants a key that it was not given. */
+/** Error: the server requires an API key. */
 export class KeyNeeded extends Error {}
 
 export function rememberKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-async function ask(path, options = {}) {
+async function request(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers };
-  // Without one the browser may know it: the page itself was asked for it then.
+  // Without a stored key the browser may send one itself, from its password prompt.
   if (key) headers.authorization = `Bearer ${utf8AsLatin1(key)}`;
-  // The address of the page may hold a password, which no request may.
+  // The address of the page may contain a password, which `fetch` rejects.
   const answer = await fetch(new URL(path, location.origin), { ...options, headers });
   if (answer.ok) return answer;
   const found = await answer.json().catch(() => null);
@@ -22,20 +22,20 @@ async function ask(path, options = {}) {
   throw answer.status === 401 ? new KeyNeeded(message) : new Error(message);
 }
 
-/** A header holds bytes; the server reads them as UTF-8. */
+/** Encodes a key for a header: header values are bytes, which the server reads as UTF-8. */
 function utf8AsLatin1(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
-/** The card of the model that is served. */
+/** Returns the card of the served model. */
 export async function model() {
-  const found = await (await ask("/v1/models")).json();
+  const found = await (await request("/v1/models")).json();
   return found.data[0];
 }
 
-/** What works with what, and within which bounds. */
+/** Returns the server's capabilities and limits. */
 export async function capabilities() {
-  return (await ask("/capabilities")).json();
+  return (await request("/capabilities")).json();
 }
 
 const asJson = (fields, signal) => ({
@@ -45,16 +45,16 @@ const asJson = (fields, signal) => ({
   signal,
 });
 
-/** The tokens of a chat, with those that stand for its images. */
+/** Returns the tokens of a chat, including image tokens. */
 export async function tokens(messages, signal) {
-  const found = await (await ask("/tokenize", asJson({ messages }, signal))).json();
+  const found = await (await request("/tokenize", asJson({ messages }, signal))).json();
   return found.tokens;
 }
 
-/** The events of an answer to messages or to a prompt, each with the step that made it. */
+/** Yields the stream events of a completion, each with its step trace. */
 export async function* answer(fields, signal) {
   const path = fields.messages ? "/v1/chat/completions" : "/v1/completions";
-  const response = await ask(path, asJson({ ...fields, stream: true, trace: true }, signal));
+  const response = await request(path, asJson({ ...fields, stream: true, trace: true }, signal));
   for await (const line of lines(response.body)) {
     const data = line.startsWith("data: ") ? line.slice(6) : "";
     if (data === "[DONE]") return;

@@ -55,10 +55,10 @@ async function read(file) {
 
 /** Images of the next message. */
 export class Tray {
-  /** `list` shows the images; `tell(text)` and `warn(text)` report changes. */
-  constructor(list, tell, warn) {
+  /** `list` shows the images; `notify(text)` and `warn(text)` report changes. */
+  constructor(list, notify, warn) {
     this._list = list;
-    this._tell = tell;
+    this._notify = notify;
     this._warn = warn;
     this._held = [];
     this.bounds = null; // from `/capabilities`; null: no image input
@@ -78,7 +78,7 @@ export class Tray {
         this._check(file);
         const image = await read(file);
         this.putBack([...this._held, image]);
-        this._tell(`Added ${image.title}`);
+        this._notify(`Added ${image.title}`);
       } catch (error) {
         this._warn(error.message);
         return;
@@ -120,7 +120,7 @@ export class Tray {
     remove.setAttribute("aria-label", `Remove ${image.name}`);
     remove.addEventListener("click", () => {
       this.putBack(this._held.filter((each) => each !== image));
-      this._tell(`Removed ${image.name}`);
+      this._notify(`Removed ${image.name}`);
     });
     item.append(image.draw(), remove);
     return item;
@@ -145,8 +145,8 @@ export class Question {
 
   /** Message of the next request: images, then the text. */
   get message() {
-    const said = this.text ? [{ type: "text", text: this.text }] : [];
-    const parts = [...this.images.map((image) => image.part), ...said];
+    const textParts = this.text ? [{ type: "text", text: this.text }] : [];
+    const parts = [...this.images.map((image) => image.part), ...textParts];
     return { role: "user", content: this.images.length ? parts : this.text };
   }
 
@@ -175,7 +175,7 @@ export function takeFiles(target, tray) {
   const has = (transfer) => [...(transfer?.types ?? [])].includes("Files");
   const over = (event) => {
     if (!has(event.dataTransfer)) return;
-    event.preventDefault(); // else the browser would leave the page for the file
+    event.preventDefault(); // else the browser would open the file
     target.classList.toggle("dropping", event.type === "dragover");
   };
   target.addEventListener("dragover", over);

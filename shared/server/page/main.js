@@ -1,7 +1,7 @@
-// The page: a chat, and beside it what speculation did for each token.
+// Playground: a chat, and an inspector of the speculation step of each token.
 
 import { KeyNeeded, answer, capabilities, model, rememberKey, tokens } from "./api.js";
-import { drawStrip, showMeters, summary, title, told } from "./meters.js";
+import { drawStrip, showMeters, summary, title, describe } from "./meters.js";
 import { Question, Tray, runsOf, takeFiles } from "./images.js";
 import { AnswerView, element } from "./tokens.js";
 import { drawTree } from "./tree.js";
@@ -17,12 +17,12 @@ const TEXT_ALONE = "Text completion does not support images; use a chat message.
 const THEME = "tandem-theme", GHOSTS = "tandem-ghosts";
 const $ = (id) => document.getElementById(id);
 
-let turns = []; // messages, and the views of answers
-let running = null; // the AbortController of the answer that is under way
+let turns = []; // messages and views of answers
+let running = null; // AbortController of the running request
 let shown = { view: null, step: null, pinned: false };
-let imageToken = null; // that stands for images
-const say = (id) => (text) => ($(id).textContent = text);
-const tray = new Tray($("images"), say("status"), say("alert"));
+let imageToken = null; // placeholder of images
+const writeTo = (id) => (text) => ($(id).textContent = text);
+const tray = new Tray($("images"), writeTo("status"), writeTo("alert"));
 
 // The inspector
 
@@ -42,7 +42,7 @@ function show(step, view, pinned = false) {
   if (pinned || !running) view.mark(step);
   $("step").classList.toggle("pinned", pinned);
   $("step-title").textContent = title(step);
-  $("step-summary").textContent = told(step);
+  $("step-summary").textContent = describe(step);
   drawTree($("tree"), step);
   $("tree-box").setAttribute("aria-label", `Draft tree. ${title(step)}`);
 }
@@ -64,36 +64,36 @@ function fields() {
   };
 }
 
-async function send(question) {
+async function send(text) {
   $("welcome").hidden = true;
   $("alert").textContent = "";
-  const asked = new Question(question, tray.take());
+  const question = new Question(text, tray.take());
   const view = new AnswerView(select);
-  turns.push(asked);
-  $("log").append(asked.element, view.element);
+  turns.push(question);
+  $("log").append(question.element, view.element);
   const body = fields();
   turns.push(view);
   show(null, view);
   setRunning(new AbortController());
   try {
-    if (!body.messages && asked.images.length) throw new Error(TEXT_ALONE);
-    if (asked.images.length) showPlaces(body.messages, running.signal);
+    if (!body.messages && question.images.length) throw new Error(TEXT_ALONE);
+    if (question.images.length) showPlaces(body.messages, running.signal);
     for await (const event of answer(body, running.signal)) take(event, view);
-    $("status").textContent = `Answer: ${view.said}`;
+    $("status").textContent = `Answer: ${view.content}`;
   } catch (error) {
-    fail(error, view, asked);
+    fail(error, view, question);
   } finally {
     setRunning(null);
     note(view);
   }
 }
 
-/** Notes beside the chat's images where they stand; without an answer to this there is no note. */
+/** Writes the prompt positions of the chat's images next to them; nothing if the request fails. */
 async function showPlaces(messages, signal) {
   const runs = await tokens(messages, signal).then((found) => runsOf(found, imageToken), () => []);
-  const asked = turns.filter((turn) => turn.images?.length);
-  if (runs.length !== asked.reduce((sum, turn) => sum + turn.images.length, 0)) return;
-  for (const turn of asked) turn.place(runs.splice(0, turn.images.length));
+  const questions = turns.filter((turn) => turn.images?.length);
+  if (runs.length !== questions.reduce((sum, turn) => sum + turn.images.length, 0)) return;
+  for (const turn of questions) turn.place(runs.splice(0, turn.images.length));
 }
 
 function take(event, view) {
@@ -109,7 +109,7 @@ function take(event, view) {
   if (atEnd) $("log").scrollTop = $("log").scrollHeight;
 }
 
-function fail(error, view, asked) {
+function fail(error, view, question) {
   if (error.name === "AbortError") {
     $("status").textContent = "Stopped";
   } else {
@@ -117,12 +117,12 @@ function fail(error, view, asked) {
   }
   if (error instanceof KeyNeeded) $("key-form").hidden = false;
   if (view.steps.length) return;
-  // Nothing was answered: the question goes back to where it was written.
-  turns = turns.filter((turn) => turn !== view && turn !== asked);
+  // There is no output: the question returns to the input field.
+  turns = turns.filter((turn) => turn !== view && turn !== question);
   view.element.remove();
-  asked.element.remove();
-  $("question").value = asked.text;
-  tray.putBack(asked.images);
+  question.element.remove();
+  $("question").value = question.text;
+  tray.putBack(question.images);
   $("welcome").hidden = turns.length > 0;
 }
 

@@ -10,7 +10,7 @@ const accepted = (step) => step.drafts.filter((draft) => draft.accepted).length;
 const used = (step) => step.drafts.filter((draft) => draft.accepted && !isCut(step, draft)).length;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-/** Acceptance length, tokens/s and milliseconds of a step; null where nothing is known yet. */
+/** Returns acceptance length, tokens/s and milliseconds per step; null before the first step. */
 export function summary(steps) {
   const decoded = steps.filter(verified);
   const last = steps.at(-1), begun = steps[0];
@@ -25,8 +25,8 @@ export function summary(steps) {
   };
 }
 
-/** A step in one sentence. */
-export function told(step) {
+/** Describes a step in one line: time, batch and duration. */
+export function describe(step) {
   const parts = [`${step.time_ms.toFixed(0)} ms after arrival`];
   parts.push(step.batch_size === 1 ? "alone in its batch" : `batch of ${step.batch_size}`);
   const took = step.device_ms ?? step.host_ms;
@@ -35,7 +35,7 @@ export function told(step) {
   return parts.join(" · ");
 }
 
-/** A step's name, and what became of its drafts. */
+/** Returns the title of a step, with the number of accepted drafts. */
 export function title(step) {
   const drafts = step.drafts.length;
   if (step.source === "prefill") return "Prefill and first token";
@@ -63,7 +63,7 @@ function frame(place, rows) {
   return svg("rect", { ...at, rx: 2, class: "frame" });
 }
 
-/** Draws a bar for each of the latest steps; `pick(step)` when one is clicked. */
+/** Draws a bar for each recent step; a click calls `pick(step)`. */
 export function drawStrip(target, steps, chosen, pick) {
   const room = Math.max(10, Math.floor((target.clientWidth || 320) / (BAR + GAP)));
   const shown = steps.filter(verified).slice(-room);
@@ -79,7 +79,7 @@ export function drawStrip(target, steps, chosen, pick) {
     const taken = step.drafts.filter((draft) => draft.accepted);
     const cells = taken.map((draft, row) => cell(row, shade(draft.origin, draft.depth)));
     cells.push(cell(taken.length, "own"));
-    for (let row = taken.length + 1; row <= depth(step); row++) cells.push(cell(row, "refused"));
+    for (let row = taken.length + 1; row <= depth(step); row++) cells.push(cell(row, "rejected"));
     if (step === chosen) cells.push(frame(place, rows));
     const group = svg("g", {}, ...cells);
     group.addEventListener("click", () => pick(step));

@@ -1,8 +1,8 @@
-// One answer on the page: its tokens by how they came, and the steps that made them.
+// View of one answer: its tokens, coloured by origin and draft depth, and their steps.
 
 const DEEPEST = 6; // shades
 
-/** An element with a class and a text. */
+/** Creates an element with a class and a text. */
 export function element(name, className, text = "") {
   const made = document.createElement(name);
   made.className = className;
@@ -10,13 +10,13 @@ export function element(name, className, text = "") {
   return made;
 }
 
-/** The class of a token's or a draft's shade. */
+/** Returns the CSS classes of a token or draft: origin and depth. */
 export function shade(origin, depth) {
   return depth ? `${origin} d${Math.min(depth, DEEPEST)}` : origin;
 }
 
-/** The drafts that the drafter held for the likeliest where the target said something else. */
-function refused(step) {
+/** Returns the rejected drafts of the first-child path below the last accepted draft. */
+function rejected(step) {
   const taken = step.drafts.filter((draft) => draft.accepted);
   const found = [];
   let node = taken.length ? taken.at(-1).node : 0;
@@ -28,12 +28,12 @@ function refused(step) {
   }
 }
 
-/** The answer of one request. */
+/** View of the answer to one request. */
 export class AnswerView {
-  /** `select(step, element)` is called when a token is pointed at; null when no longer. */
+  /** `select(step, view, pinned)` is called when a token is pointed at, focused or clicked. */
   constructor(select) {
     this.steps = [];
-    this.said = "";
+    this.content = "";
     this.element = element("article", "turn assistant");
     this.element.setAttribute("aria-label", "Answer");
     this.text = element("div", "text");
@@ -42,21 +42,21 @@ export class AnswerView {
     this._listen(select);
   }
 
-  /** The message for the chat's next request. */
+  /** Message of the answer in the chat's next request. */
   get message() {
-    return { role: "assistant", content: this.said };
+    return { role: "assistant", content: this.content };
   }
 
-  /** Adds what an event of the stream brought, and returns its step. */
+  /** Adds a choice of a stream event, and returns its step. */
   take(choice) {
-    this.said += choice.delta?.content ?? choice.text ?? "";
+    this.content += choice.delta?.content ?? choice.text ?? "";
     const step = choice.trace;
     if (!step) return null;
     const before = this.steps.at(-1)?.tokens.at(-1);
     this.steps.push({ ...step, index: this.steps.length, root: before?.name ?? "" });
-    const ghosts = refused(step);
+    const ghosts = rejected(step);
     step.tokens.forEach((token) => {
-      if (!token.node) this._addGhosts(ghosts); // they stood where the target's own token stands
+      if (!token.node) this._addGhosts(ghosts); // rejected in favour of this token
       this._add(token);
     });
     return this.steps.at(-1);
@@ -73,7 +73,7 @@ export class AnswerView {
       if (part === "\n") span.append(element("span", "mark", "↵"));
       span.append(part);
     }
-    // A part of a character, or the end of a text, says nothing by itself.
+    // Tokens without text: within a character, or at the end of the output.
     if (!token.text) {
       const name = token.name.startsWith("bytes:") ? "·" : token.name;
       span.append(element("span", "mark", name));
@@ -98,7 +98,7 @@ export class AnswerView {
     this.text.addEventListener("keydown", (event) => this._walk(event));
   }
 
-  /** Arrow keys go from token to token: the answer is one stop of the tab key. */
+  /** Moves the focus between tokens by arrow keys; the Tab key stops once per answer. */
   _walk(event) {
     const way = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
     const tokens = [...this.text.querySelectorAll(".token")];

@@ -1,11 +1,11 @@
-// The draft tree of a step as an image: the root above, what was accepted in colour.
+// Drawing of a step's draft tree: the root is at the top, accepted drafts are coloured.
 
 import { shade } from "./tokens.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLUMN = 66, ROW = 40, HEIGHT = 22, LETTERS = 8;
 
-/** An SVG element with attributes. */
+/** Creates an SVG element with attributes. */
 export function svg(name, attributes, ...children) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -13,25 +13,25 @@ export function svg(name, attributes, ...children) {
   return made;
 }
 
-/** A token short enough for a node. */
+/** Returns a token's text, shortened for a node. */
 function label(text) {
   const shown = text.replaceAll("\n", "↵").replaceAll(" ", "␣");
   return shown.length > LETTERS ? `${shown.slice(0, LETTERS - 1)}…` : shown;
 }
 
-/** Whether a draft was accepted beyond the end of the text, which then has no token of it. */
+/** Returns true if a draft was accepted after the end of the output, which then lacks its token. */
 export function isCut(step, draft) {
   return draft.accepted && !step.tokens.some((token) => token.node === draft.node);
 }
 
-/** Every node with its class: the newest token, the drafts, and the target's own choice. */
+/** Returns all nodes with their classes: the newest token, the drafts and the target's token. */
 function nodesOf(step) {
   const own = step.tokens.find((token) => !token.node);
   const path = step.drafts.filter((draft) => draft.accepted);
   const nodes = [{ node: 0, parent: null, depth: 0, text: step.root, kind: "root" }];
   for (const draft of step.drafts) {
     const cut = isCut(step, draft) ? " cut" : "";
-    const kind = draft.accepted ? `taken ${shade(draft.origin, draft.depth)}${cut}` : "refused";
+    const kind = draft.accepted ? `taken ${shade(draft.origin, draft.depth)}${cut}` : "rejected";
     nodes.push({ ...draft, kind });
   }
   if (own) {
@@ -41,18 +41,18 @@ function nodesOf(step) {
   return nodes;
 }
 
-/** Gives each node a column: its first child below it, the others as far left as there is room. */
+/** Sets the column of each node: first child below it, others as far left as possible. */
 function place(nodes) {
   const children = new Map(nodes.map((node) => [node.node, []]));
-  // What was accepted stands on the left, so the text reads straight down.
-  const rank = (node) => (node.kind === "refused" ? 1 : 0);
+  // Accepted drafts are on the left, so the output reads straight down.
+  const rank = (node) => (node.kind === "rejected" ? 1 : 0);
   for (const node of nodes) if (node.parent !== null) children.get(node.parent).push(node);
   const ends = []; // the first free column of each row
   const visit = (node, least) => {
     node.column = Math.max(least, ends[node.depth] ?? 0);
     const below = children.get(node.node).sort((a, b) => rank(a) - rank(b));
     below.forEach((child, index) => visit(child, node.column + Math.min(index, 1)));
-    // A child may have found no room below it: then it stands above the child.
+    // If the column of the first child is further right, the node moves above the child.
     if (below.length) node.column = below[0].column;
     ends[node.depth] = node.column + 1;
   };
@@ -60,13 +60,13 @@ function place(nodes) {
   return Math.max(...ends);
 }
 
-/** What became of a draft that is no token of the text. */
+/** Describes a draft that is not part of the output. */
 function fate(kind) {
-  if (kind === "refused") return "(rejected)";
+  if (kind === "rejected") return "(rejected)";
   return kind.endsWith(" cut") ? "(accepted, after the end of the text)" : "";
 }
 
-/** Draws the tree of a step into an element; returns what it shows in words. */
+/** Draws the tree of a step into an element. */
 export function drawTree(target, step) {
   const nodes = nodesOf(step);
   const columns = place(nodes);
@@ -87,7 +87,7 @@ export function drawTree(target, step) {
   const rows = Math.max(...nodes.map((node) => node.depth)) + 1;
   target.setAttribute("width", columns * COLUMN);
   target.setAttribute("height", (rows - 1) * ROW + HEIGHT + 2);
-  // Accepted edges lie over the others.
+  // Edges of accepted drafts are drawn last.
   edges.sort((a, b) => a.classList.contains("taken") - b.classList.contains("taken"));
   target.replaceChildren(...edges, ...shapes);
 }
@@ -95,5 +95,5 @@ export function drawTree(target, step) {
 function edge(above, below, x, y) {
   const top = y(above) + HEIGHT / 2, bottom = y(below) - HEIGHT / 2, middle = (top + bottom) / 2;
   const d = `M${x(above)} ${top}C${x(above)} ${middle} ${x(below)} ${middle} ${x(below)} ${bottom}`;
-  return svg("path", { d, class: below.kind === "refused" ? "refused" : "taken" });
+  return svg("path", { d, class: below.kind === "rejected" ? "rejected" : "taken" });
 }

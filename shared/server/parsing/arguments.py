@@ -11,27 +11,27 @@ from typing import Any, NoReturn
 
 from shared.server.parsing.text_schema import ParameterSchemas, TooMuchWork
 
-MAX_LITERAL = 1 << 15  # characters of a Python literal, which is read in some 50 ms
+MAX_LITERAL = 1 << 15  # characters of a Python literal; parsing takes about 50 ms
 
 
 def from_json(text: str) -> Any:
-    """The value that a JSON text is.
+    """Returns the value of a JSON text.
 
     Raises:
-      ValueError: It is no JSON, is nested too deeply, or has a number beyond float64.
+      ValueError: The text is invalid JSON, is nested too deeply, or has a number beyond float64.
     """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON text, which is UTF-8 also where the value has half a surrogate pair.
+    """Returns a value as JSON text; lone surrogates are escaped, so that the text is valid UTF-8.
 
     Raises:
-      ValueError: JSON has no such number.
-      TypeError: JSON has no such value.
+      ValueError: A number is NaN or infinite.
+      TypeError: The value has no JSON form.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
@@ -44,16 +44,16 @@ def to_json(value: Any) -> str:
 def argument_json(text: str, key: str, schemas: ParameterSchemas) -> str:
     """Returns the JSON text of a parameter's value, see `read_argument`.
 
-    JSON with a number beyond float64 has no value here, and stays as it is written.
+    JSON with a number beyond float64 has no value here and is returned as it is written.
     """
     value = read_argument(text, key, schemas)
-    is_last_resort = value == text and not _takes(schemas, key, text)
+    is_last_resort = value == text and not _accepts(schemas, key, text)
     return text if is_last_resort and _is_json(text) else to_json(value)
 
 
-def _takes(schemas: ParameterSchemas, key: str, value: Any) -> bool:
+def _accepts(schemas: ParameterSchemas, key: str, value: Any) -> bool:
     try:
-        return schemas.takes(key, value)
+        return schemas.accepts(key, value)
     except TooMuchWork:
         return False
 
@@ -61,23 +61,23 @@ def _takes(schemas: ParameterSchemas, key: str, value: Any) -> bool:
 def _is_json(text: str) -> bool:
     """Returns True if a text is JSON, whatever the size of its numbers."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def read_argument(text: str, key: str, schemas: ParameterSchemas) -> Any:
-    """The value of a parameter that stands without quotes.
+    """Returns the value of a parameter that is written without quotes.
 
-    `null` is null where the schema takes null. Else what the schema takes as a text is a text: a
-    parameter without a schema too. Else it is read as JSON, else as a literal of Python, which
-    models write as well (`True`, `['a']`), and else it is a text all the same.
+    `null` is null if the schema accepts null. Other text is a string if the schema accepts a
+    string, or if there is no schema. Else the text is parsed as JSON, and then as a Python literal,
+    which models write as well (`True`, `['a']`). Text that is neither is a string.
     """
     try:
-        if text == "null" and schemas.takes(key, None):
+        if text == "null" and schemas.accepts(key, None):
             return None
-        if schemas.takes(key, text):
+        if schemas.accepts(key, text):
             return text
     except TooMuchWork:
         pass
@@ -96,20 +96,20 @@ def _tried(read: Callable[[str], Any], text: str) -> tuple[bool, Any]:
 
 
 def _from_python(text: str) -> Any:
-    """The JSON value that a literal of Python is.
+    """Returns the JSON value of a Python literal.
 
     Raises:
-      ValueError: It is no such literal, or is too long or nested too deeply.
+      ValueError: The text is no such literal, or is too long or nested too deeply.
     """
     if len(text) > MAX_LITERAL:
-        raise ValueError("too long")
+        raise ValueError(f"a Python literal may have at most {MAX_LITERAL} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # of invalid escape sequences
             value = ast.literal_eval(text.strip())
         return from_json(to_json(value))
     except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError("no literal") from error
+        raise ValueError("not a Python literal") from error
 
 
 def _finite(number: str) -> float:
@@ -119,5 +119,5 @@ def _finite(number: str) -> float:
     return value
 
 
-def _refuse(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")

@@ -8,12 +8,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A part of a call.
+    """Increment of a tool call.
 
     Attributes:
-      index: Which call of the choice; parts of one index are one call.
-      call_id, name: Set in the first part of a call, "" in the others.
-      arguments: JSON text, which grows part by part.
+      index: Number of the call within the choice; increments with one index form one call.
+      call_id, name: Set in the first increment of a call, "" in later ones.
+      arguments: Next part of the JSON text.
     """
 
     index: int
@@ -31,11 +31,11 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        """Returns True if it says anything."""
+        """Returns True if the increment is not empty."""
         return bool(self.text or self.reasoning or self.tool_calls)
 
     def __add__(self, later: Delta) -> Delta:
-        """Both, in this order."""
+        """Returns the concatenation of two increments."""
         calls = {call.index: call for call in self.tool_calls}
         for part in later.tool_calls:
             begun = calls.get(part.index)
@@ -49,11 +49,11 @@ def _joined(begun: ToolCallDelta, part: ToolCallDelta) -> ToolCallDelta:
 
 
 class OutputParser(Protocol):
-    """Tells what the text of a choice is: one parser follows one choice."""
+    """Output parser of one choice: splits its text into content, reasoning and tool calls."""
 
     @property
     def has_whole_calls(self) -> bool:
-        """True if it has called, and no call has broken off within its arguments."""
+        """True if the output has a tool call and the arguments of every call are complete."""
         ...
 
     def push(self, text: str) -> Delta:
@@ -61,19 +61,23 @@ class OutputParser(Protocol):
         ...
 
     def flush(self, was_cut: bool) -> Delta:
-        """Returns the text that was held back, at the end of the output."""
+        """Returns the text that was held back, at the end of the output.
+
+        Args:
+          was_cut: The output ended at `max_tokens`.
+        """
         ...
 
 
 class PassthroughParser:
-    """The parser of a model whose whole output is text."""
+    """Parser for models without reasoning and tool calls: the whole output is content."""
 
     has_whole_calls = False
 
     def push(self, text: str) -> Delta:
-        """The text as it is."""
+        """Returns the text unchanged."""
         return Delta(text)
 
     def flush(self, was_cut: bool) -> Delta:
-        """Nothing: no text is held back."""
+        """Returns an empty increment, because no text is held back."""
         return Delta()

@@ -9,32 +9,32 @@ _SPACE = " \t\r\n"
 _CLOSING = {"{": "}", "[": "]"}
 _ESCAPED = set('"\\/bfnrtu')
 _HEX = set("0123456789abcdefABCDEF")
-_OF_WORDS = set("+-.0123456789eEtrufalsn")
+_WORD_CHARS = set("+-.0123456789eEtrufalsn")
 _WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 
 
 class JsonObject:
-    """Knows at each character whether the text can still be an object, and where it ends."""
+    """State machine that checks text for a JSON object, one character at a time."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
         self._state: Callable[[str], bool] = self._start
-        self._behind_string: Callable[[str], bool] = self._colon
+        self._after_string: Callable[[str], bool] = self._colon
         self._word = ""
         self._num_hex = 0
 
     @property
     def depth(self) -> int:
-        """Objects and lists that are open."""
+        """Number of open objects and lists."""
         return len(self._open)
 
     @property
     def ended(self) -> bool:
-        """True if the object is whole."""
+        """True if the object is complete."""
         return self._state == self._end
 
     def take(self, char: str) -> bool:
-        """Adds a character; False where it cannot stand, and nothing may be added then."""
+        """Adds a character; returns False if it is invalid, after which nothing may be added."""
         return self._state(char)
 
     def _go(self, state: Callable[[str], bool]) -> bool:
@@ -61,7 +61,7 @@ class JsonObject:
         return self._close(char) if char == "}" else self._key(char)
 
     def _key(self, char: str) -> bool:
-        self._behind_string = self._colon
+        self._after_string = self._colon
         return char in _SPACE or (char == '"' and self._go(self._string))
 
     def _colon(self, char: str) -> bool:
@@ -76,13 +76,13 @@ class JsonObject:
         if char in _CLOSING:
             return self._begin(char)
         if char == '"':
-            self._behind_string = self._comma
+            self._after_string = self._comma
             return self._go(self._string)
         self._word = char
-        return char in _OF_WORDS and self._go(self._in_word)
+        return char in _WORD_CHARS and self._go(self._in_word)
 
     def _in_word(self, char: str) -> bool:
-        if char in _OF_WORDS:
+        if char in _WORD_CHARS:
             self._word += char
             return True
         return _WORD.fullmatch(self._word) is not None and self._comma(char)
@@ -95,7 +95,7 @@ class JsonObject:
     def _string(self, char: str) -> bool:
         if char == "\\":
             return self._go(self._escape)
-        return self._go(self._behind_string) if char == '"' else char >= " "
+        return self._go(self._after_string) if char == '"' else char >= " "
 
     def _escape(self, char: str) -> bool:
         self._num_hex = 0

@@ -12,9 +12,9 @@ from shared.server.parsing.delta import Delta, ToolCallDelta
 
 Result = TypeVar("Result")
 ParserStep = Generator[None, str, Result]
-"""A part of a text being read: it is sent a character at a time, and "" at the end of the text."""
+"""Coroutine of a parser: receives one character at a time, and "" at the end."""
 
-MAX_HELD = 256  # characters of white space that may stand before a mark and belong to it
+MAX_HELD = 256  # characters of white space before a tag that are part of the tag
 
 
 @dataclass
@@ -24,68 +24,71 @@ class _Call:
     arguments: list[str] = field(default_factory=list)
 
 
-class Said:
-    """Builder of the output since the last call.
+class OutputBuilder:
+    """Builder of the increment since the last `take`.
 
     Attributes:
-      tools: The schema of the parameters of each function that may be called.
-      are_calls_held: A grammar holds the calls to their schemas: only what it begins is one.
+      tools: Schema of the parameters of each function that may be called.
+      are_calls_constrained: A grammar constrains the calls, so only its tags begin one.
       num_calls: Calls that have begun.
-      num_whole: Those of them whose arguments are whole.
-      is_thinking: What is said is reasoning, until a call begins.
-      was_cut: The text ended since it may have no more tokens.
+      num_whole: Calls with complete arguments.
+      is_thinking: Text is reasoning, until a call begins.
+      was_cut: The text ended at `max_tokens`.
     """
 
     def __init__(
-        self, tools: Mapping[str, dict[str, Any]], most_calls: int | None, are_calls_held: bool
+        self,
+        tools: Mapping[str, dict[str, Any]],
+        most_calls: int | None,
+        are_calls_constrained: bool,
     ) -> None:
-        """Args: `most_calls` bounds the calls of a choice; None: any number."""
+        """Args: `most_calls` is the maximum number of calls of a choice; None: no limit."""
         self.tools = tools
-        self.are_calls_held = are_calls_held
+        self.are_calls_constrained = are_calls_constrained
         self.num_calls = self.num_whole = 0
         self.is_thinking = False
         self.was_cut = False
         self._most_calls = most_calls
-        self._is_behind_call = False
+        self._follows_call = False
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, _Call] = {}
 
-    def takes(self, name: Any) -> bool:
+    def allows_call(self, name: Any) -> bool:
         """Returns True if a call of this function may begin."""
         return isinstance(name, str) and name in self.tools and self.num_calls != self._most_calls
 
     def add_text(self, text: str) -> None:
-        """Text that is of no call."""
+        """Adds text that belongs to no call."""
         (self._reasoning if self.is_thinking else self._text).append(text)
-        self._is_behind_call &= not text
+        self._follows_call &= not text
 
-    def leave(self, mark: str) -> None:
-        """The beginning or the end of a call's mark, with which the text ends.
+    def add_partial_tag(self, tag: str) -> None:
+        """Adds the partial tag of a call with which the text ends.
 
-        Right behind a whole call it is dropped where the text was cut: it has no word for anyone,
-        and the reason of the end tells that more was to come. Else it is text.
+        A partial tag directly after a complete call is dropped if `max_tokens` cut the text; the
+        finish reason then reports the cut. In all other cases it is text.
         """
-        if not (self.was_cut and self._is_behind_call):
-            self.add_text(mark)
+        if not (self.was_cut and self._follows_call):
+            self.add_text(tag)
 
     def begin(self, name: str) -> None:
-        """A call has begun."""
+        """Begins a call of a function."""
         self._calls[self.num_calls] = _Call(f"call_{uuid.uuid4().hex}", name)
         self.num_calls += 1
-        self.is_thinking, self._is_behind_call = False, True
+        self.is_thinking, self._follows_call = False, True
 
     def add_arguments(self, arguments: str) -> None:
-        """The next part of the arguments of the call that began last."""
+        """Adds the next part of the arguments of the newest call."""
         part = self._calls.setdefault(self.num_calls - 1, _Call("", ""))
         part.arguments.append(arguments)
 
     def end_call(self) -> None:
-        """The arguments of the call that began last are whole."""
+        """Ends the arguments of the newest call."""
         self.num_whole += 1
 
     def take(self) -> Delta:
-        """All of it, once."""
+        """Returns the increment and resets the builder."""
         calls = tuple(
             ToolCallDelta(index, call.call_id, call.name, "".join(call.arguments))
             for index, call in self._calls.items()
@@ -96,19 +99,19 @@ class Said:
 
 
 class TextCursor:
-    """The characters of a text, of which some may be read once more.
+    """Cursor over the characters of a text, with push-back.
 
     Attributes:
-      ended: All characters were sent; some may be left to be read once more.
+      ended: All characters were received; some may have been put back.
     """
 
     def __init__(self) -> None:
         self.ended = False
-        self._back: list[str] = []  # the next one last
+        self._back: list[str] = []  # in reverse order
         self._record: list[str] | None = None
 
     def next(self) -> ParserStep[str]:
-        """The next character; "" at the end, again and again."""
+        """Returns the next character; "" at the end and after it."""
         if self._back:
             char = self._back.pop()
         elif self.ended:
@@ -121,113 +124,113 @@ class TextCursor:
         return char
 
     def put_back(self, text: str) -> None:
-        """Makes what was read last the next characters."""
+        """Puts characters back, so that they are read next."""
         self._back += reversed(text)
         if self._record is not None:
             del self._record[max(0, len(self._record) - len(text)) :]
 
     def record(self) -> None:
-        """Keeps what is read from here on."""
+        """Starts to record the characters that are read."""
         self._record = []
 
     def recorded(self) -> str:
-        """Returns the output since `record`, and the rest at the end of the text."""
+        """Returns the characters since `record`, and at the end of the text those put back."""
         record, self._record = self._record or [], None
         if self.ended:
             record += reversed(self._back)
             self._back = []
         return "".join(record)
 
-    def rest(self, said: Said) -> ParserStep[None]:
-        """Says all that is left as text."""
+    def rest(self, output: OutputBuilder) -> ParserStep[None]:
+        """Adds the rest of the text as text."""
         while char := (yield from self.next()):
-            said.add_text(char)
+            output.add_text(char)
 
     def skip_space(self) -> ParserStep[str]:
-        """The white space that comes next."""
+        """Reads and returns white space."""
         space = ""
         while (char := (yield from self.next())) and char.isspace():
             space += char
         self.put_back(char)
         return space
 
-    def up_to(self, marks: tuple[str, ...], said: Said) -> ParserStep[str]:
-        """Says text up to a mark and the white space before it; returns both, "" at the end."""
+    def up_to(self, tags: tuple[str, ...], output: OutputBuilder) -> ParserStep[str]:
+        """Adds text up to a tag; returns the tag with the white space before it, "" at the end."""
         self._record = None
-        held, first = "", {mark[0] for mark in marks}
+        held, first = "", {tag[0] for tag in tags}
         while char := (yield from self.next()):
             if not held and char not in first and not char.isspace():  # most of a text
-                said.add_text(char)
+                output.add_text(char)
                 continue
             held += char
-            while len(held) > MAX_HELD or not _may_begin(held.lstrip(), marks):
-                said.add_text(held[0])
+            while len(held) > MAX_HELD or not _may_begin(held.lstrip(), tags):
+                output.add_text(held[0])
                 held = held[1:]
-            if held.endswith(marks):
+            if held.endswith(tags):
                 return held
         if held.strip():
-            said.leave(held)
-        elif not said.num_calls:  # white space behind a call is of no text
-            said.add_text(held)
+            output.add_partial_tag(held)
+        elif not output.num_calls:  # white space after a call is dropped
+            output.add_text(held)
         return ""
 
-    def expect(self, mark: str) -> ParserStep[str]:
-        """Reads white space and a mark; reads and returns nothing where other text comes next."""
+    def expect(self, tag: str) -> ParserStep[str]:
+        """Reads white space and a tag; reads nothing and returns "" if other text follows."""
         held = yield from self.skip_space()
-        for want in mark:
+        for expected in tag:
             char = yield from self.next()
             held += char
-            if char != want:
+            if char != expected:
                 self.put_back(held)
                 return ""
         return held
 
-    def give_up(self, text: str, said: Said) -> None:
-        """Says as text what was read and is no call; white space at its end is read once more."""
+    def give_up(self, text: str, output: OutputBuilder) -> None:
+        """Adds text that is no call as text; white space at its end is put back."""
         words = text.rstrip()
-        said.add_text(words)
+        output.add_text(words)
         self.put_back(text[len(words) :])
 
-    def close(self, mark: str, said: Said) -> ParserStep[None]:
-        """Reads the mark that ends a call, which may be missing or cut."""
+    def close(self, tag: str, output: OutputBuilder) -> ParserStep[None]:
+        """Reads the closing tag of a call, which may be missing or incomplete."""
         self.record()
-        if (yield from self.expect(mark)) or not self.ended:
+        if (yield from self.expect(tag)) or not self.ended:
             return
-        left = self.recorded()
-        if left.strip() and mark.startswith(left.lstrip()):
-            said.leave(left)
+        rest = self.recorded()
+        if rest.strip() and tag.startswith(rest.lstrip()):
+            output.add_partial_tag(rest)
         else:
-            self.put_back(left)
+            self.put_back(rest)
 
 
-def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
-    return any(mark.startswith(text) for mark in marks)
+def _may_begin(text: str, tags: tuple[str, ...]) -> bool:
+    return any(tag.startswith(text) for tag in tags)
 
 
-ReadAll = Callable[[TextCursor, Said], ParserStep[None]]
-"""Reads a text to its end."""
+ReadAll = Callable[[TextCursor, OutputBuilder], ParserStep[None]]
+"""Parses a text to its end."""
 
-ReadCall = Callable[[TextCursor, Said, str], ParserStep[bool]]
-"""Reads a call behind the mark that begins it, which is its last argument, with the white space
-before; whether there was one. All that is not of it is said as text, or left to be read."""
+ReadCall = Callable[[TextCursor, OutputBuilder, str], ParserStep[bool]]
+"""Parses a call after its opening tag; returns True if there was one. The last argument is the
+opening tag with the white space before it. Text outside the call is added as text or put back."""
 
 
 class TextReader:
-    """Reads the text of a choice, an `OutputParser`.
+    """Parser of the text of a choice; implements `OutputParser`.
 
     Args:
-      read: Reads all of a text.
-      said: What it says it to.
+      read: Parses the whole text.
+      output: Builds the increments.
     """
 
-    def __init__(self, read: ReadAll, said: Said) -> None:
-        self._said = said
-        self._reading = read(TextCursor(), said)
+    def __init__(self, read: ReadAll, output: OutputBuilder) -> None:
+        self._said = output
+        self._reading = read(TextCursor(), output)
         next(self._reading)
 
     @property
     def has_whole_calls(self) -> bool:
-        """See `OutputParser`."""
+        """Same as `OutputParser.has_whole_calls`."""
         return self._said.num_whole == self._said.num_calls > 0
 
     def push(self, text: str) -> Delta:

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from shared.server.parsing.output_parser import ParserStep, ReadCall, Said, TextCursor
+from shared.server.parsing.output_parser import OutputBuilder, ParserStep, ReadCall, TextCursor
 from shared.text.delimiters import CALL, THINK, THINK_END
 
 ALWAYS_OPEN = "deepseek-r1"
-"""The parser of models that think from the first token on, without an opening tag."""
+"""Parser of models whose output begins in reasoning without an opening tag."""
 
 
 def read_reasoning(
-    source: TextCursor, said: Said, is_open: bool, read_call: ReadCall | None
+    source: TextCursor, output: OutputBuilder, is_open: bool, read_call: ReadCall | None
 ) -> ParserStep[None]:
-    """Reads the reasoning with which a text begins, if it does; what is left is the answer.
+    """Parses reasoning at the start of a text; the rest of the text is content.
 
-    Only the beginning of a text can be reasoning, so an answer may speak of the tags. The white
-    space beside them belongs to them. A whole call within the reasoning ends it, as models that
-    call in the middle of a thought do not close it; a mark that no call follows is reasoning.
+    Only the start of a text can be reasoning, so the content may mention the tags. White space
+    next to the tags belongs to them. A complete call within the reasoning ends it, because models
+    that call in the middle of a thought do not close it. A tag without a call is reasoning.
 
     Args:
-      is_open: The text begins within the reasoning; it may open it once more.
-      read_call: Reads a call behind `<tool_call>`; None: calls stand in the answer alone.
+      source: Reads the text.
+      output: Receives reasoning and calls.
+      is_open: The text begins within the reasoning; an opening tag may follow all the same.
+      read_call: Parses a call after `<tool_call>`; None: only the content can have calls.
     """
     if not (yield from source.expect(THINK)) and not is_open:
         return
     yield from source.skip_space()
-    said.is_thinking = True
-    marks = (THINK_END,) if read_call is None else (THINK_END, CALL)
-    while lead := (yield from source.up_to(marks, said)):
+    output.is_thinking = True
+    tags = (THINK_END,) if read_call is None else (THINK_END, CALL)
+    while lead := (yield from source.up_to(tags, output)):
         if read_call is None or lead.endswith(THINK_END):
-            said.is_thinking = False
+            output.is_thinking = False
             yield from source.skip_space()
             return
-        if (yield from read_call(source, said, lead)):
-            yield from _read_more_calls(source, said, read_call)
+        if (yield from read_call(source, output, lead)):
+            yield from _read_more_calls(source, output, read_call)
             return
 
 
-def _read_more_calls(source: TextCursor, said: Said, read_call: ReadCall) -> ParserStep[None]:
-    """Reads what may follow a call within the reasoning: more calls, and then its end."""
+def _read_more_calls(
+    source: TextCursor, output: OutputBuilder, read_call: ReadCall
+) -> ParserStep[None]:
+    """Parses further calls after a call within the reasoning, and then the closing tag."""
     while lead := (yield from source.expect(CALL)):
-        if not (yield from read_call(source, said, lead)):
+        if not (yield from read_call(source, output, lead)):
             return
     if (yield from source.expect(THINK_END)):
         yield from source.skip_space()
@@ -50,10 +54,10 @@ def is_open_after(prompt: str, name: str, begun: str = "") -> bool | None:
     """Returns True if an output begins in reasoning; None if its text decides.
 
     Args:
-      prompt: What the chat template wrote. Templates of models that think open the reasoning at
-        its end, or close it there where the request asks for none.
-      name: Of the reasoning parser.
-      begun: What the prompt has of the answer already, at its end.
+      prompt: Output of the chat template. Templates of reasoning models open the reasoning at its
+        end, or close it there if the request disables reasoning.
+      name: Name of the reasoning parser.
+      begun: Start of the output, at the end of the prompt.
     """
     if begun.strip():
         return _is_open_within(prompt.rstrip(), begun.strip()) or None
@@ -64,7 +68,7 @@ def is_open_after(prompt: str, name: str, begun: str = "") -> bool | None:
 def _is_open_within(prompt: str, begun: str) -> bool:
     """Returns True if the last tag before or at the start of the output opens reasoning."""
     opened, closed = begun.rfind(THINK), begun.rfind(THINK_END)
-    if opened == closed:  # there is neither
+    if opened == closed:  # both are absent
         return prompt.removesuffix(begun).rstrip().endswith(THINK)
     return opened > closed
 
@@ -72,7 +76,7 @@ def _is_open_within(prompt: str, begun: str) -> bool:
 def thinking_after(prompt: str, name: str, begun: str = "") -> str | None:
     """Returns "open" or "maybe" if an output begins in reasoning; None without a parser.
 
-    Args: as of `is_open_after`.
+    Args: same as for `is_open_after`.
     """
     is_open = is_open_after(prompt, name, begun)
     if is_open:

@@ -1,8 +1,8 @@
 """JSON Schema rules that decide if a schema accepts a string or null.
 
-A schema comes with the request and is judged within the server's event loop, so the work for one
-value is bounded, nothing is fetched, and expressions are matched in linear time. What is not known
-here (a `$ref` out of the document, `format`, an expression with look-around) constrains nothing.
+A schema is part of the request and is evaluated on the server's event loop. The work for one value
+is therefore bounded, nothing is fetched, and expressions are matched in linear time. Unsupported
+rules (a `$ref` to another document, `format`, an expression with look-around) accept every value.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_sc
 from shared.text.grammar import InvalidGrammarError
 from shared.text.json_schema_refs import resolve_pointer
 
-MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
+MAX_STEPS = 1 << 12  # schemas and enumerated values that are evaluated for one value
 MAX_DEPTH = 64
-MAX_MATCHED = 256  # characters of an expression and of a text that is held to it
+MAX_MATCHED = 256  # characters of an expression and of the text that it is matched with
 _STEPS_OF_A_MATCH = MAX_STEPS // 4  # an expression may compile for 0.1 s
 
 
 class TooMuchWork(Exception):
-    """The schema takes more work than one value may."""
+    """The schema exceeds the work that is allowed for one value."""
 
 
 class ParameterSchemas:
-    """The schemas of a function's parameters.
+    """Schemas of a function's parameters.
 
     Args:
-      document: The schema of all its arguments, into which references point.
+      document: Schema of all arguments; references are resolved in it.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -46,37 +46,40 @@ class ParameterSchemas:
         self.properties = properties if isinstance(properties, Mapping) else {}
         self._others = whole.get("additionalProperties", True)
 
-    def takes(self, key: str, value: str | None) -> bool:
+    def accepts(self, key: str, value: str | None) -> bool:
         """Returns True if a value is valid as this parameter.
 
         Raises:
-          TooMuchWork: That takes too long to find out.
+          TooMuchWork: The evaluation exceeds `MAX_STEPS` or `MAX_DEPTH`.
         """
         self._steps_left = MAX_STEPS
-        return self._takes(self.properties.get(key, self._others), value, 0)
+        return self._accepts(self.properties.get(key, self._others), value, 0)
 
-    def _takes(self, schema: Any, value: str | None, depth: int) -> bool:
+    def _accepts(self, schema: Any, value: str | None, depth: int) -> bool:
         self._spend(1)
         if depth > MAX_DEPTH:
             raise TooMuchWork
         if not isinstance(schema, Mapping):
             return schema is not False
 
-        def takes(part: Any) -> bool:
-            return self._takes(part, value, depth + 1)
+        def accepts(part: Any) -> bool:
+            return self._accepts(part, value, depth + 1)
 
-        if "$ref" in schema and not takes(self._target(schema["$ref"])):
+        if "$ref" in schema and not accepts(self._target(schema["$ref"])):
             return False
         if not _is_of_type(schema.get("type"), value):
             return False
         if not (self._is_listed(schema, value) and self._has_form(schema, value)):
             return False
         return (
-            all(takes(part) for part in _parts(schema, "allOf"))
-            and ("anyOf" not in schema or any(takes(part) for part in _parts(schema, "anyOf")))
-            and ("oneOf" not in schema or sum(map(takes, _parts(schema, "oneOf"))) == 1)
-            and not ("not" in schema and takes(schema["not"]))
-            and ("if" not in schema or takes(schema.get("then" if takes(schema["if"]) else "else")))
+            all(accepts(part) for part in _parts(schema, "allOf"))
+            and ("anyOf" not in schema or any(accepts(part) for part in _parts(schema, "anyOf")))
+            and ("oneOf" not in schema or sum(map(accepts, _parts(schema, "oneOf"))) == 1)
+            and not ("not" in schema and accepts(schema["not"]))
+            and (
+                "if" not in schema
+                or accepts(schema.get("then" if accepts(schema["if"]) else "else"))
+            )
         )
 
     def _is_listed(self, schema: Mapping[str, Any], value: str | None) -> bool:
@@ -107,7 +110,7 @@ class ParameterSchemas:
             raise TooMuchWork
 
     def _target(self, reference: Any) -> Any:
-        """Returns the target of a reference; without one, a schema that accepts all."""
+        """Returns the target of a reference; a schema that accepts every value if there is none."""
         if not (isinstance(reference, str) and reference.startswith("#")):
             return True
         self._spend(len(reference) // 8)  # some for each of its names
@@ -140,7 +143,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _compiled(pattern: str) -> SchemaValidator | None:
-    """An expression without backtracking; None where it is none."""
+    """Compiles an expression without backtracking; returns None if that is not possible."""
     try:
         return SchemaValidator(core_schema.str_schema(pattern=pattern))
     except SchemaError:

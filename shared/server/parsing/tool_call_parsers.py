@@ -1,12 +1,12 @@
 """Tool-call parsers, one for each format.
 
-A reader sees one character at a time, so what it says cannot depend on how the text was cut. It
-says what is certain as soon as it is, and as text whatever turns out to be no call.
+A parser receives one character at a time, so its output does not depend on chunk borders. It
+emits output as soon as it is certain. Text that turns out to be no call is content.
 
-A call in JSON has begun once its name and the beginning of its arguments were read; where it breaks
-off behind that, its arguments end there and the rest is text. A call in elements is said when it is
-whole, since its arguments are JSON only then; where it breaks off, all of it is text. Half a mark
-that `max_tokens` cuts right behind a whole call is dropped, as `Said.leave` says.
+A JSON call begins once its name and the start of its arguments are read. If it breaks off later,
+the arguments end there and the rest is text. An XML-style call is emitted when it is complete,
+because its arguments are JSON only then; if it breaks off, all of it is text. A partial tag right
+after a complete call is dropped if `max_tokens` cut it: see `OutputBuilder.add_partial_tag`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 
 from shared.server.parsing.arguments import argument_json, to_json
 from shared.server.parsing.json_tool_call import read_json_call
-from shared.server.parsing.output_parser import ParserStep, ReadAll, ReadCall, Said, TextCursor
+from shared.server.parsing.output_parser import (
+    OutputBuilder,
+    ParserStep,
+    ReadAll,
+    ReadCall,
+    TextCursor,
+)
 from shared.server.parsing.text_schema import ParameterSchemas
 from shared.text.delimiters import (
     CALL,
@@ -35,77 +41,78 @@ _HEADER = re.compile(
 )
 
 
-def read_tagged(source: TextCursor, said: Said) -> ParserStep[None]:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, of Hermes and Qwen."""
-    while lead := (yield from source.up_to((CALL,), said)):
-        yield from _read_tagged_call(source, said, lead)
+def read_tagged(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
+    """Parses `<tool_call>{"name": ..., "arguments": ...}</tool_call>` (Hermes, Qwen)."""
+    while lead := (yield from source.up_to((CALL,), output)):
+        yield from _read_tagged_call(source, output, lead)
 
 
-def _read_tagged_call(source: TextCursor, said: Said, lead: str) -> ParserStep[bool]:
-    if (yield from read_json_call(source, said, lead)):
-        yield from source.close(CALL_END, said)
+def _read_tagged_call(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+    if (yield from read_json_call(source, output, lead)):
+        yield from source.close(CALL_END, output)
         return True
     return False
 
 
-def read_bare(source: TextCursor, said: Said) -> ParserStep[None]:
-    """`{"name": ..., "parameters": ...}`, of Llama 3: the whole text, or several behind `;`."""
+def read_bare(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
+    """Parses `{"name": ..., "parameters": ...}` (Llama 3): the whole text, or several after `;`."""
     lead = yield from source.skip_space()
     if (yield from source.expect(PYTHON_TAG)):
         lead += PYTHON_TAG
-    while (yield from read_json_call(source, said, lead)):
+    while (yield from read_json_call(source, output, lead)):
         lead = yield from source.skip_space()
         if not (yield from source.expect(";")):
             break
         lead += ";"
-    yield from source.rest(said)
+    yield from source.rest(output)
 
 
-def read_elements(source: TextCursor, said: Said) -> ParserStep[None]:
-    """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`, of Qwen3
-    Coder and Qwen3.5.
+def read_elements(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
+    """Parses `<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`.
 
-    Models forget marks. A call may begin with `<function=NAME>`, and a mark that is missing at the
-    end of a value or of a call is taken as written where a later one shows it. Where a grammar
-    holds the calls, which knows neither, only what it asks for is a mark.
+    Qwen3 Coder and Qwen3.5 write this format.
+
+    Models omit tags. A call may begin with `<function=NAME>`, and a missing closing tag of a value
+    or a call is inferred from a later tag. A grammar allows neither, so with constrained calls only
+    the tags that the grammar requires are recognised.
     """
-    marks = (CALL,) if said.are_calls_held else (CALL, _FUNCTION)
-    while lead := (yield from source.up_to(marks, said)):
-        yield from _read_function(source, said, lead)
+    tags = (CALL,) if output.are_calls_constrained else (CALL, _FUNCTION)
+    while lead := (yield from source.up_to(tags, output)):
+        yield from _read_function(source, output, lead)
 
 
-def _read_function(source: TextCursor, said: Said, lead: str) -> ParserStep[bool]:
+def _read_function(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
     if lead.endswith(_FUNCTION):
         lead = lead.removesuffix(_FUNCTION)
         source.put_back(_FUNCTION)
     source.record()
     name = yield from _read_tag(source, _FUNCTION)
-    if name and said.takes(name):
-        arguments = yield from _read_arguments(source, said, said.tools[name])
+    if name and output.allows_call(name):
+        arguments = yield from _read_arguments(source, output, output.tools[name])
         if arguments is not None:
-            said.begin(name)
-            said.add_arguments(arguments)
-            said.end_call()
-            yield from source.close(CALL_END, said)
+            output.begin(name)
+            output.add_arguments(arguments)
+            output.end_call()
+            yield from source.close(CALL_END, output)
             return True
     text = lead + source.recorded()
     if source.ended and _HEADER.fullmatch(text):
-        said.leave(text)
+        output.add_partial_tag(text)
     else:
-        source.give_up(text, said)
+        source.give_up(text, output)
     return False
 
 
 def _read_arguments(
-    source: TextCursor, said: Said, schema: dict[str, Any]
+    source: TextCursor, output: OutputBuilder, schema: dict[str, Any]
 ) -> ParserStep[str | None]:
-    """The arguments as JSON; None where what comes is no list of parameters with an end."""
+    """Returns the arguments as JSON; None if the list of parameters is not complete."""
     schemas = ParameterSchemas(schema)
     entries: list[str] = []
     missing = set(schemas.properties)
     while (key := (yield from _read_tag(source, _PARAMETER))) is not None:
         missing.discard(key)
-        text = (yield from _read_value(source, said, missing)) if key else None
+        text = (yield from _read_value(source, output, missing)) if key else None
         if text is None:
             return None
         entries.append(f"{to_json(key)}: {argument_json(text, key, schemas)}")
@@ -114,9 +121,9 @@ def _read_arguments(
 
 
 def _read_tag(source: TextCursor, opening: str) -> ParserStep[str | None]:
-    """The name in a tag such as `<function=NAME>`; "" where the tag is broken.
+    """Reads the name in a tag such as `<function=NAME>`; "" if the tag is invalid.
 
-    Reads nothing and returns None where other text comes next.
+    Reads nothing and returns None if other text follows.
     """
     if not (yield from source.expect(opening)):
         return None
@@ -129,48 +136,52 @@ def _read_tag(source: TextCursor, opening: str) -> ParserStep[str | None]:
     return name
 
 
-def _read_value(source: TextCursor, said: Said, missing: Collection[str]) -> ParserStep[str | None]:
-    """The text of a parameter; None where it has no end.
+def _read_value(
+    source: TextCursor, output: OutputBuilder, missing: Collection[str]
+) -> ParserStep[str | None]:
+    """Reads the text of a parameter; returns None if it has no end.
 
-    A value within the reasoning does not reach beyond the end of that: it was a draft of a call.
+    A value within the reasoning ends with the reasoning; the call is then no call.
 
     Args:
-      missing: Other parameters that the function has; where one begins, this one has ended.
+      source: Reads the text.
+      output: Reports if the text is reasoning.
+      missing: Parameters without a value so far; the opening tag of one ends this value.
     """
     openings = tuple(f"{_PARAMETER}{key}>" for key in missing)
-    value = mark = ""
-    while not mark and (char := (yield from source.next())):
+    value = tag = ""
+    while not tag and (char := (yield from source.next())):
         value += char
         if char != ">":
             continue
         if value.endswith(PARAMETER_END):
             return _trimmed(value.removesuffix(PARAMETER_END))
-        if said.is_thinking and value.endswith(THINK_END):
+        if output.is_thinking and value.endswith(THINK_END):
             source.put_back(THINK_END)
             return None
-        if not said.are_calls_held:
-            mark = yield from _later_mark(source, value, openings)
-    source.put_back(mark)
-    return _trimmed(value.removesuffix(mark)) if mark else None
+        if not output.are_calls_constrained:
+            tag = yield from _later_tag(source, value, openings)
+    source.put_back(tag)
+    return _trimmed(value.removesuffix(tag)) if tag else None
 
 
-def _later_mark(source: TextCursor, value: str, openings: tuple[str, ...]) -> ParserStep[str]:
-    """The mark with which a text ends, if it shows that the one of the value's end is missing.
+def _later_tag(source: TextCursor, value: str, openings: tuple[str, ...]) -> ParserStep[str]:
+    """Returns the tag at the end of a value that shows that the value's closing tag is missing.
 
-    A text may speak of the marks that end a call, so they count where the call is seen to end.
+    A value may mention closing tags, so a tag counts only if the next tag confirms the call's end.
     """
     if value.endswith(openings):
         return next(opening for opening in openings if value.endswith(opening))
-    for mark, behind in ((FUNCTION_END, (CALL_END, CALL, _FUNCTION)), (CALL_END, (CALL,))):
-        if value.endswith(mark) and (yield from _comes_next(source, behind)):
-            return mark
+    for tag, followers in ((FUNCTION_END, (CALL_END, CALL, _FUNCTION)), (CALL_END, (CALL,))):
+        if value.endswith(tag) and (yield from _comes_next(source, followers)):
+            return tag
     return ""
 
 
-def _comes_next(source: TextCursor, marks: tuple[str, ...]) -> ParserStep[bool]:
-    """Returns True if one of the marks comes next, or the end of the text; reads nothing."""
-    for mark in marks:
-        if text := (yield from source.expect(mark)):
+def _comes_next(source: TextCursor, tags: tuple[str, ...]) -> ParserStep[bool]:
+    """Returns True if one of the tags or the end of the text follows; reads nothing."""
+    for tag in tags:
+        if text := (yield from source.expect(tag)):
             source.put_back(text)
             return True
     space = yield from source.skip_space()
@@ -180,18 +191,18 @@ def _comes_next(source: TextCursor, marks: tuple[str, ...]) -> ParserStep[bool]:
 
 
 def _trimmed(value: str) -> str:
-    """A value without the ends of lines that belong to its marks."""
+    """Removes the line breaks next to the tags of a value."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format of calls.
+    """Format of tool calls.
 
     Attributes:
-      read: Reads an answer.
-      read_call: Reads a call behind `CALL`, which the model may also write before it has closed
-        its reasoning; None: the format has no mark that tells a call from such a text.
+      read: Parses the content.
+      read_call: Parses a call after `CALL`, which may also occur within the reasoning; None: the
+        format has no tag, so calls within the reasoning are not recognised.
     """
 
     read: ReadAll

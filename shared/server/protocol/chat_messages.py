@@ -27,12 +27,12 @@ from shared.text.tool_call_grammar import arguments_schema
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
-MAX_CALLS = 1024  # of one message
+MAX_CALLS = 1024  # per message
 MAX_ID_LENGTH = 256
 
 
 def _read_arguments(value: Any) -> dict[str, Any]:
-    """The arguments of a call, which OpenAI writes as JSON text; templates read the object."""
+    """Parses the arguments of a call, which are JSON text; templates read the object."""
     arguments = read_object(value or "{}") if is_text(value) else None
     if arguments is None and is_text(value):
         arguments = _read_cut(value)
@@ -83,7 +83,7 @@ class TemplateInput(Strict):
 
 
 class TextMessage(TemplateInput):
-    """A message of anybody but the assistant and its tools."""
+    """Message of the system, the developer or the user."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -99,25 +99,25 @@ class CalledFunction(TemplateInput):
 
 
 class MadeCall(TemplateInput):
-    """A call of an earlier answer."""
+    """Tool call of an earlier assistant message."""
 
     id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    # Of one that a client has put together of parts; templates do not read it.
+    # Sent by clients that assembled the call from a stream; templates do not read it.
     index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
 
 
 class AssistantMessage(TemplateInput):
-    """An earlier answer, as it was given; clients send it back as a whole.
+    """Earlier assistant message.
 
-    Some have put beside it what they made of it: `Client` fields.
+    Clients send it back whole, some with extra fields (`parsed`, `annotations`), which are ignored.
     """
 
     role: Literal["assistant"]
     content: AnswerContent = None
     reasoning_content: Text | None = None
-    reasoning: Annotated[Text | None, Field(exclude=True)] = None  # vLLM's new name of it
+    reasoning: Annotated[Text | None, Field(exclude=True)] = None  # vLLM's new name
     tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_CALLS)] | None = None
     name: Text | None = None
     refusal: None = None
@@ -171,10 +171,10 @@ class Function(TemplateInput):
     strict: bool | None = None
 
     def arguments_schema(self, is_forced: bool) -> dict[str, Any] | None:
-        """Schema of the arguments of a call; None: any object.
+        """Returns the schema of the arguments of a call; None: any object.
 
         Args:
-          is_forced: A call must be made, and then every function is held to its schema.
+          is_forced: A call is required, so the schema of every function is enforced.
         """
         if not (self.strict or is_forced):
             return None
@@ -182,17 +182,17 @@ class Function(TemplateInput):
 
 
 class Tool(TemplateInput):
-    """A tool; functions are all there are."""
+    """Tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 def for_template(message: TextMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
-    """A message as chat templates read it.
+    """Returns a message in the form that chat templates read.
 
-    What is null is left out, as transformers does, but for `content`: many templates put it into
-    their text without a look, and an answer of calls or reasoning alone has none.
+    Null fields are omitted, same as in transformers, except `content`: many templates print it
+    unchecked, and a message with only calls or reasoning has no content.
     """
     content = without_images(message.content or "")
     fields = message.model_dump(exclude_none=True) | {"content": content}

@@ -13,20 +13,19 @@ from shared.server.protocol.errors import ApiError
 from shared.text.tokenizer import is_text
 
 TEXT, IMAGE = "text", "image_url"
-"""The types of parts that there are."""
+"""Supported types of parts."""
 
 MAX_IMAGES = 64
 """Maximum number of images of one request."""
 
-_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
+_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # ignored: all prompts are cached
 
 LOW = "low"
 _DETAILS = (None, "auto", "high", "original", LOW)
-"""Values of `detail`: `low` bounds the size of an image, the others are what the model's settings
-make of it."""
+"""Values of `detail`: `low` bounds the size of an image, the others use the model's settings."""
 
 _FOR_TEMPLATE = {"type": "image"}
-"""An image as chat templates read it; they say where it stands, and see nothing of it."""
+"""Image part in the form that chat templates read; they only write the placeholder."""
 
 _OTHER = {
     "video": "video is not supported; send single frames as parts of type image_url",
@@ -34,14 +33,14 @@ _OTHER = {
     "image": "images must be parts of type image_url",
     "file": ("files are not supported; send their text, or an image as a part of type image_url"),
 }
-"""Why a part whose type has this word in its name is not taken."""
+"""Reasons for unsupported parts, by a word of the part's type."""
 
 
 def check_image_count(messages: Any) -> Any:
-    """Messages as a client has sent them, which may be anything, before one of them is read.
+    """Checks the number of images in unvalidated messages, and returns the messages.
 
     Raises:
-      ApiError: They have more images than a request may.
+      ApiError: The number of images exceeds `MAX_IMAGES`.
     """
     read = messages if isinstance(messages, list) else []
     contents = (message.get("content") for message in read if isinstance(message, dict))
@@ -62,7 +61,7 @@ def _read_all(value: Any) -> str | list[Any]:
 
 
 def _read_answer(value: Any) -> str | list[Any] | None:
-    """The content of an answer, which may have none beside its calls."""
+    """Parses the content of an assistant message, which may be null next to tool calls."""
     return None if value is None else _read_texts(value)
 
 
@@ -76,7 +75,7 @@ def _read(value: Any, kinds: tuple[str, ...]) -> str | list[Any]:
 
 
 def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
-    """A part without hints for caches."""
+    """Returns a part without cache hints."""
     kind = part.get("type")
     if kind not in kinds:
         raise _other_kind(kind, kinds)
@@ -89,7 +88,7 @@ def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_image(given: Any) -> dict[str, Any]:
-    """The object of an image, which some clients write as its url alone."""
+    """Parses the object of an image; a bare URL is accepted."""
     image = {"url": given} if isinstance(given, str) else given
     if not isinstance(image, dict) or image.keys() - {"detail"} != {"url"}:
         raise PydanticCustomError(
@@ -172,12 +171,12 @@ AnswerContent = Annotated[
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image as a client has sent it.
+    """Image part of a request.
 
     Attributes:
-      place: Where in the request it stands, as errors name it.
-      url: Its address, which carries it.
-      is_low: Its size is bounded by `shared.models.image_processor.LOW_DETAIL_PIXELS`.
+      place: Path of the part in the request, for errors.
+      url: Data URL with the image.
+      is_low: `detail` is `low`: `shared.models.image_processor.LOW_DETAIL_PIXELS` bounds the size.
     """
 
     place: str
@@ -186,7 +185,7 @@ class ImagePart:
 
 
 def images_in(contents: Iterable[str | list[Any] | None]) -> list[ImagePart]:
-    """The images of messages, given by their contents, in their order."""
+    """Returns the images of message contents, in order."""
     return [
         ImagePart(
             f"messages[{number}].content[{index}].{IMAGE}",
@@ -200,7 +199,7 @@ def images_in(contents: Iterable[str | list[Any] | None]) -> list[ImagePart]:
 
 
 def without_images(content: str | list[Any]) -> str | list[Any]:
-    """A message's content as chat templates read it: of an image there is its place."""
+    """Returns a message's content for chat templates, with placeholders for images."""
     if isinstance(content, str):
         return content
     return [_FOR_TEMPLATE if part["type"] == IMAGE else part for part in content]

@@ -6,14 +6,14 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An answer with OpenAI's error object.
+    """Error response with OpenAI's error object.
 
     Attributes:
       status: HTTP status.
       message: One sentence.
-      param: The field at fault, or None.
-      code: A word for programs, or None.
-      retry_after_s: When it may be worth another try, or None.
+      param: The invalid field, or None.
+      code: Machine-readable code, or None.
+      retry_after_s: Value of the Retry-After header in seconds, or None.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_json(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Returns the body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}

@@ -10,18 +10,18 @@ from pydantic_core import PydanticCustomError
 
 from shared.text.tokenizer import is_text
 
-MAX_COUNT = (1 << 31) - 1  # of what the model's own bounds are far below
+MAX_COUNT = (1 << 31) - 1  # far above the model's own limits
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-MAX_CHOICES = 1024  # of all prompts of one request
-MAX_BIAS = 100  # of a token, either way
-MAX_USER_LENGTH = 256  # the drafter NGRAM keeps the name for as long as what was seen of it
+MAX_CHOICES = 1024  # per request, over all prompts
+MAX_BIAS = 100  # absolute value
+MAX_USER_LENGTH = 256  # the n-gram drafter stores the name with the user's n-grams
 MAX_DEPTH = 64
-MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
+MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and logit_bias; a model's own limits are lower
 
 
 class Strict(BaseModel):
-    """Wrong types, unknown fields, NaN and infinity are errors."""
+    """Request model in which wrong types, unknown fields, NaN and infinity are errors."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, frozen=True
@@ -39,18 +39,18 @@ User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
 
 
 def _check_bool(value: Any) -> Any:
-    """A literal of pydantic takes 0 for false and 1 for true."""
+    """Accepts only booleans: a pydantic literal also accepts 0 and 1."""
     if type(value) is not bool:
         raise PydanticCustomError("bool", "must be true or false")
     return value
 
 
 No = Annotated[Literal[False], BeforeValidator(_check_bool)]
-"""A switch that stays off."""
+"""Boolean field with false as its only value."""
 
 
 def check_depth(value: Any) -> Any:
-    """Refuses what is nested more deeply than those who write it again can follow."""
+    """Raises an error for nesting deeper than `MAX_DEPTH`, which serializers could not follow."""
     level, depth = [value], 0
     while level := [part for item in level for part in _parts(item)]:
         depth += 1
@@ -68,16 +68,16 @@ def _parts(value: Any) -> Collection[Any]:
 
 
 Nested = Annotated[dict[str, Any], AfterValidator(check_depth)]
-"""An object that is passed on as it is."""
+"""Object that is passed on unchanged."""
 
 
 def is_id_list(value: Any) -> bool:
-    """Returns True if a value is a list of integers, which may be ids of tokens."""
+    """Returns True if a value is a list of integers, as lists of token ids are."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 ID_FORMAT: dict[str, Any] = {"format": "token-id"}
-"""Marks the ids of tokens; the model's own bound of them is lower than the one that is told."""
+"""Marks token ids; the model's vocabulary is smaller than the documented maximum."""
 
 ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT, **ID_FORMAT}
 _IDS = {"type": "array", "items": ID_SCHEMA, "minItems": 1}
@@ -114,7 +114,7 @@ BIAS_SCHEMA = WithJsonSchema(
 
 
 def read_prompt(value: Any) -> list[str] | list[list[int]]:
-    """Prompts, of which a request may have several: all texts or all lists of token ids."""
+    """Parses one or more prompts: all are strings, or all are lists of token ids."""
     prompts = [value] if isinstance(value, str) or (value and is_id_list(value)) else value
     if isinstance(prompts, list) and len(prompts) > MAX_CHOICES:
         raise PydanticCustomError(
@@ -132,7 +132,7 @@ def read_prompt(value: Any) -> list[str] | list[list[int]]:
 
 
 def read_stops(value: Any) -> list[str]:
-    """Stop strings: a text, where "" is none, or a list of texts."""
+    """Parses stop strings: a string, where "" means none, or a list of strings."""
     stops = [] if value in (None, "") else [value] if isinstance(value, str) else value
     few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
     if not isinstance(few, list) or not all(is_text(s) and s for s in few):
@@ -149,7 +149,7 @@ def read_stops(value: Any) -> list[str]:
 
 
 def read_bias(value: Any) -> dict[int, float]:
-    """Biases by token id; JSON writes the ids as texts."""
+    """Parses biases by token id; the keys are strings in JSON."""
     if not isinstance(value, dict | None):
         raise PydanticCustomError("logit_bias", "must be an object that maps token ids to biases")
     biases = value or {}
@@ -160,7 +160,7 @@ def read_bias(value: Any) -> dict[int, float]:
     for name, bias in biases.items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise PydanticCustomError("logit_bias", "must have token ids as its keys")
-        # NaN is not within the bounds either.
+        # NaN fails this comparison as well.
         if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise PydanticCustomError(
                 "logit_bias", "must have numbers from -{bound} to {bound}", {"bound": MAX_BIAS}

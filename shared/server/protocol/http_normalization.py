@@ -11,10 +11,10 @@ _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class HttpNormalization:
-    """Asks the application for what a request means.
+    """Middleware that normalises the method and the target of a request.
 
-    HEAD asks as GET does, and the connection sends no body. A target may be a whole address, whose
-    host then counts in the place of the Host field (RFC 9112, 3.2.2).
+    HEAD is handled as GET, and the connection sends no body. The host of an absolute-form target
+    replaces the Host header (RFC 9112, 3.2.2).
     """
 
     def __init__(self, app: ASGIApp) -> None:

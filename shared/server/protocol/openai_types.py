@@ -41,8 +41,8 @@ from shared.text.grammar_worker import OutputFormat
 TEMPLATE_ADVICE = tuple(field.name for field in UNSUPPORTED_FIELDS if field.is_of_template)
 MAX_PRIORITY = 1000
 MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
-MAX_ARGUMENTS = 32  # of a chat template
-MAX_DRAFT_TOKENS = 1 << 16  # more than any step has
+MAX_ARGUMENTS = 32  # per chat template
+MAX_DRAFT_TOKENS = 1 << 16  # above the draft tokens of any step
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT, json_schema_extra=ID_FORMAT)]
@@ -53,7 +53,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # advice: events are never padded
+    include_obfuscation: bool | None = None  # ignored: events are never padded
 
 
 class SpeculativeOptions(Strict):
@@ -64,21 +64,17 @@ class SpeculativeOptions(Strict):
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts of a step, or None for all that the step has."""
+        """Maximum draft tokens per step; None: no limit."""
         if self.enabled is False:
             return 0
         return self.max_draft_tokens
 
 
 class GenerationRequest(Strict):
-    """The fields that both endpoints share.
+    """Fields of both generation endpoints."""
 
-    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits. `PROMPT` is
-    the field of the prompt.
-    """
-
-    DEFAULT_TOKENS: ClassVar[int | None] = None
-    PROMPT: ClassVar[str]
+    DEFAULT_TOKENS: ClassVar[int | None] = None  # default of max_tokens; None: up to the context
+    PROMPT: ClassVar[str]  # name of the field with the prompt
 
     model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -90,7 +86,7 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    # Logits are divided by it: far smaller values leave float32's range.
+    # Logits are divided by it: far smaller values exceed the range of float32.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias), BIAS_SCHEMA] = {}
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
@@ -106,13 +102,13 @@ class GenerationRequest(Strict):
     speculative: SpeculativeOptions | None = None
     trace: bool | None = None
     user: User | None = None
-    # OpenAI's two names for parts of `user`: advice.
+    # OpenAI's two names for parts of `user`: ignored.
     safety_identifier: User | None = None
     prompt_cache_key: User | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # What vLLM's clients sent before there was structured_outputs.
+    # vLLM's fields from before structured_outputs.
     guided_json: Nested | None = None
     guided_regex: Pattern | None = None
     guided_choice: Options | None = None
@@ -122,16 +118,16 @@ class GenerationRequest(Strict):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields that have no effect on this request, whatever its chat template reads."""
+        """Fields without effect on this request, apart from inputs of the chat template."""
         return self._advice
 
     @property
-    def wants_trace(self) -> bool:
-        """True if the request asks for a trace of its steps."""
+    def returns_trace(self) -> bool:
+        """True if the response includes a step trace."""
         return bool(self.trace)
 
     def with_advice(self, names: tuple[str, ...]) -> Self:
-        """The same request, which had these fields of `unsupported_fields` beside its own."""
+        """Sets the ignored fields (`unsupported_fields`) of the body; returns itself."""
         self._advice = names
         return self
 
@@ -158,27 +154,27 @@ class GenerationRequest(Strict):
 
     @property
     def grammar_field(self) -> str:
-        """The field that asks for a grammar, where one does."""
+        """Name of the field that requests a grammar, for errors."""
         return next(iter(self.forms), "grammar")
 
     @property
     def num_choices(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices per prompt."""
         return self.n or 1
 
     @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """Name of the field that limits the output tokens, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
-    def asked_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for the best tokens, and how many; None for no logprobs at all."""
+    def logprobs_field(self) -> tuple[str, int | None]:
+        """Name of the field that requests logprobs, and the number of top tokens or None."""
         return "logprobs", None
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True if an answer says something of the prompt."""
+    def returns_prompt_logprobs(self) -> bool:
+        """True if the response reports logprobs of the prompt."""
         return self.prompt_logprobs is not None
 
     @property
@@ -187,8 +183,8 @@ class GenerationRequest(Strict):
         return None
 
     @property
-    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for most of the prompt's logprobs, and how many; None for none."""
+    def prompt_logprobs_field(self) -> tuple[str, int | None]:
+        """Name of the field with the most prompt logprobs, and the number or None."""
         echoed, asked = self.echoed_logprobs, self.prompt_logprobs
         if echoed is None or (asked is not None and asked >= echoed):
             return "prompt_logprobs", asked
@@ -196,33 +192,33 @@ class GenerationRequest(Strict):
 
     @property
     def names(self) -> dict[str, str]:
-        """This API's words for the fields of a request that the engine calls otherwise."""
-        asked = {"max_tokens": self.asked_tokens[0], "logprobs": self.asked_logprobs[0]}
-        asked["prompt_logprobs"] = self.asked_prompt_logprobs[0]
+        """Field names of this API by the engine's names, for errors."""
+        asked = {"max_tokens": self.max_tokens_field[0], "logprobs": self.logprobs_field[0]}
+        asked["prompt_logprobs"] = self.prompt_logprobs_field[0]
         return {"prompt": self.PROMPT, "grammar": self.grammar_field, **asked}
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts of a step, or None for all that the step has."""
+        """Maximum draft tokens per step; None: no limit."""
         return self.speculative.most_drafts if self.speculative else None
 
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's
+    DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's default
     PROMPT: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt), PROMPT_SCHEMA]
-    # 0 reads the prompt and says nothing.
+    # 0 evaluates the prompt without generating tokens.
     max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     echo: bool | None = None
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True if an answer says something of the prompt."""
-        return bool(self.echo) or super().wants_prompt_logprobs
+    def returns_prompt_logprobs(self) -> bool:
+        """True if the response reports logprobs of the prompt."""
+        return bool(self.echo) or super().returns_prompt_logprobs
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -230,13 +226,13 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs if self.echo else None
 
     @property
-    def asked_logprobs(self) -> tuple[str, int | None]:
-        """`logprobs`, a number here."""
+    def logprobs_field(self) -> tuple[str, int | None]:
+        """`logprobs`, which is a number in this endpoint."""
         return "logprobs", self.logprobs
 
 
 class ChatPrompt(Strict):
-    """The fields of which the chat template makes a prompt."""
+    """Fields that the chat template renders to a prompt."""
 
     messages: Annotated[
         list[Message],
@@ -295,30 +291,30 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields that have no effect; a form has none where an answer is calls alone."""
+        """Fields without effect; output formats have none if the output must be a tool call."""
         return (*super().ignored, *(self.forms if self.requires_tool_call else ()))
 
     @property
     def requires_tool_call(self) -> bool:
-        """True if an answer has to be a call."""
+        """True if the output must be a tool call."""
         choice = self.tool_choice
         is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
         return choice == "required" or isinstance(choice, NamedTool) or is_required
 
     @property
     def constrains_tool_calls(self) -> bool:
-        """True if a grammar holds the calls of an answer, if it has tools."""
+        """True if a grammar constrains the tool calls."""
         is_strict = any(tool.function.strict for tool in self.callable_tools)
         return is_strict or self._names_calls or self.form is not None
 
     @property
     def _names_calls(self) -> bool:
-        """True if `tool_choice` says what has to be called, or what alone may be."""
+        """True if `tool_choice` requires a call or restricts the functions."""
         return self.requires_tool_call or isinstance(self.tool_choice, AllowedChoice)
 
     @property
     def chosen_names(self) -> set[str] | None:
-        """The functions that `tool_choice` names; None where it names none."""
+        """Functions that `tool_choice` names; None if it names none."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.names
@@ -334,25 +330,25 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def grammar_field(self) -> str:
-        """The field that asks for a grammar, where one does."""
+        """Name of the field that requests a grammar, for errors."""
         if self.requires_tool_call:
             return "tool_choice"
         return next(iter(self.forms), "tool_choice" if self._names_calls else "tools")
 
     @property
     def max_tool_calls(self) -> int | None:
-        """Calls that a choice may have; None for any number."""
+        """Maximum tool calls per choice; None: no limit."""
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
         return 1 if is_one else None
 
     @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """`max_completion_tokens`, or its old name."""
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """`max_completion_tokens`, or its old name `max_tokens`."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
-    def asked_logprobs(self) -> tuple[str, int | None]:
-        """`top_logprobs`, which `logprobs` turns on."""
+    def logprobs_field(self) -> tuple[str, int | None]:
+        """`top_logprobs`, which `logprobs` enables."""
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None

@@ -13,13 +13,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseModel(BaseModel):
-    """No field is there that is not told of."""
+    """Response object; it has no fields besides those of the schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ErrorFields(ResponseModel):
-    """Error message, with the field and a code."""
+    """Message, type, invalid field (`param`) and code of an error."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -28,20 +28,20 @@ class ErrorFields(ResponseModel):
 
 
 class Error(ResponseModel):
-    """Every error of every route; within a stream it is an event."""
+    """Error response of every route; within a stream it is sent as an event."""
 
     error: ErrorFields
 
 
 class PromptDetails(ResponseModel):
-    """Prompt tokens found in the prefix cache, and image tokens."""
+    """Number of prompt tokens found in the prefix cache, and of image tokens."""
 
     cached_tokens: int
     image_tokens: int
 
 
 class Usage(ResponseModel):
-    """Tokens of all prompts, each counted once, and of all choices."""
+    """Number of tokens of all prompts, each counted once, and of all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,11 @@ class Usage(ResponseModel):
 
 
 class Speculative(ResponseModel):
-    """Acceptance figures; entry i of the histogram counts the steps that accepted i drafts."""
+    """Acceptance statistics of speculative decoding.
+
+    Entry i of `accept_length_histogram` is the number of steps that accepted i draft tokens.
+    `accept_length` is the average number of tokens per step, with the bonus token.
+    """
 
     verify_steps: int
     accept_length: float
@@ -58,9 +62,9 @@ class Speculative(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Lists of equal length, an entry per token, those of an echoed prompt too.
+    """Logprobs of a completion: lists with one entry per token, including an echoed prompt.
 
-    The first token of a prompt follows nothing and has none.
+    The entries of the first prompt token are null, because no token precedes it.
     """
 
     tokens: list[str]
@@ -70,7 +74,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """A token at a place of the prompt: what the model gave it, and its place among all tokens."""
+    """Logprob of a token at a prompt position, its rank in the vocabulary (from 1) and its text."""
 
     logprob: float
     rank: int
@@ -78,12 +82,12 @@ class PromptLogprob(ResponseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Logprobs of each prompt token by id: the most likely tokens and the token itself. The
-first follows nothing and has null. In a stream the first event of a choice has them."""
+"""Logprobs of each prompt position by token id: the most likely tokens and the prompt token. The
+entry of the first token is null. In a stream the first event of a choice contains them."""
 
 
 class TokenLogprob(ResponseModel):
-    """A token, and what the model gave it."""
+    """Text, bytes and logprob of a token."""
 
     token: str
     logprob: float
@@ -91,24 +95,25 @@ class TokenLogprob(ResponseModel):
 
 
 class ChatTokenLogprob(TokenLogprob):
-    """A token of the answer beside the best ones of its place."""
+    """Output token, with the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(ResponseModel):
-    """An object per token."""
+    """Logprobs of a chat choice: one object per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class TracedToken(ResponseModel):
-    """A token of the text: of what kind it is, and the draft that it was.
+    """Output token in a step trace.
 
-    A token that no draft was accepted for is the target's own: the first of an answer, the bonus
-    token of a step with drafts, or the token of a plain step; its node and depth are 0. `text` is
-    what it added, "" within a character; `name` is the token itself.
+    `origin` is the source of the accepted draft token, `bonus` for the bonus token of a step with
+    drafts, and `target` for the token of a prefill or plain step. `node` and `depth` are 0 for
+    `bonus` and `target`. `text` is the text that the token added, "" within a character; `name` is
+    the text of the token alone.
     """
 
     token: int
@@ -120,7 +125,7 @@ class TracedToken(ResponseModel):
 
 
 class TracedDraft(ResponseModel):
-    """A node of the draft tree; `parent` 0 is the newest token before the step."""
+    """Node of the draft tree; `parent` 0 is the root, the newest token before the step."""
 
     node: int
     parent: int
@@ -134,8 +139,8 @@ class TracedDraft(ResponseModel):
 class TracedStep(ResponseModel):
     """Step trace of one choice.
 
-    `step` counts the engine's, `time_ms` begins when the engine had the request, `host_ms` is from
-    the step's submission to its result.
+    `step` is the number of the engine step. `time_ms` is the time since the engine received the
+    request, `host_ms` the time from the step's submission to its result.
     """
 
     step: int
@@ -149,7 +154,7 @@ class TracedStep(ResponseModel):
 
 
 class TracedChoice(ResponseModel):
-    """The steps of a choice; why it ended is null while it runs."""
+    """Steps of a choice; `finish_reason` is null while the choice runs."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None
@@ -157,7 +162,7 @@ class TracedChoice(ResponseModel):
 
 
 class RequestTrace(ResponseModel):
-    """Every step of a request; `dropped_steps` of its first ones were too many to keep."""
+    """Step trace of a request; the oldest `dropped_steps` steps were dropped to save memory."""
 
     id: str
     object: Literal["request.trace"]
@@ -169,7 +174,7 @@ class RequestTrace(ResponseModel):
 
 
 class ChoiceBase(ResponseModel):
-    """Fields of all choices; `token_ids` and `trace` if requested."""
+    """Fields of all choices; `token_ids` and `trace` are present if requested."""
 
     index: int
     finish_reason: FinishReason | None
@@ -178,7 +183,7 @@ class ChoiceBase(ResponseModel):
 
 
 class CompletionChoice(ChoiceBase):
-    """A choice of a completion, or what a step added to it."""
+    """Choice of a completion; in a stream, its increment by one step."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -186,14 +191,14 @@ class CompletionChoice(ChoiceBase):
 
 
 class FunctionCall(ResponseModel):
-    """A call: its name, where it begins, and JSON text."""
+    """Name and arguments of a tool call; in a stream, `name` is in the first increment only."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCall(ResponseModel):
-    """A call of a tool, or the part of one that `index` tells; the first part has `id`."""
+    """Tool call; in a stream, the increment of call number `index`, with `id` in the first one."""
 
     index: int | None = None
     id: str | None = None
@@ -202,7 +207,7 @@ class ToolCall(ResponseModel):
 
 
 class ChatMessage(ResponseModel):
-    """A message, or what a step added to it."""
+    """Message of the assistant; in a stream, its increment by one step."""
 
     role: Literal["assistant"] | None = None
     content: str | None
@@ -211,21 +216,21 @@ class ChatMessage(ResponseModel):
 
 
 class ChatChoice(ChoiceBase):
-    """A choice of a chat."""
+    """Choice of a chat completion."""
 
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
 class ChatPart(ChoiceBase):
-    """Increment of a chat choice by one step."""
+    """Choice in a stream event: the increment by one step."""
 
     delta: ChatMessage
     logprobs: ChatLogprobs | None
 
 
 class ResponseHeader(ResponseModel):
-    """First fields of all responses."""
+    """Common first fields of responses."""
 
     id: str
     created: int
@@ -233,16 +238,16 @@ class ResponseHeader(ResponseModel):
 
 
 class Result(ResponseHeader):
-    """An answer to a prompt; a stream has `ignored` in its first event.
+    """Common fields of completions.
 
-    `ignored` names the fields of the request that have no effect, where there are some.
+    `ignored` lists the request fields without effect, if any; a stream has it in the first event.
     """
 
     ignored: list[str] | None = None
 
 
 class Completion(Result):
-    """Answer of /v1/completions; an event of its stream has the totals at the end alone."""
+    """Response of /v1/completions; in a stream, the last event has `usage` and `speculative`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -251,7 +256,7 @@ class Completion(Result):
 
 
 class Chat(Result):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -261,7 +266,7 @@ class Chat(Result):
 
 
 class ChatEvent(Result):
-    """An event of a chat's stream; the last one has the totals."""
+    """Stream event of /v1/chat/completions; the last one has `usage` and `speculative`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
@@ -271,7 +276,7 @@ class ChatEvent(Result):
 
 
 class ModelCard(ResponseModel):
-    """The model that is served; `created` is when the server began to serve it, in seconds."""
+    """Served model; `created` is the Unix time at which the server started."""
 
     id: str
     object: Literal["model"]
@@ -283,7 +288,7 @@ class ModelCard(ResponseModel):
 
 
 class Models(ResponseModel):
-    """All models: one."""
+    """List of models; the server has one."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -313,7 +318,7 @@ class UnsupportedFeature(ResponseModel):
 
 
 class Limits(ResponseModel):
-    """The bounds of a request; null: there is none, or what is bounded is not served."""
+    """Limits of a request; null: unlimited, or the limited feature is unsupported."""
 
     context_length: int
     max_request_tokens: int
@@ -331,11 +336,12 @@ class Limits(ResponseModel):
 
 
 class ImageLimits(ResponseModel):
-    """The bounds of the images of a request.
+    """Limits of the images of a request.
 
-    An image may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
-    `max_image_tokens`, each of `pixels_per_token`, and to fewer where its shape has no size in
-    between. All of a request have at most `max_bytes` then, three for each pixel.
+    An image may have at most `max_pixels` when it is sent. It is resized to between `min_tokens`
+    and `max_image_tokens` tokens of `pixels_per_token` pixels each, or to fewer tokens if no size
+    in that range matches its shape. The resized images of a request may have at most `max_bytes`
+    bytes, three per pixel.
     """
 
     max_images: int
@@ -346,7 +352,7 @@ class ImageLimits(ResponseModel):
 
 
 class IgnoredField(ResponseModel):
-    """A field of requests that has no effect: a request that has it is served all the same."""
+    """Request field that is accepted and ignored."""
 
     field: str
     endpoints: list[str]
@@ -356,8 +362,8 @@ class IgnoredField(ResponseModel):
 class Capabilities(ResponseModel):
     """Supported methods, unsupported combinations and limits.
 
-    `ignored` is empty where the server was started with `--strict-fields`. The parsers are those in
-    use, `chat_template` is the file of the flag.
+    `ignored` is empty if the server was started with `--strict-fields`. The parsers are those in
+    use; `chat_template` is the file of `--chat-template`.
     """
 
     drafters: list[str]
@@ -373,12 +379,12 @@ class Capabilities(ResponseModel):
 
 
 class ServerVersion(ResponseModel):
-    """The version of the server."""
+    """Version of the server."""
 
     version: str
 
 
 class CorpusList(ResponseModel):
-    """Tokens of each external corpus."""
+    """Number of tokens of each external corpus."""
 
     corpora: dict[str, int]

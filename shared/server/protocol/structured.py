@@ -22,22 +22,22 @@ Options = Annotated[
 
 
 class PlainFormat(Strict):
-    """Any text, or any JSON object."""
+    """Output format without a schema: any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
 class JsonSchema(Strict):
-    """A schema and what it is called."""
+    """JSON schema with its name."""
 
     name: Annotated[Text, Field(max_length=64)] | None = None
     description: Text | None = None
     schema_: Annotated[Nested, Field(alias="schema")]
-    strict: bool | None = None  # a text is held to its schema either way
+    strict: bool | None = None  # ignored: the schema is always enforced
 
 
 class SchemaFormat(Strict):
-    """JSON that a schema describes."""
+    """Output format of JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -55,7 +55,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Strict):
-    """vLLM's field, of which one part may be given; a grammar is Lark's or GBNF."""
+    """vLLM's structured output field: one of five constraints; `grammar` is Lark or GBNF."""
 
     json_: Annotated[Nested | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
@@ -68,7 +68,7 @@ class StructuredOutputs(Strict):
         """Requested output format.
 
         Raises:
-          ValueError: Nothing is, or several things are.
+          ValueError: No constraint is given, or several are.
         """
         schema = {"type": "object"} if self.json_object else None
         asked = [
@@ -105,33 +105,33 @@ class NamedFunction(Strict):
 
 
 class NamedTool(Strict):
-    """A call of one function."""
+    """Tool choice that requires a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Strict):
-    """Tools of a request of which alone an answer may call some."""
+    """Subset of the request's tools that the output may call."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
     @property
     def names(self) -> set[str]:
-        """The functions that may be called."""
+        """Names of the functions that may be called."""
         return {tool.function.name for tool in self.tools}
 
 
 class AllowedChoice(Strict):
-    """Calls of some of the request's tools; all of them stand in the prompt."""
+    """Tool choice that restricts calls to a subset of the tools; the prompt lists all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def _nested(value: Any) -> Any:
-    """A choice as the chat API nests it; the Responses API nests neither tools nor functions."""
+    """Converts a tool choice of the Responses API, which is flat, to the nested form of chat."""
     if not isinstance(value, dict):
         return value
     if "allowed_tools" not in value:
@@ -144,7 +144,7 @@ def _nested(value: Any) -> Any:
 
 
 def _named(tool: Any) -> Any:
-    """A function as the chat API nests it."""
+    """Converts a function of the Responses API to the nested form of chat."""
     if isinstance(tool, dict) and tool.keys() == {"type", "name"}:
         return {"type": tool["type"], "function": {"name": tool["name"]}}
     return tool
