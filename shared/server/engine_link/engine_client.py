@@ -97,11 +97,8 @@ class SubmittedPrompt:
     """Prompt with its sampling parameters and one seed per choice.
 
     Attributes:
-      tokens: Token ids.
-      sampling: Sampling parameters without seeds.
       seeds32: Seed of each choice.
       tenant: User name, for fair scheduling and n-gram storage.
-      priority: Scheduling priority.
       images: Images with their positions in the prompt.
     """
 
@@ -226,8 +223,7 @@ class EngineClient:
 
         Args:
           connection: Socket to the engine.
-          last_word: Socket with the number of the signal that ended the engine, which may have no
-            time to send a message; None if no signal ends it.
+          last_word: Receives the number of a signal that ends the engine; None without signals.
 
         Raises:
           EngineLost: The engine exited first.
