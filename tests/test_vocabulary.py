@@ -15,25 +15,25 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 130,
-    "say of data": 180,
-    "ask, hear, want of data": 203,
-    "refuse": 90,
+    "tell of data": 106,
+    "say of data": 126,
+    "ask, hear, want of data": 160,
+    "refuse": 74,
     "refused by name": 1,
-    "stand": 93,
-    "lie": 46,
-    "is left": 53,
+    "stand": 73,
+    "lie": 45,
+    "is left": 47,
     "by lot": 1,
     "law": 27,
     "mailbox": 31,
     "tower": 35,
-    "that sees": 45,
+    "that sees": 42,
     "seen text": 9,
-    "turns": 71,
+    "turns": 70,
     "promise": 6,
     "asleep": 20,
-    "who, whose": 491,
-    "so many, as many": 98,
+    "who, whose": 454,
+    "so many, as many": 95,
 }
 OPENING_CEILINGS = {
     "bench": 0,
@@ -47,7 +47,7 @@ OPENING_CEILINGS = {
 """Docstrings by top folder that open with a word of `OPENINGS`."""
 AS_CEILING = 13
 CLASS_NAME_CEILING = 16
-UNDOCUMENTED_CEILING = 181
+UNDOCUMENTED_CEILING = 171
 SPREAD_CEILINGS = {"# fmt: skip": 74, "f(*(a, b))": 95, "f(*name)": 948}
 
 
