@@ -1,4 +1,4 @@
-"""Tables of tiles: a call uses the first line whose bounds its sizes do not exceed."""
+"""Tables of tile configs: a call uses the first line with bounds that its sizes do not exceed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from shared.models.fp8_packing import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"
-"""GPU whose tiles a GPU without a file uses, until its own are measured."""
+"""GPU with the tiles of all GPUs without a file."""
 _THREE_HALVES = (96, 192)
 """Tile columns that are one and a half powers of two, to fill more of a GPU."""
 _WIDE = 64
@@ -24,7 +24,7 @@ _WIDE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAttentionTiles:
-    """Tiles of `encoder_attention`, whose rows are the patches of an image.
+    """Tiles of `encoder_attention`; its rows are the patches of an image.
 
     Attributes:
       lanes: Rows of a product.
@@ -63,7 +63,7 @@ class AttentionTiles:
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
-    """Bytes of an element of q, the most pairs of a request, and D."""
+    """Bytes of an element of q, maximum pairs of a request, and D."""
 
     lanes: int
     ones: int
@@ -78,9 +78,9 @@ class AttentionTiles:
 
 
 BLOCKS = 16
-"""Most blocks, of 16 or more pairs each, of a request and KV head in `attention_layer`."""
+"""Maximum blocks, of 16 or more pairs each, of a request and KV head in `attention_layer`."""
 MOST_LANES = 16 * BLOCKS
-"""Most (query head, row) pairs of a KV head that a request can have there."""
+"""Maximum (query head, row) pairs of a request and KV head there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class DecodeAttentionTiles:
 
     Attributes:
       lanes: Pairs of a program; fewer if a request cannot have that many.
-      programs: Most programs that share the positions of a request and KV head (split-KV).
+      programs: Maximum programs that share the positions of a request and KV head (split-KV).
       splits: Minimum splits of a program, if there are enough. Above 1, a program with all
         positions of a request keeps its softmax state in registers within a span.
       ones: Same as in `AttentionTiles`.
@@ -100,7 +100,7 @@ class DecodeAttentionTiles:
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
-    """Bytes of an element of q, most pairs of a request, requests, and the size of a head."""
+    """Bytes of an element of q, maximum pairs of a request, requests, and the size of a head."""
 
     lanes: int
     programs: int
@@ -129,7 +129,7 @@ class GDNLayerTiles:
     """
 
     sizes: ClassVar = ("nodes", "requests")
-    """Most nodes of a request, and number of requests."""
+    """Maximum nodes of a request, and number of requests."""
 
     columns: int
     warps: int
@@ -345,8 +345,8 @@ class SamplingTiles:
 
     Attributes:
       groups, warps: Groups of tokens of a tile, and warps of the kernels that process one.
-      programs: Most programs that share the tiles of a row with a filter.
-      row_programs, at_once, row_warps: Most programs that share the threshold search of a row,
+      programs: Maximum programs that share the tiles of a row with a filter.
+      row_programs, at_once, row_warps: Maximum programs that share the threshold search of a row,
         groups per step of one, and warps of the kernel.
       sampled, listed: Sampled tokens for the threshold bracket, and capacity of the list of tokens.
     """

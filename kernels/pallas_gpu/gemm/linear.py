@@ -30,8 +30,8 @@ from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     BlockPartials,
     RowOutputs,
-    room_of,
-    store_leaves,
+    partial_shapes,
+    store_partials,
 )
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
@@ -40,7 +40,7 @@ from shared.spec.reduction_order import SquaresOrder
 _LOG2_E = 1.4426950408889634
 
 
-class Given(NamedTuple):
+class GemmInputs(NamedTuple):
     """Inputs of the prologue and the epilogue.
 
     Attributes:
@@ -122,8 +122,7 @@ def product(
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
       asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
-        float32; it is stored for blocks of rows in which some row needs logits, and undefined
-        elsewhere.
+        float32, and undefined in blocks of rows that need no logits.
       interpret: Run on a CPU.
 
     Returns:
@@ -134,7 +133,7 @@ def product(
 
     Raises:
       ValueError: The tiles are invalid for this kernel; or rows are quantised and the GPU is not a
-        Hopper, whose tensor cores alone give the required bits.
+        Hopper; tensor cores of other GPUs give other bits.
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("persistent tiles must be described in Pallas")
@@ -206,7 +205,7 @@ def product(
         scaled = shape((R, gather.boxes.ranks * N), out_type)
         sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
         out = None if added is None else out
-    left = None if asks is None else tuple(room_of(R, N, tiles.columns).values())
+    left = None if asks is None else tuple(partial_shapes(R, N, tiles.columns).values())
     *found, left = pl.pallas_call(
         functools.partial(
             _product_kernel,
@@ -232,7 +231,7 @@ def product(
         x,
         weights,
         layer.reshape(1),
-        Given(
+        GemmInputs(
             scales,
             row_scales,
             squares,
@@ -347,7 +346,7 @@ def _product_kernel(
             norm = _norm_of(given, at_column, is_column)
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
     if left_refs is not None:
-        store_leaves(out, out_ref, given, left_refs, row, column, block)
+        store_partials(out, out_ref, given, left_refs, row, column, block)
         return
     if link is not None:
         words = R * outputs * out.dtype.itemsize // 4

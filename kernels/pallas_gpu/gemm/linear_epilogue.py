@@ -100,26 +100,26 @@ class EpilogueOutputs:
         # A result of one line must have no second one, not even out of bounds: Mosaic GPU drops a
         # dimension of size 1 from a copy's target, and the offset along it.
         columns = min(work.tiles.columns, work.outputs)
-        self._places = [(d, a) for d in downs for a in range(0, columns, self._line)]
+        self._part_offsets = [(d, a) for d in downs for a in range(0, columns, self._line)]
         self._scales = scales
 
     def prepare(self):
         """Starts the loads of epilogue inputs before the main loop."""
         if self._work.is_added:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for number in range(min(PARTS, len(self._places))):
+            for number in range(min(PARTS, len(self._part_offsets))):
                 self._fetch(number)
         if self._work.is_normed and self._scales is None:
             self._scales = {}
-            for down in dict(self._places):
+            for down in dict(self._part_offsets):
                 scale_ref = self._scale_ref.at[pl.ds(self._row + down, WIDE)]
                 self._scales[down] = plgpu.load(scale_ref, layout=_OF_ROWS, optimized=False)
 
     def store(self, sums):
         """Applies the epilogue and stores the result, without out-of-bounds rows and columns."""
         terms = []
-        for number, (down, at) in enumerate(self._places):
-            out = self._finished(sums, down, at)
+        for number, (down, at) in enumerate(self._part_offsets):
+            out = self._apply_epilogue(sums, down, at)
             part = self._parts.at[number % PARTS]
             if self._work.is_added:
                 plgpu.barrier_wait(self._come[number % PARTS])
@@ -129,7 +129,7 @@ class EpilogueOutputs:
             out = out.astype(self._out_ref.dtype)
             part[...] = out
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part, self._of(self._out_ref, number))
+            plgpu.copy_smem_to_gmem(part, self._part_ref(self._out_ref, number))
             if self._refs.sums is not None:
                 out = out.astype(jnp.float32)
                 self._store_scaled(out, number)
@@ -137,7 +137,7 @@ class EpilogueOutputs:
                 if (at + self._line) % self._work.order.chunk == 0:
                     self._store_squares(terms, number)
                     terms = []
-            if self._work.is_added and number + PARTS < len(self._places):
+            if self._work.is_added and number + PARTS < len(self._part_offsets):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._fetch(number + PARTS)
 
@@ -146,18 +146,18 @@ class EpilogueOutputs:
         scaled_ref, norms_ref = self._refs.scaled, self._refs.norms
         if scaled_ref is None:
             return
-        column = self._column + self._places[number][1]
+        column = self._column + self._part_offsets[number][1]
 
         @pl.when(column < self._work.outputs)
         def _store():
             at = norms_ref.at[self._refs.norm_layer[0], pl.ds(column, self._line)]
             norm = plgpu.load(at, layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
             read = out * lax.broadcast_in_dim(norm, out.shape, [1])
-            self._of(scaled_ref, number)[...] = read.astype(scaled_ref.dtype)
+            self._part_ref(scaled_ref, number)[...] = read.astype(scaled_ref.dtype)
 
     def _store_squares(self, terms, number):
         """Stores the sums of squares of a chunk that ends with this part."""
-        sums_ref, (down, at) = self._refs.sums, self._places[number]
+        sums_ref, (down, at) = self._refs.sums, self._part_offsets[number]
         column = self._column + at
 
         @pl.when(column < self._work.outputs)
@@ -166,14 +166,14 @@ class EpilogueOutputs:
             sums = added_up(terms, self._work.order.digits)
             sums_ref[pl.ds(self._row + down, WIDE), chunk] = sums
 
-    def leave(self, sums):
+    def store_block_partials(self, sums):
         """Stores the block's LM-head partials, and its logits if one of its rows needs them."""
         tokens = self._refs.tokens[0]
         of_blocks = (self._refs.keys, self._refs.ids, self._refs.bad)
-        for down in dict(self._places):
+        for down in dict(self._part_offsets):
             best, ids, most = (None,) * 3
-            for at in (at for of_rows, at in self._places if of_rows == down):
-                x = self._finished(sums, down, at)
+            for at in (at for of_rows, at in self._part_offsets if of_rows == down):
+                x = self._apply_epilogue(sums, down, at)
                 column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
                 column += self._column + at
                 keys = jnp.where(column < tokens, key_of(x), LOWEST)
@@ -202,20 +202,20 @@ class EpilogueOutputs:
             self.store(sums)
 
         @pl.when((asks & GROUP_SUMEXP) != 0)
-        def _leave_groups():
-            for down in dict(self._places):
+        def _store_groups():
+            for down in dict(self._part_offsets):
                 rows = pl.ds(self._row + down, WIDE)
                 temperature = plgpu.load(
                     self._refs.temperature.at[rows], layout=_LAYOUT.reduce(1), optimized=False
                 )
                 for at in range(0, min(self._work.tiles.columns, self._work.outputs), GROUP):
-                    self._leave_group(sums, rows, down, at, temperature, tokens)
+                    self._store_group(sums, rows, down, at, temperature, tokens)
 
-    def _leave_group(self, sums, rows, down, at, temperature, tokens):
+    def _store_group(self, sums, rows, down, at, temperature, tokens):
         """Same as `logits_processing.store_groups`, for a group of rows with a temperature."""
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
-            x = self._finished(sums, down, part)
+            x = self._apply_epilogue(sums, down, part)
             x = divided(x, lax.broadcast_in_dim(temperature, x.shape, [0]))
             column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
             is_one = column + (self._column + part) < tokens
@@ -238,7 +238,7 @@ class EpilogueOutputs:
             self._refs.peaks[rows, group] = peaks
             self._refs.masses[rows, group] = masses
 
-    def _finished(self, sums, down, at):
+    def _apply_epilogue(self, sums, down, at):
         gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)
         if self._work.is_normed:
             scale = lax.broadcast_in_dim(self._scales[down], gate.shape, [0])
@@ -263,9 +263,9 @@ class EpilogueOutputs:
     def _fetch(self, number):
         """Copies a part of the residual into the buffer of its sums."""
         slot = number % PARTS
-        where = self._of(self._added_ref, number)
+        where = self._part_ref(self._added_ref, number)
         plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._come[slot])
 
-    def _of(self, ref, number):
-        down, at = self._places[number]
+    def _part_ref(self, ref, number):
+        down, at = self._part_offsets[number]
         return ref.at[pl.ds(self._row + down, WIDE), pl.ds(self._column + at, self._line)]

@@ -48,7 +48,7 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     LOGITS,
     BlockPartials,
     RowOutputs,
-    room_of,
+    partial_shapes,
 )
 from kernels.tiles import LinearTiles
 from shared.models.fp8_packing import FP8_BLOCK, first_scale
@@ -57,7 +57,7 @@ from shared.spec.reduction_order import SquaresOrder
 _PROGRAMS = 2
 """Concurrent programs on a multiprocessor, for FP8 and one consumer warpgroup."""
 _JAX = (0, 11)
-"""Version of jax whose Mosaic GPU the kernels support; no jax from 0.11 on runs on Python 3.11."""
+"""Version of jax with a supported Mosaic GPU; no jax from 0.11 on runs on Python 3.11."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Registers of a producer thread, and of one thread of every warpgroup together."""
 
@@ -190,7 +190,7 @@ def described_product(
         asked = (asked & LOGITS).max(axis=1) | (asked & GROUP_SUMEXP).max(axis=1)
         operands |= {"asks": asked, "temperature": temperature}
         operands["tokens"] = asks.tokens
-        results |= room_of(len(temperature), N, tiles.columns)
+        results |= partial_shapes(len(temperature), N, tiles.columns)
     work = GemmTileWork(
         operands=tuple(operands),
         results=tuple(results),
@@ -330,7 +330,7 @@ def _product_kernel(*refs, work, **shared):
             if refs.asks is None:
                 result.store(sums)
             else:
-                result.leave(sums)
+                result.store_block_partials(sums)
 
         lax.fori_loop(0, count, multiply, None)
         plgpu.wait_smem_to_gmem(0)

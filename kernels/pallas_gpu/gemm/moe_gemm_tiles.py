@@ -36,22 +36,24 @@ class ExpertTile(NamedTuple):
     slots: Any
 
 
-def tile_of(number, ids_ref, lists, cut):
+def tile_of(number, ids_ref, expert_blocks, config):
     """Returns a tile of expert-aligned slots; without expert blocks, each slot is a tile."""
-    lane = lax.iota(jnp.int32, cut.lanes)
-    if lists is None:
-        expert = ids_ref[lax.div(number, cut.slots), lax.rem(number, cut.slots)]
+    lane = lax.iota(jnp.int32, config.lanes)
+    if expert_blocks is None:
+        expert = ids_ref[lax.div(number, config.slots), lax.rem(number, config.slots)]
         # A select between constants would have the type of its condition.
         count = jnp.minimum(jnp.maximum(expert + 1, 0), 1)
         return ExpertTile(expert=expert, count=count, slots=number + lane * 0)
-    expert, count, first = (ref[number] for ref in (lists.experts, lists.counts, lists.firsts))
-    rows = lists.slots.shape[1]
-    at = lists.slots.at[expert, first - expert * rows + lane]
+    expert, count, first = (
+        ref[number] for ref in (expert_blocks.experts, expert_blocks.counts, expert_blocks.firsts)
+    )
+    rows = expert_blocks.slots.shape[1]
+    at = expert_blocks.slots.at[expert, first - expert * rows + lane]
     slots = pltriton.load(at, mask=lane < count, other=0)
     return ExpertTile(expert=expert, count=count, slots=slots)
 
 
-def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, cut):
+def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, config):
     """Multiplies some rows with outputs of an expert, [outputs, lanes].
 
     The weight is the wide side of the tensor core (swap-AB).
@@ -80,7 +82,7 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         return part(stored.weights, lead, inputs, is_output, has_all, size)
 
     def add(i, total):
-        inputs = i * cut.depth + lax.iota(jnp.int32, cut.depth)
+        inputs = i * config.depth + lax.iota(jnp.int32, config.depth)
         return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
 
     def scale_at(i):
@@ -95,13 +97,13 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
         words = weight_at(i * len(lane) + lane, K // 4)
         scale = scale_at(i) if only_scale is None else only_scale
-        for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
+        for weight, x in zip(four(words, scale, not config.interpret), xs, strict=True):
             total += pltriton.dot(weight.astype(x.dtype), x, **exact)
         return total
 
     only_scale = None
     if stored.scales is not None and stored.scales.shape[-1] == 1:  # one scale for all inputs
         only_scale = scale_at(0)
-    nothing = jnp.zeros((len(output), cut.lanes), jnp.float32)
+    nothing = jnp.zeros((len(output), config.lanes), jnp.float32)
     step = add if stored.scales is None else add_four
-    return lax.fori_loop(0, pl.cdiv(K, cut.depth), step, nothing)
+    return lax.fori_loop(0, pl.cdiv(K, config.depth), step, nothing)

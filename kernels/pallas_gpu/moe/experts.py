@@ -38,7 +38,7 @@ class ExpertStream(NamedTuple):
     squares: Any
 
 
-class _Ends(NamedTuple):
+class _ExpertEpilogue(NamedTuple):
     """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm.
 
     The scale is stored in a stack, with an index of its own.
@@ -114,9 +114,9 @@ def experts(
         tiles=tiles,
         interpret=interpret,
     )
-    lists = None
+    expert_blocks = None
     if tiles.grouped:
-        lists, arrivals = group(
+        expert_blocks, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
     inner = silu_and_mul_linear(
@@ -124,7 +124,7 @@ def experts(
         squares,
         ExpertWeights(gate_up, gate_up_scales),
         chosen.ids,
-        lists,
+        expert_blocks,
         layer,
         eps=eps,
         routing=routing,
@@ -136,7 +136,7 @@ def experts(
         gathered(inner),
         ExpertWeights(down, down_scales),
         chosen,
-        lists,
+        expert_blocks,
         rows,
         next_norm,
         arrivals,
@@ -154,7 +154,7 @@ def silu_and_mul_linear(
     squares: Float[jax.Array, "R chunks"],
     gate_up: ExpertWeights,
     ids: Int[jax.Array, "R slots"],
-    lists: ExpertBlocks | None,
+    expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
     eps: float,
@@ -166,26 +166,26 @@ def silu_and_mul_linear(
     """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
     Args:
-      lists: Expert blocks of `group`, if tiles are grouped.
+      expert_blocks: Expert blocks of `group`, if tiles are grouped.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // 2
-    cut = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
-    _check(gate_up, cut)
+    config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
+    _check(gate_up, config)
     return pl.pallas_call(
-        partial(_gated_kernel, eps=eps, squares_order=squares_order, cut=cut),
+        partial(_gated_kernel, eps=eps, squares_order=squares_order, config=config),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
         out_shape=jax.ShapeDtypeStruct((R * routing.slots, N), scaled.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="gated",
-    )(scaled, squares, gate_up, ids, lists, layer.reshape(1))
+    )(scaled, squares, gate_up, ids, expert_blocks, layer.reshape(1))
 
 
 def linear_add(
     inner: Float[jax.Array, "all_slots inner"],
     down: ExpertWeights,
     chosen: RouterSelection,
-    lists: ExpertBlocks | None,
+    expert_blocks: ExpertBlocks | None,
     rows: Float[jax.Array, "R hidden"],
     next_norm: Float[jax.Array, "L2 hidden"] | None,
     arrivals: Int[jax.Array, " counters"],
@@ -199,19 +199,19 @@ def linear_add(
 ) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
-    cut = ExpertGemmConfig(
+    config = ExpertGemmConfig(
         tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
     )
-    _check(down, cut)
+    _check(down, config)
     of = jax.ShapeDtypeStruct
     stream = ExpertStream(
         rows=of((R, N), rows.dtype),
         scaled=None if next_norm is None else of((R, N), rows.dtype),
         squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),
     )
-    ends = _Ends(rows, chosen.weights, next_norm, norm_layer.reshape(1))
+    epilogue = _ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
     arrivals, parts, out = pl.pallas_call(
-        partial(_down_kernel, squares_order=squares_order, cut=cut),
+        partial(_down_kernel, squares_order=squares_order, config=config),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.down_columns),),
         out_shape=(
             of(arrivals.shape, jnp.int32),
@@ -229,8 +229,8 @@ def linear_add(
         inner,
         down,
         chosen.ids,
-        lists,
-        None if tiles.grouped else ends,
+        expert_blocks,
+        None if tiles.grouped else epilogue,
         layer.reshape(1),
     )
     if tiles.grouped:
@@ -246,7 +246,7 @@ def linear_add(
             compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
             interpret=interpret,
             name="sum_slots",
-        )(parts, chosen.ids, ends)
+        )(parts, chosen.ids, epilogue)
     return out._replace(scaled=out.rows if next_norm is None else out.scaled), arrivals
 
 
@@ -254,44 +254,60 @@ def _tiles(rows, routing, tiles):
     return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
-def _check(stored, cut):
+def _check(stored, config):
     """Checks that steps of packed FP8 are whole blocks.
 
     Raises:
       ValueError: A step is not a block.
     """
-    if stored.scales is not None and cut.depth != FP8_BLOCK:
-        raise ValueError(f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {cut.depth}")
+    if stored.scales is not None and config.depth != FP8_BLOCK:
+        raise ValueError(
+            f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {config.depth}"
+        )
 
 
 def _gated_kernel(
-    x_ref, squares_ref, gate_up, ids_ref, lists, layer_ref, inner_ref, *, eps, squares_order, cut
+    x_ref,
+    squares_ref,
+    gate_up,
+    ids_ref,
+    expert_blocks,
+    layer_ref,
+    inner_ref,
+    *,
+    eps,
+    squares_order,
+    config,
 ):
     """One program per tile and block of outputs; gate and up rows form one matrix.
 
-    Fewer outputs then fill the wide side of the tensor core, and there are twice as many programs.
+    Half of the outputs then fill the wide side of the tensor core, so the programs are doubled.
     """
     (_, K), (S, N) = x_ref.shape, inner_ref.shape
-    blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
+    blocks, layer = pl.cdiv(N, config.columns), layer_ref[0]
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
-    tile = tile_of(number, ids_ref, lists, cut)
+    tile = tile_of(number, ids_ref, expert_blocks, config)
 
     @pl.when(tile.count > 0)
     def _():
-        is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
-        row = lax.div(tile.slots, cut.slots)
+        is_slot = lax.iota(jnp.int32, config.lanes) < tile.count
+        row = lax.div(tile.slots, config.slots)
         scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
-        first, both = block * cut.columns, lax.iota(jnp.int32, 2 * cut.columns)
-        column = first + lax.rem(both, cut.columns)
-        output = column + lax.div(both, cut.columns) * N
-        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
-        total = product(x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, cut)
-        gate, up = lax.split(early(total, cut.interpret).T, (cut.columns, cut.columns), axis=1)
+        first, both = block * config.columns, lax.iota(jnp.int32, 2 * config.columns)
+        column = first + lax.rem(both, config.columns)
+        output = column + lax.div(both, config.columns) * N
+        of_expert, has_all = (layer, tile.expert), N % config.columns == 0
+        total = product(
+            x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, config
+        )
+        gate, up = lax.split(
+            early(total, config.interpret).T, (config.columns, config.columns), axis=1
+        )
         gate, up = gate * scale[:, None], up * scale[:, None]
         out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
         # Elements that are not stored get an index outside the array, which the interpreter
         # requires.
-        column = first + lax.iota(jnp.int32, cut.columns)
+        column = first + lax.iota(jnp.int32, config.columns)
         slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
         at = inner_ref.at[slot[:, None], column[None, :]]
@@ -303,49 +319,49 @@ def _down_kernel(
     x_ref,
     down,
     ids_ref,
-    lists,
-    ends,
+    expert_blocks,
+    epilogue,
     layer_ref,
     arrivals_ref,
     parts_ref,
     stream,
     *,
     squares_order,
-    cut,
+    config,
 ):
     """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     S, N = parts_ref.shape
-    blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
+    blocks, layer = pl.cdiv(N, config.columns), layer_ref[0]
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
-    tile = tile_of(number, ids_ref, lists, cut)
+    tile = tile_of(number, ids_ref, expert_blocks, config)
 
     @pl.when(tile.count > 0)
     def _():
-        is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
-        column = block * cut.columns + lax.iota(jnp.int32, cut.columns)
-        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
+        is_slot = lax.iota(jnp.int32, config.lanes) < tile.count
+        column = block * config.columns + lax.iota(jnp.int32, config.columns)
+        of_expert, has_all = (layer, tile.expert), N % config.columns == 0
         total = product(
-            x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, cut
+            x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, config
         )
-        total = early(total, cut.interpret)
+        total = early(total, config.interpret)
         slot, at_column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
         pltriton.store(parts_ref.at[slot[:, None], at_column[None, :]], total.T, mask=keep)
-        if lists is None:
-            barrier(cut.interpret)
-            row = lax.div(number, cut.slots)
+        if expert_blocks is None:
+            barrier(config.interpret)
+            row = lax.div(number, config.slots)
             counter = row * blocks + block
             arrived = pltriton.atomic_add(arrivals_ref, (counter,), jnp.int32(1))
 
-            @pl.when(arrived == cut.slots - 1)
+            @pl.when(arrived == config.slots - 1)
             def _():
                 arrivals_ref[counter] = 0
                 _add_slots(
-                    parts_ref, ends, stream, row, column, block, squares_order, cut.interpret
+                    parts_ref, epilogue, stream, row, column, block, squares_order, config.interpret
                 )
 
 
-def _sum_kernel(parts_ref, ids_ref, ends, stream, *, columns, squares_order, interpret):
+def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, columns, squares_order, interpret):
     """One program per row and block of outputs."""
     blocks = pl.cdiv(parts_ref.shape[1], columns)
     row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
@@ -353,25 +369,25 @@ def _sum_kernel(parts_ref, ids_ref, ends, stream, *, columns, squares_order, int
     @pl.when(ids_ref[row, 0] >= 0)
     def _():
         column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
-        _add_slots(parts_ref, ends, stream, row, column, block, squares_order, interpret)
+        _add_slots(parts_ref, epilogue, stream, row, column, block, squares_order, interpret)
 
 
-def _add_slots(parts_ref, ends, stream, row, column, block, order, interpret):
+def _add_slots(parts_ref, epilogue, stream, row, column, block, order, interpret):
     """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
-    N, slots = parts_ref.shape[1], ends.weights.shape[1]
+    N, slots = parts_ref.shape[1], epilogue.weights.shape[1]
     is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
     load = partial(pltriton.load, mask=is_column, other=0.0)
     for slot in range(slots):
         # Volatile loads bypass the L1 cache: other programs have written the values.
         part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
-        total += part * ends.weights[row, slot]
-    out = total + load(ends.rows.at[row, column]).astype(jnp.float32)
+        total += part * epilogue.weights[row, slot]
+    out = total + load(epilogue.rows.at[row, column]).astype(jnp.float32)
     out = out.astype(stream.rows.dtype)
     at = (row, jnp.where(is_column, column, N))
     pltriton.store(stream.rows.at[at], out, mask=is_column)
     out = out.astype(jnp.float32)
-    if ends.norm is not None:
-        norm = load(ends.norm.at[ends.norm_layer[0], column])
+    if epilogue.norm is not None:
+        norm = load(epilogue.norm.at[epilogue.norm_layer[0], column])
         scaled = out * norm.astype(jnp.float32)
         pltriton.store(stream.scaled.at[at], scaled.astype(stream.scaled.dtype), mask=is_column)
     squares, chunks = jnp.where(is_column, out * out, 0.0), stream.squares.shape[1]

@@ -54,7 +54,7 @@ def group(
     R = len(ids)
     most = most_tiles(R, routing, tiles.slots)
     of = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    arrivals, lists, _ = pl.pallas_call(
+    arrivals, expert_blocks, _ = pl.pallas_call(
         partial(
             _group_kernel,
             rows=min(tiles.group_rows, pl.next_power_of_2(R)),
@@ -77,7 +77,7 @@ def group(
         interpret=interpret,
         name="group",
     )(arrivals, ids)
-    return lists, arrivals
+    return expert_blocks, arrivals
 
 
 def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
@@ -87,7 +87,7 @@ def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     return tiles + (pl.cdiv(rows, slots) if routing.is_shared else 0)
 
 
-def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, interpret):
+def _group_kernel(_, ids_ref, arrivals_ref, expert_blocks, counts_ref, *, rows, tile, interpret):
     """One program per expert, which lists its slots; the last to finish cuts all lists."""
     R, slots = ids_ref.shape
     expert, lane = pl.program_id(0), early(lanes_of(slots), interpret)
@@ -101,7 +101,7 @@ def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, in
         place = count + jnp.cumsum(has_one) - has_one
         slot = jnp.where(is_one, row[:, None] * slots + lane[None, :], 0).max(axis=1)
         at = jnp.where(has_one > 0, place, R)  # outside the array, for the interpreter
-        pltriton.store(lists.slots.at[expert, at], slot, mask=has_one > 0)
+        pltriton.store(expert_blocks.slots.at[expert, at], slot, mask=has_one > 0)
         return count + has_one.sum()
 
     counts_ref[expert] = lax.fori_loop(0, pl.cdiv(R, rows), look, jnp.int32(0))
@@ -111,12 +111,12 @@ def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, in
     @pl.when(arrived == len(counts_ref) - 1)
     def _():
         arrivals_ref[0] = 0
-        _cut(counts_ref, lists, tile, interpret)
+        _cut(counts_ref, expert_blocks, tile, interpret)
 
 
-def _cut(counts_ref, lists, tile, interpret):
+def _cut(counts_ref, expert_blocks, tile, interpret):
     """Cuts the lists into tiles, from the last expert on: a shared expert has the most slots."""
-    (stored, R), most = lists.slots.shape, len(lists.counts)
+    (stored, R), most = expert_blocks.slots.shape, len(expert_blocks.counts)
     place = lanes_of(stored)
     expert = jnp.where(place == 0, stored - 1, place - 1)
     again = partial(pltriton.load, volatile=not interpret)
@@ -124,16 +124,16 @@ def _cut(counts_ref, lists, tile, interpret):
     tiles = lax.div(count + (tile - 1), tile)
     end = jnp.cumsum(tiles)
 
-    def cut(number, _):
+    def config(number, _):
         keep = number < tiles
         at = jnp.where(keep, end - tiles + number, most)
-        pltriton.store(lists.experts.at[at], expert, mask=keep)
-        pltriton.store(lists.firsts.at[at], expert * R + number * tile, mask=keep)
+        pltriton.store(expert_blocks.experts.at[at], expert, mask=keep)
+        pltriton.store(expert_blocks.firsts.at[at], expert * R + number * tile, mask=keep)
         own = jnp.minimum(count - number * tile, tile)
-        pltriton.store(lists.counts.at[at], own, mask=keep)
+        pltriton.store(expert_blocks.counts.at[at], own, mask=keep)
 
-    lax.fori_loop(0, pl.cdiv(R, tile), cut, None)
+    lax.fori_loop(0, pl.cdiv(R, tile), config, None)
     for first in range(0, most, len(place)):
         keep = (first + place >= tiles.sum()) & (first + place < most)
         at = jnp.where(keep, first + place, most)
-        pltriton.store(lists.counts.at[at], jnp.zeros_like(place), mask=keep)
+        pltriton.store(expert_blocks.counts.at[at], jnp.zeros_like(place), mask=keep)

@@ -32,7 +32,7 @@ class RouterSelection(NamedTuple):
     weights: Any
 
 
-class _Read(NamedTuple):
+class _RouterInputs(NamedTuple):
     """Inputs of the logits; the sums of squares are of the rows before their scale."""
 
     scaled: Any
@@ -43,7 +43,7 @@ class _Read(NamedTuple):
     layer: Any
 
 
-class _How(NamedTuple):
+class _RouterConfig(NamedTuple):
     """Static config of the router kernel."""
 
     eps: float
@@ -94,7 +94,7 @@ def route(
     R = len(scaled)
     rows = min(tiles.router_rows, pl.next_power_of_2(R))
     blocks, columns = pl.cdiv(R, rows), pl.cdiv(routing.outputs, _OUTPUTS)
-    how = _How(
+    config = _RouterConfig(
         eps=eps,
         routing=routing,
         order=order,
@@ -105,7 +105,7 @@ def route(
     )
     of = jax.ShapeDtypeStruct
     arrivals, chosen, _ = pl.pallas_call(
-        partial(_route_kernel, blocks=blocks, how=how),
+        partial(_route_kernel, blocks=blocks, config=config),
         grid=(blocks * columns * order.segments,),
         out_shape=(
             of(arrivals.shape, jnp.int32),
@@ -123,7 +123,7 @@ def route(
         name="route",
     )(
         arrivals,
-        _Read(
+        _RouterInputs(
             scaled=scaled,
             squares=squares,
             router=router,
@@ -135,36 +135,36 @@ def route(
     return chosen, arrivals
 
 
-def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
+def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, config):
     """One program per block of rows, block of logits and segment; the last of a block selects."""
     R, hidden = read.scaled.shape
-    outputs, segment_size = how.routing.outputs, how.order.segment(hidden)
+    outputs, segment_size = config.routing.outputs, config.order.segment(hidden)
     columns = pl.cdiv(outputs, _OUTPUTS)
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
     segment = lax.div(number, columns)
     live = jnp.minimum(read.live[0], R)
-    is_any = block * how.rows < live
+    is_any = block * config.rows < live
 
     @pl.when(jnp.logical_not(is_any) & (number == 0))
     def _():
-        _choose_nothing(chosen, block, how)
+        _choose_nothing(chosen, block, config)
 
     @pl.when(is_any)
     def _():
         column = lax.rem(number, columns) * _OUTPUTS + lax.iota(jnp.int32, _OUTPUTS)
-        lane = lax.iota(jnp.int32, max(16, how.rows))
-        row = block * how.rows + lane
-        is_row, is_column = (lane < how.rows) & (row < live), column < outputs
-        step = segment * segment_size + lax.iota(jnp.int32, how.depth)
+        lane = lax.iota(jnp.int32, max(16, config.rows))
+        row = block * config.rows + lane
+        is_row, is_column = (lane < config.rows) & (row < live), column < outputs
+        step = segment * segment_size + lax.iota(jnp.int32, config.depth)
         end = jnp.minimum((segment + 1) * segment_size, hidden)
-        whole = (how.order.segments * segment_size, 0)
-        has_all = (hidden, segment_size % how.depth) == whole
+        whole = (config.order.segments * segment_size, 0)
+        has_all = (hidden, segment_size % config.depth) == whole
         layer = read.layer[0]
 
         def part(ref, lead, at, is_one):
-            inputs = (step + at * how.depth)[None, :]
+            inputs = (step + at * config.depth)[None, :]
             keep = is_one[:, None] if has_all else is_one[:, None] & (inputs < end)
-            keep = jnp.broadcast_to(keep, (len(is_one), how.depth))
+            keep = jnp.broadcast_to(keep, (len(is_one), config.depth))
             return pltriton.load(ref.at[(*lead, inputs)], mask=keep, other=0.0)
 
         def add(at, total):
@@ -173,45 +173,45 @@ def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
             return total + pltriton.dot(weight, x.T, precision=lax.Precision.HIGHEST)
 
         nothing = jnp.zeros((_OUTPUTS, len(lane)), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(segment_size, how.depth), add, nothing)
-        total = early(total, how.interpret)
+        total = lax.fori_loop(0, pl.cdiv(segment_size, config.depth), add, nothing)
+        total = early(total, config.interpret)
         # Elements that are not stored get an index outside the array, which the interpreter
         # requires.
         at = (jnp.where(is_row, row, R)[:, None], jnp.where(is_column, column, outputs)[None, :])
         keep = is_row[:, None] & is_column[None, :]
         pltriton.store(parts_ref.at[(segment, *at)], total.T, mask=keep)
-        barrier(how.interpret)
+        barrier(config.interpret)
         arrived = pltriton.atomic_add(arrivals_ref, (block,), jnp.int32(1))
 
-        @pl.when(arrived == columns * how.order.segments - 1)
+        @pl.when(arrived == columns * config.order.segments - 1)
         def _():
             arrivals_ref[block] = 0
-            _choose(read, parts_ref, chosen, block, live, layer, how)
+            _choose(read, parts_ref, chosen, block, live, layer, config)
 
 
-def _choose_nothing(chosen, block, how):
+def _choose_nothing(chosen, block, config):
     """Stores -1 for padding rows."""
     R, slots = chosen.ids.shape
-    row, slot = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(slots)
+    row, slot = block * config.rows + lax.iota(jnp.int32, config.rows), lanes_of(slots)
     keep = (row < R)[:, None] & (slot < slots)[None, :]
     at = (jnp.where(row < R, row, R)[:, None], jnp.where(slot < slots, slot, slots)[None, :])
     pltriton.store(chosen.ids.at[at], jnp.full(keep.shape, -1, jnp.int32), mask=keep)
 
 
-def _choose(read, parts_ref, chosen, block, live, layer, how):
+def _choose(read, parts_ref, chosen, block, live, layer, config):
     """Selects the experts of a block of rows, after all its logits are stored."""
-    routing, (R, hidden) = how.routing, read.scaled.shape
-    row, expert = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(routing.experts)
+    routing, (R, hidden) = config.routing, read.scaled.shape
+    row, expert = block * config.rows + lax.iota(jnp.int32, config.rows), lanes_of(routing.experts)
     is_row, is_live, is_expert = row < R, row < live, expert < routing.experts
     spread, at_row = len(expert), jnp.where(is_row, row, R)
     load = partial(pltriton.load, other=0.0)
     # Volatile loads bypass the L1 cache: other programs have written the values.
-    again = partial(load, volatile=not how.interpret)
-    scale = scale_of(read.squares, row, is_live, hidden, how.eps, how.squares)
-    logits = jnp.zeros((how.rows, spread), jnp.float32)
-    gate = jnp.zeros((how.rows,), jnp.float32)
+    again = partial(load, volatile=not config.interpret)
+    scale = scale_of(read.squares, row, is_live, hidden, config.eps, config.squares)
+    logits = jnp.zeros((config.rows, spread), jnp.float32)
+    gate = jnp.zeros((config.rows,), jnp.float32)
     keep = is_live[:, None] & is_expert[None, :]
-    for segment in range(how.order.segments):
+    for segment in range(config.order.segments):
         logits += again(parts_ref.at[segment, row[:, None], expert[None, :]], mask=keep)
         if routing.is_gated:
             column = jnp.full(row.shape, routing.experts, jnp.int32)
@@ -238,18 +238,18 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
         ids = jnp.where(lane == number, best[:, None], ids)
         return keys, ids, jnp.where(lane == number, value[:, None], values)
 
-    shape = (how.rows, lane.shape[1])
+    shape = (config.rows, lane.shape[1])
     found = (keys, jnp.full(shape, spread, jnp.int32), jnp.zeros(shape, jnp.float32))
     _, ids, values = lax.fori_loop(0, routing.top, choose, found)
     # The position of an expert is the number of lower experts in its row.
     place = (ids[:, None, :] < ids[:, :, None]).astype(jnp.int32).sum(axis=2)
-    weights = _weights(values, scores, lane < routing.top, is_expert, how)
+    weights = _weights(values, scores, lane < routing.top, is_expert, config)
     keep = is_row[:, None] & (lane < routing.top)
     at = (at_row[:, None], jnp.where(keep, place, routing.slots))
     pltriton.store(chosen.ids.at[at], jnp.where(is_live[:, None], ids, -1), mask=keep)
     pltriton.store(chosen.weights.at[at], weights, mask=keep)
     if routing.is_shared:
-        weight = jnp.ones((how.rows,), jnp.float32)
+        weight = jnp.ones((config.rows,), jnp.float32)
         if routing.is_gated:
             weight = 1.0 / (1.0 + jnp.exp2(-(gate * scale) * LOG2_E))
         at = (at_row, jnp.full(row.shape, routing.top, jnp.int32))
@@ -266,7 +266,7 @@ def _sortable(x):
 
 
 def _within_groups(keys, expert, routing):
-    """Keeps the keys of the groups whose two highest keys have the highest sum."""
+    """Keeps the keys of the groups with the highest sums of their two highest keys."""
     group = lax.div(expert, routing.experts // routing.groups)
     lane = lanes_of(routing.groups)[None, :]
 
@@ -297,12 +297,12 @@ def _float_of(key):
     return lax.bitcast_convert_type(key ^ (sign & 0x7FFFFFFF), jnp.float32)
 
 
-def _weights(values, scores, is_chosen, is_expert, how):
+def _weights(values, scores, is_chosen, is_expert, config):
     """Computes the weights of the selected experts; the first has the highest score.
 
     Sums are in integer units, so they do not depend on the order.
     """
-    routing, digits = how.routing, how.order.digits
+    routing, digits = config.routing, config.order.digits
     if routing.is_sigmoid:
         weights = jnp.where(is_chosen, values, 0.0)
         if routing.is_renormalised:
@@ -327,7 +327,7 @@ def scale_of(squares_ref, row, is_row, hidden, eps, order):
 
 
 def lanes_of(count):
-    """Returns the number of lanes for a count: the next power of two."""
+    """Returns the indices of lanes for a count, padded to a power of two."""
     return lax.iota(jnp.int32, pl.next_power_of_2(count))
 
 

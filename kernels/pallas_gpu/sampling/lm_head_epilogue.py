@@ -1,5 +1,4 @@
-"""LM-head epilogue: block partials of the argmax and the log-sum-exp (Pallas, Triton
-backend).
+"""LM-head epilogue: block partials of argmax and log-sum-exp (Pallas, Triton backend).
 
 Greedy rows need only block partials, so their full logits are not stored: `sampling` reduces the
 partials of all blocks. Logits are stored for blocks of rows in which some row needs them. Keys are
@@ -68,7 +67,7 @@ class BlockPartials(NamedTuple):
     masses: Any
 
 
-def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
+def partial_shapes(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the arrays for block partials of `columns` outputs each, by their names in
     `BlockPartials`.
 
@@ -105,7 +104,7 @@ def row_outputs(
       nodes: Rows per request, if `positions` are per request; 0: `request` maps rows to
         requests.
       width: Tokens that are ranked per row, with their weights; 0: one token is sampled.
-      is_warm_whole: Rows with a temperature need their logits only.
+      is_warm_whole: Rows with a temperature need logits, and no group sums.
     """
     if nodes:
         request = jnp.repeat(jnp.arange(len(positions)), nodes)
@@ -123,7 +122,7 @@ def row_outputs(
     return RowOutputs(asks.astype(jnp.int32), jnp.where(is_warm, temperature, 1.0), tokens)
 
 
-def store_leaves(out, out_ref, given, left_refs, row, column, block):
+def store_partials(out, out_ref, given, left_refs, row, column, block):
     """Stores the partials of a block, and its logits if one of its rows needs them."""
     R, N = out_ref.shape
     *of_blocks, peaks_ref, masses_ref = left_refs
@@ -166,17 +165,17 @@ def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_toke
     pltriton.store(masses_ref.at[at], masses, mask=inside)
 
 
-def asked_of(leaves, row):
+def requested_outputs(leaves, row):
     """Returns the outputs that a row needs; the logits if there are no block partials."""
     return LOGITS if leaves is None else leaves.asks[row]
 
 
-def best_left(leaves, row):
+def best_of_partials(leaves, row):
     """Reduces the block partials of a row to the key and the index of its best token."""
     keys, ids = load_row(leaves.keys, (row,), LOWEST), load_row(leaves.ids, (row,), HIGHEST)
     return first_token(keys, ids)
 
 
-def is_left_bad(leaves, row):
+def has_bad_partial(leaves, row):
     """Returns whether some block has logits that are not finite."""
     return jnp.max(load_row(leaves.bad, (row,), 0))

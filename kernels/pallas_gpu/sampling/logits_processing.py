@@ -1,8 +1,7 @@
-"""Logits processing for sampling: penalties, biases, masks, exact sums (Pallas, Triton
-backend).
+"""Logits processing: penalties, biases, token masks, exact sums (Pallas, Triton backend).
 
-Logits are compared as ordered integers (`key_of`), in which NaN has a place. Weights are summed as
-integers. Results therefore depend neither on the order of summation nor on the tiles.
+Logits are compared as ordered integers (`key_of`), NaN included. Weights are summed as integers.
+Results therefore depend neither on the order of summation nor on the tiles.
 """
 
 from typing import Any, NamedTuple
@@ -125,7 +124,7 @@ def inputs_of(
     stream: int | Int[jax.Array, ""],
     part: VocabShard | None,
 ) -> SamplingInputs:
-    """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
+    """Returns the arrays as the kernels read them; any array replaces a missing optional one."""
     has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
     return SamplingInputs(
         logits=logits,
@@ -218,12 +217,12 @@ def ids_of(group):
     return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
 
 
-def is_own(ids, inputs, wish, sizes):
+def is_own(ids, inputs, params, sizes):
     """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share:
-        first = jnp.where(wish.is_filtered, 0, inputs.first[0])
-        end = jnp.where(wish.is_filtered, sizes.vocab, inputs.first[0] + sizes.share)
+        first = jnp.where(params.is_filtered, 0, inputs.first[0])
+        end = jnp.where(params.is_filtered, sizes.vocab, inputs.first[0] + sizes.share)
         inside &= (ids >= first) & (ids < end)
     return inside
 
@@ -236,7 +235,7 @@ def tokens_of(ids, inputs, sizes):
 
 
 def words_at(noise, pairs, ids, inputs, sizes):
-    """Returns the RNG words of ids, which come in pairs."""
+    """Returns the RNG words of ids; a pair of ids shares one counter."""
     stream = inputs.stream[0]
     if not sizes.has_columns:
         return words_of(*noise, stream, pairs)
@@ -246,16 +245,16 @@ def words_at(noise, pairs, ids, inputs, sizes):
     return jnp.where((tokens & 1) == 0, even, odd)
 
 
-def scores_of(ids, inputs, row, wish, sizes):
+def scores_of(ids, inputs, row, params, sizes):
     """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
-    inside, request = is_own(ids, inputs, wish, sizes), wish.request
+    inside, request = is_own(ids, inputs, params, sizes), params.request
 
     def load(ref, ids):
         return pltriton.load(ref.at[row, jnp.where(inside, ids, 0)], mask=inside, other=0.0)
 
     if sizes.share:
         raw = lax.cond(
-            wish.is_filtered,
+            params.is_filtered,
             lambda: load(inputs.every, ids),
             lambda: load(inputs.logits, ids - inputs.first[0]),
         )
@@ -264,12 +263,12 @@ def scores_of(ids, inputs, row, wish, sizes):
     tokens = ids
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
-        asks = wish.has_penalty | wish.below_min_length | (wish.biases > 0)
+        asks = params.has_penalty | params.below_min_length | (params.biases > 0)
         asked_until = asks.astype(jnp.int32) * sizes.vocab
         tokens = pltriton.load(inputs.columns.at[ids], mask=ids < asked_until, other=0)
     x = lax.cond(
-        wish.has_penalty,
-        lambda: _penalized(raw, tokens, inside, inputs, row, wish, sizes),
+        params.has_penalty,
+        lambda: _penalized(raw, tokens, inside, inputs, row, params, sizes),
         lambda: raw,
     )
 
@@ -282,28 +281,28 @@ def scores_of(ids, inputs, row, wish, sizes):
         return jnp.where(tokens == inputs.stop_ids[request, j], -jnp.inf, x)
 
     if sizes.num_bias:
-        x = lax.fori_loop(0, wish.biases, biased, x)
-    num_stops = sizes.num_stops * wish.below_min_length.astype(jnp.int32)
+        x = lax.fori_loop(0, params.biases, biased, x)
+    num_stops = sizes.num_stops * params.below_min_length.astype(jnp.int32)
     x = lax.fori_loop(0, num_stops, without_stop, x)
     if sizes.has_mask:
         is_allowed = pltriton.load(inputs.mask.at[row, ids], mask=inside, other=0) != 0
         x = jnp.where(is_allowed, x, -jnp.inf)
-    return raw, lax.cond(wish.temperature > 0, lambda: x / wish.temperature, lambda: x)
+    return raw, lax.cond(params.temperature > 0, lambda: x / params.temperature, lambda: x)
 
 
-def _penalized(x, tokens, inside, inputs, row, wish, sizes):
-    seen = pltriton.load(inputs.counts.at[wish.slot, tokens], mask=inside, other=0)
+def _penalized(x, tokens, inside, inputs, row, params, sizes):
+    seen = pltriton.load(inputs.counts.at[params.slot, tokens], mask=inside, other=0)
 
     def add(j, seen):
         return seen + jnp.where(tokens == inputs.path[row, j], 2 * inputs.on_path[row, j], 0)
 
     if sizes.num_path:
         seen = lax.fori_loop(0, sizes.num_path, add, seen)
-    repetition = inputs.repetition[wish.request]
+    repetition = inputs.repetition[params.request]
     x = jnp.where(seen > 0, jnp.where(x > 0, x / repetition, x * repetition), x)
     counts = (seen >> 1).astype(jnp.float32)
-    x = x - inputs.presence[wish.request] * jnp.where(counts > 0, 1.0, 0.0)
-    return x - inputs.frequency[wish.request] * counts
+    x = x - inputs.presence[params.request] * jnp.where(counts > 0, 1.0, 0.0)
+    return x - inputs.frequency[params.request] * counts
 
 
 def key_of(x):

@@ -92,15 +92,16 @@ class ResidualSamples(NamedTuple):
 
     Attributes:
       keys, ids: Best token of the residual distribution.
-      spare_keys, spare_ids: Best token of the target distribution, for a level without a residual.
-      left: Weight of the residual distribution.
+      fallback_keys, fallback_ids: Best token of the target distribution, for a level without a
+        residual.
+      mass: Weight of the residual distribution.
     """
 
     keys: Any
     ids: Any
-    spare_keys: Any
-    spare_ids: Any
-    left: Any
+    fallback_keys: Any
+    fallback_ids: Any
+    mass: Any
 
 
 def rejection_sample(
@@ -154,24 +155,24 @@ def rejection_sample(
         num_warps=4,
         name="join_laws",
     )
-    laws = Distributions(*sums, *joined)
-    draws = launch(
+    distributions = Distributions(*sums, *joined)
+    residuals = launch(
         functools.partial(_draws_kernel, stream=residual_stream),
-        (*chains, *laws),
+        (*chains, *distributions),
         [*4 * [(places, ints)], (places, floats)],
         grid=(parts, B * S),
         num_warps=_WARPS,
         name="draw_residuals",
     )
-    (decided,) = launch(
+    (chosen,) = launch(
         functools.partial(_decide_kernel, stream=accept_stream, is_block=is_block),
-        (*chains, *laws, *draws),
+        (*chains, *distributions, *residuals),
         [(choices.shape, ints)],
         grid=(B,),
         num_warps=4,
         name="decide",
     )
-    return decided
+    return chosen
 
 
 def _launch(kernel, given, results, *, grid, num_warps, interpret, name):
@@ -185,7 +186,7 @@ def _launch(kernel, given, results, *, grid, num_warps, interpret, name):
     )(*given)
 
 
-def _taken(refs, *kinds):
+def _unpack_refs(refs, *kinds):
     """Groups references into records, in this order; returns them and the remaining references."""
     groups = []
     for kind in kinds:
@@ -194,19 +195,19 @@ def _taken(refs, *kinds):
     return *groups, refs
 
 
-def _is_judged(chains, request, level):
+def _has_draft(chains, request, level):
     """Returns whether a row has a temperature and its chain has a draft token at a level."""
     return (level + 1 < chains.num_nodes[request]) & (chains.temperature[request] > 0)
 
 
 def _masses_kernel(*refs):
     """One program per part of the vocabulary, level and side."""
-    chains, (peaks_ref, masses_ref) = _taken(refs, Chains)
-    part, place, side = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    chains, (peaks_ref, masses_ref) = _unpack_refs(refs, Chains)
+    part, index, side = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     levels, vocab = peaks_ref.shape[2], chains.scores.shape[1]
-    request, level = lax.div(place, levels), lax.rem(place, levels)
+    request, level = lax.div(index, levels), lax.rem(index, levels)
 
-    @pl.when(_is_judged(chains, request, level))
+    @pl.when(_has_draft(chains, request, level))
     def _():
         _, ids = ids_of(part * PART_GROUPS + lax.iota(jnp.int32, PART_GROUPS))
         inside = ids < vocab
@@ -226,15 +227,17 @@ def _masses_kernel(*refs):
 
 def _laws_kernel(*refs, is_block):
     """One program per request; levels are its lanes."""
-    chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = _taken(
-        refs, Chains
+    chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = (
+        _unpack_refs(refs, Chains)
     )
-    laws = Distributions(peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref)
+    distributions = Distributions(
+        peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref
+    )
     request, levels = pl.program_id(0), peaks_ref.shape[2]
     level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
-    is_judged = _is_judged(chains, request, level) & (level < levels)
-    target = _law_of(chains, laws, request, level, is_judged, 0)
-    drafter = _law_of(chains, laws, request, level, is_judged, 1)
+    has_draft = _has_draft(chains, request, level) & (level < levels)
+    target = _store_distribution(chains, distributions, request, level, has_draft, 0)
+    drafter = _store_distribution(chains, distributions, request, level, has_draft, 1)
     ratio = target / jnp.where(drafter > 0, drafter, 1e-30)
     weights_ref[request, 0] = jnp.float32(1)
 
@@ -250,58 +253,58 @@ def _laws_kernel(*refs, is_block):
     lax.fori_loop(0, levels, step, jnp.float32(1))
 
 
-def _law_of(chains, laws, request, level, is_judged, side):
+def _store_distribution(chains, distributions, request, level, has_draft, side):
     """Stores each level's distribution on one side; returns the probability of its draft token."""
-    levels, parts = laws.peaks.shape[2:]
+    levels, parts = distributions.peaks.shape[2:]
     part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
-    inside = is_judged[:, None] & (part < parts)
+    inside = has_draft[:, None] & (part < parts)
     # Missing levels get an index outside the array, which the interpreter requires.
-    level_at = jnp.where(is_judged, level, levels)
+    level_at = jnp.where(has_draft, level, levels)
     read = (side, request, jnp.minimum(level, levels - 1)[:, None], jnp.minimum(part, parts - 1))
-    peaks = pltriton.load(laws.peaks.at[read], mask=inside, other=LOWEST)
-    masses = pltriton.load(laws.masses.at[read], mask=inside, other=0.0)
+    peaks = pltriton.load(distributions.peaks.at[read], mask=inside, other=LOWEST)
+    masses = pltriton.load(distributions.masses.at[read], mask=inside, other=0.0)
     key = peaks.max(axis=1)
     highest = score_of(key)
     # In units of 64 tokens, the sum over the vocabulary fits an integer.
     terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
     high, low = halves_of(jnp.where(inside, terms, 0.0))
     total = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1))) * 64
-    is_law = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
-    total = jnp.where(is_law, total, 0.0)
-    place = jnp.minimum(level, levels - 1)
-    draft = pltriton.load(chains.tokens.at[request, place + 1], mask=is_judged, other=0)
+    is_valid = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
+    total = jnp.where(is_valid, total, 0.0)
+    index = jnp.minimum(level, levels - 1)
+    draft = pltriton.load(chains.tokens.at[request, index + 1], mask=has_draft, other=0)
     if side == 0:
-        row = pltriton.load(chains.row_of.at[request, place], mask=is_judged, other=0)
+        row = pltriton.load(chains.row_of.at[request, index], mask=has_draft, other=0)
         at = chains.scores.at[row, draft]
     else:
-        at = chains.drafted.at[request, place, draft]
-    x = pltriton.load(at, mask=is_judged, other=0.0)
+        at = chains.drafted.at[request, index, draft]
+    x = pltriton.load(at, mask=has_draft, other=0.0)
     probability = _probability(x, draft, draft, highest, total)
     for ref, value in (
-        (laws.highest, highest),
-        (laws.total, total),
-        (laws.of_draft, probability),
+        (distributions.highest, highest),
+        (distributions.total, total),
+        (distributions.of_draft, probability),
     ):
-        pltriton.store(ref.at[side, request, level_at], value, mask=is_judged)
+        pltriton.store(ref.at[side, request, level_at], value, mask=has_draft)
     return probability
 
 
 def _probability(x, ids, draft, highest, total):
     """Computes the probability of logits; an invalid distribution makes the draft token certain."""
-    is_law = total > 0
-    probability = weight_of(x, highest, 1.0) / jnp.where(is_law, total, 1.0)
-    return jnp.where(is_law, probability, (ids == draft).astype(jnp.float32))
+    is_valid = total > 0
+    probability = weight_of(x, highest, 1.0) / jnp.where(is_valid, total, 1.0)
+    return jnp.where(is_valid, probability, (ids == draft).astype(jnp.float32))
 
 
 def _draws_kernel(*refs, stream):
     """One program per part of the vocabulary and level."""
-    chains, laws, outputs = _taken(refs, Chains, Distributions)
-    draws = ResidualSamples(*outputs)
-    part, place = pl.program_id(0), pl.program_id(1)
-    levels, vocab = laws.peaks.shape[2], chains.scores.shape[1]
-    request, level = lax.div(place, levels), lax.rem(place, levels)
+    chains, distributions, outputs = _unpack_refs(refs, Chains, Distributions)
+    residuals = ResidualSamples(*outputs)
+    part, index = pl.program_id(0), pl.program_id(1)
+    levels, vocab = distributions.peaks.shape[2], chains.scores.shape[1]
+    request, level = lax.div(index, levels), lax.rem(index, levels)
 
-    @pl.when(_is_judged(chains, request, level))
+    @pl.when(_has_draft(chains, request, level))
     def _():
         pairs, ids = ids_of(part * PART_GROUPS + lax.iota(jnp.int32, PART_GROUPS))
         inside = ids < vocab
@@ -314,72 +317,78 @@ def _draws_kernel(*refs, stream):
                     z,
                     ids,
                     draft,
-                    laws.highest[side, request, level],
-                    laws.total[side, request, level],
+                    distributions.highest[side, request, level],
+                    distributions.total[side, request, level],
                 )
             )
             for side, z in enumerate((x, y))
         )
-        residual = laws.weights[request, level] * p - q
-        is_left = inside & (residual >= _SMALLEST)
+        residual = distributions.weights[request, level] * p - q
+        is_residual = inside & (residual >= _SMALLEST)
         key = (chains.seeds[request], chains.lengths[request].astype(jnp.uint32))
         noise = noise_of_words(words_of(*key, jnp.uint32(stream), pairs))
-        drawn = log(jnp.where(is_left, residual, 1.0)) + noise
+        drawn = log(jnp.where(is_residual, residual, 1.0)) + noise
         at = (request, level, part)
-        best = first_token(jnp.where(is_left, key_of(drawn), LOWEST), ids)
-        draws.keys[at], draws.ids[at] = best
-        spare = first_token(jnp.where(inside, key_of(x + noise), LOWEST), ids)
-        draws.spare_keys[at], draws.spare_ids[at] = spare
-        high, low = halves_of(jnp.where(is_left, residual, 0.0))
-        draws.left[at] = number_of(carried(jnp.int32(0), high.sum(), low.sum()))
+        best = first_token(jnp.where(is_residual, key_of(drawn), LOWEST), ids)
+        residuals.keys[at], residuals.ids[at] = best
+        fallback = first_token(jnp.where(inside, key_of(x + noise), LOWEST), ids)
+        residuals.fallback_keys[at], residuals.fallback_ids[at] = fallback
+        high, low = halves_of(jnp.where(is_residual, residual, 0.0))
+        residuals.mass[at] = number_of(carried(jnp.int32(0), high.sum(), low.sum()))
 
 
 def _decide_kernel(*refs, stream, is_block):
     """One program per request; levels are its lanes."""
-    chains, laws, draws, (decided_ref,) = _taken(refs, Chains, Distributions, ResidualSamples)
-    request, (levels, parts) = pl.program_id(0), draws.left.shape[1:]
+    chains, distributions, residuals, (chosen_ref,) = _unpack_refs(
+        refs, Chains, Distributions, ResidualSamples
+    )
+    request, (levels, parts) = pl.program_id(0), residuals.mass.shape[1:]
     level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
-    is_level, place = level < levels, jnp.minimum(level, levels - 1)
-    is_judged = _is_judged(chains, request, level) & is_level
+    is_level, index = level < levels, jnp.minimum(level, levels - 1)
+    has_draft = _has_draft(chains, request, level) & is_level
     part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
-    inside, part = is_judged[:, None] & (part < parts), jnp.minimum(part, parts - 1)
+    inside, part = has_draft[:, None] & (part < parts), jnp.minimum(part, parts - 1)
     counter = level.astype(jnp.uint32)
     key = (chains.seeds[request], chains.lengths[request].astype(jnp.uint32))
     words, _ = threefry(*key, counter, jnp.zeros_like(counter) + jnp.uint32(stream))
-    chance = uniform_of(words)
+    uniform = uniform_of(words)
     if is_block:
         is_last = level + 2 >= chains.num_nodes[request]
         after = jnp.minimum(level + 1, levels - 1)[:, None]
         has_next = inside & ~is_last[:, None]
-        left = pltriton.load(draws.left.at[request, after, part], mask=has_next, other=0.0)
-        high, low = halves_of(left)
-        left = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1)))
-        weight = pltriton.load(laws.weights.at[request, place + 1], mask=is_level, other=0.0)
-        total = left + 1 - weight
-        share = jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 1.0)
-        passes = is_judged & (chance < jnp.where(is_last, weight, share))
+        mass = pltriton.load(residuals.mass.at[request, after, part], mask=has_next, other=0.0)
+        high, low = halves_of(mass)
+        mass = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1)))
+        weight = pltriton.load(
+            distributions.weights.at[request, index + 1], mask=is_level, other=0.0
+        )
+        total = mass + 1 - weight
+        share = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1.0)
+        passes = has_draft & (uniform < jnp.where(is_last, weight, share))
         # A draft token is accepted if some passing prefix includes it.
         is_accepted = level <= jnp.max(jnp.where(passes, level, -1))
     else:
         target, drafter = (
-            pltriton.load(laws.of_draft.at[side, request, place], mask=is_judged, other=0.0)
+            pltriton.load(
+                distributions.of_draft.at[side, request, index], mask=has_draft, other=0.0
+            )
             for side in range(2)
         )
-        is_accepted = chance * drafter < target
-    at = (request, place[:, None], part)
-    best, drawn = _best(draws.keys.at[at], draws.ids.at[at], inside)
-    _, spare = _best(draws.spare_keys.at[at], draws.spare_ids.at[at], inside)
-    drawn = jnp.minimum(jnp.where(best > LOWEST, drawn, spare), chains.scores.shape[1] - 1)
-    draft = pltriton.load(chains.tokens.at[request, place + 1], mask=is_level, other=0)
-    choice = pltriton.load(chains.choices.at[request, place], mask=is_level, other=0)
-    choice = jnp.where(is_judged, jnp.where(is_accepted, draft, drawn), choice)
+        is_accepted = uniform * drafter < target
+    at = (request, index[:, None], part)
+    best, drawn = _best_token(residuals.keys.at[at], residuals.ids.at[at], inside)
+    _, fallback = _best_token(residuals.fallback_keys.at[at], residuals.fallback_ids.at[at], inside)
+    drawn = jnp.minimum(jnp.where(best > LOWEST, drawn, fallback), chains.scores.shape[1] - 1)
+    draft = pltriton.load(chains.tokens.at[request, index + 1], mask=is_level, other=0)
+    choice = pltriton.load(chains.choices.at[request, index], mask=is_level, other=0)
+    choice = jnp.where(has_draft, jnp.where(is_accepted, draft, drawn), choice)
     # Missing levels get an index outside the array, which the interpreter requires.
     level_at = jnp.where(is_level, level, levels + 1)
-    pltriton.store(decided_ref.at[request, level_at], choice, mask=is_level)
-    decided_ref[request, levels] = chains.choices[request, levels]
+    pltriton.store(chosen_ref.at[request, level_at], choice, mask=is_level)
+    chosen_ref[request, levels] = chains.choices[request, levels]
 
 
-def _best(keys_at, ids_at, inside):
+def _best_token(keys_at, ids_at, inside):
     """Returns the best token over the parts of each level."""
     keys = pltriton.load(keys_at, mask=inside, other=LOWEST)
     ids = pltriton.load(ids_at, mask=inside, other=HIGHEST)

@@ -130,7 +130,7 @@ def rank(
         specification.
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
-      leaves: Block partials of the LM head, for rows that may lack logits. They come from
+      leaves: Block partials of the LM head, for rows that may lack logits. They are computed for
         `lm_head_epilogue.row_outputs` with this width, and include the logits of rows with a
         temperature.
       interpret: Run on a CPU.

@@ -11,9 +11,9 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     ARGMAX_ONLY,
     LOGITS,
     BlockPartials,
-    asked_of,
-    best_left,
-    is_left_bad,
+    best_of_partials,
+    has_bad_partial,
+    requested_outputs,
 )
 from kernels.pallas_gpu.sampling.logits_processing import (
     HIGHEST,
@@ -65,7 +65,7 @@ def tiles_kernel(*refs, num_left, **how):
     If the LM head's block partials suffice, there is nothing to process, so there are fewer
     programs than tiles.
     """
-    inputs, leaves = SamplingInputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
+    inputs, leaves = SamplingInputs(*refs[:NUM_INPUTS]), _block_partials(refs, num_left)
     num_partials = 5 if how["is_scored"] else 4
     *outputs, bad_ref = refs[-num_partials - 1 :]
     share, row, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(0)
@@ -75,31 +75,31 @@ def tiles_kernel(*refs, num_left, **how):
     def _():
         partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
 
-    def look_at(number, _):
+    def process_tile(number, _):
         tile = share + number * programs
-        _look_at(tile, row, inputs, partials, bad_ref, **how)
+        _process_tile(tile, row, inputs, partials, bad_ref, **how)
 
     if leaves is None:
-        look_at(0, None)
+        process_tile(0, None)
         return
     of_program = lax.div(bad_ref.shape[1] - share + programs - 1, jnp.int32(programs))
-    is_asked = jnp.asarray(asked_of(leaves, row) == LOGITS, jnp.int32)
-    lax.fori_loop(0, of_program * is_asked, look_at, None)
+    needs_logits = jnp.asarray(requested_outputs(leaves, row) == LOGITS, jnp.int32)
+    lax.fori_loop(0, of_program * needs_logits, process_tile, None)
 
 
-def _leaves_of(refs, num_left):
+def _block_partials(refs, num_left):
     return BlockPartials(*refs[NUM_INPUTS : NUM_INPUTS + num_left]) if num_left else None
 
 
-def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
-    wish = row_sampling(inputs, row, sizes)
+def _process_tile(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
+    params = row_sampling(inputs, row, sizes)
     how = {"groups": groups, "sizes": sizes, "width": width, "tau": tau, "is_scored": is_scored}
-    look = functools.partial(_look_at_own, tile, row, wish, inputs, partials, bad_ref, **how)
+    look = functools.partial(_process_own_tile, tile, row, params, inputs, partials, bad_ref, **how)
     if not sizes.share:
         look()
         return
     first = tile * (groups * 2 * PAIRS) - inputs.first[0]
-    has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | wish.is_filtered
+    has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | params.is_filtered
     pl.when(has_own)(look)
 
     @pl.when(~has_own)
@@ -110,30 +110,30 @@ def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau,
                 partials.winners[part, row, tile * width + rank] = value
 
 
-def _look_at_own(
-    tile, row, wish, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored
+def _process_own_tile(
+    tile, row, params, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored
 ):
     group = tile * groups + lax.iota(jnp.int32, groups)
     pairs, ids = ids_of(group)
-    raw, x = scores_of(ids, inputs, row, wish, sizes)
+    raw, x = scores_of(ids, inputs, row, params, sizes)
     bad_ref[row, tile] = has_bad(raw).astype(jnp.int32)
     at = places(group, row, partials.peaks, partials.masses)
 
-    @pl.when(wish.is_filtered)
+    @pl.when(params.is_filtered)
     def _():
         store_groups(*at, x, jnp.where(ids < sizes.vocab, key_of(x), LOWEST), 1.0)
 
-    @pl.when(~wish.is_filtered)
+    @pl.when(~params.is_filtered)
     def _():
         named = (pairs, ids, inputs, sizes)
         noisy = lax.cond(
-            wish.temperature > 0,
-            lambda: x + noise_of_words(words_at(wish.noise, *named)),
+            params.temperature > 0,
+            lambda: x + noise_of_words(words_at(params.noise, *named)),
             lambda: x,
         )
-        keys = jnp.where(is_own(ids, inputs, wish, sizes), key_of(noisy), LOWEST)
+        keys = jnp.where(is_own(ids, inputs, params, sizes), key_of(noisy), LOWEST)
         if tau is not None:
-            store_groups(*at, noisy, keys, sharpness_of(wish.temperature, tau))
+            store_groups(*at, noisy, keys, sharpness_of(params.temperature, tau))
         if is_scored:
             store_scores(partials.scores, x, ids, inputs, row, sizes)
         store_winners(partials.winners, row, tile, keys, ids, width)
@@ -144,12 +144,12 @@ def border_kernel(*refs, sizes, tiles, interpret):
     inputs = SamplingInputs(*refs[:-5])
     _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
     share, row = pl.program_id(0), pl.program_id(1)
-    wish = row_sampling(inputs, row, sizes)
+    params = row_sampling(inputs, row, sizes)
 
-    @pl.when(wish.is_filtered)
+    @pl.when(params.is_filtered)
     def _():
         peaks, masses = load_row(peaks_ref, (row,), LOWEST), load_row(masses_ref, (row,), 0.0)
-        source = ScoreSource(inputs, row, wish, sizes, interpret)
+        source = ScoreSource(inputs, row, params, sizes, interpret)
         memory = RowScratch(peaks_ref, near_ref, notes_ref, tiles.at_once)
         bounds = bounds_of(peaks, masses, source)
 
@@ -164,8 +164,8 @@ def border_kernel(*refs, sizes, tiles, interpret):
 
         @pl.when(is_last(notes_ref, row, 5, interpret))
         def _():
-            border, limit = find_threshold(low, high, bounds, source, memory)
-            notes_ref[row, 0], notes_ref[row, 1] = border, limit
+            threshold, limit = find_threshold(low, high, bounds, source, memory)
+            notes_ref[row, 0], notes_ref[row, 1] = threshold, limit
             notes_ref[row, 2] = key_of(bounds.highest)
 
 
@@ -178,40 +178,40 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
     bad_ref, best, *outputs = refs[NUM_INPUTS + num_left + num_partials :]
     partials = TilePartials(*outputs)
     share, row = pl.program_id(0), pl.program_id(1)
-    wish = row_sampling(inputs, row, sizes)
-    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
+    params = row_sampling(inputs, row, sizes)
+    sharpness = 1.0 if tau is None else sharpness_of(params.temperature, tau)
     num_tiles = bad_ref.shape[1]
 
     def choose():
-        source = ScoreSource(inputs, row, wish, sizes, interpret)
+        source = ScoreSource(inputs, row, params, sizes, interpret)
         return choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups)
 
-    joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)
-    leaves = _leaves_of(refs, num_left)
-    asks = asked_of(leaves, row)
+    reduces = lax.cond(params.is_filtered, choose, lambda: share == 0)
+    leaves = _block_partials(refs, num_left)
+    asks = requested_outputs(leaves, row)
     if leaves is not None:
 
-        @pl.when(joins & (asks != LOGITS))
+        @pl.when(reduces & (asks != LOGITS))
         def _():
-            store_bad(best, row, is_left_bad(leaves, row))
+            store_bad(best, row, has_bad_partial(leaves, row))
 
-        @pl.when(joins & (asks == ARGMAX_ONLY))
+        @pl.when(reduces & (asks == ARGMAX_ONLY))
         def _():
-            key, winner = best_left(leaves, row)
+            key, winner = best_of_partials(leaves, row)
             winner += inputs.first[0] if sizes.share else 0
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, sizes, None)
 
         if tau is None or sizes.share:
-            joins &= asks != ARGMAX_ONLY
+            reduces &= asks != ARGMAX_ONLY
         else:
 
-            @pl.when(joins & (asks != LOGITS))
+            @pl.when(reduces & (asks != LOGITS))
             def _():
-                _rank_left(row, inputs, partials, leaves, best, sizes, width, tau)
+                _rank_partials(row, inputs, partials, leaves, best, sizes, width, tau)
 
-            joins &= asks == LOGITS
+            reduces &= asks == LOGITS
 
-    @pl.when(joins)
+    @pl.when(reduces)
     def _():
         @pl.when(asks == LOGITS)
         def _():
@@ -238,7 +238,7 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
         in_order(keys, ids, width, store)
 
 
-def _rank_left(row, inputs, partials, leaves, best, sizes, width, tau):
+def _rank_partials(row, inputs, partials, leaves, best, sizes, width, tau):
     """Stores the best tokens of a row without noise, from the groups with the largest maxima."""
     peaks = load_row(partials.peaks, (row,), LOWEST)
     masses = load_row(partials.masses, (row,), 0.0)
@@ -249,6 +249,6 @@ def _rank_left(row, inputs, partials, leaves, best, sizes, width, tau):
         store_token(best, row, rank, key, winner, *of_row)
 
     if width == 1:
-        store(0, *best_left(leaves, row))
+        store(0, *best_of_partials(leaves, row))
     else:
         in_order(*tokens_of_best(peaks, row, inputs, sizes, width), width, store)

@@ -1,5 +1,4 @@
-"""Brackets of the top-k / top-p threshold, from group maxima and a sample (Pallas, Triton
-backend).
+"""Brackets of the top-k / top-p threshold, from maxima and a sample (Pallas, Triton backend).
 
 The bracket is nearly always right. A wrong bracket costs time only, so results need not match the
 Triton kernel bit for bit.
@@ -85,19 +84,19 @@ def bracket_threshold(peaks, masses, bounds, source, sampled):
 def _sample(source, bounds, sampled):
     vocab, lane = source.sizes.vocab, lax.iota(jnp.int32, sampled)
     ids = lax.div(lane, _RUN) * (_RUN * pl.cdiv(vocab, sampled)) + lax.rem(lane, _RUN)
-    _, x = scores_of(ids, source.inputs, source.row, source.wish, source.sizes)
+    _, x = scores_of(ids, source.inputs, source.row, source.params, source.sizes)
     is_token = ids < vocab
     x = jnp.where(is_token, x, -jnp.inf)
     scale = vocab / is_token.astype(jnp.int32).sum().astype(jnp.float32)
     return _Sample(x, weight_of(x, bounds.highest, 1.0), scale)
 
 
-def _estimate(border, sample, bounds, tail):
+def _estimate(threshold, sample, bounds, tail):
     """Estimates bounds of the weight below a threshold and of the number of tokens above it."""
     x, weights, scale = sample
-    below = scale * jnp.where(x <= border, weights, 0.0).sum()
-    error = _SIGMAS * jnp.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)
+    below = scale * jnp.where(x <= threshold, weights, 0.0).sum()
+    error = _SIGMAS * jnp.sqrt((scale - 1) * weight_of(threshold, bounds.highest, 1.0) * tail)
     error += _ROUNDING * 0.2 * bounds.total
-    above = scale * (x > border).astype(jnp.int32).sum().astype(jnp.float32)
+    above = scale * (x > threshold).astype(jnp.int32).sum().astype(jnp.float32)
     spread = _SIGMAS * jnp.sqrt((scale - 1) * bounds.most.astype(jnp.float32))
     return below - error, below + error, above - spread, above + spread

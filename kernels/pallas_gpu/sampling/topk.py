@@ -1,6 +1,4 @@
-"""Two-stage top-k: the best tokens of tiles, then of rows; used by `sampling` (Pallas, Triton
-backend).
-"""
+"""Two-stage top-k: the best tokens of tiles, then of rows (Pallas, Triton backend)."""
 
 import functools
 from typing import Any, NamedTuple
@@ -86,10 +84,10 @@ def choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, g
     """Stores the best tokens of a program's tiles, with noise; returns whether it is the last."""
     notes_ref, row, programs = partials.notes, source.row, pl.num_programs(0)
     support = Support(
-        border=notes_ref[row, 0],
+        threshold=notes_ref[row, 0],
         limit=notes_ref[row, 1],
         highest=score_of(notes_ref[row, 2]),
-        smallest=source.inputs.min_p[source.wish.request],
+        smallest=source.inputs.min_p[source.params.request],
     )
 
     def step(number, best):
@@ -107,13 +105,13 @@ class Support(NamedTuple):
     """Filter of a row: the tokens that pass top-k, top-p and min-p.
 
     Attributes:
-      border: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
+      threshold: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
         pass.
       highest: Highest logit.
       smallest: Smallest weight that passes, relative to the highest logit.
     """
 
-    border: Any
+    threshold: Any
     limit: Any
     highest: Any
     smallest: Any
@@ -133,7 +131,7 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
     Returns:
       The best token's key.
     """
-    row, border, sizes = source.row, support.border, source.sizes
+    row, threshold, sizes = source.row, support.threshold, source.sizes
     group = tile * groups + lax.iota(jnp.int32, groups)
     inside = group < partials.peaks.shape[1]
     peaks = pltriton.load(partials.peaks.at[row, group], mask=inside, other=LOWEST)
@@ -150,14 +148,14 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
         return without_any()
 
     def with_noise():
-        _, x = scores_of(ids, source.inputs, row, source.wish, sizes)
+        _, x = scores_of(ids, source.inputs, row, source.params, sizes)
         token_keys = key_of(x)
-        stays = (token_keys > border) | ((token_keys == border) & (ids < support.limit))
+        stays = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
         stays &= weight_of(x, support.highest, 1.0) >= support.smallest
         x = jnp.where(stays, x, -jnp.inf)
         if partials.scores is not None:
             store_scores(partials.scores, x, ids, source.inputs, row, sizes)
-        words = words_at(source.wish.noise, pairs, ids, source.inputs, sizes)
+        words = words_at(source.params.noise, pairs, ids, source.inputs, sizes)
 
         def noisy():
             return jnp.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
@@ -170,7 +168,7 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
     if tau is None and partials.scores is None:
         # No noise can lift a token of these groups above the best one.
         likely &= score_of(peaks) + MOST_NOISE >= score_of(best)
-    is_read = jnp.max(((peaks >= border) & likely).astype(jnp.int32)) > 0
+    is_read = jnp.max(((peaks >= threshold) & likely).astype(jnp.int32)) > 0
     if width > 1:
         is_read |= tile == 0  # if fewer tokens pass than are requested, its excluded tokens follow
     keys = lax.cond(is_read, with_noise, excluded)

@@ -56,7 +56,7 @@ class ScoreSource(NamedTuple):
 
     inputs: SamplingInputs
     row: Any
-    wish: RowSampling
+    params: RowSampling
     sizes: SamplingSizes
     interpret: bool
 
@@ -112,7 +112,7 @@ class CandidateList(NamedTuple):
 
 def bounds_of(peaks, masses, source):
     """Computes the bounds of a row; `peaks` and `masses` are of all groups, see `store_groups`."""
-    vocab, request = source.sizes.vocab, source.wish.request
+    vocab, request = source.sizes.vocab, source.params.request
     highest = score_of(jnp.max(peaks))
     total = total_of(peaks, masses, highest, 1.0)
     top_p, top_k = source.inputs.top_p[request], source.inputs.top_k[request]
@@ -184,7 +184,7 @@ def list_near(low, high, highest, is_flat, share, source, memory):
 def _scores(chunk, lanes, source):
     """Loads ids, logits and keys of some tokens."""
     ids = chunk * lanes + lax.iota(jnp.int32, lanes)
-    _, x = scores_of(ids, source.inputs, source.row, source.wish, source.sizes)
+    _, x = scores_of(ids, source.inputs, source.row, source.params, source.sizes)
     return ids, x, jnp.where(ids < source.sizes.vocab, key_of(x), LOWEST)
 
 
@@ -214,8 +214,8 @@ def find_threshold(low, high, bounds, source, memory):
     known = CandidateList(has_room, count, carried(*weight), keys, *halves)
     tally = partial(_tally, bounds=bounds, source=source, memory=memory)
 
-    def is_too_low(border, known):
-        count, above, _ = tally(border, None, known)
+    def is_too_low(threshold, known):
+        count, above, _ = tally(threshold, None, known)
         return (count >= bounds.most) | (above >= bounds.weight)
 
     is_right = has_room & ((high == bounds.high) | ~is_too_low(high, known))
@@ -229,15 +229,15 @@ def find_threshold(low, high, bounds, source, memory):
         return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
 
     low, high = jnp.where(is_right, low, bounds.low), jnp.where(is_right, high, bounds.high)
-    border = lax.while_loop(lambda span: span[0] < span[1], halve, (low, high))[0]
-    return border, _limit(border, bounds, source, partial(tally, known=known))
+    threshold = lax.while_loop(lambda span: span[0] < span[1], halve, (low, high))[0]
+    return threshold, _limit(threshold, bounds, source, partial(tally, known=known))
 
 
-def _limit(border, bounds, source, tally):
+def _limit(threshold, bounds, source, tally):
     """Returns the id from which tokens at the threshold exceed `top_k` or `top_p`."""
-    border_weight = weight_of(score_of(border), bounds.highest, 1.0)
+    border_weight = weight_of(score_of(threshold), bounds.highest, 1.0)
     vocab = jnp.int32(source.sizes.vocab)
-    count, above, ties = tally(border, None)
+    count, above, ties = tally(threshold, None)
 
     def has_room(earlier):
         enough = above + earlier.astype(jnp.float32) * border_weight < bounds.weight
@@ -246,14 +246,14 @@ def _limit(border, bounds, source, tally):
     def halve(span):
         low, high = span
         middle = (low + high) >> 1
-        fits = has_room(tally(border, middle)[2])
+        fits = has_room(tally(threshold, middle)[2])
         return jnp.where(fits, middle + 1, low), jnp.where(fits, high, middle)
 
     low = jnp.where(has_room(ties - 1), vocab, 0)
     return lax.while_loop(lambda span: span[0] < span[1], halve, (low, vocab))[0]
 
 
-def _tally(border, limit, known, bounds, source, memory):
+def _tally(threshold, limit, known, bounds, source, memory):
     """Counts the tokens above a threshold and sums their weights, until a bound is exceeded.
 
     Returns:
@@ -262,7 +262,7 @@ def _tally(border, limit, known, bounds, source, memory):
     """
 
     def of_list():
-        is_above, is_tie = known.keys > border, known.keys == border
+        is_above, is_tie = known.keys > threshold, known.keys == threshold
         whole, units, rest = known.sum
         units += jnp.where(is_above, known.units, 0).sum()
         rest += jnp.where(is_above, known.rest, 0).sum()
@@ -276,12 +276,12 @@ def _tally(border, limit, known, bounds, source, memory):
         return count, number_of(carried(whole, units, rest)), is_tie.astype(jnp.int32).sum()
 
     def of_all():
-        return _tally_all(border, limit, bounds, source, memory)
+        return _tally_all(threshold, limit, bounds, source, memory)
 
     return lax.cond(known.is_listed, of_list, of_all)
 
 
-def _tally_all(border, limit, bounds, source, memory):
+def _tally_all(threshold, limit, bounds, source, memory):
     """Same as `_tally`, from the logits of groups with tokens at the threshold or above."""
     lanes = memory.at_once * 2 * PAIRS
 
@@ -292,16 +292,16 @@ def _tally_all(border, limit, bounds, source, memory):
 
     def add(chunk, count, ties, sum):
         ids, x, keys = _scores(chunk, lanes, source)
-        is_above = keys > border
+        is_above = keys > threshold
         count += is_above.astype(jnp.int32).sum()
-        is_tie = (keys == border) & (ids < (source.sizes.vocab if limit is None else limit))
+        is_tie = (keys == threshold) & (ids < (source.sizes.vocab if limit is None else limit))
         ties += is_tie.astype(jnp.int32).sum()
         weights = jnp.where(is_above, weight_of(x, bounds.highest, 1.0), 0.0)
         return count, ties, add_halves(sum, weights)
 
     def step(tally):
         chunk, *sums = tally
-        is_read = _peak_of(chunk, source, memory) >= border
+        is_read = _peak_of(chunk, source, memory) >= threshold
         return chunk + 1, *lax.cond(is_read, add, lambda _, *sums: sums, chunk, *sums)
 
     zero = jnp.int32(0)

@@ -196,7 +196,7 @@ def _totals_kernel(
     nodes,
 ):
     row, most = pl.program_id(0), peaks_ref.shape[1]
-    keys, _ = _left_of(left_ref, row, ranks, width)
+    keys, _ = _load_candidates(left_ref, row, ranks, width)
     own = lax.iota(jnp.int32, pl.next_power_of_2(groups))
     group = lax.div(first_ref[0], GROUP) + own
     inside = (own < groups) & (group < most)
@@ -267,7 +267,7 @@ def _join_kernel(
     nodes,
 ):
     row, rank = pl.program_id(0), lax.iota(jnp.int32, pl.next_power_of_2(ranks))
-    keys, ids = _left_of(left_ref, row, ranks, width)
+    keys, ids = _load_candidates(left_ref, row, ranks, width)
     words = 2 * width + 1
 
     def of_ranks(ref, size, place):
@@ -290,7 +290,7 @@ def _join_kernel(
     in_order(keys, ids, width, store)
 
 
-def _left_of(left_ref, row, ranks, width):
+def _load_candidates(left_ref, row, ranks, width):
     """Loads keys and ids of all ranks' candidates of a row."""
     place = lax.iota(jnp.int32, pl.next_power_of_2(ranks * width))
     inside = place < ranks * width

@@ -29,8 +29,8 @@ def before(
     (R, hidden), out = normed.shape, torch.empty_like(normed)
     # Triton requires a pointer, even if nothing reads it.
     given = (normed, base, moved, normed, normed, out, out, 0.0)
-    cut = {"chunk": BLOCK, "spread": 1, "digits": 0, "digits_of_chunks": 0, "is_behind": False}
-    how = {**_sizes(base, moved, size), **cut, "num_warps": 4, **launching(normed)}
+    config = {"chunk": BLOCK, "spread": 1, "digits": 0, "digits_of_chunks": 0, "is_behind": False}
+    how = {**_sizes(base, moved, size), **config, "num_warps": 4, **launching(normed)}
     _kernel[(R, triton.cdiv(hidden, BLOCK))](*given, **how)
     return out
 
@@ -48,14 +48,14 @@ def behind(
 ) -> tuple[Float[Tensor, "R hidden"], Float[Tensor, "R hidden"]]:
     """Implements `shared.spec.convolution.behind`."""
     (R, hidden), out, normed = x.shape, torch.empty_like(x), torch.empty_like(x)
-    cut = {
+    config = {
         "chunk": order.chunk,
         "spread": triton.next_power_of_2(triton.cdiv(hidden, order.chunk)),
         "digits": order.digits,
         "digits_of_chunks": order.digits_of_chunks,
         "is_behind": True,
     }
-    how = {**_sizes(base, moved, size), **cut, "num_warps": row_warps(hidden), **launching(x)}
+    how = {**_sizes(base, moved, size), **config, "num_warps": row_warps(hidden), **launching(x)}
     _kernel[(R, 1)](given, base, moved, x, norm, out, normed, eps, **how)
     return out, normed
 

@@ -32,7 +32,7 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
 )
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertWeights, add_four, place_in_words
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
-from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_leaves
+from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.fp8 import BLOCK
 from shared.models.fp8_packing import shares_of
 from shared.spec.reduction_order import SquaresOrder
@@ -71,8 +71,7 @@ def product(
     Args:
       x: The rows; or quantised rows of `fp8_activations.quantised`.
       weight: `[outputs, inputs]`; gated weights have the gate's rows, then the up projection's. Or
-        packed FP8 (W8A16), with the bits of the dequantised weight; or FP8, for quantised rows
-        (W8A8).
+        packed FP8 (W8A16) with the bits of the dequantised weight, or FP8 for W8A8 rows.
       scales: Scales of packed FP8, see `shared.models.fp8_packing`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
       out_type: Type of the result.
@@ -88,8 +87,7 @@ def product(
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
       asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
-        float32; it is stored for blocks of rows in which some row needs logits, and undefined
-        elsewhere.
+        float32, and undefined in blocks of rows that need no logits.
 
     Returns:
       The result. With `added`, also the result times `norm`, if there is one, and its sums of
@@ -142,7 +140,7 @@ def product(
     # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.
     is_persistent = tiles.persistent and asks is None or is_wide
     programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
-    ends = GemmOperands(
+    args = GemmOperands(
         # Triton requires a pointer, even if nothing reads it.
         squares=x if squares is None else squares,
         bias=x if bias is None else bias,
@@ -184,7 +182,7 @@ def product(
             digits=order.digits,
             digits_of_chunks=order.digits_of_chunks,
         ),
-        "cut": GemmTileConfig(
+        "config": GemmTileConfig(
             rows=rows,
             columns=tiles.columns,
             depth=depth,
@@ -197,7 +195,7 @@ def product(
         **launching(x),
     }
     if is_wide:
-        given = (x, weight, ends, row_blocks, blocks)
+        given = (x, weight, args, row_blocks, blocks)
         linear_sm90.launch(*given, programs=programs, warps=tiles.warps, **how)
     else:
         _product_kernel[(programs,)](
@@ -205,7 +203,7 @@ def product(
             weight_at,
             x if scales is None else scales,
             x if row_scales is None else row_scales,
-            ends,
+            args,
             R,
             row_blocks,
             blocks,
@@ -251,20 +249,20 @@ def _product_kernel(
     weight_at,
     scales_at,
     row_scales_at,
-    ends,
+    args,
     num_rows,
     row_blocks,
     blocks,
     sizes: tl.constexpr,
     squares: tl.constexpr,
-    cut: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per block of outputs and rows, or a persistent program per multiprocessor.
 
     A persistent program copies the next block while it finishes and stores the current one.
     """
-    if cut.is_persistent:
+    if config.is_persistent:
         if is_launched:
             gdc_wait()
         for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
@@ -274,12 +272,12 @@ def _product_kernel(
                 weight_at,
                 scales_at,
                 row_scales_at,
-                ends,
+                args,
                 num_rows,
                 row_blocks,
                 sizes,
                 squares,
-                cut,
+                config,
                 False,
             )
     else:
@@ -289,30 +287,30 @@ def _product_kernel(
             weight_at,
             scales_at,
             row_scales_at,
-            ends,
+            args,
             num_rows,
             row_blocks,
             sizes,
             squares,
-            cut,
+            config,
             is_launched,
         )
 
 
 @triton.jit
 def _product_block(
-    number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
-    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+    number, x_at, weight_at, scales_at, row_scales_at, args, num_rows, row_blocks,
+    sizes: tl.constexpr, squares: tl.constexpr, config: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """Computes one block of outputs and rows; rows vary first to share the weight."""
     N: tl.constexpr = sizes.N
     K: tl.constexpr = sizes.K
     is_gated: tl.constexpr = sizes.is_gated
-    rows: tl.constexpr = cut.rows
-    columns: tl.constexpr = cut.columns
-    depth: tl.constexpr = cut.depth
-    is_swapped: tl.constexpr = cut.is_swapped
-    is_described: tl.constexpr = cut.is_described
+    rows: tl.constexpr = config.rows
+    columns: tl.constexpr = config.columns
+    depth: tl.constexpr = config.depth
+    is_swapped: tl.constexpr = config.is_swapped
+    is_described: tl.constexpr = config.is_described
     # Concurrent programs share a block of the weight; the rows are in the L2 cache anyway.
     first_row = (number % row_blocks) * rows
     block = number // row_blocks
@@ -343,28 +341,31 @@ def _product_block(
     if is_launched:
         gdc_wait()
     if sizes.box is not None:
-        rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call)
+        rank, number_of_call = (
+            rank_of(args.mail, sizes),
+            number_of(args.clock, args.call),
+        )
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early: tl.constexpr = rows <= 32
     if is_early and squares.count > 0:
-        terms = squares_of(ends.squares, row, is_row, squares)
+        terms = squares_of(args.squares, row, is_row, squares)
     if is_early and sizes.is_added:
-        added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+        added = tl.load(args.added + place, mask=is_inside, other=0.0)
     norm = column
     if is_early and sizes.is_scaled:
-        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+        norm = tl.load(args.norm + column, mask=is_column, other=0.0)
 
     acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
-    for at in tl.range(0, K, depth, num_stages=cut.stages):
+    for at in tl.range(0, K, depth, num_stages=config.stages):
         if is_in_words:
             acc = add_four(acc, of_weight, x_at, at, is_row, is_output, has_all, sizes, is_launched)
         elif sizes.is_quantised:
             acc, up = add_blocks(
                 acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, block * columns,
-                num_rows, sizes, cut,
+                num_rows, sizes, config,
             )  # fmt: skip
         elif is_described:
             x = x_at.load([first_row, at])
@@ -375,7 +376,7 @@ def _product_block(
             acc = _add_product(acc, x, weight, is_swapped)
         else:
             inside = step[None, :] < K - at
-            x = _tile(x_at, is_row, inside, cut.has_all_rows, K % depth == 0)
+            x = _tile(x_at, is_row, inside, config.has_all_rows, K % depth == 0)
             weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
             acc = _add_product(acc, x, weight, is_swapped)
             if is_gated:
@@ -399,32 +400,32 @@ def _product_block(
 
     if squares.count > 0:
         if not is_early:
-            terms = squares_of(ends.squares, row, is_row, squares)
-        scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + ends.eps)
+            terms = squares_of(args.squares, row, is_row, squares)
+        scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + args.eps)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if sizes.is_biased:
-        acc += tl.load(ends.bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(args.bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if is_gated:
-            up += tl.load(ends.bias + N + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(args.bias + N + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if is_gated:
         acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
     if sizes.factor != 1.0:
         acc = acc * sizes.factor
     if sizes.is_added:
         if not is_early:
-            added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+            added = tl.load(args.added + place, mask=is_inside, other=0.0)
         acc += added.to(tl.float32)
-    out = acc.to(ends.out.dtype.element_ty)
+    out = acc.to(args.out.dtype.element_ty)
     if sizes.is_scaled and not is_early:
-        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+        norm = tl.load(args.norm + column, mask=is_column, other=0.0)
     if sizes.leaves > 0:
-        store_leaves(out, ends, row, column, block, num_rows, sizes)
+        store_partials(out, args, row, column, block, num_rows, sizes)
     elif sizes.box is None:
-        store_result(out, norm, ends, row, column, block, num_rows, sizes, squares)
+        store_result(out, norm, args, row, column, block, num_rows, sizes, squares)
     else:
         share_result(
-            out, norm, ends, row, column, block, num_rows, rank, number_of_call, sizes, squares
+            out, norm, args, row, column, block, num_rows, rank, number_of_call, sizes, squares
         )
 
 

@@ -109,23 +109,23 @@ class GemmTileConfig(NamedTuple):
 
 @triton.jit
 def store_result(
-    out, norm, ends, row, column, block, num_rows, sizes: tl.constexpr, squares: tl.constexpr
+    out, norm, args, row, column, block, num_rows, sizes: tl.constexpr, squares: tl.constexpr
 ):
     """Stores a block of the result, the next norm's input, and its sums of squares per chunk."""
     N: tl.constexpr = sizes.N
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     is_row, is_column = row < num_rows, column < N
     is_inside = is_row[:, None] & is_column[None, :]
-    tl.store(ends.out + place, out, mask=is_inside)
+    tl.store(args.out + place, out, mask=is_inside)
     if sizes.is_scaled:
         read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
-        tl.store(ends.scaled + place, read, mask=is_inside)
+        tl.store(args.scaled + place, read, mask=is_inside)
     if sizes.is_added:
         chunks: tl.constexpr = (N + squares.length - 1) // squares.length
         part = block * (out.shape[1] // squares.length) + tl.arange(
             0, out.shape[1] // squares.length
         )
-        at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
+        at = args.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
         is_part = is_row[:, None] & (part < chunks)[None, :]
         tl.store(at, chunks_of(out, is_column, squares), mask=is_part)
 
@@ -134,7 +134,7 @@ def store_result(
 def share_result(
     out,
     norm,
-    ends,
+    args,
     row,
     column,
     block,
@@ -161,7 +161,7 @@ def share_result(
     word = block * width + tl.arange(0, width)
     is_word = is_row[:, None] & (word < in_row)[None, :]
     at_word = row[:, None] * in_row + word[None, :]
-    sent = send_words(words, at_word, is_word, ends.mail, rank, number, sizes)
+    sent = send_words(words, at_word, is_word, args.mail, rank, number, sizes)
     if sizes.is_added:
         chunks: tl.constexpr = (N + squares.length - 1) // squares.length
         part = block * (out.shape[1] // squares.length) + tl.arange(
@@ -170,12 +170,12 @@ def share_result(
         is_part = is_row[:, None] & (part < chunks)[None, :]
         sums = chunks_of(out, is_column, squares).to(tl.int32, bitcast=True)
         at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
-        sent_sums = send_words(sums, at_sum, is_part, ends.mail, rank, number, sizes)
+        sent_sums = send_words(sums, at_sum, is_part, args.mail, rank, number, sizes)
         place = row.to(tl.int64)[:, None] * N + column[None, :]
-        tl.store(ends.out + place, out, mask=is_row[:, None] & is_column[None, :])
-        sums_at = ends.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
+        tl.store(args.out + place, out, mask=is_row[:, None] & is_column[None, :])
+        sums_at = args.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
         tl.store(sums_at + rank * chunks, sums, mask=is_part)
-    out_at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
+    out_at = args.all_words + row[:, None] * (ranks * in_row) + word[None, :]
     tl.store(out_at + rank * in_row, words, mask=is_word)
     receive_words(
         out_at,
@@ -183,10 +183,10 @@ def share_result(
         sent,
         at_word,
         is_word,
-        ends.mail,
+        args.mail,
         rank,
         number,
-        ends.call,
+        args.call,
         sizes.pack,
         sizes=sizes,
     )
@@ -197,10 +197,10 @@ def share_result(
             sent_sums,
             at_sum,
             is_part,
-            ends.mail,
+            args.mail,
             rank,
             number,
-            ends.call,
+            args.call,
             1,
             sizes=sizes,
         )

@@ -85,23 +85,23 @@ def takes(
 def launch(
     x: Float[Tensor, "R inputs"],
     weight: Float[Tensor, "stored inputs"],
-    ends: GemmOperands,
+    args: GemmOperands,
     row_blocks: int,
     blocks: int,
     *,
     programs: int,
     sizes: GemmSizes,
     squares: SquaresChunks,
-    cut: GemmTileConfig,
+    config: GemmTileConfig,
     warps: int,
     **launching: bool,
 ) -> None:
-    """Launches the GEMM for arrays that `takes` accepts; writes the outputs of `ends`.
+    """Launches the GEMM for arrays that `takes` accepts; writes the outputs of `args`.
 
     Args:
       row_blocks, blocks: Row blocks of the result, and blocks in all.
       programs: Number of persistent programs.
-      sizes, squares, cut: Same as for the kernel of `linear`.
+      sizes, squares, config: Same as for the kernel of `linear`.
       warps: Consumer warps.
     """
 
@@ -111,19 +111,19 @@ def launch(
 
     if sizes.is_gated:  # blocks of gate and up form one tile
         weight = weight.view(2, sizes.N, sizes.K)
-        parts = [(2, size.value // 2, cut.depth) for size in (WIDE, NARROW)]
+        parts = [(2, size.value // 2, config.depth) for size in (WIDE, NARROW)]
     else:
-        parts = [(size.value, cut.depth) for size in (WIDE, NARROW)]
+        parts = [(size.value, config.depth) for size in (WIDE, NARROW)]
     _described_kernel[(programs,)](
-        described(x, cut.rows, cut.depth),
+        described(x, config.rows, config.depth),
         *(described(weight, *shape) for shape in parts),
-        ends,
+        args,
         len(x),
         row_blocks,
         blocks,
         sizes=sizes,
         squares=squares,
-        cut=cut,
+        config=config,
         warps=warps,
         num_warps=warps,
         **launching,
@@ -135,18 +135,18 @@ def _described_kernel(
     x_of,
     wide_of,
     narrow_of,
-    ends,
+    args,
     num_rows,
     row_blocks,
     blocks,
     sizes: gl.constexpr,
     squares: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     warps: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """Persistent program: processes blocks of outputs and rows in turn; rows vary first."""
-    stages: gl.constexpr = cut.stages
+    stages: gl.constexpr = config.stages
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = GemmPipeline(
         rows=gl.allocate_shared_memory(x_of.dtype, [stages] + x_of.block_type.shape, x_of.layout),
@@ -167,8 +167,11 @@ def _described_kernel(
         gdc_wait()
     gl.warp_specialize(
         [
-            (_multiply, (ring, ends, num_rows, row_blocks, blocks, sizes, squares, cut, warps)),
-            (_copy, (x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes, cut)),
+            (
+                _multiply,
+                (ring, args, num_rows, row_blocks, blocks, sizes, squares, config, warps),
+            ),
+            (_copy, (x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes, config)),
         ],
         [1],
         [_COPYING_REGISTERS],
@@ -177,18 +180,18 @@ def _described_kernel(
 
 @gluon.jit
 def _copy(
-    x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes: gl.constexpr, cut: gl.constexpr
+    x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes: gl.constexpr, config: gl.constexpr
 ):
     """Producer: copies all operand blocks of the result's blocks, zero outside the arrays."""
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
-    count: gl.constexpr = (cut.rows + WIDE + NARROW) * cut.depth * 2
+    count: gl.constexpr = (config.rows + WIDE + NARROW) * config.depth * 2
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
-        row = number % row_blocks * cut.rows
-        column = number // row_blocks * cut.columns
-        for at in range(0, sizes.K, cut.depth):
-            slot = done % cut.stages
-            mbarrier.wait(ring.free.index(slot), ((done // cut.stages) & 1) ^ 1)
+        row = number % row_blocks * config.rows
+        column = number // row_blocks * config.columns
+        for at in range(0, sizes.K, config.depth):
+            slot = done % config.stages
+            mbarrier.wait(ring.free.index(slot), ((done // config.stages) & 1) ^ 1)
             full = ring.full.index(slot)
             mbarrier.expect(full, count)
             copy_tile(x_of, [row, at], full, ring.rows.index(slot))
@@ -204,36 +207,36 @@ def _copy(
 @gluon.jit
 def _multiply(
     ring,
-    ends,
+    args,
     num_rows,
     row_blocks,
     blocks,
     sizes: gl.constexpr,
     squares: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     warps: gl.constexpr,
 ):
     """Consumer: accumulates the blocks of the ring, applies the epilogue and stores."""
-    rows: gl.constexpr = cut.rows
-    depth: gl.constexpr = cut.depth
+    rows: gl.constexpr = config.rows
+    depth: gl.constexpr = config.depth
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
     of_row = gl.program_id(0) % row_blocks * rows
     scale = of_row
     if squares.count > 0:  # overlaps with the first copies
-        scale = _scale_of(ends, of_row, num_rows, sizes, squares, rows, warps)
+        scale = _scale_of(args, of_row, num_rows, sizes, squares, rows, warps)
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
         row = number % row_blocks * rows
-        column = number // row_blocks * cut.columns
+        column = number // row_blocks * config.columns
         if squares.count > 0:
             if row != of_row:
-                scale = _scale_of(ends, row, num_rows, sizes, squares, rows, warps)
+                scale = _scale_of(args, row, num_rows, sizes, squares, rows, warps)
             of_row = row
         sums = gl.zeros((rows, WIDE), gl.float32, _sums_layout(WIDE, warps))
         more = gl.zeros((rows, NARROW), gl.float32, _sums_layout(NARROW, warps))
         for at in range(0, sizes.K, depth):
-            slot = done % cut.stages
-            mbarrier.wait(ring.full.index(slot), (done // cut.stages) & 1)
+            slot = done % config.stages
+            mbarrier.wait(ring.full.index(slot), (done // config.stages) & 1)
             x = ring.rows.index(slot)
             wide = ring.wide.index(slot)
             narrow = ring.narrow.index(slot)
@@ -244,20 +247,20 @@ def _multiply(
             more = warpgroup_mma(x, narrow.permute((1, 0)), more, is_async=True)
             sums, more = warpgroup_mma_wait(num_outstanding=2, deps=(sums, more))
             # The two products of the previous step are complete.
-            before = ring.free.index((done + cut.stages - 1) % cut.stages)
+            before = ring.free.index((done + config.stages - 1) % config.stages)
             mbarrier.arrive(before, count=1, pred=at > 0)
             done += 1
         sums, more = warpgroup_mma_wait(num_outstanding=0, deps=(sums, more))
-        mbarrier.arrive(ring.free.index((done + cut.stages - 1) % cut.stages), count=1)
-        _store(sums, scale, ends, row, column, num_rows, sizes, squares, warps)
-        _store(more, scale, ends, row, column + second, num_rows, sizes, squares, warps)
+        mbarrier.arrive(ring.free.index((done + config.stages - 1) % config.stages), count=1)
+        _store(sums, scale, args, row, column, num_rows, sizes, squares, warps)
+        _store(more, scale, args, row, column + second, num_rows, sizes, squares, warps)
 
 
 @gluon.jit
 def _store(
     acc,
     scale,
-    ends,
+    args,
     first_row,
     first_column,
     num_rows,
@@ -276,7 +279,7 @@ def _store(
     if sizes.is_biased:
         lane = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
         output = first_column + lane % columns
-        bias = gl.load(ends.bias + output + lane // columns * N, mask=output < N, other=0.0)
+        bias = gl.load(args.bias + output + lane // columns * N, mask=output < N, other=0.0)
         acc += bias.to(gl.float32)[None, :]
     if sizes.is_gated:
         gate, up = gl.split(gl.permute(gl.reshape(acc, (rows, 2, columns)), (0, 2, 1)))
@@ -290,14 +293,14 @@ def _store(
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(gl.int64)[:, None] * N + column[None, :]
     if sizes.is_added:
-        added = gl.load(ends.added + place, mask=is_inside, other=0.0)
+        added = gl.load(args.added + place, mask=is_inside, other=0.0)
         acc += gl.convert_layout(added, acc.type.layout).to(gl.float32)
-    out = gl.convert_layout(acc.to(ends.out.dtype.element_ty), lines)
-    gl.store(ends.out + place, out, mask=is_inside)
+    out = gl.convert_layout(acc.to(args.out.dtype.element_ty), lines)
+    gl.store(args.out + place, out, mask=is_inside)
     if sizes.is_scaled:
-        norm = gl.load(ends.norm + column, mask=is_column, other=0.0)
+        norm = gl.load(args.norm + column, mask=is_column, other=0.0)
         read = (out.to(gl.float32) * norm[None, :]).to(out.dtype)
-        gl.store(ends.scaled + place, read, mask=is_inside)
+        gl.store(args.scaled + place, read, mask=is_inside)
     if sizes.is_added:
         parts: gl.constexpr = columns // squares.length
         chunks: gl.constexpr = (N + squares.length - 1) // squares.length
@@ -309,14 +312,14 @@ def _store(
         row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, of_parts))
         part = gl.arange(0, parts, layout=gl.SliceLayout(0, of_parts))
         part += first_column // squares.length
-        at = ends.sums + row.to(gl.int64)[:, None] * chunks + part[None, :]
+        at = args.sums + row.to(gl.int64)[:, None] * chunks + part[None, :]
         is_part = (row < num_rows)[:, None] & (part < chunks)[None, :]
         gl.store(at, gl.convert_layout(sums, of_parts), mask=is_part)
 
 
 @gluon.jit
 def _scale_of(
-    ends,
+    args,
     first_row,
     num_rows,
     sizes: gl.constexpr,
@@ -328,10 +331,10 @@ def _scale_of(
     layout: gl.constexpr = _squares_layout(squares.spread, warps)
     row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     chunk = gl.arange(0, squares.spread, layout=gl.SliceLayout(0, layout))
-    at = ends.squares + row.to(gl.int64)[:, None] * squares.count + chunk[None, :]
+    at = args.squares + row.to(gl.int64)[:, None] * squares.count + chunk[None, :]
     is_one = (row < num_rows)[:, None] & (chunk < squares.count)[None, :]
     total = _add_up(gl.load(at, mask=is_one, other=0.0), squares.digits_of_chunks)
-    return gl.rsqrt(total * (1.0 / sizes.K) + ends.eps)
+    return gl.rsqrt(total * (1.0 / sizes.K) + args.eps)
 
 
 @gluon.jit

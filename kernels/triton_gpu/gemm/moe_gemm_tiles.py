@@ -56,12 +56,15 @@ class ExpertTile(NamedTuple):
 
 
 @triton.jit
-def tile_of(number, ids_at, lists, cut: tl.constexpr):
+def tile_of(number, ids_at, expert_blocks, config: tl.constexpr):
     """Returns a tile of expert-aligned slots; without expert blocks, each slot is a tile."""
-    lane = tl.arange(0, cut.lanes)
-    if cut.is_grouped:
-        expert, count = tl.load(lists.experts + number), tl.load(lists.counts + number)
-        at = lists.slots + tl.load(lists.firsts + number) + lane
+    lane = tl.arange(0, config.lanes)
+    if config.is_grouped:
+        expert, count = (
+            tl.load(expert_blocks.experts + number),
+            tl.load(expert_blocks.counts + number),
+        )
+        at = expert_blocks.slots + tl.load(expert_blocks.firsts + number) + lane
         slots = tl.load(at, mask=lane < count, other=0)
         expert = tl.where(count > 0, expert, 0)
     else:
@@ -82,7 +85,7 @@ def product_of(
     is_output,
     has_all: tl.constexpr,
     sizes: tl.constexpr,
-    cut: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """Multiplies some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
@@ -92,16 +95,16 @@ def product_of(
     K: tl.constexpr = sizes.K
     of_weight = place_of(stored, expert, outputs, output, is_output, has_all, sizes)
     wide: tl.constexpr = output.shape[0]
-    lanes: tl.constexpr = cut.lanes
+    lanes: tl.constexpr = config.lanes
     acc = tl.zeros((wide, lanes), tl.float32)
-    for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
+    for at in tl.range(0, K, config.depth, num_stages=config.stages):
         if sizes.shares is not None:
             acc = add_four(
                 acc, of_weight, x_at, at, is_slot, is_output, has_all, sizes, is_launched
             )
         else:
-            x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
-            weight = part_of(of_weight.weights, at, is_output, has_all, K, cut.depth)
+            x = tl.trans(part_of(x_at, at, is_slot, False, K, config.depth))
+            weight = part_of(of_weight.weights, at, is_output, has_all, K, config.depth)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
     return acc
 

@@ -114,13 +114,15 @@ def experts(
         squares_order=squares_order,
         tiles=tiles,
     )
-    lists = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
+    expert_blocks = (
+        group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
+    )
     inner = silu_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales),
         chosen.ids,
-        lists,
+        expert_blocks,
         eps=eps,
         routing=routing,
         squares_order=squares_order,
@@ -130,7 +132,7 @@ def experts(
         gathered(inner),
         ExpertWeights(down, down_scales),
         chosen,
-        lists,
+        expert_blocks,
         rows,
         next_norm,
         arrivals,
@@ -145,7 +147,7 @@ def silu_and_mul_linear(
     squares: Float[Tensor, "R chunks"],
     gate_up: ExpertWeights,
     ids: Int[Tensor, "R slots"],
-    lists: ExpertBlocks | None,
+    expert_blocks: ExpertBlocks | None,
     *,
     eps: float,
     routing: RoutingSettings,
@@ -155,24 +157,24 @@ def silu_and_mul_linear(
     """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
     Args:
-      lists: Expert blocks of `group`, if tiles are grouped.
+      expert_blocks: Expert blocks of `group`, if tiles are grouped.
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
     chunks = squares.shape[1]
-    cut = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
-    sizes = _sizes(gate_up, N, hidden, routing, cut, is_scaled=False)
+    config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
+    sizes = _sizes(gate_up, N, hidden, routing, config, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
         scaled,
         squares,
         _stored(gate_up),
         ids,
-        _lists(lists, ids),
+        _expert_blocks_or_pointers(expert_blocks, ids),
         inner,
         eps,
         sizes=sizes,
         chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
-        cut=cut,
+        config=config,
         num_warps=tiles.warps,
         **launching(scaled),
     )
@@ -183,7 +185,7 @@ def linear_add(
     inner: Float[Tensor, "all_slots inner"],
     down: ExpertWeights,
     chosen: RouterSelection,
-    lists: ExpertBlocks | None,
+    expert_blocks: ExpertBlocks | None,
     rows: Float[Tensor, "R hidden"],
     next_norm: Float[Tensor, " hidden"] | None,
     arrivals: Int[Tensor, " counters"],
@@ -194,10 +196,10 @@ def linear_add(
 ) -> ExpertStream:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
-    cut = ExpertGemmConfig(
+    config = ExpertGemmConfig(
         tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped
     )
-    sizes = _sizes(down, N, K, routing, cut, is_scaled=next_norm is not None)
+    sizes = _sizes(down, N, K, routing, config, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
@@ -206,7 +208,7 @@ def linear_add(
         scaled=out if next_norm is None else torch.empty_like(rows),
         squares=parts.new_empty((R, chunks)),
     )
-    ends = ExpertEpilogue(
+    epilogue = ExpertEpilogue(
         rows=rows,
         weights=chosen.weights,
         norm=parts if next_norm is None else next_norm,
@@ -216,14 +218,14 @@ def linear_add(
         inner,
         _stored(down),
         chosen.ids,
-        _lists(lists, chosen.ids),
+        _expert_blocks_or_pointers(expert_blocks, chosen.ids),
         parts,
         arrivals,
-        ends,
+        epilogue,
         stream,
         sizes=sizes,
         sums=sums,
-        cut=cut,
+        config=config,
         num_warps=tiles.down_warps,
         **launching(rows),
     )
@@ -231,7 +233,7 @@ def linear_add(
         _sum_kernel[(R * triton.cdiv(N, tiles.sum_columns),)](
             parts,
             chosen.ids,
-            ends,
+            epilogue,
             stream,
             sizes=sizes,
             sums=sums,
@@ -246,9 +248,13 @@ def _tiles(rows: int, routing: RoutingSettings, tiles: ExpertsTiles) -> int:
     return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
-def _lists(lists: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:
+def _expert_blocks_or_pointers(expert_blocks: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:
     """Returns the expert blocks or, without any, another array: Triton requires a pointer."""
-    return ExpertBlocks(slots=ids, experts=ids, firsts=ids, counts=ids) if lists is None else lists
+    return (
+        ExpertBlocks(slots=ids, experts=ids, firsts=ids, counts=ids)
+        if expert_blocks is None
+        else expert_blocks
+    )
 
 
 def _stored(stored: ExpertWeights) -> ExpertWeights:
@@ -260,7 +266,7 @@ def _sizes(
     outputs: int,
     inputs: int,
     routing: RoutingSettings,
-    cut: ExpertGemmConfig,
+    config: ExpertGemmConfig,
     *,
     is_scaled: bool,
 ) -> ExpertGemmSizes:
@@ -270,8 +276,10 @@ def _sizes(
       ValueError: The weights are packed FP8, and a step is not a block.
     """
     is_fp8 = stored.scales is not None
-    if is_fp8 and cut.depth != FP8_BLOCK:
-        raise ValueError(f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {cut.depth}")
+    if is_fp8 and config.depth != FP8_BLOCK:
+        raise ValueError(
+            f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {config.depth}"
+        )
     shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
     return ExpertGemmSizes(outputs, inputs, routing.slots, shares, is_scaled)
 
@@ -282,33 +290,33 @@ def _gated_kernel(
     squares_at,
     gate_up,
     ids_at,
-    lists,
+    expert_blocks,
     inner_at,
     eps,
     sizes: tl.constexpr,
     chunks: tl.constexpr,
-    cut: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per tile and block of outputs; gate and up rows form one matrix.
 
-    Fewer outputs then fill the wide side of the tensor core, and there are twice as many programs.
+    Half of the outputs then fill the wide side of the tensor core, so the programs are doubled.
     """
     N: tl.constexpr = sizes.N
-    blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
+    blocks: tl.constexpr = (N + config.columns - 1) // config.columns
     if is_launched:
         gdc_wait()
-    tile = tile_of(tl.program_id(0) // blocks, ids_at, lists, cut)
+    tile = tile_of(tl.program_id(0) // blocks, ids_at, expert_blocks, config)
     if tile.count == 0:
         return
-    is_slot = tl.arange(0, cut.lanes) < tile.count
+    is_slot = tl.arange(0, config.lanes) < tile.count
     row = tile.slots // sizes.slots
     scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
-    first, both = tl.program_id(0) % blocks * cut.columns, tl.arange(0, 2 * cut.columns)
-    column = first + both % cut.columns
-    output = column + both // cut.columns * N
+    first, both = tl.program_id(0) % blocks * config.columns, tl.arange(0, 2 * config.columns)
+    column = first + both % config.columns
+    output = column + both // config.columns * N
     x_at += row.to(tl.int64)[:, None] * sizes.K
-    has_all: tl.constexpr = N % cut.columns == 0
+    has_all: tl.constexpr = N % config.columns == 0
     acc = product_of(
         x_at,
         is_slot,
@@ -319,15 +327,15 @@ def _gated_kernel(
         column < N,
         has_all,
         sizes,
-        cut,
+        config,
         is_launched,
     )
     if is_launched:
         gdc_launch_dependents()
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, cut.columns, cut.lanes)), (2, 1, 0)))
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0)))
     gate, up = gate * scale[:, None], up * scale[:, None]
     out = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
-    column = first + tl.arange(0, cut.columns)
+    column = first + tl.arange(0, config.columns)
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & (column < N)[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
@@ -338,52 +346,52 @@ def _down_kernel(
     x_at,
     down,
     ids_at,
-    lists,
+    expert_blocks,
     parts_at,
     arrivals_at,
-    ends,
+    epilogue,
     stream,
     sizes: tl.constexpr,
     sums: tl.constexpr,
-    cut: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     N: tl.constexpr = sizes.N
-    blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
+    blocks: tl.constexpr = (N + config.columns - 1) // config.columns
     number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if is_launched:
         gdc_wait()
-    tile = tile_of(number, ids_at, lists, cut)
+    tile = tile_of(number, ids_at, expert_blocks, config)
     if tile.count == 0:
         return
-    is_slot = tl.arange(0, cut.lanes) < tile.count
-    column = block * cut.columns + tl.arange(0, cut.columns)
+    is_slot = tl.arange(0, config.lanes) < tile.count
+    column = block * config.columns + tl.arange(0, config.columns)
     is_column = column < N
-    has_all: tl.constexpr = N % cut.columns == 0
+    has_all: tl.constexpr = N % config.columns == 0
     x_at += tile.slots.to(tl.int64)[:, None] * sizes.K
     acc = product_of(
-        x_at, is_slot, down, tile.expert, N, column, is_column, has_all, sizes, cut, is_launched
+        x_at, is_slot, down, tile.expert, N, column, is_column, has_all, sizes, config, is_launched
     )
     if is_launched:
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & is_column[None, :]
     tl.store(parts_at + place, tl.trans(acc), mask=keep)
-    if not cut.is_grouped:
+    if not config.is_grouped:
         tl.debug_barrier()
         row = number // sizes.slots
         counter = arrivals_at + row * blocks + block
         if tl.atomic_add(counter, 1, sem="acq_rel") == sizes.slots - 1:
             tl.store(counter, 0)
-            _add_slots(parts_at, ends, stream, row, column, block, sizes, sums)
+            _add_slots(parts_at, epilogue, stream, row, column, block, sizes, sums)
 
 
 @triton.jit
 def _sum_kernel(
     parts_at,
     ids_at,
-    ends,
+    epilogue,
     stream,
     sizes: tl.constexpr,
     sums: tl.constexpr,
@@ -398,11 +406,13 @@ def _sum_kernel(
         gdc_launch_dependents()
     if tl.load(ids_at + row * sizes.slots) >= 0:
         column = block * columns + tl.arange(0, columns)
-        _add_slots(parts_at, ends, stream, row, column, block, sizes, sums)
+        _add_slots(parts_at, epilogue, stream, row, column, block, sizes, sums)
 
 
 @triton.jit
-def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, sums: tl.constexpr):
+def _add_slots(
+    parts_at, epilogue, stream, row, column, block, sizes: tl.constexpr, sums: tl.constexpr
+):
     """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
     N: tl.constexpr = sizes.N
     columns: tl.constexpr = column.shape[0]
@@ -415,14 +425,14 @@ def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, 
         at = parts_at + (first + slot).to(tl.int64) * N + column
         # Volatile loads bypass the L1 cache: other programs have written the values.
         part = tl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")
-        total += part * tl.load(ends.weights + first + slot)
+        total += part * tl.load(epilogue.weights + first + slot)
     place = row.to(tl.int64) * N + column
-    before = tl.load(ends.rows + place, mask=is_column, other=0.0)
+    before = tl.load(epilogue.rows + place, mask=is_column, other=0.0)
     out = (total + before.to(tl.float32)).to(stream.rows.dtype.element_ty)
     tl.store(stream.rows + place, out, mask=is_column)
     out = out.to(tl.float32)
     if sizes.is_scaled:
-        norm = tl.load(ends.norm + column, mask=is_column, other=0.0).to(tl.float32)
+        norm = tl.load(epilogue.norm + column, mask=is_column, other=0.0).to(tl.float32)
         scaled = (out * norm).to(stream.scaled.dtype.element_ty)
         tl.store(stream.scaled + place, scaled, mask=is_column)
     squares = tl.where(is_column, out * out, 0.0)

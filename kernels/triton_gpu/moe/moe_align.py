@@ -58,7 +58,7 @@ def group(
     R = len(ids)
     most = most_tiles(R, routing, tiles.slots)
     empty = torch.Tensor.new_empty
-    lists = ExpertBlocks(
+    expert_blocks = ExpertBlocks(
         slots=empty(ids, (routing.stored, R)),
         experts=empty(ids, (most,)),
         firsts=empty(ids, (most,)),
@@ -68,7 +68,7 @@ def group(
         ids,
         empty(ids, (routing.stored,)),
         arrivals,
-        lists,
+        expert_blocks,
         R,
         most,
         grouping=AlignConfig(
@@ -82,7 +82,7 @@ def group(
         num_warps=4,
         **launching(ids),
     )
-    return lists
+    return expert_blocks
 
 
 def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
@@ -97,7 +97,7 @@ def _group_kernel(
     ids_at,
     counts_at,
     arrivals_at,
-    lists,
+    expert_blocks,
     num_rows,
     most_tiles,
     grouping: tl.constexpr,
@@ -117,17 +117,17 @@ def _group_kernel(
         has_one = tl.max(is_one.to(tl.int32), 1)
         place = expert * num_rows + count + tl.cumsum(has_one, 0) - has_one
         slot = tl.max(tl.where(is_one, slot, 0), 1)
-        tl.store(lists.slots + place, slot, mask=has_one > 0)
+        tl.store(expert_blocks.slots + place, slot, mask=has_one > 0)
         count += tl.sum(has_one, 0)
     tl.store(counts_at + expert, count)
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == grouping.stored - 1:
         tl.store(arrivals_at, 0)
-        _cut(counts_at, lists, num_rows, most_tiles, grouping)
+        _cut(counts_at, expert_blocks, num_rows, most_tiles, grouping)
 
 
 @triton.jit
-def _cut(counts_at, lists, num_rows, most_tiles, grouping: tl.constexpr):
+def _cut(counts_at, expert_blocks, num_rows, most_tiles, grouping: tl.constexpr):
     """Cuts the lists into tiles, from the last expert on: a shared expert has the most slots."""
     tile: tl.constexpr = grouping.tile
     place = tl.arange(0, grouping.spread)
@@ -139,11 +139,11 @@ def _cut(counts_at, lists, num_rows, most_tiles, grouping: tl.constexpr):
     total = tl.sum(tiles, 0)
     for number in range(0, (num_rows + tile - 1) // tile):
         at, keep = end - tiles + number, number < tiles
-        tl.store(lists.experts + at, expert, mask=keep)
-        tl.store(lists.firsts + at, expert * num_rows + number * tile, mask=keep)
-        tl.store(lists.counts + at, tl.minimum(count - number * tile, tile), mask=keep)
+        tl.store(expert_blocks.experts + at, expert, mask=keep)
+        tl.store(expert_blocks.firsts + at, expert * num_rows + number * tile, mask=keep)
+        tl.store(expert_blocks.counts + at, tl.minimum(count - number * tile, tile), mask=keep)
     spread: tl.constexpr = grouping.spread
     nothing = tl.zeros((spread,), tl.int32)
     for first in range(0, most_tiles, spread):
         at = first + place
-        tl.store(lists.counts + at, nothing, mask=(at >= total) & (at < most_tiles))
+        tl.store(expert_blocks.counts + at, nothing, mask=(at >= total) & (at < most_tiles))

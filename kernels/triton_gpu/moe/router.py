@@ -31,7 +31,7 @@ class RouterSelection(NamedTuple):
     weights: Any
 
 
-class Read(NamedTuple):
+class RouterInputs(NamedTuple):
     """Inputs of the logits; the sums of squares are of the rows before their scale."""
 
     scaled: Any
@@ -58,8 +58,11 @@ class RouterChunks(NamedTuple):
 
 
 class RoutingConfig(NamedTuple):
-    """Fields of `RoutingSettings`, lanes of all and of selected experts, and bits of the
-    weights.
+    """Fields of `RoutingSettings`, whether there is a bias, and sizes of the kernel.
+
+    Attributes:
+      spread, lanes: Lanes of all experts, and of the selected ones.
+      digits: Bits of the integers in which weights are added.
     """
 
     experts: int
@@ -126,7 +129,7 @@ def route(
     ids = torch.empty((R, routing.slots), dtype=torch.int32, device=scaled.device)
     weights = squares.new_empty((R, routing.slots))
     _route_kernel[(blocks * columns * order.segments,)](
-        Read(
+        RouterInputs(
             scaled=scaled,
             squares=squares,
             router=router,
@@ -139,7 +142,7 @@ def route(
         R,
         blocks,
         chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
-        choice=RoutingConfig(
+        routing=RoutingConfig(
             experts=routing.experts,
             top=routing.top,
             groups=routing.groups,
@@ -156,7 +159,7 @@ def route(
             lanes=triton.next_power_of_2(routing.top),
             digits=order.digits,
         ),
-        cut=RouterTileConfig(
+        config=RouterTileConfig(
             hidden=hidden,
             segment=order.segment(hidden),
             segments=order.segments,
@@ -174,13 +177,13 @@ def route(
 @triton.jit(do_not_specialize=["num_rows", "blocks"])
 def _route_kernel(
     read,
-    kept,
+    partials,
     chosen,
     num_rows,
     blocks,
     chunks: tl.constexpr,
-    choice: tl.constexpr,
-    cut: tl.constexpr,
+    routing: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per block of rows, block of logits and segment; the last of a block selects."""
@@ -188,47 +191,59 @@ def _route_kernel(
     if is_launched:
         gdc_wait()
     live = tl.minimum(tl.load(read.live), num_rows)
-    if block * cut.rows < live:
+    if block * config.rows < live:
         _route_block(
-            read, kept, chosen, number, block, live, num_rows, chunks, choice, cut, is_launched
+            read,
+            partials,
+            chosen,
+            number,
+            block,
+            live,
+            num_rows,
+            chunks,
+            routing,
+            config,
+            is_launched,
         )
     elif number == 0:
-        _choose_nothing(chosen, block, num_rows, choice, cut.rows)
+        _choose_nothing(chosen, block, num_rows, routing, config.rows)
 
 
 @triton.jit
 def _route_block(
     read,
-    kept,
+    partials,
     chosen,
     number,
     block,
     live,
     num_rows,
     chunks: tl.constexpr,
-    choice: tl.constexpr,
-    cut: tl.constexpr,
+    routing: tl.constexpr,
+    config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """Runs one program, for a block with rows that are not padding."""
-    hidden: tl.constexpr = cut.hidden
-    rows: tl.constexpr = cut.rows
-    outputs: tl.constexpr = choice.outputs
-    columns: tl.constexpr = (outputs + cut.outputs - 1) // cut.outputs
+    hidden: tl.constexpr = config.hidden
+    rows: tl.constexpr = config.rows
+    outputs: tl.constexpr = routing.outputs
+    columns: tl.constexpr = (outputs + config.outputs - 1) // config.outputs
     lanes: tl.constexpr = rows if rows > 16 else 16
-    has_all: tl.constexpr = cut.segment % cut.depth == 0 and cut.segment * cut.segments == hidden
+    has_all: tl.constexpr = (
+        config.segment % config.depth == 0 and config.segment * config.segments == hidden
+    )
     segment = number // columns
-    column = number % columns * cut.outputs + tl.arange(0, cut.outputs)
+    column = number % columns * config.outputs + tl.arange(0, config.outputs)
     lane = tl.arange(0, lanes)
     row = block * rows + lane
-    step = segment * cut.segment + tl.arange(0, cut.depth)
-    end = (segment + 1) * cut.segment
+    step = segment * config.segment + tl.arange(0, config.depth)
+    end = (segment + 1) * config.segment
     is_row, is_column = (lane < rows) & (row < live), column < outputs
     x_at = read.scaled + row.to(tl.int64)[:, None] * hidden + step[None, :]
     weight_at = read.router + column[:, None] * hidden + step[None, :]
-    width: tl.constexpr = cut.outputs
+    width: tl.constexpr = config.outputs
     acc = tl.zeros((width, lanes), tl.float32)
-    for at in tl.range(0, cut.segment, cut.depth, num_stages=cut.stages):
+    for at in tl.range(0, config.segment, config.depth, num_stages=config.stages):
         if has_all:
             x = tl.load(x_at + at, mask=is_row[:, None], other=0.0)
             weight = tl.load(weight_at + at, mask=is_column[:, None], other=0.0)
@@ -240,72 +255,72 @@ def _route_block(
     if is_launched:
         gdc_launch_dependents()
     at = (segment * num_rows + row.to(tl.int64))[:, None] * outputs + column[None, :]
-    tl.store(kept.parts + at, tl.trans(acc), mask=is_row[:, None] & is_column[None, :])
+    tl.store(partials.parts + at, tl.trans(acc), mask=is_row[:, None] & is_column[None, :])
     tl.debug_barrier()
-    counter = kept.arrivals + block
-    if tl.atomic_add(counter, 1, sem="acq_rel") == columns * cut.segments - 1:
+    counter = partials.arrivals + block
+    if tl.atomic_add(counter, 1, sem="acq_rel") == columns * config.segments - 1:
         tl.store(counter, 0)
-        _choose(read, kept, chosen, block, live, num_rows, chunks, choice, cut)
+        _choose(read, partials, chosen, block, live, num_rows, chunks, routing, config)
 
 
 @triton.jit
-def _choose_nothing(chosen, block, num_rows, choice: tl.constexpr, rows: tl.constexpr):
+def _choose_nothing(chosen, block, num_rows, routing: tl.constexpr, rows: tl.constexpr):
     """Stores -1 for padding rows."""
-    lanes: tl.constexpr = 2 * choice.lanes
+    lanes: tl.constexpr = 2 * routing.lanes
     row, slot = block * rows + tl.arange(0, rows), tl.arange(0, lanes)
-    at = row[:, None] * choice.slots + slot[None, :]
+    at = row[:, None] * routing.slots + slot[None, :]
     nothing = tl.zeros((rows, lanes), tl.int32) - 1
-    is_slot = (row < num_rows)[:, None] & (slot < choice.slots)[None, :]
+    is_slot = (row < num_rows)[:, None] & (slot < routing.slots)[None, :]
     tl.store(chosen.ids + at, nothing, mask=is_slot)
 
 
 @triton.jit
 def _choose(
     read,
-    kept,
+    partials,
     chosen,
     block,
     live,
     num_rows,
     chunks: tl.constexpr,
-    choice: tl.constexpr,
-    cut: tl.constexpr,
+    routing: tl.constexpr,
+    config: tl.constexpr,
 ):
     """Selects the experts of a block of rows, after all its logits are stored."""
-    rows: tl.constexpr = cut.rows
-    top: tl.constexpr = choice.top
-    row, expert = block * rows + tl.arange(0, rows), tl.arange(0, choice.spread)
-    is_row, is_live, is_expert = row < num_rows, row < live, expert < choice.experts
-    scale = scale_of(read.squares, row, is_live, read.eps, cut.hidden, chunks)
-    spread: tl.constexpr = choice.spread
-    lanes: tl.constexpr = choice.lanes
+    rows: tl.constexpr = config.rows
+    top: tl.constexpr = routing.top
+    row, expert = block * rows + tl.arange(0, rows), tl.arange(0, routing.spread)
+    is_row, is_live, is_expert = row < num_rows, row < live, expert < routing.experts
+    scale = scale_of(read.squares, row, is_live, read.eps, config.hidden, chunks)
+    spread: tl.constexpr = routing.spread
+    lanes: tl.constexpr = routing.lanes
     logits = tl.zeros((rows, spread), tl.float32)
     gate = tl.zeros((rows,), tl.float32)
     keep = is_live[:, None] & is_expert[None, :]
-    segments: tl.constexpr = cut.segments
+    segments: tl.constexpr = config.segments
     for segment in tl.static_range(segments):
-        at = kept.parts + (segment * num_rows + row.to(tl.int64)) * choice.outputs
+        at = partials.parts + (segment * num_rows + row.to(tl.int64)) * routing.outputs
         # Volatile loads bypass the L1 cache: other programs have written the values.
         logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
-        if choice.is_gated:
-            gate += tl.load(at + choice.experts, mask=is_live, other=0.0, cache_modifier=".cg")
+        if routing.is_gated:
+            gate += tl.load(at + routing.experts, mask=is_live, other=0.0, cache_modifier=".cg")
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
-    if choice.is_sigmoid:
+    if routing.is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp2(-scores * LOG2_E))
     keys = scores
-    if choice.is_biased:
+    if routing.is_biased:
         bias = tl.load(read.bias + expert, mask=is_expert, other=0.0).to(tl.float32)
         keys = scores + bias[None, :] + 0.0
     keys = tl.where(is_expert[None, :], _sortable(keys), _LOWEST)
-    if choice.groups > 1:
-        keys = _within_groups(keys, expert, choice)
+    if routing.groups > 1:
+        keys = _within_groups(keys, expert, routing)
 
-    lane = tl.arange(0, choice.lanes)[None, :]
+    lane = tl.arange(0, routing.lanes)[None, :]
     ids = tl.zeros((rows, lanes), tl.int32) + spread
     values = tl.zeros((rows, lanes), tl.float32)
     for number in range(top):
         highest = tl.max(keys, 1)
-        best = tl.min(tl.where(keys == highest[:, None], expert[None, :], choice.spread), 1)
+        best = tl.min(tl.where(keys == highest[:, None], expert[None, :], routing.spread), 1)
         is_best = expert[None, :] == best[:, None]
         value = tl.sum(tl.where(is_best, scores, 0.0), 1)
         keys = tl.where(is_best, _LOWEST, keys)
@@ -313,17 +328,17 @@ def _choose(
         values = tl.where(lane == number, value[:, None], values)
     # The position of an expert is the number of lower experts in its row.
     place = tl.sum((ids[:, None, :] < ids[:, :, None]).to(tl.int32), 2)
-    weights = _weights(values, scores, lane < top, is_expert, choice)
-    at = row[:, None] * choice.slots + place
+    weights = _weights(values, scores, lane < top, is_expert, routing)
+    at = row[:, None] * routing.slots + place
     keep = is_row[:, None] & (lane < top)
     tl.store(chosen.ids + at, tl.where(is_live[:, None], ids, -1), mask=keep)
     tl.store(chosen.weights + at, weights, mask=keep)
-    if choice.is_shared:
+    if routing.is_shared:
         weight = tl.zeros((rows,), tl.float32) + 1.0
-        if choice.is_gated:
+        if routing.is_gated:
             weight = 1.0 / (1.0 + tl.exp2(-(gate * scale) * LOG2_E))
-        at = row * choice.slots + top
-        tl.store(chosen.ids + at, tl.where(is_live, choice.experts, -1), mask=is_row)
+        at = row * routing.slots + top
+        tl.store(chosen.ids + at, tl.where(is_live, routing.experts, -1), mask=is_row)
         tl.store(chosen.weights + at, weight, mask=is_row)
 
 
@@ -335,24 +350,24 @@ def _sortable(x):
 
 
 @triton.jit
-def _within_groups(keys, expert, choice: tl.constexpr):
-    """Keeps the keys of the groups whose two highest keys have the highest sum."""
-    group = expert // (choice.experts // choice.groups)
-    groups: tl.constexpr = choice.groups
+def _within_groups(keys, expert, routing: tl.constexpr):
+    """Keeps the keys of the groups with the highest sums of their two highest keys."""
+    group = expert // (routing.experts // routing.groups)
+    groups: tl.constexpr = routing.groups
     lanes: tl.constexpr = triton.next_power_of_2(groups)
     lane = tl.arange(0, lanes)[None, :]
     sums = tl.zeros((keys.shape[0], lanes), tl.int32) + _LOWEST
     for number in range(groups):
         own = tl.where((group == number)[None, :], keys, _LOWEST)
         first = tl.max(own, 1)
-        best = tl.min(tl.where(own == first[:, None], expert[None, :], choice.spread), 1)
+        best = tl.min(tl.where(own == first[:, None], expert[None, :], routing.spread), 1)
         second = tl.max(tl.where(expert[None, :] == best[:, None], _LOWEST, own), 1)
         both = _sortable(_float_of(first) + _float_of(second) + 0.0)
         sums = tl.where(lane == number, both[:, None], sums)
     left = keys * 0 + _LOWEST
-    for _ in range(choice.top_groups):
+    for _ in range(routing.top_groups):
         highest = tl.max(sums, 1)
-        best = tl.min(tl.where(sums == highest[:, None], lane, choice.groups), 1)
+        best = tl.min(tl.where(sums == highest[:, None], lane, routing.groups), 1)
         left = tl.where(group[None, :] == best[:, None], keys, left)
         sums = tl.where(lane == best[:, None], _LOWEST, sums)
     return left
@@ -365,27 +380,27 @@ def _float_of(key):
 
 
 @triton.jit
-def _weights(values, scores, is_chosen, is_expert, choice: tl.constexpr):
+def _weights(values, scores, is_chosen, is_expert, routing: tl.constexpr):
     """Computes the weights of the selected experts; the first has the highest score.
 
     Sums are in integer units, so they do not depend on the order.
     """
-    if choice.is_sigmoid:
+    if routing.is_sigmoid:
         weights = tl.where(is_chosen, values, 0.0)
-        if choice.is_renormalised:
-            weights = weights / (add_up(weights, choice.digits) + 1e-20)[:, None]
+        if routing.is_renormalised:
+            weights = weights / (add_up(weights, routing.digits) + 1e-20)[:, None]
     else:
-        is_first = tl.arange(0, choice.lanes)[None, :] == 0
+        is_first = tl.arange(0, routing.lanes)[None, :] == 0
         highest = tl.sum(tl.where(is_first, values, 0.0), 1)[:, None]
         weights = tl.where(is_chosen, tl.exp2((values - highest) * LOG2_E), 0.0)
-        if choice.is_renormalised:
-            total = add_up(weights, choice.digits)
+        if routing.is_renormalised:
+            total = add_up(weights, routing.digits)
         else:
             terms = tl.exp2((scores - highest) * LOG2_E)
-            total = add_up(tl.where(is_expert[None, :], terms, 0.0), choice.digits)
+            total = add_up(tl.where(is_expert[None, :], terms, 0.0), routing.digits)
         weights = weights / total[:, None]
-    if choice.factor != 1.0:
-        weights = weights * choice.factor
+    if routing.factor != 1.0:
+        weights = weights * routing.factor
     return weights
 
 

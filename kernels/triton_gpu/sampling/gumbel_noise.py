@@ -1,7 +1,8 @@
-"""Counter-based RNG (Threefry), Gumbel noise and logarithms from sums and products (Triton).
+"""Counter-based RNG (Threefry), Gumbel noise and reproducible logarithms (Triton).
 
 Implements `shared.spec.gumbel_noise.gumbel`. Library logarithms differ between languages and
-machines. This logarithm has the same bits everywhere and errs by about one unit in the last place.
+machines. This logarithm, of sums and products, has the same bits everywhere and an error of about
+one unit in the last place.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""LM-head epilogue: block partials of the argmax and the log-sum-exp (Triton).
+"""LM-head epilogue: block partials of argmax and log-sum-exp (Triton).
 
 Greedy rows need only block partials, so their full logits are not stored: `sampling` reduces the
 partials of all blocks. Logits are stored for blocks of rows in which some row needs them. Keys are
@@ -106,7 +106,7 @@ def row_outputs(
       nodes: Rows per request, if `positions` are per request; 0: `request` maps rows to
         requests.
       width: Tokens that are ranked per row, with their weights; 0: one token is sampled.
-      is_warm_whole: Rows with a temperature need their logits only.
+      is_warm_whole: Rows with a temperature need logits, and no group sums.
     """
     R, given = len(seen.slots), (seen, positions, sampling, request, None)
     asks = torch.empty(R, dtype=torch.int32, device=positions.device)
@@ -137,45 +137,45 @@ def _asking_kernel(
     """One program per row."""
     row = tl.program_id(0)
     tl.store(tokens_at, num_tokens)
-    wish = row_sampling(inputs, row, sizes)
-    is_edited = wish.has_penalty | wish.below_min_length | (wish.biases > 0)
+    params = row_sampling(inputs, row, sizes)
+    is_edited = params.has_penalty | params.below_min_length | (params.biases > 0)
     if is_warm_whole:
-        is_edited |= wish.temperature > 0
-    is_warm = (wish.temperature > 0) & (is_edited == 0)
+        is_edited |= params.temperature > 0
+    is_warm = (params.temperature > 0) & (is_edited == 0)
     asks = tl.where(is_edited, LOGITS, rest)
     tl.store(asks_at + row, tl.where(is_warm, GROUP_SUMEXP_AND_LOGITS, asks))
-    tl.store(warmth_at + row, tl.where(is_warm, wish.temperature, 1.0))
+    tl.store(warmth_at + row, tl.where(is_warm, params.temperature, 1.0))
 
 
 @triton.jit
-def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
+def store_partials(out, args, row, column, block, num_rows, sizes: tl.constexpr):
     """Stores the partials of a block, and its logits if one of its rows needs them."""
     is_row, is_column = row < num_rows, (column < sizes.N)[None, :]
-    is_token = (column < tl.load(ends.tokens))[None, :]
+    is_token = (column < tl.load(args.tokens))[None, :]
     keys = tl.where(is_token, key_of(out), LOWEST)
     best = tl.max(keys, 1)
     ids = tl.min(tl.where(keys == best[:, None], column[None, :], HIGHEST), 1)
     magnitudes = tl.where(is_token, out.to(tl.int32, bitcast=True) & HIGHEST, 0)
     is_bad = tl.max(magnitudes, 1) >= KEY_OF_INFINITY
     at = row * sizes.leaves + block
-    tl.store(ends.keys + at, best, mask=is_row)
-    tl.store(ends.ids + at, ids, mask=is_row)
-    tl.store(ends.bad + at, is_bad.to(tl.int32), mask=is_row)
-    asks = tl.load(ends.asks + row, mask=is_row, other=0)
+    tl.store(args.keys + at, best, mask=is_row)
+    tl.store(args.ids + at, ids, mask=is_row)
+    tl.store(args.bad + at, is_bad.to(tl.int32), mask=is_row)
+    asks = tl.load(args.asks + row, mask=is_row, other=0)
     if tl.max(asks & LOGITS) > 0:
         place = row.to(tl.int64)[:, None] * sizes.N + column[None, :]
-        tl.store(ends.out + place, out, mask=is_row[:, None] & is_column)
+        tl.store(args.out + place, out, mask=is_row[:, None] & is_column)
     if tl.max(asks & GROUP_SUMEXP) > 0:
-        temperature = tl.load(ends.temperature + row, mask=is_row, other=1.0)
-        _store_groups(out / temperature[:, None], ends, row, column, block, num_rows, sizes)
+        temperature = tl.load(args.temperature + row, mask=is_row, other=1.0)
+        _store_groups(out / temperature[:, None], args, row, column, block, num_rows, sizes)
 
 
 @triton.jit
-def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
+def _store_groups(x, args, row, column, block, num_rows, sizes: tl.constexpr):
     """Same as `logits_processing.store_groups`, for the groups of a block of rows."""
     groups: tl.constexpr = x.shape[1] // (2 * PAIRS)
     shape: tl.constexpr = (x.shape[0], groups, 2 * PAIRS)
-    keys = tl.where((column < tl.load(ends.tokens))[None, :], key_of(x), LOWEST)
+    keys = tl.where((column < tl.load(args.tokens))[None, :], key_of(x), LOWEST)
     keys, x = tl.reshape(keys, shape), tl.reshape(x, shape)
     peaks = tl.max(keys, 2)
     weights = weight_of(x, score_of(peaks)[:, :, None], 1.0)
@@ -184,12 +184,12 @@ def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
     group, of_row = block * groups + tl.arange(0, groups), tl.cdiv(sizes.N, 2 * PAIRS)
     at = row[:, None] * of_row + group[None, :]
     inside = (row < num_rows)[:, None] & (group < of_row)[None, :]
-    tl.store(ends.peaks + at, peaks, mask=inside)
-    tl.store(ends.masses + at, masses, mask=inside)
+    tl.store(args.peaks + at, peaks, mask=inside)
+    tl.store(args.masses + at, masses, mask=inside)
 
 
 @triton.jit
-def asked_of(leaves, row, num_leaves: tl.constexpr):
+def requested_outputs(leaves, row, num_leaves: tl.constexpr):
     """Returns the outputs that a row needs; the logits if there are no block partials."""
     asks = tl.full((), LOGITS, tl.int32)
     if num_leaves > 0:
@@ -198,7 +198,7 @@ def asked_of(leaves, row, num_leaves: tl.constexpr):
 
 
 @triton.jit
-def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
+def best_of_partials(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
     """Reduces the block partials of a row to the key and the index of its best token."""
     block = tl.arange(0, lanes)
     at, inside = row * num_leaves + block, block < num_leaves
@@ -208,7 +208,7 @@ def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
 
 
 @triton.jit
-def is_left_bad(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
+def has_bad_partial(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
     """Returns whether some block has logits that are not finite."""
     block = tl.arange(0, lanes)
     bad = tl.load(leaves.bad + row * num_leaves + block, mask=block < num_leaves, other=0)

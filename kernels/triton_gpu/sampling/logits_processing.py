@@ -1,7 +1,7 @@
-"""Logits processing for sampling: penalties, biases, masks, exact sums (Triton).
+"""Logits processing: penalties, biases, token masks, exact sums (Triton).
 
-Logits are compared as ordered integers (`key_of`), in which NaN has a place. Weights are summed as
-integers. Results therefore depend neither on the order of summation nor on the tiles.
+Logits are compared as ordered integers (`key_of`), NaN included. Weights are summed as integers.
+Results therefore depend neither on the order of summation nor on the tiles.
 """
 
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ def inputs_of(
     stream: int,
     part: VocabShard | None,
 ) -> SamplingInputs:
-    """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
+    """Returns the arrays as the kernels read them; any array replaces a missing optional one."""
     has_path = seen.path.shape[1] > 0
     given = SamplingInputs(
         logits=logits,
@@ -230,12 +230,12 @@ def ids_of(group):
 
 
 @triton.jit
-def is_own(ids, inputs, wish, sizes: tl.constexpr):
+def is_own(ids, inputs, params, sizes: tl.constexpr):
     """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share > 0:
-        first = tl.where(wish.is_filtered, 0, inputs.first)
-        end = tl.where(wish.is_filtered, sizes.vocab, inputs.first + sizes.share)
+        first = tl.where(params.is_filtered, 0, inputs.first)
+        end = tl.where(params.is_filtered, sizes.vocab, inputs.first + sizes.share)
         inside &= (ids >= first) & (ids < end)
     return inside
 
@@ -251,7 +251,7 @@ def tokens_of(ids, inputs, sizes: tl.constexpr):
 
 @triton.jit
 def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
-    """Returns the RNG words of ids, which come in pairs."""
+    """Returns the RNG words of ids; a pair of ids shares one counter."""
     seed, position = noise
     if sizes.has_columns:
         tokens = tokens_of(ids, inputs, sizes)
@@ -264,13 +264,13 @@ def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
 
 
 @triton.jit
-def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
+def scores_of(ids, inputs, row, params, sizes: tl.constexpr):
     """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
-    request = wish.request
-    inside, start = is_own(ids, inputs, wish, sizes), row.to(tl.int64) * sizes.vocab
+    request = params.request
+    inside, start = is_own(ids, inputs, params, sizes), row.to(tl.int64) * sizes.vocab
     if sizes.share == 0:
         raw = tl.load(inputs.logits + start + ids, mask=inside, other=0.0)
-    elif wish.is_filtered:
+    elif params.is_filtered:
         whole = row.to(tl.int64) * (sizes.ranks * sizes.share)
         raw = tl.load(inputs.every + whole + ids, mask=inside, other=0.0)
     else:
@@ -280,12 +280,12 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
         asked_until = tl.where(
-            wish.has_penalty | wish.below_min_length | (wish.biases > 0), sizes.vocab, 0
+            params.has_penalty | params.below_min_length | (params.biases > 0), sizes.vocab, 0
         )
         tokens = tl.load(inputs.columns + ids, mask=ids < asked_until, other=0)
-    if wish.has_penalty:
+    if params.has_penalty:
         seen = tl.load(
-            inputs.counts + wish.slot * sizes.target_vocab + tokens, mask=inside, other=0
+            inputs.counts + params.slot * sizes.target_vocab + tokens, mask=inside, other=0
         )
         for j in range(sizes.num_path):
             token = tl.load(inputs.path + row * sizes.num_path + j)
@@ -296,20 +296,20 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
         counts = (seen >> 1).to(tl.float32)
         x = x - tl.load(inputs.presence + request) * tl.where(counts > 0, 1.0, 0.0)
         x = x - tl.load(inputs.frequency + request) * counts
-    for j in range(wish.biases):
+    for j in range(params.biases):
         value = tl.load(inputs.bias_values + request * sizes.num_bias + j)
         x = tl.where(
             tokens == tl.load(inputs.bias_ids + request * sizes.num_bias + j), x + value, x
         )
-    if wish.below_min_length:
+    if params.below_min_length:
         for j in range(sizes.num_stops):
             is_stop = tokens == tl.load(inputs.stop_ids + request * sizes.num_stops + j)
             x = tl.where(is_stop, -float("inf"), x)
     if sizes.has_mask:
         is_allowed = tl.load(inputs.mask + start + ids, mask=inside, other=0).to(tl.int32) != 0
         x = tl.where(is_allowed, x, -float("inf"))
-    if wish.temperature > 0:
-        x = x / wish.temperature
+    if params.temperature > 0:
+        x = x / params.temperature
     return raw, x
 
 
@@ -403,7 +403,7 @@ def number_of(sum):
 
 @triton.jit
 def sums_of(a, b, c, d):
-    """Computes four sums with one synchronisation of the program's warps in place of four."""
+    """Computes four sums with one synchronisation of the program's warps."""
     ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
     a, b = tl.split(ab)
     c, d = tl.split(cd)

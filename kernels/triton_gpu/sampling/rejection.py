@@ -92,15 +92,16 @@ class ResidualSamples(NamedTuple):
 
     Attributes:
       keys, ids: Best token of the residual distribution.
-      spare_keys, spare_ids: Best token of the target distribution, for a level without a residual.
-      left: Weight of the residual distribution.
+      fallback_keys, fallback_ids: Best token of the target distribution, for a level without a
+        residual.
+      mass: Weight of the residual distribution.
     """
 
     keys: Any
     ids: Any
-    spare_keys: Any
-    spare_ids: Any
-    left: Any
+    fallback_keys: Any
+    fallback_ids: Any
+    mass: Any
 
 
 class Lengths(NamedTuple):
@@ -146,7 +147,7 @@ def rejection_sample(
         tokens, num_nodes, choices, row_of, scores, drafted, temperature, seeds, lengths
     )
     chains = Chains(*(x.contiguous() for x in chains))
-    laws = Distributions(
+    distributions = Distributions(
         peaks=new(2, B, S, parts, **ints),
         masses=new(2, B, S, parts),
         highest=new(2, B, S),
@@ -154,43 +155,43 @@ def rejection_sample(
         of_draft=new(2, B, S),
         weights=new(B, S + 1),
     )
-    draws = ResidualSamples(
+    residuals = ResidualSamples(
         keys=new(B, S, parts, **ints),
         ids=new(B, S, parts, **ints),
-        spare_keys=new(B, S, parts, **ints),
-        spare_ids=new(B, S, parts, **ints),
-        left=new(B, S, parts),
+        fallback_keys=new(B, S, parts, **ints),
+        fallback_ids=new(B, S, parts, **ints),
+        mass=new(B, S, parts),
     )
     lanes = triton.next_power_of_2(S), triton.next_power_of_2(parts)
     fixed = {"sizes": Lengths(S, S + 1, vocab, parts, *lanes), "enable_fp_fusion": False}
-    decided = torch.empty_like(chains.choices)
-    _masses_kernel[(parts, B * S, 2)](chains, laws, num_warps=_WARPS, **fixed)
-    _laws_kernel[(B,)](chains, laws, is_block=is_block, num_warps=4, **fixed)
+    chosen = torch.empty_like(chains.choices)
+    _masses_kernel[(parts, B * S, 2)](chains, distributions, num_warps=_WARPS, **fixed)
+    _laws_kernel[(B,)](chains, distributions, is_block=is_block, num_warps=4, **fixed)
     _draws_kernel[(parts, B * S)](
-        chains, laws, draws, word=residual_stream, num_warps=_WARPS, **fixed
+        chains, distributions, residuals, word=residual_stream, num_warps=_WARPS, **fixed
     )
     _decide_kernel[(B,)](
-        *(chains, laws, draws, decided),
+        *(chains, distributions, residuals, chosen),
         word=accept_stream,  # `stream` is a launch argument of Triton
         is_block=is_block,
         num_warps=4,
         **fixed,
     )
-    return decided
+    return chosen
 
 
 @triton.jit
-def _is_judged(chains, request, level):
+def _has_draft(chains, request, level):
     """Returns whether a row has a temperature and its chain has a draft token at a level."""
     is_sampled = tl.load(chains.temperature + request) > 0
     return level + 1 < tl.where(is_sampled, tl.load(chains.num_nodes + request), 0)
 
 
 @triton.jit
-def _row_at(chains, place, side, sizes: tl.constexpr):
+def _row_at(chains, index, side, sizes: tl.constexpr):
     """Returns the offset of a level's logits: the target's, or on the other side the drafter's."""
-    request, level = place // sizes.levels, place % sizes.levels
-    at = chains.drafted + place.to(tl.int64) * sizes.vocab
+    request, level = index // sizes.levels, index % sizes.levels
+    at = chains.drafted + index.to(tl.int64) * sizes.vocab
     if side == 0:
         row = tl.load(chains.row_of + request * sizes.nodes + level).to(tl.int64)
         at = chains.scores + row * sizes.vocab
@@ -198,164 +199,179 @@ def _row_at(chains, place, side, sizes: tl.constexpr):
 
 
 @triton.jit
-def _masses_kernel(chains, laws, sizes: tl.constexpr):
+def _masses_kernel(chains, distributions, sizes: tl.constexpr):
     """One program per part of the vocabulary, level and side."""
-    part, place, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if _is_judged(chains, place // sizes.levels, place % sizes.levels):
+    part, index, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if _has_draft(chains, index // sizes.levels, index % sizes.levels):
         pairs, ids = ids_of(part * _PART_GROUPS + tl.arange(0, _PART_GROUPS))
         inside = ids < sizes.vocab
-        x = tl.load(_row_at(chains, place, side, sizes) + ids, mask=inside, other=0.0)
+        x = tl.load(_row_at(chains, index, side, sizes) + ids, mask=inside, other=0.0)
         peak = tl.max(tl.where(inside, key_of(x), LOWEST))
         weights = tl.where(inside, weight_of(x, score_of(peak), 1.0), 0.0)
         high, low = halves_of(weights)
         whole, _, _ = no_sum()
-        at = (side * tl.num_programs(1) + place) * sizes.parts + part
-        tl.store(laws.peaks + at, peak)
-        tl.store(laws.masses + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
+        at = (side * tl.num_programs(1) + index) * sizes.parts + part
+        tl.store(distributions.peaks + at, peak)
+        tl.store(distributions.masses + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
 
 
 @triton.jit
-def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
+def _laws_kernel(chains, distributions, is_block: tl.constexpr, sizes: tl.constexpr):
     """One program per request; levels are its lanes."""
     request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
-    is_judged = _is_judged(chains, request, level) & (level < sizes.levels)
-    target = _law_of(chains, laws, request, level, is_judged, 0, sizes)
-    drafter = _law_of(chains, laws, request, level, is_judged, 1, sizes)
+    has_draft = _has_draft(chains, request, level) & (level < sizes.levels)
+    target = _store_distribution(chains, distributions, request, level, has_draft, 0, sizes)
+    drafter = _store_distribution(chains, distributions, request, level, has_draft, 1, sizes)
     ratio = target / tl.where(drafter > 0, drafter, 1e-30)
     weight = tl.full((), 1.0, tl.float32)
-    weights_at = laws.weights + request * sizes.nodes
+    weights_at = distributions.weights + request * sizes.nodes
     tl.store(weights_at, weight)
     for step in range(sizes.levels):
         if is_block:
             # A lane is read by an integer sum of its bits, which is exact.
             bits = tl.where(level == step, ratio.to(tl.int32, bitcast=True), 0)
-            chance = tl.sum(bits).to(tl.float32, bitcast=True)
-            weight = tl.minimum(weight * chance, 1.0)
+            factor = tl.sum(bits).to(tl.float32, bitcast=True)
+            weight = tl.minimum(weight * factor, 1.0)
         tl.store(weights_at + step + 1, weight)
 
 
 @triton.jit
-def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: tl.constexpr):
+def _store_distribution(
+    chains, distributions, request, level, has_draft, side: tl.constexpr, sizes: tl.constexpr
+):
     """Stores each level's distribution on one side; returns the probability of its draft token."""
     part = tl.arange(0, sizes.part_lanes)[None, :]
-    place = request * sizes.levels + level
-    law = side * tl.num_programs(0) * sizes.levels + place
-    inside = is_judged[:, None] & (part < sizes.parts)
-    peaks = tl.load(laws.peaks + law[:, None] * sizes.parts + part, mask=inside, other=LOWEST)
-    masses = tl.load(laws.masses + law[:, None] * sizes.parts + part, mask=inside, other=0.0)
+    index = request * sizes.levels + level
+    law = side * tl.num_programs(0) * sizes.levels + index
+    inside = has_draft[:, None] & (part < sizes.parts)
+    peaks = tl.load(
+        distributions.peaks + law[:, None] * sizes.parts + part, mask=inside, other=LOWEST
+    )
+    masses = tl.load(
+        distributions.masses + law[:, None] * sizes.parts + part, mask=inside, other=0.0
+    )
     key = tl.max(peaks, 1)
     highest = score_of(key)
     # In units of 64 tokens, the sum over the vocabulary fits an integer.
     terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
     high, low = halves_of(tl.where(inside, terms, 0.0))
     total = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1))) * 64
-    is_law = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
-    total = tl.where(is_law, total, 0.0)
+    is_valid = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
+    total = tl.where(is_valid, total, 0.0)
     drafts_at = chains.tokens + request * sizes.nodes + 1
-    draft = tl.load(drafts_at + level, mask=is_judged, other=0)
-    row = place.to(tl.int64)
+    draft = tl.load(drafts_at + level, mask=has_draft, other=0)
+    row = index.to(tl.int64)
     if side == 0:
-        row = tl.load(chains.row_of + request * sizes.nodes + level, mask=is_judged, other=0)
+        row = tl.load(chains.row_of + request * sizes.nodes + level, mask=has_draft, other=0)
     scores_at = chains.scores if side == 0 else chains.drafted
-    x = tl.load(scores_at + row.to(tl.int64) * sizes.vocab + draft, mask=is_judged, other=0.0)
+    x = tl.load(scores_at + row.to(tl.int64) * sizes.vocab + draft, mask=has_draft, other=0.0)
     probability = _probability(x, draft, draft, highest, total)
-    tl.store(laws.highest + law, highest, mask=is_judged)
-    tl.store(laws.total + law, total, mask=is_judged)
-    tl.store(laws.of_draft + law, probability, mask=is_judged)
+    tl.store(distributions.highest + law, highest, mask=has_draft)
+    tl.store(distributions.total + law, total, mask=has_draft)
+    tl.store(distributions.of_draft + law, probability, mask=has_draft)
     return probability
 
 
 @triton.jit
 def _probability(x, ids, draft, highest, total):
     """Computes the probability of logits; an invalid distribution makes the draft token certain."""
-    is_law = total > 0
-    probability = weight_of(x, highest, 1.0) / tl.where(is_law, total, 1.0)
-    return tl.where(is_law, probability, tl.where(ids == draft, 1.0, 0.0))
+    is_valid = total > 0
+    probability = weight_of(x, highest, 1.0) / tl.where(is_valid, total, 1.0)
+    return tl.where(is_valid, probability, tl.where(ids == draft, 1.0, 0.0))
 
 
 @triton.jit
-def _draws_kernel(chains, laws, draws, word: tl.constexpr, sizes: tl.constexpr):
+def _draws_kernel(chains, distributions, residuals, word: tl.constexpr, sizes: tl.constexpr):
     """One program per part of the vocabulary and level."""
-    part, place = tl.program_id(0), tl.program_id(1)
-    request, level, others = place // sizes.levels, place % sizes.levels, tl.num_programs(1)
-    if _is_judged(chains, request, level):
+    part, index = tl.program_id(0), tl.program_id(1)
+    request, level, others = index // sizes.levels, index % sizes.levels, tl.num_programs(1)
+    if _has_draft(chains, request, level):
         pairs, ids = ids_of(part * _PART_GROUPS + tl.arange(0, _PART_GROUPS))
         inside = ids < sizes.vocab
         node = request * sizes.nodes + level
         draft = tl.load(chains.tokens + node + 1)
-        x = tl.load(_row_at(chains, place, 0, sizes) + ids, mask=inside, other=0.0)
-        y = tl.load(_row_at(chains, place, 1, sizes) + ids, mask=inside, other=0.0)
-        highest, total = tl.load(laws.highest + place), tl.load(laws.total + place)
+        x = tl.load(_row_at(chains, index, 0, sizes) + ids, mask=inside, other=0.0)
+        y = tl.load(_row_at(chains, index, 1, sizes) + ids, mask=inside, other=0.0)
+        highest, total = (
+            tl.load(distributions.highest + index),
+            tl.load(distributions.total + index),
+        )
         p = _probability(x, ids, draft, highest, total)
         highest, total = (
-            tl.load(laws.highest + others + place),
-            tl.load(laws.total + others + place),
+            tl.load(distributions.highest + others + index),
+            tl.load(distributions.total + others + index),
         )
         q = _probability(y, ids, draft, highest, total)
-        residual = tl.load(laws.weights + node) * p - q
-        is_left = inside & (residual >= _SMALLEST)
+        residual = tl.load(distributions.weights + node) * p - q
+        is_residual = inside & (residual >= _SMALLEST)
         seed = tl.load(chains.seeds + request).to(tl.uint32, bitcast=True)
         position = tl.load(chains.lengths + request).to(tl.uint32)
         noise = noise_of_words(words_of(seed, position, word, pairs))
-        drawn = log(tl.where(is_left, residual, 1.0)) + noise
-        at = place * sizes.parts + part
-        key, winner = first_token(tl.where(is_left, key_of(drawn), LOWEST), ids)
-        tl.store(draws.keys + at, key)
-        tl.store(draws.ids + at, winner)
+        drawn = log(tl.where(is_residual, residual, 1.0)) + noise
+        at = index * sizes.parts + part
+        key, winner = first_token(tl.where(is_residual, key_of(drawn), LOWEST), ids)
+        tl.store(residuals.keys + at, key)
+        tl.store(residuals.ids + at, winner)
         key, winner = first_token(tl.where(inside, key_of(x + noise), LOWEST), ids)
-        tl.store(draws.spare_keys + at, key)
-        tl.store(draws.spare_ids + at, winner)
-        high, low = halves_of(tl.where(is_left, residual, 0.0))
+        tl.store(residuals.fallback_keys + at, key)
+        tl.store(residuals.fallback_ids + at, winner)
+        high, low = halves_of(tl.where(is_residual, residual, 0.0))
         whole, _, _ = no_sum()
-        tl.store(draws.left + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
+        tl.store(residuals.mass + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
 
 
 @triton.jit
 def _decide_kernel(
-    chains, laws, draws, decided_at, word: tl.constexpr, is_block: tl.constexpr, sizes: tl.constexpr
+    chains,
+    distributions,
+    residuals,
+    decided_at,
+    word: tl.constexpr,
+    is_block: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """One program per request; levels are its lanes."""
     request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
     node, is_level = request * sizes.nodes + level, level < sizes.levels
-    place = request * sizes.levels + level
-    is_judged = _is_judged(chains, request, level) & is_level
+    index = request * sizes.levels + level
+    has_draft = _has_draft(chains, request, level) & is_level
     part = tl.arange(0, sizes.part_lanes)[None, :]
-    inside = is_judged[:, None] & (part < sizes.parts)
-    at = place[:, None] * sizes.parts + part
+    inside = has_draft[:, None] & (part < sizes.parts)
+    at = index[:, None] * sizes.parts + part
     counter = level.to(tl.uint32)
     seed = tl.load(chains.seeds + request).to(tl.uint32, bitcast=True)
     position = tl.load(chains.lengths + request).to(tl.uint32)
     words, _ = threefry(seed, position, counter, counter * 0 + word)
-    chance = uniform_of(words)
+    uniform = uniform_of(words)
     if is_block:
         is_last = level + 2 >= tl.load(chains.num_nodes + request)
         has_next = inside & (~is_last)[:, None]
-        left = tl.load(draws.left + at + sizes.parts, mask=has_next, other=0.0)
-        high, low = halves_of(left)
-        left = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1)))
-        weight = tl.load(laws.weights + node + 1, mask=is_level, other=0.0)
-        total = left + 1 - weight
-        share = tl.where(total > 0, left / tl.where(total > 0, total, 1.0), 1.0)
-        passes = is_judged & (chance < tl.where(is_last, weight, share))
+        mass = tl.load(residuals.mass + at + sizes.parts, mask=has_next, other=0.0)
+        high, low = halves_of(mass)
+        mass = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1)))
+        weight = tl.load(distributions.weights + node + 1, mask=is_level, other=0.0)
+        total = mass + 1 - weight
+        share = tl.where(total > 0, mass / tl.where(total > 0, total, 1.0), 1.0)
+        passes = has_draft & (uniform < tl.where(is_last, weight, share))
         # A draft token is accepted if some passing prefix includes it.
         is_accepted = level <= tl.max(tl.where(passes, level, -1))
     else:
-        target = tl.load(laws.of_draft + place, mask=is_judged, other=0.0)
-        drafters_at = laws.of_draft + tl.num_programs(0) * sizes.levels
-        is_accepted = chance * tl.load(drafters_at + place, mask=is_judged, other=0.0) < target
-    key, drawn = _best(draws.keys + at, draws.ids + at, inside)
-    _, spare = _best(draws.spare_keys + at, draws.spare_ids + at, inside)
-    drawn = tl.minimum(tl.where(key > LOWEST, drawn, spare), sizes.vocab - 1)
+        target = tl.load(distributions.of_draft + index, mask=has_draft, other=0.0)
+        drafters_at = distributions.of_draft + tl.num_programs(0) * sizes.levels
+        is_accepted = uniform * tl.load(drafters_at + index, mask=has_draft, other=0.0) < target
+    key, drawn = _best_token(residuals.keys + at, residuals.ids + at, inside)
+    _, fallback = _best_token(residuals.fallback_keys + at, residuals.fallback_ids + at, inside)
+    drawn = tl.minimum(tl.where(key > LOWEST, drawn, fallback), sizes.vocab - 1)
     draft = tl.load(chains.tokens + node + 1, mask=is_level, other=0)
     choice = tl.load(chains.choices + node, mask=is_level, other=0)
-    choice = tl.where(is_judged, tl.where(is_accepted, draft, drawn), choice)
+    choice = tl.where(has_draft, tl.where(is_accepted, draft, drawn), choice)
     tl.store(decided_at + node, choice, mask=is_level)
     last = request * sizes.nodes + sizes.levels
     tl.store(decided_at + last, tl.load(chains.choices + last))
 
 
 @triton.jit
-def _best(keys_at, ids_at, inside):
+def _best_token(keys_at, ids_at, inside):
     """Returns the best token over the parts of each level."""
     keys = tl.load(keys_at, mask=inside, other=LOWEST)
     ids = tl.load(ids_at, mask=inside, other=HIGHEST)

@@ -118,7 +118,7 @@ def rank(
         specification.
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
-      leaves: Block partials of the LM head, for rows that may lack logits. They come from
+      leaves: Block partials of the LM head, for rows that may lack logits. They are computed for
         `lm_head_epilogue.row_outputs` with this width, and include the logits of rows with a
         temperature.
     """
@@ -260,7 +260,7 @@ def _ranked(
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
     group_lanes = triton.next_power_of_2(groups)
-    # Rows whose logits the LM head did not store have no tiles to process.
+    # Rows without stored logits have no tiles to process.
     at_once = num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs)
     tiles_kernel[(at_once, R)](
         *(inputs, partials, given),

@@ -7,9 +7,9 @@ from kernels.triton_gpu.sampling.gumbel_noise import log, noise_of_words
 from kernels.triton_gpu.sampling.lm_head_epilogue import (
     ARGMAX_ONLY,
     LOGITS,
-    asked_of,
-    best_left,
-    is_left_bad,
+    best_of_partials,
+    has_bad_partial,
+    requested_outputs,
 )
 from kernels.triton_gpu.sampling.logits_processing import (
     HIGHEST,
@@ -75,14 +75,14 @@ def tiles_kernel(
         note = tl.arange(0, NOTES)
         tl.store(partials.notes + note, note * 0)
     if num_leaves == 0:
-        _look_at(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
-    elif asked_of(leaves, row, num_leaves) == LOGITS:
+        _process_tile(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
+    elif requested_outputs(leaves, row, num_leaves) == LOGITS:
         for tile in range(share, num_tiles, tl.num_programs(0)):
-            _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
+            _process_tile(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
 
 
 @triton.jit
-def _look_at(
+def _process_tile(
     tile,
     row,
     inputs,
@@ -93,13 +93,13 @@ def _look_at(
     tau: tl.constexpr,
     is_scored: tl.constexpr,
 ):
-    wish = row_sampling(inputs, row, sizes)
+    params = row_sampling(inputs, row, sizes)
     has_own = True
     if sizes.share > 0:
         first = tile * (groups * 2 * PAIRS) - inputs.first
-        has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | wish.is_filtered
+        has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | params.is_filtered
     if has_own:
-        _look_at_own(tile, row, wish, inputs, partials, groups, sizes, width, tau, is_scored)
+        _process_own_tile(tile, row, params, inputs, partials, groups, sizes, width, tau, is_scored)
     else:
         tl.store(partials.bad + tile, 0)
         for rank in range(width):
@@ -108,10 +108,10 @@ def _look_at(
 
 
 @triton.jit
-def _look_at_own(
+def _process_own_tile(
     tile,
     row,
-    wish,
+    params,
     inputs,
     partials,
     groups: tl.constexpr,
@@ -122,24 +122,24 @@ def _look_at_own(
 ):
     group = tile * groups + tl.arange(0, groups)
     pairs, ids = ids_of(group)
-    raw, x = scores_of(ids, inputs, row, wish, sizes)
+    raw, x = scores_of(ids, inputs, row, params, sizes)
     tl.store(partials.bad + tile, has_bad(raw).to(tl.int32))
     places = (
         partials.peaks + group,
         partials.masses + group,
         group < tl.cdiv(sizes.vocab, 2 * PAIRS),
     )
-    if wish.is_filtered:
+    if params.is_filtered:
         keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
         store_groups(*places, x, keys, 1.0)
     else:
         if is_scored:
             store_scores(partials, x, ids, inputs, sizes)
-        if wish.temperature > 0:
-            x = x + noise_of_words(words_at(wish.noise, pairs, ids, inputs, sizes))
-        keys = tl.where(is_own(ids, inputs, wish, sizes), key_of(x), LOWEST)
+        if params.temperature > 0:
+            x = x + noise_of_words(words_at(params.noise, pairs, ids, inputs, sizes))
+        keys = tl.where(is_own(ids, inputs, params, sizes), key_of(x), LOWEST)
         if tau is not None:
-            store_groups(*places, x, keys, sharpness_of(wish.temperature, tau))
+            store_groups(*places, x, keys, sharpness_of(params.temperature, tau))
         store_first(partials, tile, keys, ids, width)
 
 
@@ -157,7 +157,7 @@ def border_kernel(
     """One program per split of a row with a filter; the last to finish finds the threshold."""
     share, row = tl.program_id(0), tl.program_id(1)
     source = ScoreSource(inputs, row, row_sampling(inputs, row, sizes))
-    if source.wish.is_filtered:
+    if source.params.is_filtered:
         num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
         first, group = row * num_groups, tl.arange(0, group_lanes)
         peaks = tl.load(partials.peaks + first + group, mask=group < num_groups, other=LOWEST)
@@ -178,10 +178,10 @@ def border_kernel(
             )
         tl.debug_barrier()  # all stores of this program are in memory
         if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            border, limit = find_threshold(
+            threshold, limit = find_threshold(
                 low, high, bounds, source, memory, at_once, listed, sizes
             )
-            tl.store(memory.notes, border)
+            tl.store(memory.notes, threshold)
             tl.store(memory.notes + 1, limit)
             tl.store(memory.notes + 2, key_of(bounds.highest))
 
@@ -208,18 +208,18 @@ def rows_kernel(
     One of a row's programs reduces the tiles: the last to finish, if all have work.
     """
     share, row = tl.program_id(0), tl.program_id(1)
-    partials, wish = (
+    partials, params = (
         row_of(partials, row, num_tiles, width, sizes),
         row_sampling(inputs, row, sizes),
     )
-    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
+    sharpness = 1.0 if tau is None else sharpness_of(params.temperature, tau)
     is_last = share == 0
     if num_leaves > 0:
-        asks = asked_of(leaves, row, num_leaves)
+        asks = requested_outputs(leaves, row, num_leaves)
         if (asks != LOGITS) & is_last:
-            store_bad(best, row, is_left_bad(leaves, row, num_leaves, leaf_lanes), width, sizes)
+            store_bad(best, row, has_bad_partial(leaves, row, num_leaves, leaf_lanes), width, sizes)
         if (asks == ARGMAX_ONLY) & is_last:
-            key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
+            key, winner = best_of_partials(leaves, row, num_leaves, leaf_lanes)
             if sizes.share > 0:
                 winner += inputs.first
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, width, sizes, None)
@@ -227,19 +227,19 @@ def rows_kernel(
             is_last = is_last & (asks != ARGMAX_ONLY)
         else:
             if (asks != LOGITS) & is_last:
-                _rank_left(
+                _rank_partials(
                     *(row, inputs, partials, leaves, best),
                     *(leaf_lanes, group_lanes, sizes, width, tau, num_leaves),
                 )
             is_last = is_last & (asks == LOGITS)
-    if wish.is_filtered:
+    if params.is_filtered:
         support = Support(
-            border=tl.load(partials.notes),
+            threshold=tl.load(partials.notes),
             limit=tl.load(partials.notes + 1),
             highest=score_of(tl.load(partials.notes + 2)),
-            smallest=tl.load(inputs.min_p + wish.request),
+            smallest=tl.load(inputs.min_p + params.request),
         )
-        source = ScoreSource(inputs, row, wish)
+        source = ScoreSource(inputs, row, params)
         first = key_of(support.highest - 3)  # the first token passes; noise is above -3
         for tile in range(share, num_tiles, tl.num_programs(0)):
             key = choose_in_tile(
@@ -252,7 +252,7 @@ def rows_kernel(
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         place = tl.arange(0, tile_lanes)
-        if asked_of(leaves, row, num_leaves) == LOGITS:
+        if requested_outputs(leaves, row, num_leaves) == LOGITS:
             bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
             store_bad(best, row, tl.max(bad), width, sizes)
         inside = place < num_tiles * width
@@ -279,7 +279,7 @@ def rows_kernel(
 
 
 @triton.jit
-def _rank_left(
+def _rank_partials(
     row,
     inputs,
     partials,
@@ -300,7 +300,7 @@ def _rank_left(
     highest = score_of(tl.max(peaks))
     norm = log(total_of(peaks, masses, highest, 1.0))
     if width == 1:
-        key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
+        key, winner = best_of_partials(leaves, row, num_leaves, leaf_lanes)
         store_token(best, row, 0, key, winner, highest, norm, 1.0, inputs, width, sizes, tau)
     else:
         keys, ids = tokens_of_best(peaks, group, row, inputs, sizes, width)

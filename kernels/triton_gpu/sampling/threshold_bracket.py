@@ -1,4 +1,4 @@
-"""Brackets of the top-k / top-p threshold, from group maxima and a sample (Triton).
+"""Brackets of the top-k / top-p threshold, from maxima and a sample (Triton).
 
 The bracket is nearly always right. A wrong bracket costs time only, so results need not match the
 Pallas kernel bit for bit.
@@ -92,7 +92,7 @@ def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
     """Loads a sample of a row, and the number of tokens that each sampled token represents."""
     lane = tl.arange(0, sampled)
     ids = lane // _RUN * (_RUN * tl.cdiv(sizes.vocab, sampled)) + lane % _RUN
-    raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+    raw, x = scores_of(ids, source.inputs, source.row, source.params, sizes)
     is_token = ids < sizes.vocab
     x = tl.where(is_token, x, -float("inf"))
     scale = sizes.vocab / tl.sum(is_token.to(tl.int32)).to(tl.float32)
@@ -100,14 +100,14 @@ def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
 
 
 @triton.jit
-def _estimate(border, below, above, scale, bounds, tail):
+def _estimate(threshold, below, above, scale, bounds, tail):
     """Estimates bounds of the weight below a threshold and of the number of tokens above it.
 
     Args:
       below, above: Weight of the sample up to the threshold, and number of its tokens above it.
     """
     below, above = scale * below, scale * above
-    error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)
+    error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(threshold, bounds.highest, 1.0) * tail)
     error += _ROUNDING * 0.2 * bounds.total
     spread = _SIGMAS * tl.sqrt((scale - 1) * bounds.most.to(tl.float32))
     return below - error, below + error, above - spread, above + spread

@@ -1,4 +1,4 @@
-"""Two-stage top-k: the best tokens of tiles, then of rows; used by `sampling` (Triton)."""
+"""Two-stage top-k: the best tokens of tiles, then of rows (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -62,13 +62,13 @@ class Support(NamedTuple):
     """Filter of a row: the tokens that pass top-k, top-p and min-p.
 
     Attributes:
-      border: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
+      threshold: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
         pass.
       highest: Highest logit.
       smallest: Smallest weight that passes, relative to the highest logit.
     """
 
-    border: Any
+    threshold: Any
     limit: Any
     highest: Any
     smallest: Any
@@ -124,11 +124,11 @@ def choose_in_tile(
     Returns:
       The best token's key.
     """
-    inputs, border, highest = source.inputs, support.border, support.highest
+    inputs, threshold, highest = source.inputs, support.threshold, support.highest
     group = tile * groups + tl.arange(0, groups)
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
-    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
+    may_stay = (peaks >= threshold) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
     if tau is None and not is_scored:  # no noise lifts other groups above the best token
         may_stay &= score_of(peaks) + MOST_NOISE >= score_of(best)
     pairs, ids = ids_of(group)
@@ -136,13 +136,13 @@ def choose_in_tile(
     x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)
     # If fewer tokens pass than are requested, the excluded tokens of the first tile follow.
     if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
-        raw, x = scores_of(ids, inputs, source.row, source.wish, sizes)
+        raw, x = scores_of(ids, inputs, source.row, source.params, sizes)
         token_keys = key_of(x)
-        stays = (token_keys > border) | ((token_keys == border) & (ids < support.limit))
+        stays = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
         if support.smallest > 0:
             stays &= weight_of(x, highest, 1.0) >= support.smallest
         x = tl.where(stays, x, -float("inf"))
-        words = words_at(source.wish.noise, pairs, ids, inputs, sizes)
+        words = words_at(source.params.noise, pairs, ids, inputs, sizes)
         may_win = tau is not None
         if tau is None:
             may_win = tl.max(x + most_noise(words)) >= score_of(best)

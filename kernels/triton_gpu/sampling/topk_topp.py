@@ -47,7 +47,7 @@ class ScoreSource(NamedTuple):
 
     inputs: Any
     row: Any
-    wish: Any
+    params: Any
 
 
 class RowScratch(NamedTuple):
@@ -100,7 +100,7 @@ class CandidateList(NamedTuple):
 @triton.jit
 def bounds_of(peaks, masses, source, sizes: tl.constexpr):
     """Computes the bounds of a row; `peaks` and `masses` are of all groups, see `store_groups`."""
-    vocab, request, inputs = sizes.vocab, source.wish.request, source.inputs
+    vocab, request, inputs = sizes.vocab, source.params.request, source.inputs
     highest = score_of(tl.max(peaks))
     total = total_of(peaks, masses, highest, 1.0)
     top_p, top_k = tl.load(inputs.top_p + request), tl.load(inputs.top_k + request)
@@ -152,7 +152,7 @@ def list_near(
             peak = _peak_of(chunk, memory.peaks, at_once, sizes)
         if peak >= low:
             ids = chunk * lanes + tl.arange(0, lanes)
-            raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+            raw, x = scores_of(ids, source.inputs, source.row, source.params, sizes)
             keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
             is_above = keys > high
             more, more_rest = halves_of(tl.where(is_above, weight_of(x, highest, 1.0), 0.0))
@@ -236,7 +236,7 @@ def find_threshold(
 
 @triton.jit
 def _limit(
-    border,
+    threshold,
     known,
     bounds,
     source,
@@ -247,9 +247,9 @@ def _limit(
 ):
     """Returns the id from which tokens at the threshold exceed `top_k` or `top_p`."""
     most, weight = bounds.most, bounds.weight
-    border_weight = weight_of(score_of(border), bounds.highest, 1.0)
+    border_weight = weight_of(score_of(threshold), bounds.highest, 1.0)
     count, above, ties = _tally(
-        border, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
+        threshold, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
     )
     low, high = tl.full((), 0, tl.int32), tl.full((), sizes.vocab, tl.int32)
     has_room = (count <= most - ties) & (above + (ties - 1).to(tl.float32) * border_weight < weight)
@@ -257,7 +257,7 @@ def _limit(
     while low < high:
         middle = (low + high) >> 1
         count, above, earlier = _tally(
-            border, middle, known, bounds, source, memory, at_once, listed, sizes
+            threshold, middle, known, bounds, source, memory, at_once, listed, sizes
         )
         has_room = (count <= most - 1 - earlier) & (
             above + earlier.to(tl.float32) * border_weight < weight
@@ -269,7 +269,7 @@ def _limit(
 
 @triton.jit
 def _tally(
-    border,
+    threshold,
     limit,
     known,
     bounds,
@@ -289,7 +289,7 @@ def _tally(
       limit.
     """
     if known.is_listed:
-        is_above, is_tie = known.keys > border, known.keys == border
+        is_above, is_tie = known.keys > threshold, known.keys == threshold
         if (limit > 0) & (limit < sizes.vocab):
             place = tl.arange(0, listed)
             is_tie &= (
@@ -306,12 +306,14 @@ def _tally(
         whole, units, rest = carried(whole, units + more, rest + more_rest)
         above = number_of((whole, units, rest))
     else:
-        count, above, ties = _tally_all(border, limit, bounds, source, memory, at_once, sizes)
+        count, above, ties = _tally_all(threshold, limit, bounds, source, memory, at_once, sizes)
     return count, above, ties
 
 
 @triton.jit
-def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, sizes: tl.constexpr):
+def _tally_all(
+    threshold, limit, bounds, source, memory, at_once: tl.constexpr, sizes: tl.constexpr
+):
     """Same as `_tally`, from the logits of groups with tokens at the threshold or above."""
     lanes: tl.constexpr = at_once * 2 * PAIRS
     count, ties, chunk = (
@@ -322,13 +324,13 @@ def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, siz
     whole, units, rest = no_sum()
     above = tl.full((), 0.0, tl.float32)
     while (chunk * lanes < sizes.vocab) & (count < bounds.most) & (above < bounds.weight):
-        if _peak_of(chunk, memory.peaks, at_once, sizes) >= border:
+        if _peak_of(chunk, memory.peaks, at_once, sizes) >= threshold:
             ids = chunk * lanes + tl.arange(0, lanes)
-            raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+            raw, x = scores_of(ids, source.inputs, source.row, source.params, sizes)
             keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
-            is_above = keys > border
+            is_above = keys > threshold
             count += tl.sum(is_above.to(tl.int32))
-            ties += tl.sum(((keys == border) & (ids < limit)).to(tl.int32))
+            ties += tl.sum(((keys == threshold) & (ids < limit)).to(tl.int32))
             weights = tl.where(is_above, weight_of(x, bounds.highest, 1.0), 0.0)
             whole, units, rest = add_halves((whole, units, rest), weights)
             above = number_of((whole, units, rest))

@@ -243,7 +243,7 @@ def _totals_kernel(
     tau: tl.constexpr,
 ):
     row = tl.program_id(0)
-    keys, _ = _left_of(left_at, row, ranks, width, lanes)
+    keys, _ = _load_candidates(left_at, row, ranks, width, lanes)
     own = tl.arange(0, group_lanes)
     group = first // (2 * PAIRS) + own
     inside, at = (own < own_groups) & (group < num_groups), row * num_groups + group
@@ -320,7 +320,7 @@ def _join_kernel(
     tau: tl.constexpr,
 ):
     row = tl.program_id(0)
-    keys, ids = _left_of(left_at, row, ranks, width, lanes)
+    keys, ids = _load_candidates(left_at, row, ranks, width, lanes)
     rank = tl.arange(0, rank_lanes)
     words: tl.constexpr = 2 * width + 1
     bad_at = left_at + (row * ranks + rank) * words + 2 * width
@@ -348,7 +348,7 @@ def _join_kernel(
 
 
 @triton.jit
-def _left_of(left_at, row, ranks: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr):
+def _load_candidates(left_at, row, ranks: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr):
     """Loads keys and ids of all ranks' candidates of a row."""
     place = tl.arange(0, lanes)
     at = left_at + (row * ranks + place // width) * (2 * width + 1) + place % width
