@@ -1,4 +1,4 @@
-"""An abort gives back slot, pages and place in the queue at once, wherever the request is."""
+"""Aborts: slot, pages and queue entry are freed at once in every state of the request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request(number: int, length: int, max_tokens: int = 20) -> Request:
 
 
 def free(engine: Engine) -> tuple[int, int, int]:
-    """Pages and slots that can be had, and requests that wait."""
+    """Free pages, free slots and the number of waiting requests."""
     slots = engine.allocator.num_free_slots
     return engine.cache.num_available, slots, len(engine.scheduler.waiting)
 
@@ -39,7 +39,7 @@ def free(engine: Engine) -> tuple[int, int, int]:
 WHERE: dict[str, Callable[[Request], bool]] = {
     "before its first step": lambda request: True,
     "in its prompt": lambda request: request.prefilled >= CHUNK,
-    "deeper in it": lambda request: request.prefilled >= 2 * CHUNK,
+    "later in its prompt": lambda request: request.prefilled >= 2 * CHUNK,
     "decoding": lambda request: len(request.output) > 3,
 }
 
@@ -91,7 +91,7 @@ def test_abort_removes_waiting_request_at_once():
 
 @pytest.mark.parametrize("num_pages", [52, 400], ids=["few pages", "many pages"])
 def test_abort_storm_of_500_requests_leaks_nothing(num_pages):
-    """Ends, aborts, stop strings, failures and preemptions in any order."""
+    """Finishes, aborts, stop strings, failures and preemptions occur in any order."""
     engine, rng = made(num_pages), random.Random(num_pages)
     outcomes: dict[int, Outcome] = {}
     requests, left = {}, set()
@@ -127,6 +127,6 @@ def test_abort_storm_of_500_requests_leaks_nothing(num_pages):
     ends = engine.metrics.snapshot()
     counted = [v for name, v in ends.items() if name.startswith("request_success_total")]
     assert sum(counted) == len(requests)
-    # Whoever comes next finds all of it.
+    # The next request can use all pages and slots.
     after = request(len(requests), 30)
     assert drive(engine, [after])[after.request_id].tokens == plain_text(after)

@@ -1,6 +1,6 @@
 """The adaptive controller against every static tier, on a simulated device with an H200's costs.
 
-Work is the same for all: what is accepted depends on a request and a position alone.
+Work is the same for all: acceptance depends on the request and the position alone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CHANGING = (
 
 
 class Run:
-    """One policy over some phases.
+    """A run of one policy over several phases.
 
     Attributes:
-      served: What each phase took, in simulated seconds.
-      tiers: The tier of every step.
+      served: Simulated seconds of each phase.
+      tiers: Tier of every step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Run:
 
 @cache
 def changing(tier: int | None) -> Run:
-    """The changing work with one tier, or with all of them to choose from."""
+    """The changing work with one tier, or with a choice among all tiers."""
     policy = ExpectedValuePolicy() if tier is None else Static(tier)
     return Run(policy, *imposed(CHANGING, part=1 << 20))
 
@@ -96,7 +96,7 @@ def test_adaptive_speed_per_phase_near_best_tier(phase):
 
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.matrix), 32])
 def test_adaptive_without_accepted_drafts_near_plain_speed(batch):
-    """What trying costs is bounded by what it could gain."""
+    """The cost of trials is bounded by their possible gain."""
     work = imposed([("nothing", batch, batch, 3000, always(0.02))], part=1 << 20)
     adaptive, off = Run(ExpectedValuePolicy(), *work), Run(Static(OFF), *work)
     assert off.seconds / adaptive.seconds > 0.98
@@ -104,13 +104,13 @@ def test_adaptive_without_accepted_drafts_near_plain_speed(batch):
 
 
 def test_adaptive_follows_acceptance_rate_changes_within_requests():
-    """Within requests that go on: no new request tells that times have changed."""
+    """Rates change within long requests, so no new request signals the change."""
     work = imposed([("turns", 8, 8, 3000, lambda rng: (0.03, 0.9, 0.03))], part=1000)
     run = Run(ExpectedValuePolicy(), *work)
     first, last = run.tiers[100:900], run.tiers[-800:-100]
     assert first.count(OFF) > 0.9 * len(first)
     assert last.count(OFF) > 0.9 * len(last)
-    assert len(run.tiers) < 2400  # 3000 tokens of each, by steps that give one of two thirds
+    assert len(run.tiers) < 2400  # of 3000 tokens two thirds take a step each
     best = min(Run(Static(tier), *work).seconds for tier in (OFF, 1, 2, LONG))
     assert best / run.seconds > 1.05
 
@@ -124,11 +124,11 @@ SLOW = seconds_of(
         "S5k4N16": {1: 21.8, 8: 72.9, 32: 290.0},
     }
 )
-"""Of a CPU, where a draft costs nearly as much as a token."""
+"""Step times of a CPU, where a draft token costs nearly as much as a target token."""
 
 
 def test_adaptive_tries_expensive_deep_drafts_when_they_pay():
-    """What a try shows of all requests is worth it, though none of them alone is."""
+    """A trial pays because it informs all requests, though it pays for none of them alone."""
     plan = [
         ("free text", 1, 10, 400, always(0.2)),
         ("mixed", 1, 10, 400, mixed),
@@ -140,7 +140,7 @@ def test_adaptive_tries_expensive_deep_drafts_when_they_pay():
 
 
 def test_adaptive_finds_cheap_chain_beside_perfect_tree():
-    """At one request a tree is nearly as fast, and shows nothing of how good a chain is."""
+    """At batch 1 a tree is nearly as fast, and its steps do not measure a chain."""
     work = imposed([("copying", 1, 20, 400, always(0.95))], part=1 << 20)
     cheap = seconds_of({**MILLISECONDS, "S7": {1: 6.1, 8: 6.8, 32: 10.5}})
     adaptive, long = (Run(p, *work, seconds=cheap) for p in (ExpectedValuePolicy(), Static(LONG)))
@@ -148,7 +148,7 @@ def test_adaptive_finds_cheap_chain_beside_perfect_tree():
 
 
 def test_adaptive_rarely_switches_between_equal_tiers():
-    """At a rate where off and a chain are worth the same, both are, and a switch costs."""
+    """At a rate where plain decoding and a chain are equal, only switches cost time."""
     work = imposed([("even", 32, 32, 1500, always(0.13))], part=1 << 20)
     run = Run(ExpectedValuePolicy(), *work)
     switches = np.count_nonzero(np.diff([tier != OFF for tier in run.tiers]))

@@ -1,4 +1,4 @@
-"""What the adaptive controller believes: of acceptance, and of what a step costs."""
+"""Estimates of the adaptive controller: acceptance rates and step costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def learn(known: AcceptanceModel, request: int, tier: Tier, accepted: list[int])
 
 
 def chances(known: AcceptanceModel, request: int) -> np.ndarray:
-    """The conditional rate of each depth of a chain, as it is believed of a request."""
+    """Estimated conditional acceptance rate of a request by depth of a chain."""
     _, survivals = known.predict(
         known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1, SECONDS
     )
@@ -48,10 +48,10 @@ def test_acceptance_model_estimates_observed_conditional_rates():
 
 
 def test_acceptance_model_ignores_unobserved_depths():
-    """Below a rejected draft, and below the tier, nothing was seen."""
+    """Depths below a rejected draft, and deeper than the tier, are not observed."""
     known, both = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [3] * 60)
-    assert chances(known, 1)[6] > 0.85  # chains of 3 say nothing against depth 7
+    assert chances(known, 1)[6] > 0.85  # chains of 3 are no evidence against depth 7
     learn(both, 1, LONG, [0, 0, 0, 7] * 30)
     assert chances(both, 1)[1:] == pytest.approx([0.95] * 6, abs=0.06)
 
@@ -87,7 +87,7 @@ def test_acceptance_model_predicts_tree_from_chains_until_observed():
 
 
 def test_acceptance_model_remembers_tree_correction_while_chains_run():
-    """What sets a family apart shows when it is tried, and outlives the rates of that time."""
+    """The correction of a shape family is learnt in trials and outlives their rates."""
     known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
         learn(tried, 1, LONG, [0, 3, 7] * 40)
@@ -99,7 +99,7 @@ def test_acceptance_model_remembers_tree_correction_while_chains_run():
 
 
 def test_acceptance_model_perfect_tree_preserves_chain_rates():
-    """Of a chain that is right 19 times of 20 it says as little as of one that always is."""
+    """Steps of the tree cannot distinguish a chain rate of 0.95 from a rate of 1."""
     known = AcceptanceModel(TIERS)
     for request in range(10):
         learn(known, request, LONG, ([7] * 19 + [0]) * 2)
@@ -109,7 +109,7 @@ def test_acceptance_model_perfect_tree_preserves_chain_rates():
 
 
 def test_acceptance_model_perfect_tree_keeps_chain_rates_high():
-    """Nothing has shown it: the tree would miss at times if they had."""
+    """Lower chain rates would make the tree miss at times, and it never does."""
     known = AcceptanceModel(TIERS)
     ends(known, range(3), LONG, ([7] * 19 + [0]) * 2)
     ends(known, range(3, 13), TREE, [5] * 100)
@@ -117,14 +117,14 @@ def test_acceptance_model_perfect_tree_keeps_chain_rates_high():
 
 
 def ends(known: AcceptanceModel, requests: range, tier: Tier, accepted: list[int]) -> None:
-    """Requests one after the other, each with the same outcome."""
+    """Learns from consecutive requests with equal outcomes."""
     for request in requests:
         learn(known, request, tier, accepted)
         known.forget(request)
 
 
 def test_acceptance_model_learns_spread_between_requests():
-    """Where all are alike it is chance; where they differ it tells of which kind this one is."""
+    """Among equal requests a miss is chance; among mixed ones it identifies the kind."""
     alike, mixed = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     ends(alike, range(60), LONG, [7] * 7 + [0] + [7] * 8)
     for request in range(60):
@@ -137,7 +137,7 @@ def test_acceptance_model_learns_spread_between_requests():
 
 
 def test_acceptance_model_weighs_many_requests_above_one():
-    """As much was seen of both, but one request may differ from the next."""
+    """Both models have the same number of observations, from one and from 40 requests."""
     one, many = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     learn(one, 0, SHORT, [0] * 40)
     for request in range(40):
@@ -146,7 +146,7 @@ def test_acceptance_model_weighs_many_requests_above_one():
 
 
 def test_acceptance_model_tolerates_single_tree_miss():
-    """As when times change: the guess was off, and chains tell so at once."""
+    """The traffic changes: the prediction was wrong, and chains show it at once."""
     known, unaware = AcceptanceModel(TIERS), AcceptanceModel(TIERS)
     for tried in (known, unaware):
         learn(tried, 1, LONG, [7] * 60)
@@ -158,7 +158,7 @@ def test_acceptance_model_tolerates_single_tree_miss():
 
 
 def test_trial_gain_of_too_slow_tier_equals_zero():
-    """Whatever a step of eight tokens showed, it takes twenty times as long."""
+    """A step of eight tokens takes twenty times as long, so no result can pay."""
     known, seconds = AcceptanceModel(TIERS), [1.0, 1.0, 20.0, 1.0]
     rows = known.rows_of([1])
     found, _ = known.predict(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
@@ -179,7 +179,7 @@ def test_acceptance_model_forget_clears_request_row():
     known = AcceptanceModel(TIERS)
     learn(known, 1, SHORT, [0] * 50)
     known.forget(1)
-    known.forget(2)  # was never there
+    known.forget(2)  # unknown request
     fresh = AcceptanceModel(TIERS)
     fresh.population = known.population
     assert chances(known, 3) == pytest.approx(chances(fresh, 3))
@@ -195,7 +195,7 @@ def observe(known: Costs, tier: int, seconds: float, steps: int) -> None:
 
 
 def test_costs_observed_drift_shifts_all_tiers():
-    """Contexts grew by two units of time: so do the tiers that have not run."""
+    """Longer contexts add two units of time, also to tiers that have not run."""
     known = costs()
     observe(known, 1, 7.0, 50)
     observe(known, 1, 9.0, 300)
@@ -228,7 +228,7 @@ def test_costs_ignore_outlier_and_unknown_times():
 
 
 def test_costs_interpolate_between_measured_batch_sizes():
-    """A mixture of experts; what its steps show is of every number of requests in the bucket."""
+    """MoE: an observed step updates every number of requests in its bucket."""
     table = {1: [2.0, 4.0], 2: [2.5, 5.0], 5: [4.0, 8.0], 8: [5.5, 9.5]}
     known = Costs(table, (1, 2, 8), last_waits=True)
     assert known.table == table
@@ -263,7 +263,7 @@ def test_shapes_list_tiers_common_to_all_batches():
 
 
 def test_verify_budget_goes_to_requests_that_accept():
-    """One request accepts everything, one nothing: half of the rows give nearly all the tokens."""
+    """One request accepts all drafts, one none: half of the rows yield nearly all tokens."""
     tiers = (OFF, Tier(8, 7, 1, 0.5), LONG)
     known = AcceptanceModel(tiers)
     rows, drafted = known.rows_of([1, 2]), np.array([7, 7])

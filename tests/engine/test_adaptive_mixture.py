@@ -1,7 +1,7 @@
-"""The adaptive choice in a mixture of experts, whose steps cost what their rows read.
+"""Adaptive speculation of MoE models, where the cost of a step depends on its rows.
 
 A verify of four rows reads nearly four times the experts of one, and one of 128 hardly more than
-32: what drafts cost depends on how many requests run, otherwise than in a dense model.
+32. Unlike in a dense model, the cost of drafts depends on the number of running requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.simulation.work import BATCHES, SECONDS, TIERS, always
 
 OFF, LONG, CHAINS = 0, 3, TIERS[:4]
 LOW, EVEN, HIGH = 0.1, 0.35, 0.9
-"""How often a draft is accepted."""
+"""Acceptance rates of a draft token."""
 
 
 def made(tiers: tuple[Tier, ...], law: Imposed) -> MixtureBackend:
@@ -38,7 +38,7 @@ def made(tiers: tuple[Tier, ...], law: Imposed) -> MixtureBackend:
 
 @cache
 def measured() -> dict[int, list[float]]:
-    """As a start measures it."""
+    """Step times as measured at startup."""
     backend = made(TIERS, Imposed({}, 1))
     how = {"overlap": 1, "chunked_prefill_size": 2048}
     return step_seconds(backend, host_draft=False, has_experts=True, **how)
@@ -46,7 +46,7 @@ def measured() -> dict[int, list[float]]:
 
 @dataclass
 class Watched:
-    """A policy whose choices are counted; others may be believed of costs than are known."""
+    """A policy with counted choices, which may receive modified step costs."""
 
     policy: Policy
     believes: Callable[[PolicyInput], PolicyInput]
@@ -72,7 +72,7 @@ def run(
     believes: Callable[[PolicyInput], PolicyInput] = lambda known: known,
     table: dict[int, list[float]] | None = None,
 ) -> Run:
-    """One phase of requests of different lengths, which do not run in step."""
+    """Runs one phase of requests of different lengths, which finish at different steps."""
     plan = [("mixture", batch, max(8, 3 * batch), 150, always(rate))]
     (phase,), law = imposed(plan, part=1 << 20)
     rng = np.random.default_rng(2)
@@ -92,7 +92,7 @@ def run(
 
 @cache
 def static(batch: int, rate: float, tiers: tuple[Tier, ...] = TIERS) -> list[float]:
-    """Tokens a second of each tier alone."""
+    """Tokens per second of each tier alone."""
     return [run(Static(tier), batch, rate, tiers).speed for tier in range(len(tiers))]
 
 
@@ -107,7 +107,7 @@ def test_adaptive_moe_speed_near_best_tier(batch, rate):
 
 
 def as_if_dense(known: PolicyInput) -> PolicyInput:
-    """The same device with a dense model, whose steps hardly cost more with more rows."""
+    """Replaces the costs by those of a dense model, which hardly grow with the rows."""
     batch = next(size for size in BATCHES if size >= known.num_rows)
     return replace(known, seconds=[SECONDS(batch, tier) for tier in TIERS])
 
@@ -122,8 +122,8 @@ def test_dense_costs_overdraft_for_moe_model(batch, rate):
     assert run(ExpectedValuePolicy(), batch, rate).speed > 0.97 * each[OFF]
 
 
-class Turns:
-    """Off and the longest chain in turns, so that no step of the chain has drafts."""
+class Alternating:
+    """Alternates plain steps and the longest chain, so that no chain step has drafts."""
 
     def __init__(self) -> None:
         self._chosen = LONG
@@ -137,7 +137,9 @@ class Turns:
 def test_costs_ignore_cold_draft_steps_only_for_moe(has_experts):
     phases, law = imposed([("turns", 8, 8, 200, always(HIGH))], part=1 << 20)
     backend = made(TIERS, law)
-    controller = AdaptiveController(backend.capacity, Turns(), measured(), has_experts=has_experts)
+    controller = AdaptiveController(
+        backend.capacity, Alternating(), measured(), has_experts=has_experts
+    )
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     serve(engine, phases, lambda: backend.clock)
     believed = controller.costs.table[8][LONG] / measured()[8][LONG]
@@ -148,7 +150,7 @@ def test_costs_ignore_cold_draft_steps_only_for_moe(has_experts):
 
 
 def test_moe_costs_use_running_requests_not_bucket_size():
-    """Nine of sixteen: off costs 4.6 ms and S1 6.8, where a full batch has 6.1 and 8.9."""
+    """9 of 16 rows: a plain step takes 4.6 ms and S1 6.8; at 16 rows 6.1 and 8.9."""
     each, known = static(9, EVEN, CHAINS), measured()
     assert each[OFF] == max(each)
     assert run(ExpectedValuePolicy(), 9, EVEN, CHAINS).speed > 0.97 * each[OFF]

@@ -1,4 +1,4 @@
-"""Policies: which of some situations asks for which tier."""
+"""Policies of adaptive speculation: the chosen tier by situation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def situation(
     trial_gain: float = 0.0,
     lifetime: float = 0.0,
 ):
-    """Eight rows; a chain costs a quarter more than nothing."""
+    """A situation of eight rows, in which a chain step takes 1.25 times a plain step."""
     next_tokens = 8.0 * after_off + tokens * (1 - after_off)
     return PolicyInput(
         seconds=[4.0, 5.0],
@@ -54,7 +54,7 @@ def test_policy_without_measured_seconds_chooses_most_tokens():
 
 
 def test_expected_value_policy_explores_when_trial_gain_pays():
-    """By value and on no timer; greedy never tries."""
+    """Trials depend on their value and on no timer; `Greedy` makes none."""
     policy, ahead = ExpectedValuePolicy(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
     assert policy.choose(situation(**ahead, trial_gain=0.1)) == OFF
     assert policy.choose(situation(**ahead, trial_gain=2.0)) == CHAIN
@@ -62,7 +62,7 @@ def test_expected_value_policy_explores_when_trial_gain_pays():
 
 
 def test_expected_value_policy_counts_trial_gain_beyond_request():
-    """For as long as it is of use: what will soon be as uncertain again could be learnt then."""
+    """The gain counts for the lifetime of the estimate, not of the request."""
     policy = ExpectedValuePolicy()
     ending = {"tokens": 9.5, "trial_gain": 2.0, "after_off": 1.0, "steps_ahead": 3.0}
     assert policy.choose(situation(**ending, lifetime=1.0)) == OFF
@@ -70,13 +70,13 @@ def test_expected_value_policy_counts_trial_gain_beyond_request():
 
 
 def test_expected_value_policy_counts_time_beyond_window():
-    """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
+    """Near the end of a request, a tier of three times the tokens takes 100 times as long."""
     ending = replace(situation(24.0, after_off=1.0, steps_ahead=3.0), seconds=[4.0, 400.0])
     assert ExpectedValuePolicy().choose(ending) == OFF
 
 
 def test_expected_value_policy_has_switching_hysteresis():
-    """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
+    """Speeds within the hysteresis keep the current tier."""
     policy = ExpectedValuePolicy()
     assert policy.choose(situation(10.02, after_off=1.0)) == OFF
     assert policy.choose(situation(9.99, after_off=0.0)) == CHAIN

@@ -1,4 +1,4 @@
-"""A tier may change with every step: texts do not, and neither does the memory of a backend."""
+"""Tier changes in every step: outputs and the memory of a backend stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 
 
 
 class AnyTier:
-    """Takes another tier for every step, off among them."""
+    """Chooses a random tier for every step, plain decoding included."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self.taken = random.Random(seed), list[int]()
@@ -64,7 +64,7 @@ def test_output_independent_of_tier_switches(framework, overlap, served):
 
 
 def leaves(state: Any) -> Iterator[Any]:
-    """The arrays of nested dataclasses or tuples."""
+    """Yields the arrays of nested dataclasses and tuples."""
     if is_dataclass(state):
         state = [getattr(state, item.name) for item in fields(state)]
     if isinstance(state, (tuple, list)):
@@ -75,7 +75,7 @@ def leaves(state: Any) -> Iterator[Any]:
 
 
 def test_torch_tier_switch_preserves_state_buffers(served):
-    """Graphs that were captured hold addresses: a buffer made anew would leave them behind."""
+    """Captured CUDA graphs hold addresses, so buffers must not be reallocated."""
     backend = served.backend("torch", "NEXTN")
     state = backend.backend.state
     before = [(each.data_ptr(), tuple(each.shape)) for each in leaves(state)]
@@ -86,7 +86,7 @@ def test_torch_tier_switch_preserves_state_buffers(served):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_backend_state_size_independent_of_tier_count(framework):
-    """It is as large as for the largest tier alone, in JAX the tree that every step is given."""
+    """The state has the size that the largest tier needs, in JAX the tree input included."""
     config, weights = DRAFTED["NEXTN"].model()
     capacity = tree_capacity(config.vocab)
     widest = max(capacity.shapes, key=lambda shape: shape.width)

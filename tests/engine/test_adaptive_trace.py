@@ -1,4 +1,4 @@
-"""The trace of an adaptive controller."""
+"""Step trace file of an adaptive controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_trace_writer_records_every_step(tmp_path):
     assert first["seconds"]["8"][0] == pytest.approx(0.0046)
     assert len(steps) == sum(controller.steps.values())
     tokens = sum(1 + accepted for step in steps for accepted in step["accepted"])
-    assert tokens >= 24 * (200 + 150 + 150) - 72  # the first of a request is its prompt's
+    assert tokens >= 24 * (200 + 150 + 150) - 72  # the prefill yields the first token of a request
     for step in steps:
         rows = len(step["requests"])
         assert rows == len(step["drafted"]) == len(step["accepted"]) == len(step["evidence"])

@@ -1,4 +1,4 @@
-"""Pages and slots: conservation, and tables that name nobody else's pages."""
+"""Page and slot allocation: conservation, and page tables without foreign pages."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_shared_prefix_pages_freed_with_last_owner():
     pages = allocator.page_table[first, :4].copy()
     second = allocator.take_slot(pages[:3])
     assert allocator.num_free_pages == 19 - 4
-    assert allocator.reserve(second, 20)  # two pages of its own behind the prefix
+    assert allocator.reserve(second, 20)  # two own pages after the prefix
     assert allocator.page_table[second, :3].tolist() == pages[:3].tolist()
     assert not set(allocator.page_table[second, 3:5].tolist()) & {0, *pages.tolist()}
     assert allocator.num_owners[pages].tolist() == [2, 2, 2, 1]
@@ -90,7 +90,7 @@ def test_shared_prefix_pages_freed_with_last_owner():
     allocator.check()
     allocator.free(first)
     assert allocator.num_owners[pages].tolist() == [1, 1, 1, 0]
-    assert allocator.num_free_pages == 19 - 5  # the prefix is still the second's
+    assert allocator.num_free_pages == 19 - 5  # the second slot still owns the prefix
     assert allocator.page_table[second, :3].tolist() == pages[:3].tolist()
     allocator.check()
     allocator.free(second)

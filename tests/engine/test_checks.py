@@ -1,4 +1,4 @@
-"""The one check of a request: what is refused, and in whose words."""
+"""The request check: invalid values, and field names of the caller in its errors."""
 
 from __future__ import annotations
 

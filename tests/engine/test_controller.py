@@ -1,4 +1,4 @@
-"""Choosers of shapes: what the engine tells them, and what they may choose."""
+"""Controllers of draft shapes: calls from the engine and permitted choices."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def request(number: int, num_prompt: int = 5, **sampling) -> Request:
     return Request(request_id=number, prompt=(1,) * num_prompt, sampling=params)
 
 
-class Diary(StaticController):
-    """Takes turns between a chain and nothing, and writes down what it is told."""
+class RecordingController(StaticController):
+    """Alternates a chain and plain steps, and records the calls from the engine."""
 
     def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
@@ -59,25 +59,25 @@ class Diary(StaticController):
         self.cuts.append((request_id, num_tokens))
 
 
-def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[Diary, Engine]:
+def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[RecordingController, Engine]:
     backend = ToyBackend(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2))
-    diary = Diary(backend.capacity)
+    diary = RecordingController(backend.capacity)
     return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_controller_on_result_receives_every_step(overlap):
-    """What chooses by measured time and acceptance finds both here, by request and by shape."""
+    """Results contain step times and acceptance by request and shape."""
     diary, engine = diary_engine(overlap)
     outcomes = drive(engine, [request(number) for number in range(6)])
     accepted: dict[int, list[int]] = {}
     for rows, result in diary.learnt:
-        assert result.device_seconds is None  # the toy has no clock
+        assert result.device_seconds is None  # the toy backend has no clock
         for row, each in enumerate(rows.requests):
             drafted = rows.accepted(int(result.counts[row]))
             accepted.setdefault(each.request_id, []).extend([] if drafted is None else [drafted])
     for number, outcome in outcomes.items():
-        # A late row's drafts were verified too: it knows of more steps than the text's.
+        # Drafts of stale rows were verified too, so there are more steps than in the output.
         assert accepted[number][: len(outcome.accepted)] == outcome.accepted
     steps = {(rows.work, rows.shape and rows.shape.nodes) for rows, _ in diary.learnt}
     assert steps == {(StepKind.PREFILL, None), (StepKind.DECODE, 4), (StepKind.DECODE, 1)}
@@ -93,7 +93,7 @@ def test_controller_receives_every_token_and_end():
 
 
 def test_controller_on_truncate_called_after_request_end():
-    """A stop string is found after the event in which the length ended the request."""
+    """A stop string is found after the event in which `max_tokens` ended the request."""
     diary, engine = diary_engine()
     drive(engine, [request(0, max_tokens=6)])
     engine.finish(0, 4)
@@ -108,7 +108,7 @@ def test_controller_on_truncate_called_after_request_end():
 
 
 def host_capacity() -> BackendLimits:
-    """The toy's programs, and those of a tree of the host's for batches of 2."""
+    """Programs of the toy backend, and of host-built trees for batches of 2."""
     capacity = toy_capacity(num_pages=400, num_slots=5, overlap=1)
     trees = tuple(
         replace(
@@ -145,7 +145,7 @@ def test_ngram_controller_waits_only_for_own_rows():
     rows = controller.select_rows([first, second], reserve)
     assert rows is not None
     assert rows.requests == [first]
-    assert (rows.shape.is_plain, rows.drafts) == (True, None)  # nothing was seen yet
+    assert (rows.shape.is_plain, rows.drafts) == (True, None)  # the index is empty
     assert not controller.needs_last_result
     first.step_submitted(1)
     assert controller.needs_last_result
@@ -165,7 +165,7 @@ def test_ngram_controller_waits_only_for_own_rows():
 
 
 def test_ngram_controller_without_pages_drafts_nothing():
-    """Its text would be learnt, and its next tree would find its own newest tokens."""
+    """Otherwise its tokens would be learnt, and its next tree would match them."""
     index = index_of(4, 2)
     controller, one = NgramController(host_capacity(), index), request(1)
     controller.on_tokens(one, [5, 6, 5])

@@ -1,4 +1,4 @@
-"""The engine on the toy device: every text is the plain one, every request ends exactly once."""
+"""The engine on the toy backend: plain outputs, and exactly one end per request."""
 
 import random
 
@@ -64,7 +64,7 @@ def test_output_equals_plain_for_overlap_drafts_and_pages(overlap, depth, num_pa
 
 
 def test_acceptance_independent_of_overlap_and_preemption():
-    """Traps: acceptance fell with overlap and nobody could say why (SGLang 20547)."""
+    """Trap: acceptance fell with overlap for an unknown reason (SGLang 20547)."""
     requests = [random_requests(seed=1, count=30) for _ in range(3)]
     alone, overlapped, crowded = (
         drive(make(num_pages=pages, overlap=overlap), each)
@@ -76,7 +76,7 @@ def test_acceptance_independent_of_overlap_and_preemption():
 
 
 class AnyShape(StaticController):
-    """A controller that takes another shape for every step."""
+    """A controller that chooses a random shape for every step."""
 
     def __init__(self, capacity: BackendLimits, seed: int) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
@@ -102,7 +102,7 @@ def test_output_independent_of_changing_draft_shapes(overlap):
 
 
 class Traffic(TrafficMachine):
-    """Requests come, are aborted and stopped at any time; pages are few."""
+    """Requests arrive, abort and stop at any time, with few pages."""
 
     @initialize(overlap=st.integers(0, 2), depth=st.sampled_from([0, 3]), pages=st.integers(24, 60))
     def start(self, overlap, depth, pages):
@@ -176,7 +176,7 @@ def test_stale_rows_are_dropped():
 
 
 def test_logprobs_trimmed_to_output_tokens():
-    """Traps: tokens, logprobs and usage were trimmed to different lengths (SGLang 26163, 39826)."""
+    """Trap: tokens, logprobs and usage were trimmed to different lengths (SGLang 26163, 39826)."""
     engine = make()
     requests = [request(n, (n + 1,), max_tokens=n % 9 + 1, logprobs=n % 3) for n in range(12)]
     outcomes = drive(engine, requests)
@@ -204,7 +204,7 @@ def test_accepted_counts_drafts_before_trimming():
     engine = make(depth=3)
     one = request(0, (4, 4), max_tokens=40, stop_token_ids=())
     outcome = drive(engine, [one])[0]
-    # One token by the prefill, and by each step its drafts and one more; a few may be trimmed.
+    # One token of the prefill, and of each step its accepted drafts and one; a few are trimmed.
     given = 1 + sum(accepted + 1 for accepted in outcome.accepted)
     assert 40 <= given <= 43
     assert max(outcome.accepted) > 0
@@ -241,7 +241,7 @@ def test_abort_frees_pages_with_steps_in_flight():
 
 
 def test_slot_reuse_with_stale_row_preserves_output():
-    """Traps: a finished request in flight overwrote a recycled slot (SGLang 19415, 28484)."""
+    """Trap: a finished request in flight overwrote a recycled slot (SGLang 19415, 28484)."""
     engine = make(overlap=2)
     for number in range(4):
         engine.add(request(number, (number + 1,) * 10, max_tokens=60, stop_token_ids=()))
@@ -301,7 +301,7 @@ def test_engine_add_rejects_invalid_request(prompt, sampling, words):
 
 def test_longest_accepted_request_finishes():
     engine = make(num_pages=40, overlap=2)
-    longest = 39 * 4 - 8 - 4 + 1  # pages less the growth in flight and the scratch
+    longest = 39 * 4 - 8 - 4 + 1  # pages minus the growth of in-flight steps and the scratch
     one = request(0, (1,) * 100, max_tokens=longest - 100, stop_token_ids=())
     assert drive(engine, [one])[0].tokens == plain_text(one)
     with pytest.raises(ValueError, match="pages"):

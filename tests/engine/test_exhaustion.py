@@ -1,4 +1,4 @@
-"""Pages and slots run out with steps in flight, and batches shrink: the texts stay plain."""
+"""Exhausted pages and slots with steps in flight, and shrinking batches: plain outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(number: int, max_tokens: int) -> Request:
 
 
 class Toy(ToyBackend):
-    """Keeps the programs of its decode steps, and how many rows each had."""
+    """Records the batch and the number of rows of each decode step."""
 
     def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity)
@@ -53,7 +53,7 @@ def engine_of(backend: ToyBackend, overlap: int, depth: int, cache: CachePolicy)
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("lacks", ["pages", "slots"])
 def test_output_equals_plain_when_pages_or_slots_exhausted(lacks, overlap, cache, depth):
-    """Traps: a page handed on while a step in flight still wrote to it."""
+    """Trap: a page was reused while a step in flight still wrote to it."""
     pages = 45 if lacks == "pages" else 400
     engine = engine_of(
         ToyBackend(toy_capacity(num_pages=pages, num_slots=5, overlap=2)), overlap, depth, cache
@@ -92,7 +92,7 @@ def test_batch_shrinks_through_every_bucket(overlap, depth):
     full = used.index(max(BUCKETS))
     assert used[full:] == sorted(used[full:], reverse=True), "a batch grew that could only shrink"
     assert set(used[full:]) == set(BUCKETS)
-    if depth == 0:  # drafts let some end together
+    if depth == 0:  # with drafts some requests end in the same step
         rows = {count for _, count in backend.decodes[full:]}
         assert rows == set(range(1, 33)), "they did not end one by one"
     for batch, count in backend.decodes:

@@ -1,4 +1,4 @@
-"""What a grammar allows a request: masks of trees, ends, and faults that end one request alone."""
+"""Grammars of requests: tree masks, ends, and faults that end one request alone."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.support.tiny_models import EOS_ID
 VOCAB = 272
 
 
-class Weary:
-    """A grammar whose matchers do so many things, and then no more: as a library with bounds."""
+class LimitedGrammar:
+    """A grammar whose matchers fail after a number of tokens, like a limited library."""
 
     def __init__(
         self, patience: int, tokens: Sequence[int] = range(97, 123), fault: str = TOO_MUCH
     ) -> None:
         self.patience, self.tokens, self.fault = patience, tokens, fault
 
-    def matcher(self) -> Weary._Matcher:
+    def matcher(self) -> LimitedGrammar._Matcher:
         return self._Matcher(self)
 
     class _Matcher:
         is_satisfied = is_terminated = False
 
-        def __init__(self, owner: Weary) -> None:
+        def __init__(self, owner: LimitedGrammar) -> None:
             self._owner, self._depth = owner, 0
             self.fault = owner.fault
 
@@ -57,7 +57,7 @@ def constraint_of(
 
 
 def allowed(bits: np.ndarray) -> list[int]:
-    """The tokens of one byte, and the end."""
+    """The allowed tokens: single bytes and the end token."""
     found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
     return found[found < 256].tolist()
 
@@ -67,10 +67,10 @@ def letters(text: str) -> list[int]:
 
 
 def test_grammar_masks_cover_reachable_tree_nodes():
-    """Siblings, what a draft forbids to come behind it, and the end of the text."""
+    """Siblings, children of a forbidden draft, and the end of the output."""
     held = constraint_of(of_regex("a[bc]{2}d"))
     assert held.take(ord("a"))
-    #        root b         x (forbidden)   c    d (behind bc)  e behind x
+    #        root b         x (forbidden)   c    d (after bc)   e after x
     tokens = [0, ord("b"), ord("x"), ord("c"), ord("d"), ord("e")]
     masks = held.masks(tokens, [0, 0, 0, 1, 3, 2])
     assert masks is not None
@@ -81,7 +81,7 @@ def test_grammar_masks_cover_reachable_tree_nodes():
     }
     again = held.masks([0], [0])
     assert again is not None
-    assert allowed(again[0]) == letters("bc"), "the walk left the matcher elsewhere"
+    assert allowed(again[0]) == letters("bc"), "the walk moved the matcher"
 
 
 def test_eos_allowed_after_grammar_complete_and_min_tokens():
@@ -102,7 +102,7 @@ def test_grammar_masks_end_at_drafted_stop_token():
 
 
 def test_stop_token_allowed_only_as_grammar_end():
-    """As text it would end the answer amid its form, and before it is as long as was asked."""
+    """Inside the output it would end the request before the grammar and `min_tokens` allow."""
     stops = (EOS_ID, ord("a"))
     held = constraint_of(of_regex("[ab]{2}"), stops=stops)
     first = held.masks([0], [0])
@@ -129,8 +129,8 @@ def test_append_tokens_outside_grammar_ends_with_error():
 
 @pytest.mark.parametrize("fault", [TOO_MUCH, UNFOLLOWED])
 def test_grammar_limit_drops_draft_masks_before_failing(fault):
-    """Until the text itself meets the bound; then it is told what the matcher says."""
-    held = GrammarState(Weary(2, fault=fault), VOCAB, (EOS_ID,), 0)
+    """The request fails with the fault of the matcher when its own tokens reach the limit."""
+    held = GrammarState(LimitedGrammar(2, fault=fault), VOCAB, (EOS_ID,), 0)
     assert held.take(97)
     chain = [0, 98, 99, 100]
     assert held.masks(chain, [0, 0, 1, 2]) is None
@@ -142,7 +142,7 @@ def test_grammar_limit_drops_draft_masks_before_failing(fault):
 
 
 def test_grammar_without_allowed_token_reports_fault():
-    held = GrammarState(Weary(9, tokens=()), VOCAB, (EOS_ID,), 0)
+    held = GrammarState(LimitedGrammar(9, tokens=()), VOCAB, (EOS_ID,), 0)
     assert held.masks([0], [0]) is None
     assert held.fault == NO_TOKEN
 

@@ -1,7 +1,7 @@
-"""Images through the engine: encoded when a prompt needs them, known apart by the prefix cache.
+"""Images in the engine: encoded when a prompt needs them, distinguished by the prefix cache.
 
-On the golden model that sees, against its greedy texts and against the golden specification, which
-reads a whole prompt at once and has no pages, no pool and no drafts.
+The golden VLM is compared with its greedy outputs and with the golden specification, which
+reads a whole prompt at once and has no pages, no encoder cache and no drafts.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from tests.support.vlm import (
 
 GOLDEN = {"mm": (0, 1), "one": (2,)}
 LONG = Prompt(words(20, 1), pixels(8, 10, 1), words(20, 1), pixels(9, 5, 2), words(9, 2))
-"""Its chunks of 64 tokens begin and end inside images."""
+"""A prompt whose chunks of 64 tokens begin and end inside images."""
 
 
 def golden(name: str) -> Prompt:
-    """A golden prompt, with the pixels that the golden images become here."""
+    """A golden prompt with the preprocessed pixels of the golden images."""
     tokens, numbers = WANT[f"{name}_ids"].tolist(), GOLDEN[name]
     parts: list[list[int] | np.ndarray] = [[]]
     left = [resized(WANT[f"image_{i}"]) for i in numbers]
@@ -68,7 +68,7 @@ def golden(name: str) -> Prompt:
 
 
 def served(engine: Engine, *prompts: Prompt, tenant: str = "") -> list[list[int]]:
-    """The texts of prompts that come together."""
+    """The outputs of prompts that arrive together."""
     given = [prompt.request(number, tenant) for number, prompt in enumerate(prompts)]
     return [outcome.tokens for outcome in drive(engine, given).values()]
 
@@ -91,7 +91,7 @@ def test_golden_image_prompts_match_golden_outputs(framework):
 
 
 def traffic() -> list[Prompt]:
-    """Prompts that share images and beginnings, and one of text."""
+    """Prompts that share images and prefixes, and one text prompt."""
     return [
         LONG,
         Prompt(words(70, 3), pixels(8, 10, 1), words(3, 1)),
@@ -118,7 +118,7 @@ CASES = [
 
 @pytest.mark.parametrize(("drafter", "frameworks"), CASES)
 def test_image_output_equals_plain_with_preemption_and_drafts(drafter, frameworks):
-    """Few pages: requests give way in the middle, and find what is left of their prefix."""
+    """Few pages: requests are preempted midway and find the rest of their cached prefix."""
     texts, drafted = [each.text() for each in traffic()], {}
     for framework in frameworks:
         engine, outcomes = engine_of(framework, drafter, texts, num_pages=48), {}
@@ -131,7 +131,7 @@ def test_image_output_equals_plain_with_preemption_and_drafts(drafter, framework
                 outcomes[event.request_id].take(event)
             for which, is_done in sent_back.items():
                 sent_back[which] = is_done or preempted(engine, which)
-        assert all(sent_back.values()), "requests lose their pages in an image and behind one"
+        assert all(sent_back.values()), "requests lose their pages inside an image and after one"
         assert [x.tokens for x in outcomes.values()] == texts
         steps = [event.step for x in outcomes.values() for event in x.traced]
         drafted[framework] = str([(step.drafts, step.parents, step.path) for step in steps if step])
@@ -141,7 +141,7 @@ def test_image_output_equals_plain_with_preemption_and_drafts(drafter, framework
 
 
 def is_inside(request: Request) -> bool:
-    """Whether it is read up to the middle of an image."""
+    """True if the prefilled tokens end inside an image."""
     inside = any(each.first < request.prefilled < each.end for each in request.images)
     return inside and request.cached_tokens == 0
 
@@ -151,7 +151,7 @@ def has_text(request: Request) -> bool:
 
 
 def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
-    """Sends back a request none of whose steps is in flight, if there is such a one."""
+    """Preempts a matching request without a step in flight; False if there is none."""
     for request in engine.scheduler.running:
         if request.has_no_step_in_flight and which(request):
             engine.scheduler.preempt(request)
@@ -167,23 +167,23 @@ def test_prefix_cache_distinguishes_images_of_equal_size(framework):
     assert served(engine, LONG) == [LONG.text()]
     assert engine.images.num_encoded == 2
     found = cached(engine, LONG)
-    assert found > LONG.images[1].first, "its last state stands inside the second image"
-    assert engine.images.num_encoded == 2, "the second turn encodes nothing"
-    assert cached(engine, other) == 0, "the first state stands behind the other image's rows"
+    assert found > LONG.images[1].first, "its last state is inside the second image"
+    assert engine.images.num_encoded == 2, "the second request encodes nothing"
+    assert cached(engine, other) == 0, "the first state follows the rows of the other image"
     assert engine.images.num_encoded == 3
     assert cached(engine, LONG, tenant="another") == 0
-    assert engine.images.num_encoded == 5, "no tenant reads what another one's tower has made"
+    assert engine.images.num_encoded == 5, "tenants do not share image embeddings"
 
 
 def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
-    """Tokens that a prompt finds, whose text is held against the specification's."""
+    """Cached tokens of a prompt; its output must equal the output of the specification."""
     request = prompt.request(7, tenant)
     assert drive(engine, [request])[7].tokens == prompt.text()
     return request.cached_tokens or 0
 
 
 def test_prompts_with_different_images_prefill_concurrently():
-    """One waits for another's pages only where they are to hold the same images."""
+    """A prompt waits for the pages of another one only if their images are equal."""
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
     same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
     engine, outcomes = engine_of("reference", "none"), [Outcome() for _ in range(3)]
@@ -208,7 +208,7 @@ def test_small_encoder_cache_reencodes_images():
 
 
 def test_image_encoded_after_prompt_with_cached_image():
-    """The first prompt of a step needs no encoding any more, and the second one's has to wait."""
+    """The image of the first prompt is cached, and the second prompt waits for its encoding."""
     engine = engine_of("reference", "none")
     served(engine, Prompt(words(9, 1), pixels(3, 4, 1), words(5, 2)))
     first = Prompt(words(9, 3), pixels(3, 4, 1), words(5, 4))
@@ -217,7 +217,7 @@ def test_image_encoded_after_prompt_with_cached_image():
 
 
 def test_image_encoded_before_prefill_of_shared_step():
-    """Of short prompts one step reads several: an image's is left out until it has its rows."""
+    """A step prefills several short prompts; those with unencoded images are deferred."""
     seen = [Prompt(words(3, n), pixels(2, 3, n % 2), words(5, n)) for n in range(3)]
     together = [Prompt(words(9, 7)), *seen]
     engine = engine_of("reference", "none")
@@ -226,7 +226,7 @@ def test_image_encoded_before_prefill_of_shared_step():
 
 
 def test_decode_runs_between_partial_image_encodes():
-    """One prompt ends when its image has had a step; another's waits for a better priority's."""
+    """One prompt aborts after the first step of its image; one waits for a higher priority."""
     engine, submitted = engine_of("reference", "none"), list[Program]()
     submit = engine.backend.submit
 
@@ -315,11 +315,11 @@ def test_ngram_index_ignores_image_tokens():
     assert any(indices[0][0][0])
 
 
-# Rows of the pool
+# Rows of the encoder cache
 
 
 def test_encoder_cache_rows_of_chunk_images_disjoint():
-    """Whatever was encoded before, and however it lies, the images of a chunk have rows apart."""
+    """The images of a chunk have disjoint rows after any sequence of encodings."""
     rng = np.random.default_rng(0)
     pool = replace(
         backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
@@ -369,7 +369,7 @@ def test_encoder_cache_keeps_images_of_current_chunk():
 
 
 def test_radix_cache_key_lookahead_includes_next_image():
-    """Its last row of draft KV is made of the image's first."""
+    """The last draft KV row of the page depends on the first row of the image."""
     prompts = [Prompt(words(PAGE, 1), pixels(4, 6, seed), [1, 2]) for seed in (1, 2)]
     capacity = backend_of("reference", "none").capacity
     for key_reach in (0, 1):
@@ -390,14 +390,14 @@ def test_cache_key_includes_image_and_offset():
     assert first_difference([one], [one]) is None
     assert first_difference([one], [two]) == first_difference([one], []) == 3
     turned = PromptImage.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
-    assert turned.digest != one.digest, "the same bytes of other sides are another image"
+    assert turned.digest != one.digest, "the same bytes with other sides are another image"
 
 
 def test_shadow_verify_limits_waiting_image_bytes(monkeypatch):
     engine = engine_of("torch", "NEXTN")
     monkeypatch.setattr(
         shadow_verify, "ReferenceRunner", lambda *given: None
-    )  # none is checked here
+    )  # no request is verified here
     checked = ShadowVerifier(engine, engine.backend, rate=1.0, report=print)
     few, many = (Prompt(words(9, 1), pixels(rows, 4, 1), words(9, 2)) for rows in (2, 4))
     most = sum(each.images[0].pixels.nbytes for each in (few, few, few))
@@ -427,5 +427,5 @@ def test_scheduled_rows_fill_writes_image_sources(end):
     found, delta = mrope_positions(np.array(prompt.tokens), IMAGE, [(2, 3)])
     assert laid.mrope_positions[:count].tolist() == found[1:end].tolist()
     assert laid.mrope_position_deltas.tolist() == [delta, 0, 0]
-    behind = request.mrope.between(9, 12).tolist()  # one of the prompt, and two of an output
+    behind = request.mrope.between(9, 12).tolist()  # one of the prompt, two of the output
     assert behind == [found[9].tolist(), [10 + delta] * 3, [11 + delta] * 3]

@@ -1,4 +1,4 @@
-"""Loops over many requests are compiled wherever the server is installed."""
+"""Compiled host loops work in every installation."""
 
 import numba
 import pytest
@@ -8,7 +8,7 @@ from shared.engine.jit import compiled
 
 
 def test_compiled_works_without_writable_cache_folder(monkeypatch):
-    """As in a container whose files are read-only, for a user without a home."""
+    """Same as in a read-only container for a user without a home folder."""
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
 
     def twice(number: int) -> int:

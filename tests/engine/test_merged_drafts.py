@@ -1,4 +1,4 @@
-"""Copies of seen text beside a drafter: made without waiting, and verified where they pay."""
+"""N-gram drafts merged with a drafter: built without waiting, verified where they pay."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ BATCH, DEPTH = 3, 6
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(2, BATCH)
 AHEAD = 2 * (DEPTH + 1)
 JOINED = TreeShape(
-    nodes=CHAIN.nodes + DEPTH, depth=DEPTH, width=1, rows=6 * BATCH, grown=CHAIN,
+    nodes=CHAIN.nodes + DEPTH,
+    depth=DEPTH,
+    width=1,
+    rows=6 * BATCH,
+    grown=CHAIN,
     copied=1 + AHEAD + 2 * DEPTH,
-)  # fmt: skip
+)
 
 COPIED = replace(JOINED, nodes=1 + DEPTH, grown=PLAIN)
 SHARE = 0.2
-"""Of a step that drafts nothing, what the drafter's passes take."""
+"""Time of the drafter's passes as a fraction of a plain step."""
 
 
 def capacity_of(vocab: int) -> BackendLimits:
@@ -51,14 +55,24 @@ def capacity_of(vocab: int) -> BackendLimits:
 
     decodes = (program(StepKind.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
     return BackendLimits(
-        page_size=4, num_pages=1 + 64 * BATCH, num_slots=1 + BATCH, num_snapshots=1,
-        programs=(program(StepKind.PREFILL, PLAIN, 64), *decodes), overlap=2, context_length=160,
-        vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=1, max_scores=0, accept_rule="exact",
-    )  # fmt: skip
+        page_size=4,
+        num_pages=1 + 64 * BATCH,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=(program(StepKind.PREFILL, PLAIN, 64), *decodes),
+        overlap=2,
+        context_length=160,
+        vocab=vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
+    )
 
 
 class Late:
-    """A backend that notes how many steps were on their way when each one was submitted."""
+    """A backend that records the number of steps in flight at each submission."""
 
     def __init__(self, backend: Backend) -> None:
         self.capacity, self.launch, self._backend = backend.capacity, backend.launch, backend
@@ -94,9 +108,14 @@ def backend() -> Iterator[Backend]:
 def index_of(capacity: BackendLimits, **config: int) -> NgramIndex:
     named = {f"speculative_ngram_{name}": value for name, value in config.items()}
     return NgramIndex(
-        NgramConfig(**named), nodes=JOINED.copied, depth=JOINED.copied - 1, vocab=capacity.vocab,
-        chain=False, ahead=AHEAD, path=AHEAD + DEPTH,
-    )  # fmt: skip
+        NgramConfig(**named),
+        nodes=JOINED.copied,
+        depth=JOINED.copied - 1,
+        vocab=capacity.vocab,
+        chain=False,
+        ahead=AHEAD,
+        path=AHEAD + DEPTH,
+    )
 
 
 def requests_of(sampled: bool) -> list[Request]:
@@ -107,12 +126,15 @@ def requests_of(sampled: bool) -> list[Request]:
             request_id=number,
             prompt=tuple(rng.integers(8, 250, 9 + 4 * number).tolist()),
             sampling=SamplingParams(
-                max_tokens=40, seed32=number, traces=True,
-                max_draft_tokens=5 if number == 2 else None, **how,
+                max_tokens=40,
+                seed32=number,
+                traces=True,
+                max_draft_tokens=5 if number == 2 else None,
+                **how,
             ),
         )
         for number in range(4)
-    ]  # fmt: skip
+    ]
 
 
 def served(backend: Backend, controller, overlap: int, sampled: bool) -> dict[int, Outcome]:
@@ -130,7 +152,7 @@ def plain(backend) -> dict[bool, dict[int, Outcome]]:
 
 
 def text_again(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None:
-    """A corpus of what will be said, in which every so-manieth token is another."""
+    """Adds a corpus of the expected outputs, in which every `wrong`-th token is replaced."""
     words = [
         20 if place % wrong == wrong - 1 else token
         for outcome in texts.values()
@@ -167,7 +189,7 @@ def test_merged_output_equals_plain_and_accepts_corpus_drafts(backend, plain, sa
 
 
 def test_merged_without_ngrams_uses_model_steps(backend, plain):
-    """A new text is no reason to verify anything beside it."""
+    """Without n-gram matches the steps are those of the drafter alone."""
     controller = MergedDraftController(backend.capacity, index_of(backend.capacity), SHARE, {})
     found = served(backend, controller, 1, True)
     alone = StaticController(
@@ -179,7 +201,7 @@ def test_merged_without_ngrams_uses_model_steps(backend, plain):
 
 
 def test_tokens_ahead_after_ngram_step_equals_max_depth(backend, plain):
-    """Where one of them is wrong, the text has left the copies that the next step brings."""
+    """After a wrong n-gram token, the drafts of the next step no longer match the output."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
     controller = MergedDraftController(backend.capacity, index, SHARE, {})
@@ -189,7 +211,7 @@ def test_tokens_ahead_after_ngram_step_equals_max_depth(backend, plain):
     def noting(trees, chances, ahead):
         kind = next(iter(controller.steps - before), "none")
         before.update(controller.steps - before)
-        noted.extend((kind, int(each)) for each in ahead if each > 1)  # a decode step in flight
+        noted.extend((kind, int(each)) for each in ahead if each > 1)  # a decode step is in flight
         return weigh(trees, chances, ahead)
 
     before = Counter[str]()
@@ -225,7 +247,7 @@ def test_expected_tokens_of_tree_counts_gain_over_drafter():
     worth = DrafterAcceptance(2, 4)
     worth.rates[:] = 0.9, 0.5
     chances = np.array([[1.0, 0.8, 0.7, 0.3, 0.6]])
-    fork = trees_of([0, 1, 1, 2])  # two children at the second level, of which 0.7 is the better
+    fork = trees_of([0, 1, 1, 2])  # two children at depth 2, the better one has 0.7
     now, later, never = (
         worth.expected_tokens_of_tree(fork, chances, np.array([n])) for n in (0, 1, 3)
     )
@@ -238,25 +260,25 @@ def test_expected_tokens_of_tree_counts_gain_over_drafter():
 def test_drafter_acceptance_learns_only_from_observed_levels():
     worth = DrafterAcceptance(2, 4)
     for _ in range(400):
-        worth.learn(drafted=2, by_drafter=1)  # copies went on from its first draft
-        worth.learn(drafted=0, by_drafter=0)  # shows nothing
+        worth.learn(drafted=2, by_drafter=1)  # n-gram nodes continued after its first draft
+        worth.learn(drafted=0, by_drafter=0)  # no observation
     assert worth.rates == pytest.approx([1, 0], abs=0.02)
     assert worth.expected_tokens == pytest.approx(2, abs=0.05)
 
 
 def test_drafter_levels_end_at_first_ngram_node():
-    drafted = [True, True, False, False]  # two chains, of which the second goes on from node 1
+    drafted = [True, True, False, False]  # two chains; the second continues from node 1
     assert drafter_levels([0, 1, 1, 3], drafted, [1, 3, 4]) == (2, 1)
     assert drafter_levels([0, 1, 1, 3], drafted, [1, 2]) == (2, 2)
     assert drafter_levels([], [], []) == (0, 0)
 
 
 SECONDS = {"none": 1.0, "model": 1.2, "ngram": 1.1, "merged": 1.3}
-"""Of steps, where drafts cost little."""
+"""Step times by kind, where drafts cost little."""
 
 
 def table_of(capacity: BackendLimits, seconds: dict[str, float]) -> dict[int, list[float]]:
-    """These seconds by the tiers of a backend's programs."""
+    """The step times by tier of the backend's programs."""
     named = {PLAIN: "none", CHAIN: "model", COPIED: "ngram", JOINED: "merged"}
     shapes = Shapes.of(capacity, host_draft=False)
     return {BATCH: [seconds[named[shapes.by_size[BATCH, t]]] for t in range(len(shapes.tiers))]}
@@ -264,7 +286,7 @@ def table_of(capacity: BackendLimits, seconds: dict[str, float]) -> dict[int, li
 
 @pytest.mark.parametrize("dear", [None, "drafts", "all"])
 def test_merged_kind_maximizes_tokens_per_measured_second(backend, plain, dear):
-    """Copies of what is said are there; where everything is dear next to nothing is drafted."""
+    """N-grams of the output exist; where all drafts are expensive almost none are made."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
     factor = {"drafts": {"model": 9, "merged": 9}, "all": dict.fromkeys(KINDS, 40)}
@@ -295,7 +317,7 @@ def test_merged_backoff_doubles_between_failed_trials(backend):
         worth = controller.worth
         tokens = {"model": worth.expected_tokens, "merged": worth.expected_tokens, "ngram": 1.0}
         kinds.append(controller.kind_of(tokens, BATCH))
-        if kinds[-1] == "model":  # and nothing is accepted
+        if kinds[-1] == "model":  # and no draft is accepted
             worth.learn(drafted=2, by_drafter=0)
     first, *trials = np.flatnonzero(np.array(kinds) == "model")
     assert first == 0

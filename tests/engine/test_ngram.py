@@ -1,4 +1,4 @@
-"""Drafting from seen text: the text is that of plain decoding, and repetition makes it fast."""
+"""N-gram drafts: outputs equal plain decoding, and repetition makes decoding fast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy
 
 
 def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
-    """One prefill, plain decoding, and trees of the host's."""
+    """Programs of one prefill, plain decoding and host-built trees."""
 
     def program(work: StepKind, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
         return Program(
@@ -72,7 +72,7 @@ def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
 
 @lru_cache
 def model_of(name: str) -> tuple[ModelConfig, Weights]:
-    """A tiny model; "cycle" looks at its newest token only, and goes round all tokens."""
+    """A tiny model; "cycle" attends to its newest token only and cycles through all tokens."""
     config, weights = tiny_model("llama" if name == "cycle" else name, seed=5)
     if name == "cycle":
         weights |= {n: 0 * w for n, w in weights.items() if n.endswith(("out", "down"))}
@@ -80,7 +80,7 @@ def model_of(name: str) -> tuple[ModelConfig, Weights]:
 
 
 class Served:
-    """The reference backends of some tests, each made when it is first asked for."""
+    """The reference backends of several tests, each created at its first use."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], Backend] = {}
@@ -95,7 +95,7 @@ class Served:
         return self._made[name, num_pages]
 
     def plain(self, requests: Sequence[Request], name: str = "llama") -> dict[int, Outcome]:
-        """The requests decoded without drafts."""
+        """Outcomes of the requests without drafts."""
         backend = self.backend(name)
         controller = StaticController(backend.capacity, nodes=1, depth=0, width=0)
         engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
@@ -114,7 +114,7 @@ def served() -> Iterator[Served]:
 
 
 def again(request: Request) -> Request:
-    """The same request, not yet begun."""
+    """A fresh copy of a request."""
     return Request(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -137,7 +137,7 @@ def request(number: int, prompt: Sequence[int], **sampling) -> Request:
 
 
 def requests_of(how: dict, count: int = 5) -> list[Request]:
-    """Prompts that repeat themselves, of different lengths."""
+    """Requests with repetitive prompts of different lengths."""
     rng = np.random.default_rng(4)
     parts = [rng.integers(2, 250, int(rng.integers(3, 20))).tolist() for _ in range(count)]
     return [request(n, (parts[n] * 3)[: 12 + 3 * n], **how) for n in range(count)]
@@ -153,7 +153,7 @@ def tokens_per_step(outcome: Outcome) -> float:
 
 
 def trickle(engine: Engine, requests: Sequence[Request]) -> dict[int, Outcome]:
-    """A request every third step."""
+    """Adds a request every third step and runs all to their end."""
     outcomes, waiting, step = {r.request_id: Outcome() for r in requests}, list(requests), 0
     while waiting or engine.busy:
         if waiting and step % 3 == 0:
@@ -184,7 +184,7 @@ def test_ngram_output_equals_plain_decoding(name, overlap, match_type, how, serv
 
 
 def test_ngram_submits_next_step_before_returning_events(served):
-    """Trees wait for the tokens of the step before; whoever reads those need not be waited for."""
+    """Trees need the tokens of the previous step, but do not wait for their reader."""
     engine = ngram_engine(served.backend())
     for one in requests_of(GREEDY, 2):
         engine.add(one)
@@ -198,7 +198,7 @@ def test_ngram_submits_next_step_before_returning_events(served):
 
 @either_sampling
 def test_ngram_copied_prompt_exceeds_three_tokens_per_step(how, served):
-    """The model goes round all tokens; the prompt is a part of the round, and its first token."""
+    """The model cycles through all tokens; the prompt is a part of the cycle."""
     how = how | {"temperature": how["temperature"] * 0.05, "presence_penalty": 0.0}
     (start,) = served.plain([request(0, [9], max_tokens=60, **how)], "cycle").values()
     prompt = [*start.tokens, start.tokens[0]]
@@ -244,11 +244,11 @@ def test_request_scope_acceptance_independent_of_overlap_and_neighbours(how, ser
 
 @either_sampling
 def test_undrafted_row_continues_from_fully_accepted_tree(how, served):
-    """Trap (v#52942): a step of no drafts after one of accepted drafts read a stale state."""
+    """Trap (vLLM 52942): a step without drafts after accepted drafts read a stale state."""
     requests = requests_of(how, 2)
     want = served.plain(requests, "qwen3_5")
     engine = ngram_engine(served.backend("qwen3_5"), external_sam_budget=NODES - 1, scope="request")
-    # The first request's corpus ends in the middle of its text, the other's goes on.
+    # The corpus has only a part of the first output, and the whole second one.
     first, second = (want[r.request_id].tokens for r in requests)
     engine.controller.index.corpora.add("own", corpus_of(first[: 1 + NODES], second))
     rows: list[list[tuple[int, int]]] = []
@@ -272,7 +272,7 @@ def test_undrafted_row_continues_from_fully_accepted_tree(how, served):
 
 
 class Watched:
-    """A backend that says which decode steps were submitted before the one before was known."""
+    """A backend that counts decode steps submitted before the previous result was read."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
@@ -331,7 +331,7 @@ def test_ngram_lookup_miss_counts_no_drafts(served):
 
 
 def test_max_draft_tokens_zero_disables_ngram_drafts(served):
-    """With the same text."""
+    """The outputs stay the same."""
     requests = requests_of(GREEDY, 2)
     want = served.plain(requests)
     some = [again(requests[0]), again(requests[1])]
@@ -354,11 +354,11 @@ def test_ngram_preempted_requests_equal_plain_output(served):
         drive(alone, [again(each)])
     assert (
         engine.controller.index.num_ngrams == alone.controller.index.num_ngrams
-    )  # every token was seen once
+    )  # every token was learnt once
 
 
 def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> list[int]:
-    """The drafts for a request whose text is `tokens`, in an index that does not learn them."""
+    """The drafts after `tokens`, which the index forgets afterwards."""
     asking = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
     index.add_tokens(asking, tokens)
     drafts = index.draft([asking])
@@ -370,9 +370,9 @@ def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> li
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
 def test_ngram_index_drops_tokens_after_stop_string(ends_by_itself, served):
-    """The engine learns late that the text had ended; what came after was never said.
+    """The engine learns of the end of the output late, and later tokens are dropped.
 
-    So late that it may have ended the request by itself: the string was in the last tokens.
+    The request may have ended before by `max_tokens`: the string was in its last tokens.
     """
     length = 13 if ends_by_itself else 24
     engine = ngram_engine(served.backend(), max_trie_depth=4)
@@ -387,7 +387,7 @@ def test_ngram_index_drops_tokens_after_stop_string(ends_by_itself, served):
     engine.finish(0, 8)
     while engine.busy:
         checked_step(engine)
-    assert len(set(text)) == len(text), "take another prompt: what was cut is said elsewhere too"
+    assert len(set(text)) == len(text), "use another prompt: the removed tokens occur elsewhere"
     index = engine.controller.index
     assert tree_after(index, text[5:7]) == text[7:8]
     assert tree_after(index, text[7:8]) == []

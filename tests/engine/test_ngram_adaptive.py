@@ -1,4 +1,4 @@
-"""NGRAM that drafts what pays: what nodes are worth, which are taken, and when it sleeps."""
+"""Adaptive NGRAM: values of nodes, selection of nodes, disabling and probes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 
 
 
 def trees(*rows: tuple[tuple[int, int, int], ...]) -> NgramTreeBatch:
-    """Trees of nodes, each its token, parent and kind, below a root."""
+    """Trees of nodes, each with token, parent and kind, below a root."""
     count, nodes = len(rows), 1 + max(map(len, rows))
     tokens, parents, evidence = (np.zeros((count, nodes), np.int32) for _ in range(3))
     for row, found in enumerate(rows):
@@ -51,9 +51,9 @@ def learn(known: NodeAcceptance, found: NgramTreeBatch, text: list[int], times: 
 def test_node_acceptance_learns_only_below_accepted_parents():
     known, fork = NodeAcceptance(), trees(FORK)
     before = known.rates
-    learn(known, fork, [12, 99], 100)  # the second child, and nothing below it
+    learn(known, fork, [12, 99], 100)  # the second child, and none below it
     assert known.rates[[5, 6, 7]] == pytest.approx([0, 1, 0], abs=0.05)
-    learn(known, fork, [12], 100)  # a plain step says nothing of the nodes below
+    learn(known, fork, [12], 100)  # a plain step does not observe deeper nodes
     assert known.rates[[5, 6]] == pytest.approx([0, 1], abs=0.05)
     others = np.delete(np.arange(len(before)), [5, 6, 7])
     assert (known.rates[others] == before[others]).all()
@@ -69,7 +69,7 @@ def test_node_acceptance_follows_recent_steps():
 def selected(
     found: NgramTreeBatch, weights: np.ndarray, sizes: list[tuple[int, int]], costs: list[float]
 ):
-    """The size that is taken, what each gives, and the trees."""
+    """The selected size, the gain of each size, and the trees."""
     nodes, budgets = np.array(sizes).T.copy()
     gains, cut = np.empty(len(sizes)), roots_of(*weights.shape)
     size = select_nodes(found, weights, nodes, budgets, np.array(costs), gains, cut)
@@ -79,7 +79,7 @@ def selected(
 def test_select_nodes_keeps_best_nodes_as_trees():
     found = trees(FORK, ((21, 0, 0), (22, 1, 0), (23, 2, 0)))
     weights = np.array([[1, 0.6, 0.3, 0.5, 0.1], [1, 0.9, 0.8, 0.7, 0]])
-    many, few = (5, 4), (3, 99)  # of all rows beside their roots, and of each row with its root
+    many, few = (5, 4), (3, 99)  # (max nodes per row with root, budget of all rows without roots)
     size, gains, cut = selected(found, weights, [(1, 0), many, few], [1.0, 9.0, 2.0])
     assert gains == pytest.approx([0, 0.9 + 0.8 + 0.7 + 0.6, 0.6 + 0.5 + 0.9 + 0.8])
     assert size == 2
@@ -103,7 +103,7 @@ def test_node_weights_zero_beyond_remaining_tokens():
 
 
 def capacity_of(vocab: int) -> BackendLimits:
-    """Trees of the host's of two sizes beside plain steps."""
+    """Programs of plain steps and of host-built trees of two sizes."""
     capacity = tree_capacity(vocab)
     kept = [p for p in capacity.programs if p.work is not StepKind.DECODE or p.shape.is_plain]
     plain = next(p for p in kept if p.work is StepKind.DECODE)
@@ -179,7 +179,7 @@ def test_disabled_ngram_updates_index_when_host_idle(waits):
     ticks = count()
     controller._clock = lambda: next(ticks) * 1e-4 * waits
     drive(engine, [request(0, (3,) * 20, temperature=0.0, max_tokens=40)])
-    controller.sleep.on_gain(-1.0)  # nothing is left for looks
+    controller.sleep.on_gain(-1.0)  # the probe budget is spent
     before = controller.index.num_ngrams
     drive(engine, [request(1, (60, 61, 62, 63), temperature=0.0, max_tokens=40)])
     assert controller.is_asleep
@@ -190,7 +190,7 @@ def test_disabled_ngram_updates_index_when_host_idle(waits):
 
 
 def looks(sleep: ProbeSchedule, step_s: float, look_s: float, steps: int) -> list[int]:
-    """The steps asleep after which trees are looked at, where none of them pays."""
+    """The disabled steps after which a probe runs, where no tree pays."""
     found = []
     for step in range(steps):
         if sleep.is_due(step_s):
@@ -243,7 +243,7 @@ def test_probe_budget_grows_with_gain_after_debt():
     sleep.on_gain(10 * look_s / 0.2)
     sleep.on_gain(-8 * look_s)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (2, 3)
-    sleep.on_gain(-1.0)  # of which four looks stay a debt
+    sleep.on_gain(-1.0)  # a debt of four probes remains
     sleep.on_gain(4 * look_s)
     assert not looks(sleep, step_s=0.0, look_s=0.0, steps=50)
     sleep.on_gain(1 * look_s / 0.19)
@@ -252,7 +252,7 @@ def test_probe_budget_grows_with_gain_after_debt():
 
 def test_should_draft_tolerates_poor_trees_when_waiting_costs():
     def awake_for(good_after_poor: bool, wait: float) -> int:
-        """Poor trees in a row that are borne, after texts in which they came in pairs or alone."""
+        """Number of consecutive poor trees that are drafted, after poor trees in pairs or alone."""
         sleep = ProbeSchedule()
         for _ in range(60):
             sleep.should_draft(0.9, wait, False)

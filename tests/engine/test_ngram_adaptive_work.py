@@ -1,8 +1,7 @@
-"""The adaptive choice of NGRAM against each of its tiers, over texts that are given, in simulated
-time.
+"""Adaptive NGRAM against each of its tiers, with given outputs, in simulated time.
 
-Texts say anew what their prompts said, in pieces, and other things between: how much a tree is
-worth changes from place to place within one text. All tiers have the same texts to write.
+Outputs repeat parts of their prompts with other tokens between, so the value of a tree changes
+within one output. All tiers have the same outputs.
 """
 
 from __future__ import annotations
@@ -25,27 +24,28 @@ MILLISECONDS = {
     "short steps": {1: [0.36, 0.44, 0.46, 0.52, 0.28], 4: [0.39, 0.47, 0.49, 0.59, 0.27]},
     "long steps": {1: [4.41, 4.84, 4.69, 4.84, 4.20], 4: [4.42, 4.73, 4.84, 5.57, 4.18]},
 }
-"""Of a step by batch: of each tier, and last of plain ones that do not wait for each other. A CPU
-computes while others wait, so there is nothing to wait for; on an H200 the demo's model has short
-steps, of which waiting is a large part, and Qwen3-8B long ones."""
+"""Milliseconds per step by batch: each tier, and last plain steps with overlap.
+
+A CPU has no launch latency to hide. On an H200 the demo model has short steps, of which waiting is
+a large part, and Qwen3-8B has long ones."""
 
 NAMES = [f"{kind}, batch {batch}" for batch in BATCHES for kind in SHARES]
 
 
 @cache
 def runs(device: str) -> Runs:
-    """With each tier, and with all of them to choose from."""
+    """Runs with each tier, and with a choice among all tiers."""
     work = written_work(BATCHES, LENGTH, 3)
     return written_runs(TIERS, table_of(device), work, overlap=1, noise=0.03)
 
 
 def table_of(device: str) -> dict[int, list[float]]:
-    """Seconds of a step, by batch."""
+    """Seconds per step by batch."""
     return {batch: [ms / 1000 for ms in each] for batch, each in MILLISECONDS[device].items()}
 
 
 def devices() -> list:
-    """A GPU's short steps and long ones; a CPU's are of the matrix."""
+    """Short and long steps of a GPU; steps of a CPU only in the matrix tests."""
     seldom = {"a CPU": pytest.mark.matrix}
     return [pytest.param(name, marks=seldom.get(name, ())) for name in MILLISECONDS]
 
@@ -62,7 +62,7 @@ def test_adaptive_speed_per_phase_near_best_tier(device, phase):
 
 @pytest.mark.parametrize("device", devices())
 def test_adaptive_beats_every_static_tier_on_changing_work(device):
-    """As much work of each phase as plain decoding had in it."""
+    """Each phase has the number of tokens that it has with plain decoding."""
     found = runs(device)
     tokens = [each.tokens for each in found["none"]]
     seconds = {
@@ -73,7 +73,7 @@ def test_adaptive_beats_every_static_tier_on_changing_work(device):
 
 
 def test_adaptive_ngram_beats_tiers_on_half_copied_text():
-    """Neither always waiting nor never doing so comes near, where texts are half copied."""
+    """If half of an output is copied, neither fixed mode is as fast."""
     found = runs("short steps")
     phase = NAMES.index("half and half, batch 1")
     best = max(found[str(tier)][phase].speed for tier in TIERS)
@@ -85,7 +85,7 @@ def test_probe_gains_equal_time_saved_over_plain(monkeypatch):
     monkeypatch.setattr(ProbeSchedule, "on_gain", lambda sleep, seconds: gains.append(seconds))
     table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH, 3)
     served = written_runs(TIERS, table, ([copying], texts), overlap=1)["adaptive"][0]
-    # Each token of a lone row would have taken a plain step, but for the first, its prompt's.
+    # Each token of a lone row would take a plain step, except the first, of the prefill.
     count = len(copying.requests)
     plain = (served.tokens - count) * table[1][-1] + count * PROMPT_SECONDS
     assert sum(gains) == pytest.approx(plain - served.seconds, rel=0.1)

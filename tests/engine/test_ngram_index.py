@@ -1,4 +1,4 @@
-"""The n-gram index: trees as the reference grows them, eviction, ties, tenants and corpora."""
+"""The n-gram index: trees of the reference, eviction, ties, tenants and corpora."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def trees_of(index: NgramIndex, asking: list[Request]) -> list[reference.Tree]:
 
 
 def tree_of(index: NgramIndex, asking: Request) -> reference.Tree:
-    """The tree of one request, with all of its text learnt."""
+    """The tree of one request after all its tokens are learnt."""
     index.draft([asking])
     index.learn()
     return trees_of(index, [asking])[0]
 
 
 def say(index: NgramIndex, one: Request, tokens: list[int]) -> None:
-    """Commits tokens that are learnt at once."""
+    """Adds tokens and learns them at once."""
     index.add_tokens(one, tokens)
     tree_of(index, one)
 
@@ -63,7 +63,7 @@ def corpus_of(*documents: list[int]) -> Corpus:
 
 
 def after(text: list[int], **fields) -> reference.Tree:
-    """The tree after a text, in an index that saw nothing else."""
+    """The tree after a token sequence in an otherwise empty index."""
     index, one = index_of(**fields), request(1)
     index.add_tokens(one, text)
     return tree_of(index, one)
@@ -93,7 +93,7 @@ DOCUMENTS = st.lists(st.lists(TOKENS, min_size=1, max_size=12), min_size=1, max_
 def test_ngram_index_trees_match_reference(
     steps, corpora, by_frequency, longest, limit, depth, breadths, budget, chain
 ):
-    """Four requests of two tenants, in any order of commits; a tree lacks its newest n-grams."""
+    """Four requests of two tenants in any commit order; trees lack the newest n-grams."""
     index = index_of(
         nodes=12,
         depth=depth,
@@ -178,7 +178,7 @@ def test_match_type_bfs_prefers_recency_prob_frequency():
 
 @pytest.mark.parametrize("match_type", ["BFS", "PROB"])
 def test_match_type_ties_ordered_newest_first(match_type):
-    """Trap: an order from an unordered map is not the same on every build."""
+    """Trap: the order of an unordered map differs between builds."""
     text = [token for follower in (7, 5, 6) for token in (1, follower)] + [1]
     tokens, parents = after(text, match_type=match_type, max_trie_depth=2, max_bfs_breadth=3)
     assert (tokens[1:], parents[1:]) == ([6, 5, 7], [0, 0, 0])
@@ -241,7 +241,7 @@ def test_truncate_removes_ngrams_after_stop():
     assert index.num_ngrams > before
     index.truncate(1, 3)
     assert index.num_ngrams == before
-    index.truncate(1, 0)  # what was cut once is known no more
+    index.truncate(1, 0)  # a truncated request is unknown
     assert index.num_ngrams == before
     say(index, request(2), [1, 2])
     assert tree_of(index, request(2))[0] == [0, 3]
@@ -298,7 +298,7 @@ def test_ngram_index_bounds_ended_tokens(monkeypatch):
 
 
 def assert_sound(index: NgramIndex) -> None:
-    """Every live node is in its parent's list, and the order of eviction has each leaf once."""
+    """Asserts that parents list every live node and the eviction order has each leaf once."""
     nodes, head = index.trie.nodes, index.trie.head
     order, node = [], int(head[OLDEST])
     while node:
@@ -386,7 +386,7 @@ def test_remove_corpus_stops_drafts_and_frees_name():
     index, one = index_of(external_sam_budget=2), request(1)
     say(index, one, [1])
     index.corpora.add("it", corpus_of([1, 2, 3]))
-    assert tree_of(index, one) == ([0], [0])  # texts are followed from their next token on
+    assert tree_of(index, one) == ([0], [0])  # matching starts with the next token of a request
     say(index, one, [1])
     assert tree_of(index, one)[0] == [0, 2, 3, 1]
     index.corpora.remove("it")
@@ -423,11 +423,11 @@ def test_ngram_index_drops_empty_scopes():
         index.draft([one])
         index.end(one, is_learnt=True)
     assert_sound(index)
-    assert len(index.scopes) <= 600  # some 250 have text, and two are looked at for a new one
+    assert len(index.scopes) <= 600  # about 250 have n-grams; a new one checks two
 
 
 def test_new_tenant_time_independent_of_tenant_count():
-    """Else every stream waits while one is opened."""
+    """Otherwise all streams would wait for each new tenant."""
     index, times_s = index_of(max_trie_depth=2), []
     for number in range(8000):
         one = request(number, tenant=f"tenant {number}")
@@ -435,12 +435,12 @@ def test_new_tenant_time_independent_of_tenant_count():
         index.add_tokens(one, [1, 2])
         times_s.append(time.perf_counter() - began)
         index.end(one, is_learnt=True)
-    # A few microseconds; with a look at every tenant 8 ms.
+    # A few microseconds; a scan of all tenants takes 8 ms.
     assert np.median(times_s[-1000:]) < 1e-3
 
 
 def test_ngram_index_growth_reallocates_nothing():
-    """What it holds lies where it lay first, so no step copies it."""
+    """The arrays keep their addresses, so no step copies them."""
     index, one = index_of(max_trie_depth=4), request(1)
     at = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
     say(index, one, np.random.default_rng(0).integers(0, VOCAB, 20_000).tolist())

@@ -1,4 +1,4 @@
-"""Plans: every field of every row, the smallest program, a buffer of its own."""
+"""Step plans: all fields of all rows, the smallest program, a separate buffer."""
 
 import time
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_decode_plan_contains_all_row_fields(house):
     second = house.request(3, 9)
     plan = house.planner.plan(ScheduledRows.decode([first, second], TreeShape.chain(3, 4)))
     assert isinstance(plan.work, Decode)
-    assert plan.program.batch == 4  # the shape's rows belong to this batch
+    assert plan.program.batch == 4  # the rows of the shape belong to this batch
     assert plan.slots.tolist() == [first.slot, second.slot, 0, 0]
     assert plan.starts.tolist() == [0, 0, 0, 0]
     sampling = plan.sampling
@@ -90,14 +90,14 @@ def test_incremental_plan_equals_fresh_plan(house, is_ahead: bool):
         if is_ahead:
             house.planner.prepare_next(got.program)
         is_same = bool((got.buffer == want.buffer).all())
-        got.buffer[:] = -1  # it is the backend's from then on
+        got.buffer[:] = -1  # the backend owns it from here on
         return is_same
 
     first, second = house.request(5, 4, temperature=0.5), house.request(3, 9, seed32=7)
     rows = ScheduledRows.decode([first, second], CHAIN)
     assert is_as_anew(rows)
     assert is_as_anew(rows)
-    assert house.allocator.reserve(first.slot, 12)  # pages that came since
+    assert house.allocator.reserve(first.slot, 12)  # new pages
     assert is_as_anew(rows)
     assert is_as_anew(ScheduledRows.decode([second, first], CHAIN))
     house.allocator.free(second.slot)
@@ -123,7 +123,7 @@ def test_planner_selects_logprobs_program_only_when_requested():
 
 
 def test_planner_uses_logprobs_program_when_only_fit():
-    """A step that wants none takes it where no other is wide enough, and no row of it reports."""
+    """A step without logprobs uses it only if no other program is wide enough."""
     capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
     programs = [p.with_features({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
     house = House(replace(capacity, programs=tuple(programs)))
@@ -141,7 +141,7 @@ def test_planner_uses_logprobs_program_when_only_fit():
 
 
 def test_plan_page_table_pads_with_scratch_page(house):
-    """Traps: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
+    """Trap: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
     first, second = house.request(5, 20), house.request(3, 9)
     plan = house.planner.plan(ScheduledRows.decode([second, first], CHAIN))
     held = house.allocator.page_table
@@ -224,7 +224,7 @@ def test_select_program_returns_smallest_fit(house):
     assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 65),))).tokens == 128
     assert pick(ScheduledRows.prefill((Chunk(short[0], 0, 64),))).tokens == 64
     one_each = ScheduledRows.prefill(tuple(Chunk(request, 0, 1) for request in requests))
-    assert (pick(one_each).pages, pick(one_each).batch) == (128, 4)  # of 17 pages each
+    assert (pick(one_each).pages, pick(one_each).batch) == (128, 4)  # 17 pages each
     assert pick(ScheduledRows.decode(short, TreeShape.chain(3, 2))).batch == 2
     assert pick(ScheduledRows.decode(short, TreeShape.chain(3, 2))).pages == 16
     assert pick(ScheduledRows.decode(short[:1], TreeShape.chain(0, 4))).shape.is_plain
@@ -237,7 +237,7 @@ def test_plan_without_fitting_program_raises(house):
 
 
 def test_decode_plan_rejects_unfinished_prefill(house):
-    """Nor does it take one whose prompt goes on."""
+    """The same holds for a row whose prompt is only partly prefilled."""
     request = house.request(70, 70)
     for prefilled in (0, 64):
         request.prefill(prefilled)
@@ -248,7 +248,7 @@ def test_decode_plan_rejects_unfinished_prefill(house):
 
 
 def test_plan_buffers_do_not_share_memory(house):
-    """JAX on a CPU reads the caller's memory after dispatch; a refilled buffer is a wrong plan."""
+    """JAX on a CPU reads the caller's memory after dispatch, so a reused buffer is an error."""
     rows = ScheduledRows.decode([house.request(5, 20)], CHAIN)
     plans = [house.planner.plan(rows) for _ in range(4)]
     for index, plan in enumerate(plans):
@@ -271,7 +271,7 @@ def test_decode_plan_of_32_rows_under_one_millisecond():
         start = time.perf_counter()
         house.planner.plan(rows)
         times_s.append(time.perf_counter() - start)
-    # About 70 us alone on a core; the bound leaves room for a loaded machine.
+    # About 70 us on an idle core; the limit allows for a loaded machine.
     assert min(times_s) < 1e-3
 
 

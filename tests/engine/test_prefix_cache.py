@@ -1,4 +1,4 @@
-"""The prefix cache on the toy device: the same texts, and nothing lost, whatever is found."""
+"""The prefix cache on the toy backend: equal outputs and no lost pages after any hit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
 
 UNIT = 64
-"""Where states may stand, with pages of 4 tokens."""
+"""Interval of state snapshots in tokens, with pages of 4 tokens."""
 
 _ON = replace(NO_CACHE, is_on=True)
 KINDS = {
@@ -35,13 +35,13 @@ KINDS = {
     "small model": (1, replace(_ON, may_skip_draft_kv=True, draft_reads_kv=True)),
     "hybrid": (16, replace(_ON, key_lookahead=1, may_skip_draft_kv=True, track_interval=UNIT)),
 }
-"""Snapshots of the device, and the policy, by kind of model and drafter."""
+"""Number of device snapshots and cache policy by kind of model and drafter."""
 
 NUMBERS = count()
 
 
 class AnyShape(StaticController):
-    """A controller that takes a chain or a plain step, each for a while."""
+    """A controller that switches between a chain and plain steps at random intervals."""
 
     def __init__(self, capacity: BackendLimits, seed: int) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
@@ -57,9 +57,12 @@ class AnyShape(StaticController):
 def make(kind: str, *, num_pages: int = 400, overlap: int = 1, any_shape: bool = False) -> Engine:
     num_snapshots, policy = KINDS[kind]
     capacity = toy_capacity(
-        num_pages=num_pages, num_slots=5, overlap=2, num_snapshots=num_snapshots,
+        num_pages=num_pages,
+        num_slots=5,
+        overlap=2,
+        num_snapshots=num_snapshots,
         context_length=1024 if num_pages > 200 else 256,
-    )  # fmt: skip
+    )
     chain = StaticController(capacity, nodes=4, depth=3, width=1)
     return Engine(
         ToyBackend(capacity, policy.key_lookahead if policy.may_skip_draft_kv else None),
@@ -84,7 +87,7 @@ def tokens(seed: int, length: int) -> list[int]:
 
 
 def serve(engine: Engine, *requests: Request) -> list[list[int]]:
-    """The texts of requests, which are the plain ones."""
+    """The outputs of requests, which must equal plain decoding."""
     outcomes = drive(engine, requests)
     for each in requests:
         assert outcomes[each.request_id].tokens == plain_text(each)
@@ -92,7 +95,7 @@ def serve(engine: Engine, *requests: Request) -> list[list[int]]:
 
 
 def family(seed: int, number: int) -> list[Request]:
-    """Requests whose prompts begin with parts of each other's prompts and answers."""
+    """Requests whose prompts begin with parts of other prompts and outputs."""
     rng, texts, found = random.Random(seed), [tokens(seed, 90)], []
     for _ in range(number):
         begin = rng.choice(texts)
@@ -104,7 +107,7 @@ def family(seed: int, number: int) -> list[Request]:
     return found
 
 
-# Chains in the default overlap and with plain steps in the others; the product is of the matrix.
+# Chains with overlap 1, random shapes with overlap 0 and 2; other pairs are matrix tests.
 STEPS = [(True, 0), (False, 1), (True, 2)]
 STEPS += [pytest.param(not plain, n, marks=pytest.mark.matrix) for plain, n in STEPS]
 
@@ -113,7 +116,7 @@ STEPS += [pytest.param(not plain, n, marks=pytest.mark.matrix) for plain, n in S
 @pytest.mark.parametrize("num_pages", [65, 400])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_output_equals_plain(kind, any_shape, num_pages, overlap):
-    """The toy fails where pages, states, draft memory or counts are of another text."""
+    """The toy backend fails if pages, states, draft KV or counts are of another request."""
     engine = make(kind, num_pages=num_pages, overlap=overlap, any_shape=any_shape)
     for round_ in range(3):
         serve(engine, *family(round_, 30))
@@ -126,7 +129,7 @@ def test_prefix_cache_output_equals_plain(kind, any_shape, num_pages, overlap):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_reuses_chat_history(kind):
-    """Of full pages; of a hybrid, of whole stretches of 64 tokens, where states may stand."""
+    """Full pages are reusable; in a hybrid, whole snapshot intervals of 64 tokens."""
     engine, text = make(kind), tokens(1, 70)
     known = found = reusable = 0
     for turn in range(8):
@@ -141,7 +144,7 @@ def test_prefix_cache_reuses_chat_history(kind):
 
 
 def test_key_lookahead_costs_one_token_per_hit():
-    """A row of its draft KV knows the next token: on average that costs a hit one token."""
+    """A draft KV row depends on the next token, which costs a hit one token on average."""
     text, found = tokens(2, 100), {}
     for kind in ("plain model", "head"):
         lengths = []
@@ -170,7 +173,7 @@ def test_repeated_prompt_prefills_only_last_page():
 @pytest.mark.parametrize("kind", ["plain model", "head", "hybrid"])
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_choices_of_prompt_prefill_once(kind, overlap):
-    """They come together; all but the first wait until its prompt is in the cache."""
+    """They arrive together; all but the first wait until its prompt is cached."""
     engine, prompt = make(kind, overlap=overlap), tokens(3, 200)
     choices = [request(prompt, seed32=seed) for seed in range(4)]
     serve(engine, *choices)
@@ -184,12 +187,12 @@ def test_concurrent_prompts_share_common_prefix(kind):
     engine, system = make(kind), tokens(12, 150)
     asked = [request([*system, *tokens(40 + n, 60)]) for n in range(4)]
     serve(engine, *asked)
-    # Of a plain model 148 could be; the last 20 are not worth another chunk's time.
+    # A plain model could reuse 148; the last 20 are not worth waiting for another chunk.
     assert [each.cached_tokens for each in asked] == [0, 128, 128, 128]
 
 
 def test_duplicate_pages_of_concurrent_requests_not_pinned():
-    """A page that one locks and does not have is lost to both, until a pool of few is stuck."""
+    """A pinned page that a request does not own is lost to both, until the pool is empty."""
     engine, prompt = make("plain model", overlap=0), tokens(13, 60)
     first, second = request(prompt, seed32=1), request(prompt, seed32=2)
     serve(engine, first, second)
@@ -216,7 +219,7 @@ def test_waiting_request_lookup_repeats_only_after_cache_change(monkeypatch):
 
     monkeypatch.setattr(RadixCache, "path", counted)
     first, second = tokens(1, 120), tokens(2, 80)
-    serve(engine, request(first))  # so that there is something to find
+    serve(engine, request(first))  # fills the cache
     engine.add(request(first, max_tokens=60))
     engine.add(request(first[:40] + second, max_tokens=4))
     engine.step()
@@ -226,7 +229,7 @@ def test_waiting_request_lookup_repeats_only_after_cache_change(monkeypatch):
         engine.step()
         steps += 1
     assert steps > 10
-    assert looked_up == sorted(set(looked_up))  # once for each state of the cache
+    assert looked_up == sorted(set(looked_up))  # once per change of the cache
     assert len(looked_up) < steps / 2
 
 
@@ -240,7 +243,7 @@ def test_prefix_cache_isolates_tenants():
 
 
 def test_failed_request_adds_no_cache_pages():
-    """Its pages may hold what is no number; the pages that it had found stay."""
+    """Its pages may contain NaN; the pages of its cache hit stay."""
     engine, begin = make("hybrid"), tokens(4, 129)
     serve(engine, request(begin))
     kept = engine.cache.num_pages
@@ -277,7 +280,7 @@ def test_preempted_request_resumes_from_cached_pages():
 
 
 def test_hybrid_snapshots_branch_point_from_second_request():
-    """Its state at the end of a common beginning is nobody's end, so it is taken on purpose."""
+    """No request ends at the end of a common prefix, so its state is saved on purpose."""
     engine, system = make("hybrid"), tokens(7, 100)
     lengths = []
     for turn in range(3):
@@ -289,7 +292,7 @@ def test_hybrid_snapshots_branch_point_from_second_request():
 
 @pytest.mark.parametrize("length", [UNIT, UNIT + 1, 2 * UNIT, 2 * UNIT + 1])
 def test_hybrid_prompt_leaves_reusable_state(length):
-    """Before its last token, or else behind it, where the next turn can use it."""
+    """The state is before the last token, or after it, where the next chat turn can use it."""
     engine, prompt = make("hybrid"), tokens(11, length)
     (answer,) = serve(engine, request(prompt, max_tokens=5))
     again, longer = request(prompt), request([*prompt, *answer])
@@ -299,20 +302,20 @@ def test_hybrid_prompt_leaves_reusable_state(length):
 
 
 def test_evicted_state_makes_page_hit_unusable():
-    """vLLM 53912, 47194: a hit on pages whose state was gone corrupted hybrids."""
+    """Trap (vLLM 53912, 47194): hits on pages with an evicted state corrupted hybrids."""
     engine = make("hybrid")
     first = request(tokens(8, 150))
     serve(engine, first)
     for turn in range(16):
         serve(engine, request(tokens(200 + turn, 65), max_tokens=1))
     again = request(list(first.prompt))
-    assert len(engine.cache.tree.path("", again.tokens())) * 4 >= 144, "its pages are there"
+    assert len(engine.cache.tree.path("", again.tokens())) * 4 >= 144, "its pages are cached"
     serve(engine, again)
     assert again.cached_tokens == 0
 
 
 def test_state_pinned_until_restored(monkeypatch):
-    """Another request's chunk comes before, and there is one snapshot."""
+    """The chunk of another request runs before, and there is one snapshot."""
     monkeypatch.setitem(KINDS, "hybrid", (2, KINDS["hybrid"][1]))
     engine = make("hybrid", overlap=0)
     first = request(tokens(14, 129), max_tokens=1)
@@ -324,7 +327,7 @@ def test_state_pinned_until_restored(monkeypatch):
 
 @pytest.mark.parametrize("cut", [3, 40])
 def test_stop_string_keeps_state_before_truncation(cut):
-    """The text may end before the last tracked position; the one before is kept for that."""
+    """The output may end before the last snapshot position, so the previous one is kept."""
     engine = make("hybrid", overlap=2)
     one = request(tokens(9, 100), max_tokens=200, stop_token_ids=())
     engine.add(one)
@@ -373,11 +376,11 @@ def test_priority_scheduling_without_starvation():
                 order.append(each.request_id - asked[0].request_id)
     assert set(order) == set(range(60))
     place = order.index(4)
-    assert 8 <= place < 8 + 4, "after 8 of better priority, and whom the same step let in"
+    assert 8 <= place < 8 + 4, "after 8 of higher priority and those of the same step"
 
 
 class Traffic(TrafficMachine):
-    """Requests with common beginnings come, are aborted and stopped at any time; pages are few."""
+    """Requests with common prefixes arrive, abort and stop at any time, with few pages."""
 
     @initialize(
         overlap=st.integers(0, 2),
@@ -434,7 +437,7 @@ class Traffic(TrafficMachine):
 
 
 def give_back_all(cache: PrefixCache) -> None:
-    """Evicts everything: each page and each snapshot is free then."""
+    """Evicts all entries; each page and each snapshot must be free afterwards."""
     cache.tree.evict(cache.num_pages)
     cache.check([])
     assert cache.allocator.num_free_pages == cache.allocator.capacity.num_pages - 1

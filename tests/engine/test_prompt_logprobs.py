@@ -1,4 +1,4 @@
-"""Logprobs of prompts on the toy device: each token has its own, once, however it was fed."""
+"""Prompt logprobs on the toy backend: one value per token for any prefill schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ K = 2
 
 
 class Watched(ToyBackend):
-    """Notes which of its prefills were scored."""
+    """Records for each prefill whether it computes prompt logprobs."""
 
     def __init__(self, *, num_pages: int, draft_reach: int | None) -> None:
         capacity = toy_capacity(num_pages=num_pages, num_slots=5, overlap=2, max_scores=K)
@@ -66,7 +66,7 @@ def prompt_of(seed: int, length: int) -> tuple[int, ...]:
 
 
 def assert_scored(asked: Request, outcome: Outcome) -> None:
-    """What the toy says of every token but the first, by its id and its position."""
+    """Asserts the toy's logprobs of every token but the first, by id and position."""
     count = asked.sampling.prompt_logprobs
     if count is None or len(asked.prompt) == 1:
         assert outcome.scores is None
@@ -84,7 +84,7 @@ def assert_scored(asked: Request, outcome: Outcome) -> None:
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("num_pages", [52, 400])
 def test_prompt_logprobs_scored_once_for_overlap_and_preemption(overlap, depth, num_pages):
-    """Also where a request is preempted within its prompt, and behind it, and resumes."""
+    """Covers preemption within and after the prompt."""
     rng = random.Random(overlap)
     engine, _ = make(num_pages=num_pages, overlap=overlap, depth=depth, chunk=64 + 64 * (depth > 0))
     requests = [
@@ -131,7 +131,7 @@ def test_prompt_logprobs_program_used_only_when_requested():
 
 
 def test_prompt_logprobs_not_recomputed_after_preemption():
-    """A request that has its scores finds its prompt in the cache like every other one."""
+    """A request that has its prompt logprobs uses cache hits like every other one."""
     engine, backend = make(depth=0, overlap=0)
     asked = request(0, prompt_of(1, 150), max_tokens=20)
     outcome = Outcome()
@@ -151,7 +151,7 @@ def test_prompt_logprobs_not_recomputed_after_preemption():
 
 @pytest.mark.parametrize("caches", [False, True])
 def test_prompt_logprobs_complete_after_preemption_within_prompt(caches):
-    """What the cache does not have of it any more is fed, and so scored, again."""
+    """Evicted parts of the prompt are prefilled and scored again."""
     engine, backend = make(overlap=0, caches=caches)
     asked, outcome = request(0, prompt_of(1, 150)), Outcome()
     engine.add(asked)

@@ -1,4 +1,4 @@
-"""A request's own changes: its output, its place, its end."""
+"""State changes of a request: output, slot and end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who runs, in what order, and with which pages."""
+"""The scheduler: running requests, their order and their pages."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_prefill_chunks_align_to_64_tokens():
         if rows.work is StepKind.PREFILL:
             chunks += [(c.request.request_id, c.first, c.end) for c in rows.chunks]
             assert sum(c.end - c.first for c in rows.chunks) <= 128
-    # After 10 tokens 118 are left: request 1 gets 64 of them, and request 2 all it needs.
+    # After 10 tokens 118 remain: request 1 gets 64 of them, and request 2 all its tokens.
     assert chunks == [(0, 0, 10), (1, 0, 64), (2, 0, 5), (1, 64, 192), (1, 192, 230)]
 
 

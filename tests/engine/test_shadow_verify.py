@@ -1,4 +1,4 @@
-"""Shadow checks: a changed text is found where it changed, and traffic does not notice."""
+"""Shadow verification: a divergence is located, and traffic is not affected."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CACHE = CachePolicy(
     is_on=True, key_lookahead=1, may_skip_draft_kv=True, draft_reads_kv=False, track_interval=0
 )
 GAP = 0.75
-"""Between the best two logits of every step of the toy that these tests serve on."""
+"""Difference of the best two logits in every step of the toy backend."""
 
 
 class Toy(ToyBackend):
-    """Keeps the plans that it was given, and has logprobs with a margin."""
+    """Records submitted plans, and has logprobs with a margin."""
 
     def __init__(self, capacity: BackendLimits, draft_reach: int | None = 1) -> None:
         super().__init__(capacity, draft_reach)
@@ -48,7 +48,7 @@ class Toy(ToyBackend):
 
 
 class AcceptsAWrongDraft(Toy):
-    """Its verify takes a draft at one length of the text that is not the target's choice."""
+    """Accepts a wrong draft token at one length of the context."""
 
     LENGTH = 30
 
@@ -63,7 +63,7 @@ def capacity_of(num_pages: int = 400, **changed) -> BackendLimits:
 
 
 class House:
-    """An engine with checks, and what they said."""
+    """An engine with shadow verification, and its reports."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class House:
         self.engine.cache.check(self.engine.scheduler.running)
 
     def serve(self, requests: Sequence[Request]) -> None:
-        """Until nobody waits for a text; checks are left over."""
+        """Runs until all requests end; verifications may remain."""
         self.add(requests)
         while self.engine.busy:
             self.step()
@@ -131,7 +131,7 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), **sampling) -> Reque
 
 
 def of_many_kinds(count: int, first: int = 0) -> list[Request]:
-    """Greedy, sampled, penalized, biased and stopped, two choices of each prompt."""
+    """Requests of all sampling kinds, two choices of each prompt."""
     rng, kinds = (
         random.Random(count),
         (
@@ -211,8 +211,8 @@ def test_shadow_verify_reports_failed_plain_run():
 
 
 def test_shadow_verify_replay_ignores_prefix_cache():
-    """A page that is wrong in the cache gives a wrong text, which the replay must not share."""
-    # The toy holds its draft memory against the text, so it has none here.
+    """A wrong page in the cache changes the output, and the replay must not use it."""
+    # The toy compares draft KV with the context, so it has none here.
     house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_lookahead=0))
     prompt = tuple(range(1, 40))
     house.serve([request(1, prompt)])
@@ -240,13 +240,13 @@ def test_shadow_verify_evicts_only_lru_pages():
         while house.count("waiting") == waiting:
             house.step()
         left.append(house.engine.cache.num_pages)
-    assert len(set(left)) == 1, "a check of as many pages takes those that the last one freed"
+    assert len(set(left)) == 1, "a replay of equal size reuses the pages of the previous one"
     assert house.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
     assert (house.count("checks"), house.count("mismatch")) == (8, 0)
 
 
 def steps_of_traffic(rate: float) -> list:
-    """Waves of requests that interrupt each other's checks, as the device sees them."""
+    """Device steps of request waves that interrupt the verifications of earlier waves."""
     house, seen = House(rate=rate, cache=CACHE), []
     for wave in range(8):
         before = len(house.backend.plans)
@@ -287,7 +287,7 @@ def test_shadow_verify_dropped_after_too_many_interruptions():
     house = House(rate=0.1)
     house.serve([request(3)])
     assert house.count("waiting") == 1
-    for number in range(4, 4 + MOST_STARTS):  # none of which is checked
+    for number in range(4, 4 + MOST_STARTS):  # none of them is verified
         assert house.count("dropped") == 0
         house.step()
         house.serve([request(number, max_tokens=1)])

@@ -1,4 +1,4 @@
-"""What a request is told of its steps: they add up to its text, and cost nobody else anything."""
+"""Step traces: the steps of a request sum to its output, other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = 5
 
 
 class Changing(StaticController):
-    """A chain, then a plain step, in turns."""
+    """Alternates a chain and a plain step."""
 
     def __init__(self, capacity: BackendLimits) -> None:
         super().__init__(capacity, nodes=4, depth=3, width=1)
@@ -89,7 +89,7 @@ def test_accepted_path_found_among_siblings():
     assert accepted_path(drafts, parents, []) == []
     assert accepted_path(drafts, parents, [8, 7]) == [2, 5]
     assert accepted_path(drafts, parents, [7, 9]) == [1, 4]
-    assert accepted_path(drafts, parents, [7, 1, 9]) == [1], "no node of the tree carries it"
+    assert accepted_path(drafts, parents, [7, 1, 9]) == [1], "no node of the tree has this token"
 
 
 def test_corpus_nodes_exclude_ngram_nodes():
@@ -142,7 +142,7 @@ def backends() -> Iterator[Backends]:
 
 @pytest.mark.parametrize(("framework", "case"), RUNS)
 def test_step_trace_of_every_drafter_sums_to_output(framework, case, backends):
-    """Texts are held against the specification, and each trace against its text."""
+    """Outputs are compared with the specification, and each trace with its output."""
     family, drafter, shape, rule = case
     server = Server(
         framework=framework,
@@ -165,7 +165,7 @@ def test_step_trace_of_every_drafter_sums_to_output(framework, case, backends):
 
 
 def traffic() -> list[Asked]:
-    """Two texts that repeat themselves, the second one sampled."""
+    """Two requests with repetitive prompts, the second one sampled."""
     rng = np.random.default_rng(3)
     return [
         Asked(

@@ -30,9 +30,15 @@ from tests.support.tiny_models import tiny_model
 VOCAB = 272
 CHAIN, TREE = TreeShape.chain(3, 2), TreeShape(nodes=6, depth=3, width=2, rows=12)
 SAMPLED = {
-    "temperature": 0.8, "seed": 7, "top_p": 0.95, "top_k": 40, "min_p": 0.01,
-    "repetition": 1.1, "presence": 0.2, "frequency": 0.1,
-}  # fmt: skip
+    "temperature": 0.8,
+    "seed": 7,
+    "top_p": 0.95,
+    "top_k": 40,
+    "min_p": 0.01,
+    "repetition": 1.1,
+    "presence": 0.2,
+    "frequency": 0.1,
+}
 GREEDY: dict[str, float] = {}
 
 
@@ -42,11 +48,13 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
     ) -> Program:
         tokens = {StepKind.PREFILL: 256, StepKind.COUNT: 64}.get(work, 0)
         return Program(
-            work=work, batch=2, pages=32, tokens=tokens, shape=shape,
+            work=work,
+            batch=2,
+            pages=32,
+            tokens=tokens,
+            shape=shape,
             extras=ProgramFeature.LOGPROBS,
-        ).with_features(
-            {ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask}
-        )  # fmt: skip
+        ).with_features({ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask})
 
     plain = TreeShape.plain(2)
     programs = [
@@ -57,10 +65,20 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
         programs.append(program(StepKind.DECODE, shape, host_draft=True))
         programs += [program(work, shape) for work in (StepKind.DECODE, StepKind.DRAFT) if drafts]
     return BackendLimits(
-        page_size=16, num_pages=65, num_slots=3, num_snapshots=3, programs=tuple(programs),
-        overlap=1, context_length=400, vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=3,
-        max_scores=0, accept_rule="exact",
-    )  # fmt: skip
+        page_size=16,
+        num_pages=65,
+        num_slots=3,
+        num_snapshots=3,
+        programs=tuple(programs),
+        overlap=1,
+        context_length=400,
+        vocab=vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=3,
+        max_scores=0,
+        accept_rule="exact",
+    )
 
 
 class Device:

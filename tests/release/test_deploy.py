@@ -116,8 +116,10 @@ def test_systemd_unit_passes_verify(tmp_path: Path):
     made.write_text(re.sub(r"(?<=^ExecStart=)\S+", "/bin/true", text, flags=re.MULTILINE))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--recursive-errors=no", str(made)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert not done.returncode, done.stderr
     assert "tandem.service" not in done.stderr, done.stderr
 
