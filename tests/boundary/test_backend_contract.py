@@ -1,7 +1,7 @@
-"""The promises of `shared.boundary.backend`, each on every backend.
+"""The guarantees of `shared.boundary.backend`, each on every backend.
 
-Each test compares two ways to the same text on one backend; that the text is the right one is
-compared elsewhere. The model has a poisoned token, so NaN can be brought in through the front door.
+Each test compares two ways to the same output on one backend; correct outputs are tested
+elsewhere. The model has a poisoned token, so that prompts can cause NaN.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def test_chain_output_equals_plain_and_accepts_drafts(host, seed, how):
     assert text == host.alone(tokens, len(text), **how)
     counts = [int(future.result().counts[0]) for future in futures]
     assert all(1 <= count <= CHAIN.max_tokens for count in counts)
-    assert sum(counts) > len(counts), "nothing was ever accepted, so nothing was tested"
+    assert sum(counts) > len(counts), "no draft was accepted, so nothing was tested"
 
 
 @either_shape
 def test_steps_take_effect_in_submission_order(host, shape):
-    """The slot and the pages of the first request are handed on while its steps are in flight."""
+    """The slot and pages of the first request are reused while its steps are in flight."""
     first_prompt, second_prompt = prompt(1, 20), prompt(2, 20)
     first = host.request(first_prompt, positions=120)
     first_futures = host.submit_text(first, 6, shape)
@@ -58,7 +58,7 @@ def test_steps_take_effect_in_submission_order(host, shape):
 
 @either_sampling
 def test_decode_continues_from_device_state_across_shapes(host, how):
-    """No step is waited for, and the shapes alternate: a slot keeps its place by itself."""
+    """Steps run without waiting and shapes alternate: the device state keeps the length."""
     tokens = prompt(1, 20)
     request = host.request(tokens, **how)
     shapes = [CHAIN, PLAIN, CHAIN, CHAIN, PLAIN, PLAIN, CHAIN, CHAIN, CHAIN]
@@ -82,19 +82,19 @@ def test_prefill_output_independent_of_chunk_boundaries(host):
 
 
 def test_decode_allowed_after_partial_prefill(host):
-    """It goes on from `next_tokens`, which the device holds as the newest token."""
+    """It continues from `next_tokens`, which the device stores as the newest token."""
     tokens = prompt(5, 41)
     request = host.request(tokens)
     result = host.prefill(Chunk(request, 0, 40))
     assert result.counts[0] == 0
     assert not result.failed[0]
     drafted = host.decode(request, shape=CHAIN)
-    assert drafted.num_nodes[0] == CHAIN.nodes, "the relay of a prompt that goes on is missing"
+    assert drafted.num_nodes[0] == CHAIN.nodes, "the draft input of a partial prompt is missing"
     text = [*emitted(drafted, 0), *host.go_on(request, 8, CHAIN)]
     assert text == host.alone(tokens, len(text))
 
 
-# Reach and bound
+# Other slots and page reservations
 
 
 @either_shape
@@ -110,7 +110,7 @@ def test_step_leaves_other_slots_unchanged(host, shape):
 
 
 def test_shared_full_pages_are_never_written(host):
-    """Rows with a common prefix, one of them from a snapshot, decode side by side."""
+    """Rows with a common prefix, one of them from a snapshot, decode in one batch."""
     common = prompt(7, 64)
     first_prompt, second_prompt = (*common, *prompt(8, 9)), (*common, *prompt(9, 14))
     first = host.request(first_prompt)
@@ -136,7 +136,7 @@ def test_shared_full_pages_are_never_written(host):
 @either_shape
 @pytest.mark.parametrize("length", [20, 21, 22, 23])
 def test_step_stays_within_page_reservation(host, shape, length):
-    """Past the reserved pages the table names a neighbour's, whose text would suffer."""
+    """After the reserved pages the table has pages of a neighbour, whose output must not change."""
     neighbour_prompt, tokens = prompt(10, 40), prompt(length, length)
     neighbour = host.request(neighbour_prompt)
     neighbours_text = host.text(neighbour, 2, PLAIN)
@@ -172,11 +172,11 @@ def test_output_and_counts_independent_of_neighbours(host, shape, how):
     assert joined(crowded_futures, 2) == joined(lonely_futures, 0)
     for lonely_future, crowded_future in zip(lonely_futures, crowded_futures, strict=True):
         assert crowded_future.result().counts[2] == lonely_future.result().counts[0]
-        assert lonely_future.result().counts[1:].sum() == 0, "padding has a text"
+        assert lonely_future.result().counts[1:].sum() == 0, "padding rows have tokens"
 
 
 def test_output_independent_of_batch_composition(host):
-    """Traps: the batch shrank under graphs, rows past it read another request's pages."""
+    """Trap: the batch shrank under CUDA graphs, and rows past it read foreign pages."""
     prompts = [prompt(30 + n, 10 + n) for n in range(BATCH)]
     requests = [host.request(tokens) for tokens in prompts]
     result = host.prefill(*requests)
@@ -198,7 +198,7 @@ def test_nan_fails_only_its_row(host, shape):
     assert result.failed.tolist()[:2] == [1, 0]
     assert result.counts.tolist()[:2] == [0, 1]
     text = emitted(result, 1)
-    for _ in range(5):  # late rows of the failed request, as with steps in flight
+    for _ in range(5):  # stale rows of the failed request, as with steps in flight
         result = host.decode(poisoned, healthy, shape=shape)
         assert result.failed.tolist()[:2] == [1, 0]
         assert result.counts[0] == 0
@@ -208,7 +208,7 @@ def test_nan_fails_only_its_row(host, shape):
 
 @either_shape
 def test_nan_in_freed_slot_harms_no_new_owner(host, shape):
-    """A longer neighbour makes the batch look at positions that the heir has not written."""
+    """A longer neighbour makes the batch read positions that the new owner has not written."""
     tokens = prompt(1, 20)
     poisoned = host.request((POISON,) * 100)
     host.prefill(poisoned)
@@ -234,7 +234,7 @@ def test_nan_in_scratch_page_harms_no_request(host):
 
 
 def test_new_slot_owner_starts_from_clean_state(host):
-    """Traps: state, counts and draft memory of the last owner of a slot (SGLang 19415)."""
+    """Trap: state, counts and draft KV of the last owner of a slot (SGLang 19415)."""
     tokens = prompt(1, 20)
     how = SAMPLED | {"repetition_penalty": 1.8, "frequency_penalty": 1.5}
     first = host.request(prompt(18, 90), **how)
@@ -249,7 +249,7 @@ def test_new_slot_owner_starts_from_clean_state(host):
 
 @pytest.mark.parametrize("work", ["prefill", "plain", "chain"])
 def test_scratch_slot_length_stays_zero(host, sink_length, work):
-    """Traps: the padding slot's length grew by one a step and slowed the batch for ever."""
+    """Trap: the length of the padding slot grew by one per step and slowed the batch."""
     request = host.request(prompt(19, 10))
     host.prefill(request)
     for _ in range(3):
@@ -262,7 +262,7 @@ def test_scratch_slot_length_stays_zero(host, sink_length, work):
 
 @either_shape
 def test_stale_rows_stay_within_their_pages(host, shape):
-    """A request ends, a step of it is still in flight, and its slot and pages go to another."""
+    """A request ends with a step in flight, and its slot and pages go to another request."""
     first = host.request(prompt(1, 20), positions=100)
     host.text(first, 4, shape)
     late = [host.backend.submit(host.decode_plan(first, shape=shape)) for _ in range(2)]
@@ -296,7 +296,7 @@ def test_logprobs_match_emitted_tokens(host, shape):
 
 @either_shape
 def test_row_logprobs_independent_of_neighbours(host, shape):
-    """Beside rows that do not, which have zeros."""
+    """Neighbours without logprobs have zeros."""
     tokens, asked = prompt(1, 20), {**SAMPLED, "logprobs": 2}
     lonely, silent = host.request(tokens, **asked), host.request(prompt(21, 30), **SAMPLED)
     crowded, other = host.request(tokens, **asked), host.request(prompt(22, 7))
@@ -326,7 +326,7 @@ def test_logprobs_zero_unless_row_requests_them(host, shape):
 
 
 def test_prompt_logprobs_equal_decode_logprobs(host):
-    """Beside another prompt, and where the token after a chunk's last is of the next chunk."""
+    """Covers a neighbour prompt, and a chunk whose next token is in the next chunk."""
     tokens = prompt(1, 90)
     request = host.request(tokens, logprobs=2)
     steps = [host.prefill(request), *(host.decode(request, shape=CHAIN) for _ in range(12))]
@@ -346,13 +346,13 @@ def test_prompt_logprobs_equal_decode_logprobs(host):
         np.testing.assert_allclose(chosen[row], logprobs.chosen[0, w], **close)
         np.testing.assert_allclose(values[row], logprobs.top_values[0, w, :2], **close)
     np.testing.assert_allclose(chosen, whole.chosen[: len(chosen)], **close)
-    assert len(set(ranks[:89].tolist())) > 40, "random tokens were as likely as any"
+    assert len(set(ranks[:89].tolist())) > 40, "random tokens have low ranks"
     assert all(part[: 7 + 17].any() for part in beside)
     assert not any(part[7 + 17 :].any() for part in beside), "padding has zeros"
 
 
 def test_result_outlives_steps_in_flight(host):
-    """Results come back in buffers of their own for as many steps as may be in flight."""
+    """Results have separate buffers for the maximum number of steps in flight."""
     request = host.request(prompt(1, 20))
     host.prefill(request)
     in_flight = host.capacity.overlap + 1

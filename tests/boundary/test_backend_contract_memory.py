@@ -1,6 +1,6 @@
-"""What a slot holds between steps, on every backend: snapshots, resumes, drafts and their memory.
+"""State of a slot between steps on every backend: snapshots, resumed requests, drafts, draft KV.
 
-As in `test_backend_contract`, each test compares two ways to the same text on one backend.
+Same as in `test_backend_contract`, each test compares two ways to the same output on one backend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.contract_host import (
 )
 from tests.support.mutations import prover
 
-# Snapshots, resume
+# Snapshots and resumed requests
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_later_chunk_saves_snapshot_at_own_chunks(host, save_at, is_saved):
 @either_shape
 @pytest.mark.parametrize("field", ["starts", "restore"])
 def test_submit_rejects_decode_that_starts_rows(host, shape, field):
-    """A plan that says so is refused, and the row goes on as if it had not been submitted."""
+    """Such a plan raises, and the row continues as if it had not been submitted."""
     tokens = prompt(1, 20)
     request = host.request(tokens)
     text = emitted(host.prefill(request), 0)
@@ -80,7 +80,7 @@ def test_decode_ignores_draft_from(host):
 
 @either_shape
 def test_decode_saves_snapshot_exactly_when_passing_position(host, shape):
-    """Several steps in flight name the same snapshot; the one that passes the position takes it."""
+    """Several steps in flight target one snapshot; the step that passes the position saves it."""
     tokens = prompt(21, 30)
     save_at = place_to_save(host, tokens, shape)
     request = host.request(tokens, **SAMPLED)
@@ -102,13 +102,13 @@ def test_decode_saves_snapshot_exactly_when_passing_position(host, shape):
     whole = host.request(tokens, output=text[:num_known], **asked)
     host.prefill(whole)
     values = [host.decode(row, shape=PLAIN).logprobs.top_values[0, 0] for row in (heir, whole)]
-    # The states were made by the sequential and by the chunked rule; logits move by 6e-5 at most
-    # between orders of a sum, and by tenths where the state is of another position.
+    # The states come from the sequential and from the chunked rule; logits differ by at most 6e-5
+    # between orders of a sum, and by tenths if the state is of another position.
     np.testing.assert_allclose(values[0], values[1], atol=1e-3)
 
 
 def place_to_save(host: Host, tokens: tuple[int, ...], shape: TreeShape) -> int:
-    """The end of a page that a step passes on its way; a plain step can only end there."""
+    """Returns a page boundary that a step passes; a plain step can only end there."""
     scout = host.request(tokens, **SAMPLED)
     counts = [f.result().counts[0] for f in host.submit_text(scout, 14, shape)]
     host.allocator.free(scout.slot)
@@ -119,7 +119,7 @@ def place_to_save(host: Host, tokens: tuple[int, ...], shape: TreeShape) -> int:
 
 @pytest.mark.parametrize("draft_from", [0, 64], ids=["whole", "cold"])
 def test_restored_row_ignores_draft_kv_before_draft_from(host, draft_from):
-    """Foreign draft memory before `draft_from` is not read: garbage there changes no draft."""
+    """Garbage in the draft KV before `draft_from` changes no draft."""
     tokens = prompt(22, 80)
     first = host.request(tokens)
     plan = host.prefill_plan(first)
@@ -147,7 +147,7 @@ def test_restored_row_ignores_draft_kv_before_draft_from(host, draft_from):
 
 
 def spoil_draft_memory(host: Host, owner) -> None:
-    """Rewrites an owner's first pages with another prompt, then its target KV as it was."""
+    """Overwrites the first pages of an owner with another prompt, then restores its target KV."""
     other = host.request((POISON,) * 64)
     host.share(owner, other, 64)
     host.prefill(other)
@@ -160,7 +160,7 @@ def spoil_draft_memory(host: Host, owner) -> None:
 @either_sampling
 @either_shape
 def test_resumed_request_output_equals_uninterrupted(host, shape, how):
-    """Text, and with drafts acceptance too, are those of a request that was never preempted."""
+    """Output and acceptance equal those of a request without preemption."""
     tokens = prompt(23, 60)
     request = host.request(tokens, **how)
     text = host.text(request, 9, shape)
@@ -187,7 +187,7 @@ def test_resumed_request_drafts_equal_uninterrupted(host):
 
 
 def test_count_step_restores_penalties_after_cache_hit(host):
-    """Penalties after a hit are those after a whole prefill."""
+    """Penalties after a cache hit equal those after a whole prefill."""
     how = SAMPLED | {"repetition_penalty": 1.9, "logit_bias": {}}
     tokens = prompt(27, 90)
     first = host.request(tokens, **how)
@@ -207,11 +207,11 @@ def test_count_step_restores_penalties_after_cache_hit(host):
         texts.append([*text, *host.go_on(request, 25, CHAIN)])
     whole = host.alone(tokens, 26, **how)
     assert texts[0][1:] == whole[1:]
-    assert texts[1][1:] != whole[1:], "the penalties do not matter, so nothing was tested"
+    assert texts[1][1:] != whole[1:], "the penalties have no effect, so nothing was tested"
 
 
 def test_count_steps_distinguish_prompt_from_output(host):
-    """A request that resumes after a hit has outputs among what its prefill does not feed."""
+    """A resumed request with a cache hit has output tokens outside its prefill."""
     how = {"temperature": 0.0, "frequency_penalty": -1.0}
     tokens = prompt(28, 40)
     whole = host.alone(tokens, 60, **how)
@@ -265,7 +265,7 @@ def test_plain_step_cools_drafter_for_one_step(host):
 
 
 def test_gaps_in_draft_kv_are_never_read(host):
-    """Traps: switching drafting off leaves holes, and drafts depend on what lay in the page."""
+    """Trap: plain steps leave gaps in the draft KV, and drafts depended on stale page content."""
     drafts = []
     for before in (prompt(30, 90), (POISON,) * 90):
         request = host.request(before, positions=92)
@@ -300,7 +300,7 @@ def test_draft_only_step_equals_fused_drafts_without_commit(host, how):
 @either_sampling
 @pytest.mark.parametrize("right", [1, 2], ids=["first branch", "second branch"])
 def test_host_tree_output_equals_plain(host, how, right):
-    """The branch that is right is accepted, and the other leaves no trace."""
+    """The correct branch is accepted, and the other leaves no trace."""
     tokens = prompt(2, 20)
     whole = host.alone(tokens, 30, **how)
     request = host.request(tokens, **how)
@@ -328,7 +328,7 @@ def test_wrong_host_tree_preserves_output(host):
 
 
 def test_forced_chain_restores_output_tokens(host):
-    """They are accepted whatever the target says; the last one becomes the newest token."""
+    """Forced tokens are accepted for any target output; the last one becomes the newest token."""
     tokens, forced = prompt(35, 21), prompt(36, 5)
     request = host.request(tokens, output=forced[:1])
     host.prefill(request)

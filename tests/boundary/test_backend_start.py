@@ -1,4 +1,4 @@
-"""What a backend answers and refuses before its first step, each on every backend."""
+"""Prepared programs, workspace and errors of every backend before its first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.contract_host import contract_capacity, contract_model
 
 
 def made(framework: str, **changes: object) -> Backend:
-    """A backend of the contract's model on which nothing is prepared."""
+    """A backend of the contract model without prepared programs."""
     config, weights = contract_model()
     capacity = replace(contract_capacity(config), **changes)
     return make_backend(framework, config, weights, capacity, "NEXTN").backend
@@ -41,7 +41,7 @@ def test_prepare_rejects_unlisted_program(fresh):
 
 
 def test_prepare_skips_ready_programs(host):
-    """On the backend that other tests share, so that nothing is compiled for it alone."""
+    """Uses the backend of other tests, so that nothing is compiled for this test alone."""
     plan = empty_plan(host.capacity.programs[0], host.capacity)
     host.run(plan)
     named = []
@@ -51,7 +51,7 @@ def test_prepare_skips_ready_programs(host):
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
 def test_prepare_reports_each_program_once(name):
-    """JAX would compile for this alone."""
+    """JAX is left out because it would compile for this test alone."""
     backend, named = made(name), []
     first, second = backend.capacity.programs[:2]
     backend.prepare([first, second, first], named.append)
@@ -72,7 +72,7 @@ def test_workspace_grows_with_nodes_and_batch(fresh):
 
 
 def with_rows(rows: int) -> tuple[Program, ...]:
-    """The contract's programs, where drafts have other verify rows."""
+    """The contract programs with another number of verify rows for drafts."""
     config, _ = contract_model()
     return tuple(
         replace(p, shape=replace(p.shape, rows=rows)) if p.shape.nodes > 1 else p
@@ -88,7 +88,7 @@ def test_verify_rows_fewer_than_batch_rows_raise(framework):
 
 
 def test_rejection_sampling_rejects_partial_verify_rows(framework):
-    """Whether a draft is verified would depend on the token that was drawn."""
+    """Otherwise verification of a draft would depend on the sampled token."""
     chains = tuple(p for p in with_rows(15) if not p.has(ProgramFeature.NGRAM_DRAFTS))
     with pytest.raises(ValueError, match="rejection must verify every draft token, but decode"):
         made(framework, programs=chains, accept_rule="rejection")

@@ -1,6 +1,6 @@
-"""Planted faults of DFlash: each changes the golden numbers or what is accepted, and is seen.
+"""Planted faults of DFlash: each changes the golden numbers or the acceptance, and is detected.
 
-A fault is planted in the specification; what it drafts is held against torch, which stays healthy.
+A fault is planted in the specification; its drafts are compared with torch, which has no fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def block_does_not_see_itself(patch: Patch) -> None:
 
 
 def block_left_in_the_context(patch: Patch) -> None:
-    """The newest token's row stays what the block made of it."""
+    """The row of the newest token keeps the values of the block."""
     healthy = BlockDrafter.extend
 
     def extend(drafter: BlockDrafter, batch: Any, fed: Any, lengths: Any, *rest: Any) -> None:
@@ -59,7 +59,7 @@ def block_left_in_the_context(patch: Patch) -> None:
 
 
 def keep_block_rows(patch: Patch) -> None:
-    """The specification throws them away; a device leaves them past the length."""
+    """The specification discards these rows; a device leaves them past the length."""
     healthy = dflash.fill
 
     def fill(*arguments: Any) -> Any:
@@ -72,7 +72,7 @@ def keep_block_rows(patch: Patch) -> None:
 
 
 def newest_token_counted_as_context(patch: Patch) -> None:
-    """The block begins one position late, behind a row that nobody has written yet."""
+    """The block begins one position late, after an unwritten row."""
     healthy = dflash.block_rows
 
     def block_rows(block: Any, lengths: Any, *rest: Any) -> Any:
@@ -82,7 +82,7 @@ def newest_token_counted_as_context(patch: Patch) -> None:
 
 
 def rejected_rows_in_the_context(patch: Patch) -> None:
-    """Every row of a path is written, one position further for each that was rejected."""
+    """Writes every row of a path, shifted by one position per rejected row."""
     healthy = BlockDrafter.extend
 
     def extend(
@@ -96,7 +96,7 @@ def rejected_rows_in_the_context(patch: Patch) -> None:
 
 GOLDEN_FAULTS = {
     "causal instead of bidirectional": causal_in_full_layers,
-    "the block does not see itself": block_does_not_see_itself,
+    "the block does not attend to itself": block_does_not_see_itself,
     "the newest token counts as context": newest_token_counted_as_context,
 }
 SERVED_FAULTS = {
@@ -121,7 +121,7 @@ def test_planted_fault_fails_golden_block_numbers(name, monkeypatch):
 
 @pytest.fixture
 def backends() -> Iterator[Backends]:
-    """Of each test its own: what one without a fault has served is not served again."""
+    """Backends per test, so that no output of a healthy backend is reused."""
     made = Backends()
     yield made
     made.close()

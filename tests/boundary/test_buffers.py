@@ -1,4 +1,4 @@
-"""Every field of a plan lies in its buffer as its annotation says."""
+"""Plan buffers: every field has the dtype and shape of its annotation."""
 
 from dataclasses import dataclass, fields
 

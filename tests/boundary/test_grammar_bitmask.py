@@ -1,4 +1,4 @@
-"""Masks of grammars at the boundary, on every backend: a node chooses among what is allowed."""
+"""Grammar bitmasks on every backend: a node chooses among its allowed tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FRAMEWORKS = (
     "torch ranks 2",
     pytest.param("jax", marks=pytest.mark.matrix),
 )
-"""A program of JAX that nothing else runs is not among the default tests."""
+"""JAX would compile a program for these tests alone, so it is a matrix test."""
 
 
 @pytest.fixture(scope="session", params=FRAMEWORKS)
@@ -39,11 +39,11 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 
 NOISY: dict = {"temperature": 0.9, "seed32": 77}
-"""Without filters, which are measured on what is allowed."""
+"""Sampling without top-k and top-p, whose thresholds depend on the allowed tokens."""
 
 
 def put_mask(plan: StepPlan, row: int, node: int, allowed: Iterable[int]) -> None:
-    """Gives a node a mask of its own."""
+    """Adds a mask for one node."""
     mask = plan.mask
     assert mask is not None
     place = int(mask.index.max()) + 1
@@ -58,14 +58,14 @@ def all_but(host: Host, *tokens: int) -> list[int]:
 
 @either_sampling
 def test_every_node_chooses_by_own_mask(host, how):
-    """Each mask allows one token, the next one of a text that no model would write."""
+    """Each mask allows one token, the next one of a random sequence."""
     request = host.request(prompt(40, 20), **how | {"min_tokens": 0})
     host.prefill(request)
     wanted = prompt(41, 18)
     for first in range(0, 18, 3):
         a, b, c = wanted[first : first + 3]
         other = (a + 1) % 200 + POISON + 1
-        # The second branch is right; the masks of the first would lead elsewhere.
+        # The second branch is correct; the masks of the first have other tokens.
         plan = host.tree_plan(request, [other, a, b], [0, 0, 2], mask=True)
         for node, allowed in enumerate([a, other, b, c]):
             put_mask(plan, 0, node, [allowed])
@@ -90,7 +90,7 @@ def test_mask_allowing_plain_choice_preserves_output(host, how):
 
 @either_sampling
 def test_masked_token_equals_infinite_negative_bias(host, how):
-    """As a bias that no logit outweighs has it: the next best is chosen, with the same noise."""
+    """A large negative bias has the same result: the next best token with equal noise."""
     tokens = prompt(42, 20)
     rest = how | {"logit_bias": {}}
     request = host.request(tokens, **rest)

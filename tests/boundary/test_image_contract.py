@@ -1,7 +1,7 @@
-"""Images at the boundary: encoded into the device's pool, read by prefills, behind them text.
+"""Image inputs on every backend: encoding into the encoder cache, prefill, decode and drafts.
 
-On the golden model with images, whose greedy text is known. JAX has its turn with `-m matrix`:
-its programs of images are compiled for these tests alone.
+The golden VLM has known greedy outputs. JAX runs with `-m matrix`, because its image programs are
+compiled for these tests alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.support.vision_encoders import of_specification
 
 BATCH = 2
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(7, BATCH)
-"""So deep that drafts turned by their places, without the images' delta, would be others."""
+"""Deep enough that M-RoPE positions without the position delta would change the drafts."""
 
 PATCHES = 128
 ROWS = 101
-"""Of the pool: two prompts with two images each have 80."""
+"""Rows of the encoder cache; two prompts with two images each need 80."""
 
 
 def program(
@@ -57,7 +57,7 @@ PIECES = [
     program(StepKind.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
     for blocks in (range(1), range(1, DEPTH))
 ]
-"""Of images up to another size, which are encoded in two steps."""
+"""Programs of larger images, which are encoded in two steps."""
 
 
 def capacity() -> BackendLimits:
@@ -120,7 +120,7 @@ def grid(number: int) -> tuple[int, int]:
 
 
 class Prompt:
-    """A golden prompt whose images have their rows at some place of the pool."""
+    """A golden prompt with its images at a given row of the encoder cache."""
 
     def __init__(self, name: str, numbers: tuple[int, ...], place: int) -> None:
         self.tokens, image = WANT[f"{name}_ids"], vision().image_token
@@ -167,10 +167,10 @@ def test_image_prompt_output_independent_of_chunks_and_drafts(host, ends, shape)
 
 
 def test_image_and_text_prompts_run_together(host):
-    """One slot held a prompt with images before: its delta is not the text's."""
+    """A slot with images before must not keep its position delta for a text prompt."""
     host.allocator.free(TWO.request(host).slot)
     ONE.encode(host)
-    TWO.encode(host)  # its last padding would reach into the other's rows
+    TWO.encode(host)  # its last padding would overlap the rows of the other
     before = TWO.request(host)
     host.run(TWO.plan(host, before, 0, 57))
     words = [*range(3, 60)]
@@ -202,12 +202,12 @@ def test_image_embeddings_independent_of_cache_placement(host):
 
 
 def test_partial_encode_independent_of_interleaved_steps(host):
-    """Text is decoded between them, a smaller image encoded, and an image given up before."""
+    """Decode steps, a smaller image and an abandoned image run between the encode steps."""
     ONE.encode(host)
     beside = ONE.request(host)
     host.run(ONE.plan(host, beside, 0, len(ONE.tokens)))
     begins, goes_on = PIECES
-    host.run(image_plan(host, 2, 0, begins))  # nobody ends it
+    host.run(image_plan(host, 2, 0, begins))  # abandoned
     for number, place in enumerate(TWO.places[:2].tolist()):
         host.run(image_plan(host, number, 0, begins))
         host.decode(beside, shape=CHAIN)
@@ -239,7 +239,7 @@ def test_different_image_of_same_size_changes_output(host):
 
 
 def expected_drafts(prompt: Prompt, rows: np.ndarray) -> list[int]:
-    """The newest token and the drafts behind it, by the golden specification's MTP layer."""
+    """The newest token and its drafts by the MTP layer of the golden specification."""
     model, end = SpecModel(MODEL), len(prompt.tokens)
     pool = np.concatenate([np.zeros((prompt.places[0], rows.shape[1]), np.float32), rows])
     images = GoldenImages(prompt.turns, prompt.delta, pool, prompt.sources)
@@ -258,7 +258,7 @@ def expected_drafts(prompt: Prompt, rows: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("prompt", [TWO, ONE], ids=["two", "one"])
 def test_image_drafts_match_golden_mtp(host, prompt):
-    """Of placeholders, or of turns by places, they would be others: see `expected_drafts`."""
+    """Placeholder embeddings or text positions would change the drafts."""
     prompt.encode(host)
     request = prompt.request(host)
     host.run(prompt.plan(host, request, 0, len(prompt.tokens)))

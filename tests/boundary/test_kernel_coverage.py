@@ -1,4 +1,4 @@
-"""On a GPU an operation runs its kernels, or the start is refused, or it is printed and counted."""
+"""Kernel coverage on a GPU: an operation has kernels, is an error, or is a counted fallback."""
 
 import ast
 from dataclasses import fields, replace
@@ -44,7 +44,7 @@ CONFIG = tiny_model("qwen3_5", 0, with_mtp=True)[0]
 
 
 def config_with(**sizes: int) -> ModelConfig:
-    """The model with other sizes of the mixers that have them."""
+    """The model with changed sizes of its token mixers."""
 
     def resized(layer: LayerConfig) -> LayerConfig:
         names = {field.name for field in fields(layer.mixer)} & sizes.keys()
@@ -61,7 +61,7 @@ def asked(
     head: DraftConfig | None = None,
     **flags: object,
 ) -> tuple[FallbackOp, ...]:
-    """What runs plain in the programs of a start, unless it is refused."""
+    """The fallback operations in the programs of a server, or an error."""
     values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
     options = Options.from_values(values)
     drafts = DrafterSpec.of_mtp(model) if options.speculative.with_mtp else DrafterSpec.none()
@@ -151,7 +151,7 @@ EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
 
 
 def with_experts(**changed):
-    """The config, its experts changed; the shared one as wide as the others."""
+    """The config with changed experts; shared experts have the width of the others."""
     experts = replace(EXPERTS.experts, **{"intermediate": 32, "shared_intermediate": 32} | changed)
     layers = [replace(each, mlp=experts) for each in EXPERTS.layers]
     return replace(EXPERTS, layers=tuple(layers))
@@ -228,7 +228,7 @@ def test_fallback_gauges_without_fallbacks_equal_zero():
 
 @pytest.mark.parametrize("backend", ["jax_impl", "torch_impl"])
 def test_fallback_ops_in_code_match_operations_table(backend: str):
-    """By their text: what has a condition for its kernels, or a kernel's function that gives up."""
+    """Searches the source for operations with a condition for their kernels."""
     found = set()
     for path in (ROOT / backend / "ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

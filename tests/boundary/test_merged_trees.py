@@ -1,4 +1,4 @@
-"""Copies of seen text join what the device drafts: the text is the plain one, on every backend."""
+"""Merged draft trees on every backend: n-gram drafts and model drafts give plain outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ M = JOINED.copied
 
 
 def copies_of(*paths: list[int], at: list[int], edge: float = -0.01) -> NgramTrees:
-    """A chain of tokens for each row, behind the token at its position."""
+    """A chain of n-gram tokens for each row, after the token at its position."""
     B = len(paths)
     tokens, place = np.zeros((B, M), np.int32), np.arange(M)
     for row, path in enumerate(paths):
@@ -47,7 +47,7 @@ def step(host: Host, rows: list[Request], copies: NgramTrees) -> StepResult:
 
 @either_sampling
 def test_ngram_drafts_do_not_change_output(host, how):
-    """Of every age: made of the text two tokens ago at most, as with steps in flight."""
+    """N-gram trees are up to two tokens old, as with steps in flight."""
     prompts = [prompt(30 + n, 10 + 7 * n) for n in range(3)]
     hows = [how, {**how, "seed32": 5}, {**how, "max_draft_tokens": 2}]
     rows = [host.request(p, **h) for p, h in zip(prompts, hows, strict=True)]
@@ -103,7 +103,9 @@ def test_cold_row_verifies_only_ngram_drafts(host):
     assert not result.origins.drafted.any()
     assert text + emitted(result, 0) == want[:8]
     result = step(host, [row], copies_of([], at=[0]))
-    assert result.origins.drafted[0].sum() == CHAIN.depth, "the accepted copies fed the drafter"
+    assert result.origins.drafted[0].sum() == CHAIN.depth, (
+        "the accepted n-gram nodes extend the drafter"
+    )
 
 
 def test_max_draft_tokens_zero_verifies_no_ngrams(host):
@@ -117,7 +119,7 @@ def test_max_draft_tokens_zero_verifies_no_ngrams(host):
 
 
 def test_merged_trees_of_backends_bitwise_equal(host, recorded):
-    """Copies right up to a word, in a batch with a padded row, with the numpy backend's results."""
+    """N-grams are correct up to one token, in a batch with a padding row."""
     rows = [host.request(prompt(60 + n, 15), **{**SAMPLED, "seed32": n}) for n in range(3)]
     texts = [emitted(host.prefill(*rows), row) for row in range(3)]
     want = [host.alone(prompt(60 + n, 15), 24, **{**SAMPLED, "seed32": n}) for n in range(3)]
@@ -136,13 +138,13 @@ def test_merged_trees_of_backends_bitwise_equal(host, recorded):
 
 @pytest.fixture(scope="module")
 def known() -> dict[int, list[np.ndarray]]:
-    """What the first backend gave, by step."""
+    """Result fields of the first backend by step."""
     return {}
 
 
 @pytest.fixture
 def recorded(known) -> Callable[[int, list[np.ndarray]], None]:
-    """Holds a step's fields against those of the backend that came first."""
+    """Compares the fields of a step with those of the first backend."""
 
     def compare(number: int, fields: list[np.ndarray]) -> None:
         for mine, theirs in zip(fields, known.setdefault(number, fields), strict=True):

@@ -1,6 +1,6 @@
-"""Fewer verify rows than nodes: the best drafts of the whole batch get them, on every backend.
+"""Verify budget on every backend: the best drafts of the whole batch get the verify rows.
 
-What is verified decides a request's speed and never its text.
+The choice of verified drafts changes the speed of a request and never its output.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.support.contract_host import (
 from tests.support.mutations import prover
 
 DRAFTS = SHARED.rows - BATCH
-"""What is left of the verify rows beside every row's root, those of padding too."""
+"""Verify rows for drafts: all rows minus the roots, padding rows included."""
 
 LIKELY, SELDOM = 0.0, -50.0
 
 
 def test_verify_budget_preserves_output_and_uses_all_rows(host):
-    """A padded batch of all temperatures; one row may have a single draft."""
+    """A padded batch of several temperatures; one row may have a single draft."""
     hows = [
         SAMPLED,
         {**SAMPLED, "temperature": 2.0, "seed32": 3},
@@ -55,7 +55,7 @@ def test_verify_budget_preserves_output_and_uses_all_rows(host):
         nodes = result.num_nodes[:3].tolist()
         assert sum(nodes) == 3 + DRAFTS, step
         assert all(1 <= number <= SHARED.nodes for number in nodes)
-        assert nodes[2] <= 2, "more drafts than the request may have"
+        assert nodes[2] <= 2, "more drafts than the request allows"
         for row, text in enumerate(texts):
             text += emitted(result, row)
             assert result.counts[row] <= nodes[row]
@@ -63,7 +63,7 @@ def test_verify_budget_preserves_output_and_uses_all_rows(host):
         counts |= set(result.counts[:3].tolist())
         shares.add(tuple(nodes))
     assert len(shares) > 1, "the rows always got the same share"
-    assert max(counts) > 2, "hardly anything was accepted"
+    assert max(counts) > 2, "too few drafts were accepted"
     for tokens, how, text in zip(prompts, hows, texts, strict=True):
         assert text == host.alone(tokens, len(text), **how)
 
@@ -81,7 +81,7 @@ def test_verify_budget_keeps_first_chain_drafts(host):
 
 
 def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]) -> list[int]:
-    """How many nodes each row of a step gets; deeper than the chain nothing is known."""
+    """Number of nodes per row of a step; depths beyond the chain have no calibration."""
     known = np.zeros((len(rows), host.capacity.max_calibrated), np.float32)
     known[:, : len(calibration[0])] = calibration
     plan = host.planner.plan(ScheduledRows.decode(rows, SHARED, calibration=known))
@@ -100,7 +100,7 @@ def test_verify_budget_prefers_rows_with_high_acceptance(host):
 
 
 def test_verify_budget_skips_unlikely_depths(host):
-    """And what stands behind it neither, whatever is said of that."""
+    """Deeper nodes are not verified either, for any calibration of their own depth."""
     rows = [host.request(prompt(61, 15)) for _ in range(2)]
     host.prefill(*rows)
     assert shared_nodes(host, rows, [[LIKELY, SELDOM, LIKELY], [LIKELY] * 3]) == [2, 4]
@@ -109,7 +109,7 @@ def test_verify_budget_skips_unlikely_depths(host):
 def test_cold_row_gives_verify_budget_to_others(host):
     cold, *warm = [host.request(prompt(62 + n, 15)) for n in range(3)]
     host.prefill(cold, *warm)
-    host.decode(cold, shape=PLAIN)  # whose drafter was not fed
+    host.decode(cold, shape=PLAIN)  # leaves a gap in the draft KV
     result = host.decode(cold, *warm, shape=SHARED)
     assert result.num_nodes[0] == 1
     assert result.num_nodes[1:3].sum() == 2 + DRAFTS
@@ -129,7 +129,7 @@ def test_failed_row_takes_no_verify_budget(host):
 
 
 def test_host_trees_beyond_verify_rows_raise():
-    """The host limits its trees itself; every row of the plan verifies its root."""
+    """Host-built trees must fit the verify rows; every row of the plan verifies its root."""
     config, _ = contract_model()
     capacity = contract_capacity(config)
     program = next(p for p in capacity.programs if p.shape == TREE and p.work is StepKind.DECODE)
@@ -137,7 +137,7 @@ def test_host_trees_beyond_verify_rows_raise():
     plan = empty_plan(program, capacity)
     assert isinstance(plan.work, Decode)
     assert plan.work.drafts is not None
-    plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a row of padding
+    plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a padding row
     check_plan(plan, [program])
     plan.work.drafts.num_nodes[1] = 2
     told = "draft trees have 10 nodes, but decode of 4 rows, 4 nodes, .* has 9 verify rows"

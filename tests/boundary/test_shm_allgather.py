@@ -1,4 +1,4 @@
-"""Ranks give each other what they have, in order, and none waits for ever."""
+"""The shared-memory all-gather of ranks: order, fences and timeouts."""
 
 import multiprocessing
 import threading
@@ -14,7 +14,7 @@ from shared.boundary import shm_allgather as module
 from shared.boundary.shm_allgather import AllGatherTimeout, ShmAllGather
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 
-PAGE = 4096  # the numbers of a rank's exchanges have one of their own
+PAGE = 4096  # the sequence numbers of a rank have a page of their own
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_shm_allgather_returns_all_ranks_in_order(mailboxes):
 
 
 def test_shm_allgather_fences_values_and_sequence_numbers(mailboxes, monkeypatch):
-    """What a processor without an order of stores needs; only what it stands between is seen."""
+    """Weakly ordered CPUs need fences between data and sequence number."""
     path, *_ = mailboxes.__reduce__()[1]
     memory, seen = np.memmap(path, np.uint8, "r"), []
     numbers, own = memory[: 3 * PAGE].view(np.int64).reshape(3, -1)[:, 0], memory[3 * PAGE + 64 :]
@@ -67,7 +67,7 @@ def test_shm_allgather_fences_values_and_sequence_numbers(mailboxes, monkeypatch
 
 
 def test_shm_allgather_works_across_processes(mailboxes):
-    mailboxes.wait_s = 60.0  # the others have to start
+    mailboxes.wait_s = 60.0  # the other processes need time to start
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         others = pool.map_async(partial(exchanges, mailboxes), (1, 2), chunksize=1)
         np.testing.assert_array_equal(exchanges(mailboxes, 0), expected())
@@ -87,7 +87,7 @@ def test_shm_allgather_timeout_names_missing_rank(mailboxes):
 
 
 def test_shm_allgather_waits_once_for_missing_rank(mailboxes):
-    """A step has many exchanges, and its end is not to wait for each."""
+    """A step has many exchanges, and only one may wait for the timeout."""
     for call in (1, 2):
         began = time.monotonic()
         with pytest.raises(AllGatherTimeout, match=f"did not reach exchange {call} within 0"):
@@ -115,7 +115,7 @@ def test_tp_group_rejects_invalid_ranks(mailboxes):
 
 
 def test_shm_allgather_leaves_no_file():
-    """A process that is killed takes nothing away."""
+    """A killed process leaves no file behind."""
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
     made = ShmAllGather.create(2, box_bytes=64)

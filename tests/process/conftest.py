@@ -1,4 +1,4 @@
-"""A local hub with a tiny model, for the tests of its download."""
+"""A local Hugging Face hub with a tiny model, for download tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def model(tmp_path, hub) -> Path:
-    """A folder that the hub has as `ID`."""
+    """The source folder of the model `ID` of the hub."""
     folder = tmp_path / "source"
     write_tiny(folder, "qwen3", 0)
     (folder / "additional_chat_templates").mkdir()

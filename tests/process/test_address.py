@@ -1,4 +1,4 @@
-"""A start takes every address that --host names, or is refused by name."""
+"""Listening addresses: every address of --host, or an error that names the flag."""
 
 import socket
 
@@ -10,7 +10,7 @@ from shared.process import address
 
 @pytest.fixture
 def names(monkeypatch):
-    """Gives the name `here` these addresses."""
+    """Resolves the name `here` to the given addresses."""
 
     def give(*addresses: str) -> None:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in addresses]
@@ -36,7 +36,7 @@ def test_bind_listens_on_every_address_with_one_port(names):
 
 
 def test_bind_skips_addresses_of_other_machines(names):
-    names("192.0.2.1", "127.0.0.1")  # the first is for documents: nobody has it
+    names("192.0.2.1", "127.0.0.1")  # the first is reserved for documentation
     (taken,) = address.bind("here", 0)
     with taken:
         assert taken.getsockname()[0] == "127.0.0.1"
@@ -56,7 +56,7 @@ def test_bind_rejects_address_in_use_and_releases_others(names):
 
 def test_bind_rejects_address_of_another_start():
     (taken,) = address.bind("127.0.0.1", 0)
-    with taken:  # by another start, which still loads its model
+    with taken:  # held by another server, which still loads its model
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
             address.bind("127.0.0.1", port)

@@ -60,7 +60,7 @@ def test_algorithm_auto_chooses_cached_published_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    # A head of another target: whether it fits is not what this test is about.
+    # A head of another target: its sizes are not checked here.
     heads = {"org/target": ("maker/absent", "maker/head"), "org/other": ("maker/other",)}
     monkeypatch.setattr("shared.drafts.published.HEADS", heads)
     head = into_cache(tmp_path / "hub", "maker/head", DEMO / "eagle3")
@@ -70,7 +70,7 @@ def test_algorithm_auto_chooses_cached_published_head(
     assert cached_head(DEMO / "standalone", None) is None
     assert cached_head(model, str(tmp_path / "empty")) is None
     monkeypatch.setattr("shared.process.model_check.refusals", lambda setup: [])
-    with pytest.raises(ValueError, match="draft"):  # its sizes are those of another target
+    with pytest.raises(ValueError, match="draft"):  # its sizes match another target
         checked(AUTO, "--model-path", str(model))
 
 

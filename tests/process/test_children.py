@@ -1,4 +1,4 @@
-"""Child processes run the modules of their parent, whatever lies in their working folder."""
+"""Child processes import the modules of their parent in any working folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""External corpora are built beside the steps, and nothing waits for one that nobody needs."""
+"""External corpora: built concurrently with steps, and abandoned at shutdown."""
 
 import subprocess
 import sys

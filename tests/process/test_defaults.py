@@ -1,4 +1,4 @@
-"""Options that a start chooses by itself: each by the model's files, and given ones stay."""
+"""Default options: chosen by the files of the model, overridden by explicit flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start whose standard streams are closed serves all the same."""
+"""A server with closed standard streams serves requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def closing(command: list[str], closed: tuple[int, ...]) -> list[str]:
-    """A command whose standard streams of these numbers are closed."""
+    """A shell command that closes the given standard streams."""
     redirections = " ".join(f"{number}>&-" for number in closed)
     return ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command]
 
@@ -60,7 +60,7 @@ def test_server_without_standard_streams_serves(tmp_path: Path, closed: tuple[in
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         while not is_up(url):
-            assert process.poll() is None, "the start has ended"
+            assert process.poll() is None, "the server exited"
             assert time.monotonic() < deadline
             time.sleep(0.1)
         body = {"prompt": [1, 2, 3], "max_tokens": 2}

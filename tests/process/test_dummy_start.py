@@ -1,4 +1,4 @@
-"""`--load-format dummy` starts from a config.json alone, and every backend makes the same model."""
+"""`--load-format dummy`: a config.json suffices, and all backends make the same weights."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """Of a target and of what drafts for it, each with a config.json and nothing else."""
+    """Folders of a target and its drafters, each with a config.json only."""
     folder, (target, _) = tmp_path_factory.mktemp("dummies"), tiny_model("qwen3_5", 0)
     given = {
         "in_fp8": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FP8,

@@ -1,4 +1,4 @@
-"""What chooses how requests decode, by what a start was told and what its steps take."""
+"""Choice of the controller by options and measured step times."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, write_tiny
 
 SHORT, LONG = 0.0003, 0.002
-"""Seconds of a plain step that does not wait for the one before."""
+"""Seconds of a plain step with overlap."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ SHORT, LONG = 0.0003, 0.002
 def test_adaptive_ngram_disabled_for_short_gpu_steps(
     plain_s, on_gpu, flags, chooses, tmp_path, monkeypatch
 ):
-    """A start that was told of corpora drafts from them, however short its steps are."""
+    """With external corpora, drafting stays enabled for steps of any length."""
     write_tiny(tmp_path, "llama", 0)
     line = ["--model-path", str(tmp_path), "--speculative-algorithm", "NGRAM", *flags]
     line += ["--speculative-adaptive", "--max-running-requests", "1", "--context-length", "64"]
@@ -60,7 +60,7 @@ def test_adaptive_ngram_disabled_for_short_gpu_steps(
 
 
 def test_drafter_cost_fraction_counts_lm_head_read(tmp_path):
-    """The target's, or an `lm_head` of its own; of an embedding of its own it reads a row."""
+    """Covers a shared and an own `lm_head`; of an own embedding one row is read."""
     target = tiny_model("llama", 0)
     write_tiny(tmp_path / "target", "llama", 0)
     vocab, passes = target[0].vocab, 3
@@ -80,5 +80,5 @@ def test_drafter_cost_fraction_counts_lm_head_read(tmp_path):
     assert own == trained == pytest.approx(shared)
     config = config_from_folder(tmp_path / "target")
     read = sum(math.prod(parameter.shape) for parameter in parameters(config, False))
-    read -= vocab * config.hidden  # of its embedding a row
+    read -= vocab * config.hidden  # one row of the embedding
     assert own - half == pytest.approx(passes * vocab // 2 * config.hidden / read)

@@ -1,4 +1,4 @@
-"""`--fp8-activations` starts with FP8 weights as codes, or is refused in one sentence."""
+"""`--fp8-activations`: startup with W8A8 weights, or an error of one sentence."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ IN_CODES = {"attention.inputs", "attention.out", "mlp.gate_up", "mlp.down"}
 
 
 def folder_of(folder: Path, kind: str, **changed: object) -> Path:
-    """Of a tiny model without weights."""
+    """Writes the config.json of a tiny model."""
     config = tiny_config(kind, nested=False, with_mtp=False, tied=False) | changed
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,4 @@
-"""A start from FP8 files says what the dequantised model says, on every backend."""
+"""FP8 checkpoints: outputs equal those of the dequantised model on every backend."""
 
 from __future__ import annotations
 

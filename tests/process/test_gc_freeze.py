@@ -1,4 +1,4 @@
-"""A full collection stops every stream, so what a start leaves behind is out of its sight."""
+"""Frozen garbage collection: startup objects are excluded from full collections."""
 
 import asyncio
 import gc
@@ -21,14 +21,14 @@ from tests.support.tiny_models import write_tiny
 
 @pytest.fixture(autouse=True, scope="module")
 def uncollected() -> Iterator[None]:
-    """In place of the other tests' fixture: what they left is out of sight while these collect."""
+    """Freezes the objects of other tests while these tests run collections."""
     gc.freeze()
     yield
     gc.freeze()
 
 
 class Cycle:
-    """Only the collector can tell that nobody holds it."""
+    """An object in a reference cycle, freed only by the garbage collector."""
 
     def __init__(self) -> None:
         self.own = self

@@ -1,4 +1,4 @@
-"""Programs that take the masks of grammars: which a start prepares, and their memory."""
+"""Programs with grammar masks: prepared buckets and their memory."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SHADOW = "--shadow-verify-rate 0.1 "
 @pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
 @pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
 def test_grammar_masks_add_own_programs(framework, kind, drafter):
-    """Every second batch on a GPU, each on a CPU, or the widest where each takes seconds."""
+    """Every second batch on a GPU, all on a CPU, the widest if each compiles for seconds."""
     flags = f"--speculative-algorithm {drafter}" if drafter else ""
     made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
     without, with_masks = (found.capacity.programs for found in made)
@@ -62,7 +62,7 @@ def test_grammar_masks_preserve_unmasked_program_shapes(flags):
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize(("drafter", "sizes"), [("NEXTN", {(4, 3)}), ("NGRAM", {(1, 0), (12, 11)})])
 def test_one_adaptive_draft_shape_has_grammar_masks(framework, drafter, sizes):
-    """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
+    """Shapes with grammar masks are no tiers; tier costs are measured without masks."""
     flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
     capacity = planned(framework, 140 * GB, flags).capacity
     programs = capacity.programs
@@ -86,5 +86,5 @@ def test_grammar_masks_counted_in_memory_plan():
     more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
     grown = {name for name, num_bytes in more.items() if num_bytes}
     assert {"plans and results", "graph workspace"} <= grown
-    masks = 49 * -(-with_masks.capacity.vocab // 32)  # of 48 rows, and that of all ones
+    masks = 49 * -(-with_masks.capacity.vocab // 32)  # 48 rows and the all-ones mask
     assert more["plans and results"] >= 3 * 4 * masks

@@ -1,4 +1,4 @@
-"""A grammar is compiled once for all that wait for it, and not at all where none does any more."""
+"""The grammar queue: one compilation per grammar, none for dropped requests."""
 
 import threading
 
@@ -11,14 +11,14 @@ PATIENCE_S = 10
 
 
 class Compiled:
-    """Of which nothing is asked here."""
+    """A compiled grammar that is not used."""
 
     def matcher(self):
         return None
 
 
 class Compiler:
-    """Compiles what it is let; tells what it was asked for."""
+    """Compiles after a release of its semaphore, and records the grammars."""
 
     def __init__(self):
         self.begun, self.let, self.runs = [], threading.Semaphore(0), threading.Event()
@@ -49,7 +49,7 @@ def asked(grammars, number, text):
 
 
 def come(grammars, count):
-    """The numbers of the next requests whose grammar is there, the lowest first."""
+    """Sorted ids of the next requests with a compiled grammar."""
     found = []
     while len(found) < count:
         found += [request.request_id for request, refusal in grammars.ready() if refusal is None]

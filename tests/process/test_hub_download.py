@@ -24,7 +24,7 @@ from tests.support.hub_models import ID, WEIGHTS, found, names_in, refused, star
 
 def test_interrupted_download_resumes(hub, model):
     hub.cut_after = 120_000
-    assert (model / WEIGHTS).stat().st_size > 2 * hub.cut_after, "or it breaks once at most"
+    assert (model / WEIGHTS).stat().st_size > 2 * hub.cut_after, "otherwise it breaks at most once"
     folder = found(started("--model-path", ID))
     assert (folder / WEIGHTS).read_bytes() == (model / WEIGHTS).read_bytes()
     begun = [x.range for x in hub.requests if x.path.startswith("/lfs/") and x.range]
@@ -100,7 +100,7 @@ def test_insufficient_disk_space_raises_before_weight_download(hub, model, monke
 
 
 def test_hub_without_file_sizes_is_supported(hub, model):
-    """Some mirrors list names alone; sizes and ETags come from HEAD requests."""
+    """Some mirrors list names only; sizes and ETags come from HEAD requests."""
     hub.lists_sizes = False
     folder = found(started("--model-path", ID))
     assert names_in(folder) == names_in(model)
@@ -118,7 +118,7 @@ def test_load_format_dummy_downloads_no_weights(hub, model, monkeypatch):
 
 def test_download_dir_is_written_and_reused(hub, model, tmp_path):
     options = started("--model-path", ID, "--download-dir", str(tmp_path / "other"))
-    assert options.model.download_dir == str(tmp_path / "other"), "draft heads are looked up there"
+    assert options.model.download_dir == str(tmp_path / "other"), "draft heads are searched there"
     folder = found(options)
     assert tmp_path / "other" in folder.parents
     hub.requests.clear()

@@ -1,4 +1,4 @@
-"""Frames carry pixels between the processes, and none is copied more often than it has to be."""
+"""IPC messages: pixels pass between processes with the minimum of copies."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def traced() -> Iterator[None]:
 
 @contextmanager
 def taking(at_most: int) -> Iterator[None]:
-    """Takes no more memory beside what is taken."""
+    """Asserts a limit of additional peak memory."""
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
     yield
@@ -42,7 +42,7 @@ def test_frame_reader_copies_pixels_once(traced):
     data = memoryview(b"".join(in_parts(["add", 3], [PIXELS])) + pack(["next"]))
     reader, messages = FrameReader(), []
     for at in range(0, len(data), PIECE):
-        # Of the first piece there is room for all, which no later one takes again.
+        # The first piece allocates memory for all pixels, later pieces reuse it.
         with taking(SIZE + 3 * PIECE if at == 0 else 3 * PIECE):
             messages += reader.feed(bytes(data[at : at + PIECE]))
         assert reader.is_within == (at + PIECE < len(data))

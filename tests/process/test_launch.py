@@ -1,4 +1,4 @@
-"""A start as a whole."""
+"""The launch of a server: signals, checks before the framework, errors."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from tests.support.tiny_models import write_tiny
 
 
 def test_launch_sets_default_sigint_handler_during_startup(monkeypatch):
-    """From its first line to its last: neither a traceback nor a wait for a compiler."""
+    """SIGINT ends the startup at once, without a traceback or a wait for a compiler."""
     seen = []
 
     def parse(argv):
@@ -47,7 +47,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_launch_reports_wrong_files_before_framework_import(tmp_path, case, capsys):
-    """The framework takes seconds to import, and ranks are processes: neither is begun."""
+    """Neither the framework, which takes seconds to import, nor rank processes start."""
 
     def platform():
         raise AssertionError("the framework is imported")
@@ -65,7 +65,7 @@ def test_launch_reports_wrong_files_before_framework_import(tmp_path, case, caps
 
 
 def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs code where nothing is installed but Python."""
+    """Runs code in a Python without installed packages."""
     first = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     command = [sys.executable, "-I", "-S", "-c", first + code, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -83,7 +83,7 @@ CHEAP = {
 
 @pytest.mark.parametrize("flags", CHEAP)
 def test_launch_cheap_checks_need_no_package(flags):
-    """So they take a tenth of a second, and end with one sentence."""
+    """Cheap checks take 0.1 s and end with one sentence."""
     code = "from shared.process.launch import launch; sys.exit(launch(sys.argv[1:], None))"
     ran = run(code, *flags.split())
     assert (ran.returncode, ran.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""What the memory plan gives a real model on GPUs that nobody needs to have."""
+"""Memory plans of real models on simulated GPUs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ STATE = ("KV", "draft KV", "state", "snapshots", "draft state", "draft snapshots
 
 
 def prompt_workspace(lines: dict[str, int]) -> int:
-    """Of prompts, or of all that is captured."""
+    """Bytes of the prefill workspace, or of the workspace of CUDA graphs."""
     return lines.get("prompt workspace", lines.get("graph workspace", 0))
 
 
@@ -53,7 +53,7 @@ def test_memory_plan_gives_kv_most_of_gpu(framework, free_bytes, positions):
 
 
 def test_jax_gpu_share_preserves_most_kv_pages():
-    """JAX takes its share of all memory at once: what it leaves is lost to the plan."""
+    """JAX preallocates its share of the memory; the rest is unusable for the plan."""
     share = float(serve.GPU_SHARE)
     whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
     assert jaxs.capacity.num_pages > 0.9 * whole.capacity.num_pages
@@ -67,7 +67,7 @@ def test_prefill_and_decode_workspace_match_backend_costs(framework):
     asked = {p: workspace(p, memory.blueprint) for p in memory.capacity.programs}
     by_name = {"prompt workspace": StepKind.PREFILL, "decode workspace": StepKind.DECODE}
     widest = {x: max(size for p, size in asked.items() if p.work is y) for x, y in by_name.items()}
-    if framework == "torch":  # whose graphs share a pool, which is not that of other steps
+    if framework == "torch":  # CUDA graphs share a memory pool, other steps have another
         counts = [size for p, size in asked.items() if p.work is StepKind.COUNT]
         widest = {"graph workspace": max(widest.values()), "eager workspace": max(counts)}
     assert {name: sizes[name] for name in sizes if "workspace" in name} == widest
@@ -92,12 +92,12 @@ def test_workspace_counts_partials_on_gpu_scores_on_cpu():
     widest = max(memory.capacity.programs, key=lambda p: p.tokens)
     positions = widest.pages * memory.capacity.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
-    # A prompt's rows are summed where they are; one position's sums of each would be as large.
+    # Prefill rows are accumulated in place, without partial results in memory.
     queries = widest.tokens * heads * size * 2
     rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.dense.intermediate)
     assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
     decode = max(memory.capacity.programs, key=lambda p: p.batch * (p.work is StepKind.DECODE))
-    assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more
+    assert positions > MOST_PARTS * ATTENTION.split  # the limit of partial results applies
     sums = MOST_PARTS * decode.batch * heads * size * 4
     assert (
         sums < workspace(decode, memory.blueprint) < 1.1 * sums + QWEN3_8B.vocab * 64 * decode.batch
@@ -136,13 +136,13 @@ def test_moe_workspace_counts_chosen_experts_weights_all():
     assert weights > 2 * 4 * 128 * 3 * 768 * 2048
     twice, row_of_two = sized(num_experts_per_tok=16)
     assert twice == weights
-    # Gate, up and their product in two bytes each, and an output in four.
+    # Gate, up and their product have two bytes each, an output four.
     assert row_of_two - row == pytest.approx(8 * (3 * 768 * 2 + 4 * 2048), rel=0.01)
     more, row_of_more = sized(num_experts=256)
     assert more > 1.9 * weights
-    assert row_of_more - row == pytest.approx(4 * 128, rel=0.01)  # the logits alone
+    assert row_of_more - row == pytest.approx(4 * 128, rel=0.01)  # only the logits
     with_dense, row_of_dense = sized(mlp_only_layers=[0], intermediate_size=65536)
-    assert row_of_dense - row > 2 * 65536  # the widest layer, whatever its kind
+    assert row_of_dense - row > 2 * 65536  # the widest layer of any kind
     assert with_dense != weights
 
 
@@ -173,7 +173,7 @@ def test_fp8_experts_leave_80gb_gpu_kv_memory(drafter, framework):
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 def test_dense_fp8_weight_workspace_includes_dequantized_copy(framework):
-    """Trap: the steps of prompts widen it in memory, one layer after the other."""
+    """Trap: prefill steps dequantise it in memory, layer by layer."""
     config = config_from_folder(SHAPES / "qwen3-8b-fp8")
     device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
     flags = parse(["--max-total-tokens", "65536"])
@@ -202,7 +202,7 @@ def test_cpu_memory_plan_includes_ngrams_and_corpora():
 
 
 def test_compiling_cpu_backend_has_few_programs():
-    """Five: a prompt by itself in two lengths, one row or all; logprobs in the widest; a count."""
+    """Five: single prompts in two lengths, decode of one row or all, and a count."""
     few, many = (planned(name, 140 * GB, kind="cpu").capacity for name in ("jax", "torch"))
     assert (len(few.programs), len(many.programs)) == (5, 71)
     for work in (StepKind.PREFILL, StepKind.DECODE):
@@ -213,7 +213,7 @@ def test_compiling_cpu_backend_has_few_programs():
 
 @pytest.mark.parametrize(("name", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
 def test_shadow_verify_adds_missing_plain_program(name, kind):
-    """Nothing compiles while serving, so a replay's programs are in the list."""
+    """Nothing compiles while serving, so the list contains the programs of replays."""
     chain = "--speculative-algorithm NEXTN"
     for flags, num_more in ((chain, 1), ("", 0), (f"{chain} --speculative-adaptive", 0)):
         without = planned(name, 140 * GB, flags, kind=kind).capacity.programs
@@ -255,16 +255,16 @@ def test_merged_shapes_combine_chain_and_ngram_nodes(copies):
     programs = planned("torch", 140 * GB, flags).capacity.programs
     joined = {p.shape for p in programs if p.has(ProgramFeature.NGRAM_DRAFTS)}
     assert {(x.nodes, x.depth) for x in joined} == {
-        (7 + copies, max(6, copies)),  # the chain with copies
-        (1 + copies, copies),  # copies alone
+        (7 + copies, max(6, copies)),  # the chain with n-gram nodes
+        (1 + copies, copies),  # n-gram nodes alone
     }
-    assert len({x.copied for x in joined}) == 1  # one tree of copies serves both
+    assert len({x.copied for x in joined}) == 1  # one n-gram tree serves both
 
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_prompt_logprobs_add_few_counted_programs(framework, kind):
-    """Only where they are asked for; what else there is stays as it was."""
+    """Only with `--max-prompt-logprobs`; all other programs stay the same."""
     flags = "--max-total-tokens 65536"
     made = [planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", SCORES)]
     without, scoring = made
@@ -277,7 +277,7 @@ def test_prompt_logprobs_add_few_counted_programs(framework, kind):
     )
     prefills = [p for p in without.capacity.programs if p.work is StepKind.PREFILL]
     widest = [max((p.batch, p.pages, p.tokens) for p in some) for some in (prefills, added)]
-    assert widest[0] == widest[1], "they hold the widest step that the scheduler makes"
+    assert widest[0] == widest[1], "they hold the widest step of the scheduler"
     if (framework, kind) != ("torch", "cpu"):
         assert len(added) == 2
     vocab, tokens = scoring.capacity.vocab, widest[0][2]
@@ -290,7 +290,7 @@ def test_prompt_logprobs_add_few_counted_programs(framework, kind):
 @pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_every_step_fits_reduced_program_list(nodes, logprobs):
-    """Traps: a request with logprobs decoded alone, and only the widest batch had them."""
+    """Trap: a request with logprobs decoded alone, and only the widest batch had them."""
     flags = "--context-length 256 --max-running-requests 4 --chunked-prefill-size 128"
     if nodes > 1:
         flags += f" --speculative-algorithm NGRAM --speculative-num-draft-tokens {nodes}"
@@ -349,7 +349,7 @@ def test_tp_rank_memory_equals_plan(drafter):
     for rank in range(2):
         of_rank = start.of_rank(TPGroup(rank, 2, mailboxes))
         taken = tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
-        unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # where draft memory begins
+        unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # start of draft KV
         assert taken == kept - unused
         blueprint = of_rank.memory.blueprint
         how = (blueprint.dtype, torch.device("cpu"), lambda num_bytes: None)

@@ -1,4 +1,4 @@
-"""Models by path and by hub id: found, checked before their weights, named where they are wrong."""
+"""Models by path and by hub id: lookup, checks before the weights, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_hub_id_downloaded_then_found_without_network(hub, model, monkeypatch):
     options = started("--model-path", ID)
     folder = found(options)
     assert folder.parent.parent.name == "models--ORG--tiny-qwen3"
-    assert names_in(folder) == names_in(model), "only the files that a start reads"
+    assert names_in(folder) == names_in(model), "only the files that the startup reads"
     for name in names_in(model):
         assert (folder / name).read_bytes() == (model / name).read_bytes()
     assert options.server.served_model_name == ID
@@ -42,7 +42,7 @@ def test_hub_id_downloaded_then_found_without_network(hub, model, monkeypatch):
 
 
 def test_hub_cache_layout_matches_huggingface_hub(hub, model, monkeypatch, tmp_path):
-    """The layout is the library's: what either downloads the other finds."""
+    """The cache layout equals that of huggingface_hub, in both directions."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     folder = found(started("--model-path", ID))
     for name in names_in(folder):
@@ -89,7 +89,7 @@ def test_weights_downloaded_last_and_headers_by_range(hub, model):
     paths = hub.paths()
     assert paths[0] == "list"
     assert paths[1] != WEIGHTS
-    assert paths[-2:] == [WEIGHTS, WEIGHTS], "its header, then the whole"
+    assert paths[-2:] == [WEIGHTS, WEIGHTS], "its header, then the whole file"
     ranges = [x.range for x in hub.requests if x.method == "GET" and x.path.endswith(WEIGHTS)]
     assert ranges == ["bytes=0-99999", None]
 
@@ -174,7 +174,7 @@ def test_draft_head_downloaded_by_id_and_revision(hub, tmp_path):
 
 
 def test_draft_vocabulary_map_checked_before_weight_download(hub, tmp_path):
-    """The map of a draft vocabulary is content, which a header does not show."""
+    """The map of a draft vocabulary is tensor content, which a header does not contain."""
     write_models(tmp_path)
     hub.add(HEAD_ID, tmp_path / "head")
     flags = ["--model-path", str(tmp_path / "source"), "--speculative-algorithm", "EAGLE3"]

@@ -1,4 +1,4 @@
-"""A device that the environment names and that is not there ends the start with one sentence."""
+"""Devices in environment variables: a missing one ends the startup with one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.process.device import check_gpu_environment
 from tests.support.http_fixtures import ROOT
 from tests.support.tiny_models import write_tiny
 
-MISSING = 99  # no machine has so many GPUs
+MISSING = 99  # more GPUs than any machine has
 
 
 def start(backend: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Where a start keeps n-grams, and that steps which draft from a table wait for nobody."""
+"""The n-gram backend of a server, and overlap of steps with the device table."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What decode steps cost, measured on a simulated device before anything is served."""
+"""Step times of decoding, measured on a simulated device before serving."""
 
 from collections import Counter, defaultdict
 
@@ -24,10 +24,10 @@ PROGRAMS = {(batch, tier.nodes) for batch in BATCHES for tier in TIERS}
 
 
 class Counted(SimulatedBackend):
-    """Every step takes as long, and those of each program are counted.
+    """A device with constant step times, which counts the steps of each program.
 
     Attributes:
-      slow, slow_steps: A program, and during which steps of all its own take twice as long.
+      slow, slow_steps: A program, and the range of all steps in which it takes twice as long.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -57,7 +57,7 @@ def test_step_seconds_times_more_short_steps(seconds, timed):
     for batch in BATCHES:
         assert found[batch] == pytest.approx([seconds * batch * t.nodes for t in TIERS])
     assert set(backend.steps) == PROGRAMS
-    # Beside them those before all rows decode, the first two, and what was ahead of the last.
+    # Also steps before all rows decode, the first two, and steps in flight at the end.
     steps = backend.steps.values()
     assert ROUNDS * timed < min(steps) <= max(steps) < ROUNDS * (timed + 9)
 
@@ -74,7 +74,7 @@ def test_step_seconds_ignores_temporary_slowdown(first):
 
 
 def test_step_seconds_of_moe_include_smallest_batches():
-    """Its steps cost what the rows of requests read; those of padding read nothing."""
+    """The step time of MoE depends on the rows of requests; padding rows read no experts."""
     tiers, batches = TIERS, (1, 2, 8)
     capacity = simulated_capacity(tiers, batches, overlap=1)
     backend = MixtureBackend(capacity, lambda batch, tier: 0.0, Imposed({}, 1))
@@ -88,7 +88,7 @@ def test_step_seconds_of_moe_include_smallest_batches():
 
 @pytest.mark.parametrize("has_experts", [True, False])
 def test_step_seconds_rows_use_distinct_seeds(has_experts):
-    """A greedy text repeats itself, and rows that are alike choose the same experts."""
+    """Greedy outputs repeat themselves, and equal rows choose equal experts."""
     backend, how = Counted(0.003), {"overlap": 1, "chunked_prefill_size": 64}
     step_seconds(backend, host_draft=False, has_experts=has_experts, **how)
     for plan in backend.plans:

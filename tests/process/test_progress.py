@@ -1,4 +1,4 @@
-"""Progress of a start: lines at a bounded rate without a terminal, none for what takes no time."""
+"""Startup progress: log lines at a bounded rate without a terminal, none for instant work."""
 
 import io
 import json
@@ -30,7 +30,7 @@ PROGRAMS = [
 
 @pytest.fixture
 def console(caplog) -> Console:
-    """A console that is no terminal, beside a log whose lines are kept."""
+    """A console without a terminal, with captured log lines."""
     caplog.set_level(logging.INFO, log.name)
     return Console(file=io.StringIO(), force_terminal=False)
 
@@ -103,6 +103,6 @@ def test_progress_bar_shows_count_on_terminal():
     ],
 )
 def test_console_of_draws_bars_for_info_text_only(monkeypatch, observing, is_terminal, is_quiet):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich treats the stream as a terminal
     console = progress.console_of(observing)
     assert (console.is_terminal, console.quiet) == (is_terminal, is_quiet)

@@ -1,4 +1,4 @@
-"""Plans reach every rank whole and in order, whatever the readers do."""
+"""The shared-memory ring buffer: all plans reach every rank complete and in order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print("all", flush=True)
 
 
 class Process:
-    """A reader in a process of its own."""
+    """A reader in its own process."""
 
     def __init__(self, ring: Ring, reader: int, count: int, pause_s: float = 0.0) -> None:
         arguments = map(str, (ring.descriptor, reader, count, pause_s))
@@ -56,7 +56,7 @@ class Process:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "the reader says nothing"
+        assert select.select([self.process.stdout], [], [], 60)[0], "the reader writes nothing"
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ def ring():
 
 @pytest.fixture
 def reading(ring):
-    """Starts readers, which end with the test."""
+    """Starts readers, and ends them after the test."""
     begun = []
 
     def begin(*given, **named) -> Process:
@@ -88,7 +88,7 @@ def reading(ring):
 
 
 def test_ring_readers_receive_all_messages_in_order(ring, reading):
-    count = 500  # around the ring a hundred times, with all sizes at all places
+    count = 500  # more than a hundred rounds, with all sizes in all slots
     readers = [reading(index, count) for index in range(2)]
     for number in range(1, count + 1):
         ring.write(message(number, SIZES[number % len(SIZES)]), 30.0)
@@ -102,8 +102,8 @@ def test_ring_writer_waits_for_slow_reader(ring, reading):
     began = time.monotonic()
     for number in range(1, count + 1):
         ring.write(message(number, 512), 30.0)
-        assert number - ring.taken(1) <= 4, "a slot was written that is not read yet"
-    assert time.monotonic() - began > 0.01 * (count - 5), "the writer waited for nobody"
+        assert number - ring.taken(1) <= 4, "a slot was overwritten before it was read"
+    assert time.monotonic() - began > 0.01 * (count - 5), "the writer did not wait"
     assert [reader.line() for reader in readers] == ["all", "all"]
 
 
@@ -132,8 +132,8 @@ def test_ring_write_returns_sleeping_readers(ring):
     assert ring.write(message(1, 4), 1.0) == [0]
     first.wake_up()
     assert first.look(0.0) is not None
-    assert second.fall_asleep() is not None, "it came before the reader slept"
-    assert ring.write(message(2, 4), 1.0) == [], "who found a message does not sleep"
+    assert second.fall_asleep() is not None, "it arrived before the reader slept"
+    assert ring.write(message(2, 4), 1.0) == [], "a reader that found a message does not sleep"
 
 
 def test_ring_message_is_owned_by_reader(ring):

@@ -1,4 +1,4 @@
-"""A start that cannot succeed ends with exit code 2 and one sentence that says what to do."""
+"""Startup errors: exit code 2 and one sentence with the remedy."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def refuse_to_load(*_):
 
 
 def start(argv: list[str], load_backend=refuse_to_load) -> int:
-    """A start whose backend must not be reached, unless it is given."""
+    """Starts a server; a backend that is not given must not be reached."""
     device = Device("cpu", "CPU", 1 << 30)
     platform = replace(PLATFORM, find_device=lambda: device, load=load_backend)
     return launch(["--port", "0", *argv], lambda: platform)
@@ -179,7 +179,7 @@ def test_draft_head_reaches_backend_with_algorithm_shape(kind, algorithm, tmp_pa
 
 
 def write_small(folder: Path, family: str, **fields: Any) -> ModelConfig:
-    """Writes a small model's folder, with the byte tokenizer of the target's."""
+    """Writes the folder of a small model with the byte tokenizer of the target."""
     config = config_from_dict(small_config(family, **fields))
     save_checkpoint(folder, small_config(family, **fields), tiny_weights(config, 1), 1)
     save_tokenizer(folder)
@@ -240,7 +240,7 @@ def test_standalone_without_draft_model_path_raises(folder, capfd):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_draft_model_reaches_backend_and_memory_plan(family, target_and_small, capfd):
-    want = write_small(target_and_small[1], family)  # of another padded vocabulary, but the hybrid
+    want = write_small(target_and_small[1], family)  # another padded vocabulary
     reached = []
 
     def load_backend(blueprint, checkpoint, draft_files, progress):

@@ -1,4 +1,4 @@
-"""What a start tells of a model's folder."""
+"""Startup notes about the folder of a model."""
 
 import json
 from pathlib import Path

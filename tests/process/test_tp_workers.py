@@ -1,4 +1,4 @@
-"""Ranks that are processes start together, serve one text, and end together with a reason."""
+"""TP ranks as processes: joint startup, equal outputs, joint exit with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.tp_server import NAMED_S, OpenStream, ended, ranks_of, steps_
 from torch_impl import serve as torch_serve
 
 MODEL = ROOT / "models" / "random"
-LARGER = ROOT / "models" / "demo" / "target"  # divides among four
+LARGER = ROOT / "models" / "demo" / "target"  # divisible by four
 SIZES = ["--port", "0", "--context-length", "256"]
 SIZES += ["--max-running-requests", "2", "--max-total-tokens", "1024", "--page-size", "64"]
 FLAGS = ["--model-path", str(MODEL), *SIZES]
@@ -38,7 +38,7 @@ PROMPT = {"prompt": "the cat sat on", "max_tokens": 12, "temperature": 0.8}
 
 @contextmanager
 def ranked(count: int, model: Path = MODEL):
-    """A server of so many ranks."""
+    """A server of `count` ranks."""
     flags = ["--model-path", str(model), *SIZES, "--tp-size", str(count)]
     with serving(["-m", "tests.support.serve_tp", *flags]) as server:
         yield server
@@ -100,11 +100,11 @@ def test_lost_rank_ends_idle_server():
         )
 
 
-@pytest.mark.parametrize("others", ["run", "stand still"])
+@pytest.mark.parametrize("others", ["running", "stopped"])
 def test_workers_exit_with_rank_0(others):
     with ranked(2) as server:
         pids = server.pids()
-        if others == "stand still":
+        if others == "stopped":
             for pid in ranks_of(server):
                 os.kill(pid, signal.SIGSTOP)
         os.kill(server.process.pid, signal.SIGKILL)
@@ -152,13 +152,13 @@ def test_failed_startup_on_rank_ends_all_ranks(fault):
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:  # it ends when every process that holds the pipe has ended
+    try:  # it returns when every process that holds the pipe has ended
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == code, said
     assert (said.splitlines() or [""])[-1].startswith(sentence)
-    assert time.monotonic() - began < NAMED_S + 20, "a start takes its time too"
+    assert time.monotonic() - began < NAMED_S + 20, "includes the startup time"
 
 
 def test_digest_of_detects_differing_weight_files(tmp_path):
@@ -167,7 +167,7 @@ def test_digest_of_detects_differing_weight_files(tmp_path):
         return digest_of(prepare(options, serve_reference.PLATFORM))
 
     other = shutil.copytree(MODEL, tmp_path / "other")
-    assert digest(other) == digest(MODEL), "it depends on where the files are"
+    assert digest(other) == digest(MODEL), "it depends on the location of the files"
     file = other / "model.safetensors"
     tensors, found = load_file(file), set()
     last = max(tensors)

@@ -1,4 +1,4 @@
-"""A start of a model that sees: its memory, its programs, what it refuses, and a text."""
+"""Startup of a VLM: memory, programs, errors and an output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_vlm_startup_serves_images(folder, name):
 
 
 def test_vision_encoder_memory_equals_plan(folder):
-    """Exactly: weights, the pool's rows and a delta a slot, on a CPU."""
+    """Exact on a CPU: weights, rows of the encoder cache and a position delta per slot."""
     start = started(folder)
     without = started(folder, "--language-model-only")
     assert start.num_bytes > without.num_bytes
@@ -85,7 +85,7 @@ def test_vision_encoder_memory_equals_plan(folder):
 
 
 def tower_bytes(start: ValidatedStartup) -> int:
-    """Of a tower as torch has it."""
+    """Bytes of the vision encoder in torch."""
     vision, where = start.memory.capacity.images.vision, ("float32", torch.device("cpu"))
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
 
@@ -117,7 +117,7 @@ def test_memory_plan_covers_partially_encoded_image(folder, monkeypatch):
 def test_image_flags_bound_images_and_encoder_cache(folder):
     images = started(folder, "--max-image-tokens 20").memory.capacity.images
     assert images.processor.smart_resize(600, 600)[0] ** 2 <= 20 * 64
-    below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
+    below = started(folder, "--max-image-tokens 7").memory.capacity  # below the minimum of the file
     assert below.max_image_tokens == 7
     assert below.images.processor.smart_resize(600, 600) == (16, 16)
     pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.images

@@ -1,4 +1,4 @@
-"""What ends a start and a step from outside, and with which words."""
+"""The watchdog: ends of a step and of the startup, with their reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 0.2
 
 
 class Ended:
-    """What a watchdog was told to end with."""
+    """Records the end reasons of a watchdog."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.reasons: queue.Queue[str | None] = queue.Queue()
@@ -65,7 +65,7 @@ def test_watchdog_fail_ends_process():
 
 
 def test_watchdog_claim_end_waits_for_current_end():
-    """A lost rank fails the engine's own step too, and one reason is to be told."""
+    """A lost rank also fails the step of the engine, and only one reason is reported."""
     watchdog, entered, leave = Watchdog(3600), threading.Event(), threading.Event()
 
     def end(failure: str | None) -> None:
