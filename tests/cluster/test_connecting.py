@@ -1,4 +1,4 @@
-"""Why a Ray cannot be joined: absent, of another version, or not accepting this process."""
+"""Ray connection errors: no Ray, another version, or a rejected process."""
 
 import socket
 
@@ -8,7 +8,7 @@ from shared.cluster.connecting import connection_fault
 
 
 class AuthenticationError(Exception):
-    """Ray's, by its name."""
+    """Same name as the error of Ray."""
 
 
 ABSENT = ConnectionError("Could not find any running Ray instance. Please specify the one ...")

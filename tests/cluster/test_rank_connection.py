@@ -1,4 +1,4 @@
-"""A rank that calls back is known among strangers; Ray is not needed for it."""
+"""Connections of remote ranks: authentication, unknown clients and lost ranks, without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def _is_open(call: socket.socket) -> bool:
-    """Whether the other end has neither closed nor said anything."""
+    """True if the other end has neither closed nor sent anything."""
     call.settimeout(0.05)
     try:
         assert call.recv(1) == b""
@@ -38,7 +38,7 @@ def _is_open(call: socket.socket) -> bool:
 
 
 def test_accept_rank_connection_ignores_strangers(listener):
-    """One is silent, one says too little, two the wrong words, one resets, one leaves."""
+    """Clients are silent, send too little or the wrong secret, reset, or disconnect."""
     with ExitStack() as stack:
         calls = [
             stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(7)
@@ -67,9 +67,11 @@ def test_accept_rank_connection_ignores_strangers(listener):
         assert found.getpeername() == right.getsockname()
         assert found.gettimeout() is None
         assert found.recv(99) == b"and on"
-        assert kept[1] == [True, True], "how much of a secret is right is told"
+        assert kept[1] == [True, True], "the length of the correct prefix is revealed"
         for stranger in (silent, little, short, wrong):
-            assert _is_open(stranger) is False, "a stranger is answered, or kept"
+            assert _is_open(stranger) is False, (
+                "an unknown client gets an answer, or stays connected"
+            )
 
 
 def test_accept_rank_connection_names_host_of_lost_rank(listener, monkeypatch):

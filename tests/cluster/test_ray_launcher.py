@@ -29,8 +29,8 @@ MODULE = "tests.support.serve_tp"
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[None]:
-    """A Ray of two hosts with a processor each, which servers find by RAY_ADDRESS."""
-    from ray.cluster_utils import Cluster  # where the extra is not installed there is none
+    """A Ray cluster of two hosts with one CPU each, found by RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster  # an optional dependency
 
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
@@ -46,7 +46,7 @@ def hosts() -> Iterator[None]:
 
 
 def rank_1() -> int:
-    """The process of rank 1, which an actor of Ray has started."""
+    """Process id of rank 1, which a Ray actor has started."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")

@@ -1,4 +1,4 @@
-"""A DFlash2 model is understood in its spellings, or refused by the name of what is wrong."""
+"""DFlash2 configs: supported spellings, and errors that name the field."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A DFlash model is understood in all its spellings, or refused by the name of what is wrong."""
+"""DFlash configs: supported spellings, and errors that name the field."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def parsed(target=TARGET, **fields) -> DraftConfig:
 
 
 def dflash(**fields) -> dict:
-    """`dflash_config` with some fields changed."""
+    """`dflash_config` with changed fields."""
     return {"dflash_config": {**CONFIG["dflash_config"], **fields}}
 
 
@@ -90,7 +90,7 @@ def test_with_window_replaces_windows_of_all_layers():
 @pytest.mark.parametrize(
     ("num_layers", "target_layers", "streams"),
     [
-        (5, 36, (2, 10, 18, 26, 34)),  # those of the released model for Qwen3-8B
+        (5, 36, (2, 10, 18, 26, 34)),  # the released model for Qwen3-8B
         (5, 32, (2, 9, 16, 23, 30)),  # Qwen3.5-4B and 9B
         (8, 40, (2, 7, 12, 17, 23, 28, 33, 38)),
         (1, 36, (19,)),
@@ -192,7 +192,9 @@ def test_dflash_block_sets_shape_and_memory_plan():
     row = 4 * 2 * layer.attention.num_kv_heads * layer.attention.head_size
     assert sizes["draft KV"] == layer.num_layers * row * capacity.num_pages * capacity.page_size
     assert sizes["draft weights"] == 4 * sum(array.size for array in HEAD.weights.values())
-    assert sizes["relay"] == capacity.num_slots * 3 * 4  # there is none: what all slots have
+    assert (
+        sizes["relay"] == capacity.num_slots * 3 * 4
+    )  # no draft input: only the fields of all slots
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A draft head is understood in all its spellings, or refused by the name of what is wrong."""
+"""Draft head configs: supported spellings, and errors that name the field."""
 
 import dataclasses
 import json
@@ -102,7 +102,7 @@ def test_aux_layer_ids_including_layer_count_are_streams(nested):
     [([0, 3, 6], False), ([3, 4, 6], True), ([3, 4, 6], False)],
 )
 def test_ambiguous_aux_layer_ids_require_flag(ids, nested):
-    """Read by the wrong one of the two, a head loads and drafts badly without a word."""
+    """With the wrong convention a head loads without an error and drafts badly."""
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": ids}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
@@ -344,7 +344,7 @@ def test_fc_norms_apply_per_stream_then_jointly():
     joined = np.concatenate([layers.rms_norm(passed.streams[i], w, eps) for i, w in norms], axis=1)
     want = layers.rms_norm(joined, head.weights["input_norm"], eps) @ head.weights["fc"].T
     got = eagle.EagleHeadDrafter.of_head(head, WEIGHTS).reads(passed)
-    # Float32 sums of 144 products, in the same order but for the bias.
+    # Float32 sums of 144 products in the same order, except for the bias.
     np.testing.assert_allclose(got, want + head.weights["fc_bias"], atol=1e-5)
     plain = tiny_head(TARGET, WEIGHTS, "EAGLE3", 1)
     assert not np.allclose(
@@ -353,7 +353,7 @@ def test_fc_norms_apply_per_stream_then_jointly():
 
 
 def one_row(head, reads):
-    """A head's output and logits for one row at position 0."""
+    """Output and logits of a head for one row at position 0."""
     drafter, table = eagle.EagleHeadDrafter.of_head(head, WEIGHTS), np.array([[1]])
     rows = attention.causal_rows(np.array([0, 1]), np.zeros(1, int), np.zeros(1, int), table, 1)
     kv = model.new_kv(drafter.layer, 1, 2, 4)

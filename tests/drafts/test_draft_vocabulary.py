@@ -1,4 +1,4 @@
-"""Which tokens a drafter drafts: how they are chosen, read and refused, and what a start makes."""
+"""The draft vocabulary: choice of tokens, token map files, errors and startup."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_token_map_counts_all_text_formats_deterministically(tmp_path):
     assert made[0].read_text() == made[1].read_text()
     assert {*ends, *ours} <= {*ids}
     assert len(ids) == 7
-    assert 122 not in ids, "what a user says was counted"
+    assert 122 not in ids, "a user message was counted"
     assert parts[0] == parts[1] > 0.5
 
 

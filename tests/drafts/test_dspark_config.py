@@ -1,4 +1,4 @@
-"""A DSpark model is understood in all its spellings, or refused by the name of what is wrong."""
+"""DSpark configs: supported spellings, and errors that name the field."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The fields of a draft head's config.json as current tools write them, or leave them out."""
+"""Fields of a draft head config: written by current tools, or absent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flat(kind: str) -> dict:
 
 
 def speculators(**layer) -> dict:
-    """An EAGLE-3 head in the speculators format, with changed fields of its layer."""
+    """Config of an EAGLE-3 head in the speculators format with changed layer fields."""
     stated = tiny_head_config(TARGET, "EAGLE3")
     outer = {name: stated.pop(name) for name in ("draft_vocab_size", "eagle_config")}
     del stated["architectures"]

@@ -1,4 +1,4 @@
-"""A head's files decide about its biases, its head norms and whose embedding it reads."""
+"""Head config from tensors: biases, head norms and own or shared embedding."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_differing_embedding_is_own_and_copy_shared(kind, target, tmp_path):
     assert config.own_embed
     head = load_head(open_head(tmp_path / "trained"), config, np.float32)
     np.testing.assert_array_equal(head.weights["embed"], trained)
-    # What it holds of its own is in the memory plan.
+    # Its own tensors are in the memory plan.
     flags = ["--speculative-algorithm", kind, "--speculative-draft-model-path", "head"]
     planned = plan(parse(flags), TARGET, DrafterSpec.of_head(config), CPU, PLATFORM.costs)
     (line,) = (each for each in planned.lines if each.name == "draft weights")
@@ -99,14 +99,14 @@ def test_missing_lm_head_uses_target_for_whole_vocabulary(size, tmp_path):
 
 
 def padded(table: np.ndarray, more: int) -> np.ndarray:
-    """With so many rows more, or less."""
+    """Adds `more` rows, or removes rows if it is negative."""
     return np.pad(table, ((0, max(more, 0)), (0, 0)))[: len(table) + more]
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("more", [8, -8])
 def test_head_vocab_padding_may_differ_from_target(more, kind, target, tmp_path):
-    """The tokenizer knows fewer tokens than either counts."""
+    """The tokenizer has fewer tokens than both vocabularies."""
     known, embed, folder = TARGET.vocab - 10, WEIGHTS["embed"], tmp_path / "head"
     write(folder, kind, {"embed_tokens.weight": padded(embed, more)})
     path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""An MTP layer in the speculators format drafts in place of the checkpoint's own, or is refused."""
+"""External MTP layers in the speculators format: replacement of own layers, and errors."""
 
 import json
 from dataclasses import replace
@@ -25,13 +25,13 @@ RENAMED = {
     "mtp.norm.": "mtp_layers.0.final_layernorm.",
     "mtp.layers.0.": "mtp_layers.0.",
 }
-"""As the format's converter renames the tensors of a checkpoint."""
+"""Tensor names of a checkpoint, and their names in the speculators format."""
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe")
 
 
 def write_layer(folder: Path, family: str, seed: int, **fields) -> dict[str, np.ndarray]:
-    """Writes the MTP layer of another tiny checkpoint; gives its tensors under usual names."""
+    """Writes the MTP layer of another tiny checkpoint; returns its tensors by usual name."""
     write_tiny(folder / "from", family, seed)
     taken = {k: v for k, v in load_file(folder / "from" / SINGLE_FILE).items() if "mtp." in k}
     tensors, found = {}, {}

@@ -1,4 +1,4 @@
-"""Data URLs are read in every form in which clients write base64."""
+"""Data URLs: all base64 forms of clients, and errors."""
 
 import base64
 import re
@@ -34,7 +34,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.binary(max_size=64), head=st.sampled_from(HEADS))
-@example(data=b"\xfb\xff\xfe\xfb", head=HEADS[0])  # has both letters that differ, and padding
+@example(data=b"\xfb\xff\xfe\xfb", head=HEADS[0])  # has both differing letters and padding
 def test_data_url_accepts_every_base64_form(form: str, data: bytes, head: str):
     assert data_of(head + FORMS[form](base64.b64encode(data).decode())) == data
 

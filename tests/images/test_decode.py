@@ -1,4 +1,4 @@
-"""An image is opened as it was drawn and brought to size, or refused before it is decoded."""
+"""Image decoding: orientation, resizing, and errors before decoding."""
 
 import io
 import struct
@@ -66,7 +66,7 @@ PLAIN = {
     "16 bit grey": (deep_grey(GREY[..., 0].astype(np.uint16) * 257), GREY),
     "camera": (several_in_a_jpeg(), None),
 }
-"""Files, and what they are opened as; None: what Pillow reads of a file that has lost some."""
+"""Files and their expected pixels; None: the pixels that Pillow reads, for lossy files."""
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -79,12 +79,12 @@ def test_opened_converts_every_image_kind_to_rgb(name):
 
 def test_exif_orientation_applied_before_resize():
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # rotated by 90 degrees
     got = opened_array(stored(rgb(), exif=exif))
     np.testing.assert_array_equal(got, np.rot90(PATTERN, -1))
 
 
-@pytest.mark.parametrize("turn", range(10))  # 1 is upright, 0 and 9 mean nothing
+@pytest.mark.parametrize("turn", range(10))  # 1 is upright, 0 and 9 are invalid
 def test_exif_orientations_match_pillow(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
@@ -94,7 +94,7 @@ def test_exif_orientations_match_pillow(turn):
 
 
 ODD = struct.pack("<4sIHHHIHHHHIfI", b"II*", 8, 2, 0x0112, 3, 1, 6, 0, 0x010E, 11, 1, 1.5, 0)
-"""EXIF of an image that is turned, with a description that is a number and no text."""
+"""EXIF with a rotation, and a description of type number instead of text."""
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_read_header_matches_pillow(kind, lossless):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_truncated_image_raises_or_opens(kind):
-    """Nothing else comes out of it, whatever its decoder makes of the rest."""
+    """Truncation never causes another kind of error."""
     data, config = stored(rgb(), kind), replace(image_config(), max_pixels=1024)
     for end in [*range(0, 64), *range(64, len(data), 97)]:
         with suppress(InvalidImageError):
@@ -157,7 +157,7 @@ def test_truncated_image_raises_or_opens(kind):
 
 
 def test_text_server_needs_no_pillow():
-    """Pillow is an extra; what opens images is a process of its own."""
+    """Pillow is an optional dependency, and images are decoded in a separate process."""
     code = "import sys; sys.modules['PIL'] = None; import shared.server.api.service"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

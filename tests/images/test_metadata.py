@@ -1,4 +1,4 @@
-"""Metadata of any size and kind leaves an image as it is; only its orientation is read."""
+"""Image metadata: any size and kind is ignored, except the orientation."""
 
 import io
 import random
@@ -27,7 +27,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png_with(*chunks: bytes) -> bytes:
-    """The pattern as a PNG with chunks before and behind its pixels."""
+    """The pattern as a PNG with chunks before and after its pixels."""
     data = stored(rgb())
     return data[:33] + b"".join(chunks) + data[33:-12] + b"".join(chunks) + data[-12:]
 
@@ -135,7 +135,7 @@ def test_single_frame_animation_is_opened(kind: str):
     data = png_with(control, frame)
     if kind == "WEBP":
         still = webp_with()
-        body = still[12:]  # of VP8L, which a frame holds as it is
+        body = still[12:]  # VP8L data, which a frame contains unchanged
         head = bytes(6) + (47).to_bytes(3, "little") + (39).to_bytes(3, "little") + bytes(4)
         extended = b"\x02" + bytes(3) + head[6:12]
         parts = ((b"VP8X", extended), (b"ANIM", bytes(6)), (b"ANMF", head + body))

@@ -1,4 +1,4 @@
-"""Sizes of images: within the bound, and those of transformers wherever these are within it."""
+"""Image sizes: within the limits, and equal to transformers where it respects them."""
 
 import math
 
@@ -16,7 +16,7 @@ def config_of(factor: int, least: int, most: int) -> ImageProcessorConfig:
 
 
 def wanted(height: int, width: int, config: ImageProcessorConfig) -> list[int]:
-    """The sides of transformers' `Qwen2VLImageProcessor`, which its bounds may not hold."""
+    """Sides of `Qwen2VLImageProcessor` in transformers, which may exceed the limits."""
     factor, pixels = config.multiple, height * width
     sides = [round(side / factor) * factor for side in (height, width)]
     if math.prod(sides) > config.max_pixels:

@@ -1,4 +1,4 @@
-"""What layers say that they keep is what the plan counts and what both backends allocate."""
+"""Cache specs of layers: equal to the memory plan and to the allocations of both backends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = ("kv", "delta", "snapshots")
 
 
 def bytes_of(state: object) -> int:
-    """Of all arrays that belong to layers, of a state and its drafter's."""
+    """Bytes of all per-layer arrays of a state and its drafter."""
     held = [getattr(owner, name) for owner in (state, state.draft) for name in PLACES]
     return sum(x.nbytes for each in held if each is not None for x in parts(each))
 
@@ -69,7 +69,7 @@ def test_cache_spec_bytes_scale_with_mixer_sizes():
     assert [x.piece_bytes(2) for x in wide.kept] == [2 * x.piece_bytes(2) for x in attention.kept]
     recurrent, window = replace(delta, value_size=2 * delta.value_size).kept
     assert recurrent.piece_bytes(2) == 2 * delta.kept[0].piece_bytes(2)
-    assert recurrent.piece_bytes(2) == recurrent.piece_bytes(4)  # its own type
+    assert recurrent.piece_bytes(2) == recurrent.piece_bytes(4)  # its own dtype
     assert window.piece_bytes(2) < 2 * delta.kept[1].piece_bytes(2)
 
 

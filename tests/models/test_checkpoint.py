@@ -1,4 +1,4 @@
-"""A checkpoint loads under our names from every layout, or names the tensor that is at fault."""
+"""Checkpoints: every layout loads under internal names, faulty tensors are named."""
 
 import json
 
@@ -128,7 +128,7 @@ def test_checkpoint_ignores_unused_tensors(tmp_path):
 
 
 def apart(tensors, only=""):
-    """Stacked experts as tensors of each, in the layers whose name begins so."""
+    """Splits stacked experts into one tensor per expert, in layers with the given prefix."""
     found = {}
     for name, array in tensors.items():
         head, leaf = name.rsplit(".", 1)
@@ -181,7 +181,7 @@ def test_nextn_layers_ignored_up_to_configured_count(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(stated))
     with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj\.weight is not part of"):
         load_all(tmp_path, config_from_folder(tmp_path), False)
-    del stated["num_nextn_predict_layers"]  # the class has one
+    del stated["num_nextn_predict_layers"]  # the config class has one
     (tmp_path / "config.json").write_text(json.dumps(stated))
     assert_same(
         load_all(tmp_path, config_from_folder(tmp_path), False), tiny_model("glm4_moe", 0)[1]

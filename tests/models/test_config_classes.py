@@ -1,4 +1,4 @@
-"""The table of configuration classes is that of the installed transformers."""
+"""Configuration classes: defaults and aliases of the installed transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASSES = {
 each_class = pytest.mark.parametrize("of", CLASSES.values(), ids=CLASSES)
 
 ROTARY = {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-"""Fields of the rotation, which transformers moves into `rope_parameters`."""
+"""Rotary fields, which transformers moves into `rope_parameters`."""
 
 SWITCHES = {
     *("attention_bias", "mlp_bias", "use_sliding_window", "layer_types", "head_dim"),
@@ -30,11 +30,11 @@ SWITCHES = {
     *("mtp_use_dedicated_embeddings", "quantization_config", "architectures", "model_type"),
     *("text_config", "num_nextn_predict_layers", "max_window_layers", "output_gate_type"),
 }
-"""Fields that a class need not declare: absent, each asks for nothing."""
+"""Fields that a class may leave undeclared, because their absence has no effect."""
 
 
 def default_of(name: str, field: str):
-    """The default of a field in a class of transformers; MISSING: it declares no such field."""
+    """Default of a field in a transformers class, or MISSING if it is not declared."""
     theirs = getattr(transformers, name)
     field = theirs.attribute_map.get(field, field)
     other = {alias: own for own, alias in theirs.attribute_map.items()}.get(field, field)
@@ -69,7 +69,7 @@ def test_config_class_aliases_equal_transformers(of):
 
 
 class Recorder(dict):
-    """The fields of a config.json, which notes those that are read."""
+    """A config.json dictionary that records which fields are read."""
 
     read: set[str] = set()
 
@@ -104,7 +104,7 @@ def test_fields_read_are_in_config_class_table(name):
 
 @each_class
 def test_config_class_defaults_pass_their_reader(of):
-    """A default that no reader takes would be an error at the first file that leaves it out."""
+    """A default that its reader rejects would fail at the first file without the field."""
     for name, value in of.fields.items():
         if isinstance(value, int) and not isinstance(value, bool):
             assert positive(of.completed({}), name) == value

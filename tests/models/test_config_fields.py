@@ -1,4 +1,4 @@
-"""A value of a config.json that cannot be meant is refused in a sentence that names its field."""
+"""Invalid values of a config.json: errors of one sentence that name the field."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 
 def config_of(family, place=None, value=None):
-    """A tiny model's config.json; with one field changed, which may be a nested one."""
+    """The config.json of a tiny model, optionally with one changed field, also a nested one."""
     config = copy.deepcopy(tiny_config(family, nested=False, with_mtp=True, tied=False))
     if place is not None:
         *outer, field = place.split(".")
@@ -124,7 +124,7 @@ def test_zero_query_scaling_beta_disables_scaling(growth):
 
 
 def test_config_from_folder_rejects_deep_nesting(tmp_path):
-    """Whoever wrote its values into a sentence would recurse as deep."""
+    """An error message with such a value would recurse too deeply."""
     for levels, told in ((MOST_LEVELS + 1, "deeper than 64 levels"), (10**5, "not valid JSON")):
         text = json.dumps(config_of("llama"))[:-1]
         deep = f'{text}, "vocab_size": {"[" * levels}{"]" * levels}}}'

@@ -1,4 +1,4 @@
-"""Fields that a config.json spells in two ways, sets to null or leaves out."""
+"""Fields of a config.json with two spellings, null values or no value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def experts(**changes):
 
 
 def test_rope_parameters_by_layer_type_apply_to_layers():
-    """Two bases, and a scaling that only one type has, in both orders of the types."""
+    """Covers two bases, and a scaling of one layer type."""
     by_type = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000},

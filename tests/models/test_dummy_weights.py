@@ -1,4 +1,4 @@
-"""Dummy weights: the same bits on every backend, of the size of a model's, and from no file."""
+"""Dummy weights: equal bits on every backend, realistic sizes, no files."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_dummy_parameter_array_bitwise_equal(family, dtype, made):
     for parameter in tiny_parameters(family):
         law = init_of(parameter)
         if (law, parameter.shape) in laws:
-            continue  # one compilation less
+            continue  # saves a compilation
         laws.add((law, parameter.shape))
         want = parameter_array(parameter, law)
         found = made(parameter, law, dtype)

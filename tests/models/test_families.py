@@ -1,4 +1,4 @@
-"""A family of known switches is a record: nothing but its reader knows its name."""
+"""Model families: only their reader contains their names."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,15 @@ PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels")
 READER = Path("shared/models/families.py")
 ALSO = {
     Path("jax_impl/training/tasks.py"): "writes the config.json of heads",
-    Path("shared/drafts/config.py"): "reads that of heads, whose layers are a family's",
-    Path("shared/drafts/config_formats.py"): "reads heads, which say whose layers they have",
-    Path("shared/drafts/mtp.py"): "reads MTP layers that stand alone",
-    Path("shared/options/draft_model_rules.py"): "has examples of starts that are refused",
+    Path("shared/drafts/config.py"): "reads the config.json of heads with layers of a family",
+    Path("shared/drafts/config_formats.py"): "reads heads with the family of their layers",
+    Path("shared/drafts/mtp.py"): "reads separate MTP layers",
+    Path("shared/options/draft_model_rules.py"): "has examples of rejected options",
     Path("shared/options/rules.py"): "the same",
-    Path("shared/options/server.py"): "names parsers of reasoning after models",
-    Path("shared/text/template_probe.py"): "chooses a parser of reasoning by that name",
+    Path("shared/options/server.py"): "has reasoning parsers with names of models",
+    Path("shared/text/template_probe.py"): "chooses a reasoning parser by that name",
 }
-"""What else says such a word, and why."""
+"""Other files with such names, and their reasons."""
 
 
 @pytest.mark.parametrize("name", sorted({family.name for family in FAMILIES.values()}))

@@ -1,4 +1,4 @@
-"""Paths that are no model folder: the error says what each is, and what to do."""
+"""Paths that are no model folder: errors with the kind of the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in FP8 are read as code times scale, rounded once, or refused by the tensor's name."""
+"""FP8 weights: value times scale, rounded once, and errors that name the tensor."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_fp8_dequantize_matches_golden_reference():
 
 
 def rewrite(folder: Path, change) -> None:
-    """Writes the golden checkpoint into a folder with its tensors changed."""
+    """Writes the golden checkpoint with changed tensors into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text((FOLDER / "config.json").read_text())
     tensors = read_stored(FOLDER / "model.safetensors")
@@ -68,14 +68,14 @@ def test_fp8_weight_load_rounds_product_once(dtype):
         exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         exact *= np.repeat(scales.astype(np.float64), 128, axis=1)[:, :160]
         np.testing.assert_array_equal(got[0, expert], exact.astype(dtype))
-    # A product has 12 bits, so that rounding shows.
+    # A product has 12 bits, so that rounding changes it.
     assert (checkpoint.load(down, np.float32) != got.astype(np.float32)).any() == (
         dtype is not np.float32
     )
 
 
 def with_stacked_down(tensors):
-    """With the last matrices of the experts as transformers stacks what it quantises by itself."""
+    """Stacks the down projections of the experts, like transformers does when it quantises."""
     kept = {name: each for name, each in tensors.items() if "down_proj" not in name}
     for end in ("", SCALE):
         names = [f"{LAYER}mlp.experts.{i}.down_proj.weight{end}" for i in range(3)]
@@ -104,7 +104,7 @@ def test_fp8_progress_counts_values_and_scales():
 
 
 def test_tensor_without_scales_loads_unscaled(tmp_path):
-    """Whatever the lists in the config say: a module that they miss has none, and needs none."""
+    """The lists of ignored modules in the config have no effect."""
 
     def change(tensors):
         name = f"model.{QUERY}"

@@ -1,4 +1,4 @@
-"""FP8 weights in words of four: where each code lies, and what is refused."""
+"""Packed FP8: positions of the four values in an int32, scales, and errors."""
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +34,7 @@ def test_packed_scales_include_scale_factor() -> None:
 
 def test_rounded_matches_bfloat16() -> None:
     x = np.random.default_rng(0).integers(0, 0x7F000000, 4096, np.uint32).view(np.float32)
-    x = np.concatenate([x, -x, np.float32([1.00390625, 1.01171875, 0])])  # two between two
+    x = np.concatenate([x, -x, np.float32([1.00390625, 1.01171875, 0])])  # ties
     np.testing.assert_array_equal(rounded(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Models of the hub in the local cache."""
+"""Hub models in the local cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def cached(cache: Path, *names: str, commit: str = COMMIT, ref: str = "main") -> Path:
-    """Writes a snapshot of ORG/NAME as the hub's own library lays it out."""
+    """Writes a snapshot of ORG/NAME in the layout of huggingface_hub."""
     folder = cache / "models--ORG--NAME"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True)

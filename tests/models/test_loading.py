@@ -1,4 +1,4 @@
-"""Both backends read a checkpoint tensor by tensor, and get the numbers of the whole."""
+"""Loading on both backends: piecewise reads equal whole reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.fl
 
 @pytest.fixture(params=KINDS)
 def stored(request, tmp_path) -> tuple[ModelConfig, Checkpoint]:
-    """A checkpoint whose tensors are of each type."""
+    """A checkpoint with tensors of one dtype."""
     config = write_tiny(tmp_path, "qwen3_5", 0)
     kind = KINDS[request.param]
     tensors = {name: x.astype(kind) for name, x in load_file(tmp_path / FILE).items()}
@@ -108,7 +108,7 @@ def test_large_tensor_is_read_in_row_pieces(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe_fp8"])
 def test_expert_layouts_load_into_stacks(folder, monkeypatch):
-    """One by one, stacked, the shared one behind them, and widened from FP8."""
+    """Covers separate, stacked, shared and dequantised FP8 experts."""
     config, checkpoint = config_from_folder(GOLDEN / folder), open_checkpoint(GOLDEN / folder)
     wanted = parameters(config, config.has_mtp)
     whole = {p.name: checkpoint.load(p, ml_dtypes.bfloat16) for p in wanted}

@@ -1,4 +1,4 @@
-"""A config.json is understood in all its spellings, or refused by the name of a field."""
+"""Model configs: all spellings of a config.json, and errors that name the field."""
 
 import json
 import math
@@ -80,7 +80,7 @@ def test_head_size_independent_of_hidden_size():
 
 
 def test_mistral_equals_llama_with_sliding_window():
-    """A null window is none, and Llama itself has no such field."""
+    """A null window means no window, and Llama has no such field."""
     mistral = llama(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
     found, like = config_from_dict(mistral), config_from_dict(llama(sliding_window=4096))
     assert (found.layers, found.hidden, found.rms_eps) == (like.layers, like.hidden, like.rms_eps)
@@ -197,7 +197,7 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 def test_longrope_factors_follow_served_context_length(kind):
-    """And not by each text's length: keys that are kept would have turned in another way."""
+    """The length of a request has no effect: cached keys would have other rotations."""
     long = llama(rope_scaling=LONG | {"type": kind}, original_max_position_embeddings=256)
     whole = config_from_dict(long).attention.rotary
     assert whole.extensions == (4.0,) * 8
@@ -254,7 +254,7 @@ def test_expert_weight_renormalization_follows_family():
     assert not config_from_dict(silent).experts.is_renormalised
     assert is_renormalised("qwen3_moe", norm_topk_prob=True)
     assert is_renormalised("qwen3_5_moe")
-    assert is_renormalised("qwen3_5_moe", norm_topk_prob=False)  # a field that it does not read
+    assert is_renormalised("qwen3_5_moe", norm_topk_prob=False)  # a field that the family ignores
     assert not is_renormalised("glm4_moe", norm_topk_prob=False)
 
 

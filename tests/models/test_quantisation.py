@@ -1,4 +1,4 @@
-"""What a `quantization_config` may say, and FP8 in the layouts that it may have in files."""
+"""Supported fields of `quantization_config`, and the FP8 layouts of checkpoint files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def written(folder: Path, layout: str) -> ModelConfig:
-    """Checks a checkpoint of this layout, and writes the same widened beside it."""
+    """Writes and checks a checkpoint of this layout, and writes its dequantised copy."""
     config = write_fp8(folder / "fp8", STATED, LAYOUTS[layout])
     open_checkpoint(folder / "fp8").check(config, False)
     write_widened(folder / "fp8", folder / "wide")
@@ -132,7 +132,7 @@ def test_faulty_fp8_layout_tensor_named_in_error(message, tmp_path) -> None:
 
 
 def edited(place: str, value: object) -> dict[str, Any]:
-    """A config of compressed-tensors with a field changed, or without it where the value is ..."""
+    """A compressed-tensors config with one field changed, or removed for the value `...`."""
     stated = compressed(Granularity.CHANNEL)
     *outer, field = place.split(".")
     inner = stated
@@ -223,7 +223,7 @@ WRITTEN = {
     "transformers 4": {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
     "Qwen": {"fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": []},
     "dequantised at loading": {"weight_block_size": [128, 128], "dequantize": True},
-    "an embedding too": {"modules_to_convert": ["model.embed_tokens"]},
+    "an embedding": {"modules_to_convert": ["model.embed_tokens"]},
     "a cache without scales": {"kv_cache_scheme": None, "kv_cache_dtype": ""},
 }
 

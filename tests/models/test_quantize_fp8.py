@@ -1,4 +1,4 @@
-"""A checkpoint's twin in FP8 has the nearest codes, and is read as the checkpoint is."""
+"""FP8 copies of checkpoints: nearest values, and loading on both backends."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_quantised_picks_nearest_values_and_scales():
         if not scale:
             assert codes[stack, row, column] == 0
             continue
-        # The scale fits the largest weight, and no smaller number of bfloat16 does.
+        # The scale fits the largest weight, and no smaller bfloat16 value does.
         assert np.abs(block).max() <= 448 * scale < np.abs(block).max() * (1 + 2**-7)
         distances = np.abs(numbers - weight[stack, row, column] / scale)
         got = np.abs(np.float32(codes[stack, row, column]) - weight[stack, row, column] / scale)
@@ -49,7 +49,7 @@ def test_quantised_picks_nearest_values_and_scales():
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> tuple[ModelConfig, Path, Path]:
-    """A mixture of experts whose matrices are whole blocks, in two files, and its twin."""
+    """A MoE checkpoint in two files, with matrices of whole blocks, and its FP8 copy."""
     folder = tmp_path_factory.mktemp("mixture")
     fields = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=True)
     fields |= {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
@@ -77,7 +77,7 @@ def test_quantized_checkpoint_tensors_within_rounding(mixture):
         if name not in quantised:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
             continue
-        # A code has four bits; below the least normal one its steps are equal.
+        # A value has four significant bits; subnormal values have equal steps.
         largest = np.abs(want[name]).max()
         np.testing.assert_allclose(got[name], want[name], rtol=2**-4, atol=largest / 448 * 2**-9)
         assert (got[name] != want[name]).any()

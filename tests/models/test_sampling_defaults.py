@@ -1,4 +1,4 @@
-"""What a checkpoint says of how its tokens are chosen."""
+"""Sampling defaults of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that the installed transformers writes are served with the text that it makes."""
+"""Checkpoints written by the installed transformers: outputs equal its own."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def wanted(name: str) -> list[list[int]]:
 
 
 def written(folder: Path, name: str) -> dict[str, Any]:
-    """Saves a model; returns its config.json."""
+    """Saves a model and returns its config.json."""
     made(name).save_pretrained(folder)
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def served(folder: Path) -> list[list[int]]:
-    """The greedy tokens of an engine."""
+    """Greedy tokens of an engine."""
     options = {"context_length": 64, "max_running_requests": 2, "language_model_only": True}
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     with ReferenceLLM(str(folder), **options) as llm:
@@ -78,7 +78,7 @@ def classes_of(config: Mapping[str, Any]) -> dict[tuple[str, ...], ConfigClass]:
 
 
 def fields_at_defaults(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The paths of all fields that may be left out, those of rotary settings among them."""
+    """Yields the paths of all fields at their default, rotary settings included."""
     for path, of in classes_of(config).items():
         stated = at(config, path)
         for name, value in of.completed(stated).items():
@@ -124,7 +124,7 @@ def test_default_valued_fields_may_be_absent(name, tmp_path):
     "name", [x if x not in VARIANTS else pytest.param(x, marks=matrix) for x in CASES]
 )
 def test_output_matches_transformers(name, tmp_path):
-    """Of the file as it is written, and without its defaults where the family has no other case."""
+    """Families without a variant are tested without the fields at their default."""
     config = written(tmp_path, name)
     left = config if name in VARIANTS else without(config, *fields_at_defaults(config))
     (tmp_path / "config.json").write_text(json.dumps(left), encoding="utf-8")
@@ -179,9 +179,9 @@ def test_eos_ids_match_transformers(name, tmp_path):
 
 
 OLDER: dict[str, tuple[str, dict[str, Any]]] = {
-    "a base at the top": ("smollm3", {"rope_theta": 5000000.0}),
-    "a share at the top": ("phi3", {"partial_rotary_factor": 0.75, "rope_theta": 1e5}),
-    "a share of the class": ("glm4_moe", {"partial_rotary_factor": 0.25}),
+    "theta at the top": ("smollm3", {"rope_theta": 5000000.0}),
+    "partial factor at the top": ("phi3", {"partial_rotary_factor": 0.75, "rope_theta": 1e5}),
+    "partial factor of the class": ("glm4_moe", {"partial_rotary_factor": 0.25}),
     "an older type": ("llama", {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10}),
     "scaling of full layers": (
         "olmo3",

@@ -1,4 +1,4 @@
-"""What each rank has of a model: shares that together are the whole, read as slices of files."""
+"""TP sharding: shards of all ranks form the model, and are read as slices of files."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_shards_hold_whole_heads_and_cover_parameter():
     D, first_key = 16, 4 * 32
     for rank in range(4):
         got = inputs.shard(rank, 4).share(rows)[0, :, 0]
-        # A query head and its gate; KV heads, of which there are two, are on two ranks each.
+        # A query head and its gate; each of the two KV heads is on two ranks.
         query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
         np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
 
@@ -110,7 +110,7 @@ def test_single_rank_shard_returns_same_object():
 
 
 def test_fp8_shard_load_equals_slice():
-    """Widened, and as codes with the scales of each output."""
+    """Covers dequantised weights, and W8A8 values with scales per output."""
     folder = GOLDEN / "qwen3_moe_fp8"
     config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
     wanted = parameters(config, False)
@@ -140,9 +140,9 @@ def read_codes(checkpoint, parameter):
     return codes, scales
 
 
-@pytest.mark.parametrize("quantises", [False, True], ids=["widened", "codes"])
+@pytest.mark.parametrize("quantises", [False, True], ids=["unquantised", "fp8"])
 def test_dummy_shards_equal_slices_of_whole(quantises):
-    """Made on each backend as those of files are read, in FP8 and not, a tied head too."""
+    """Covers both backends, unquantised and FP8, with a tied head."""
     stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
     config = config_from_dict(stated | WHOLE_BLOCKS)
     dummy = DummyCheckpoint.of_model(config, fp8.Granularity.BLOCK if quantises else None)
@@ -174,9 +174,9 @@ def test_dummy_shards_equal_slices_of_whole(quantises):
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, monkeypatch):
-    """Of 4 ranks each has half a block of gate and up, which so is widened.
+    """With 4 ranks each has half a block of gate and up, which is therefore dequantised.
 
-    In torch they are made of several experts at a time, of parts of one, and of all.
+    Torch generates several experts, a part of one expert, or all experts at a time.
     """
     monkeypatch.setattr(torch_weights.dummy_weights, "PIECE", piece)
     stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
@@ -192,7 +192,7 @@ def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, mo
             stays |= as_w8a16.keys()
             for name in ("torch", "jax"):
                 got = _dummy_of(name, dummy, local, as_w8a16)
-                if as_w8a16:  # words are bfloat16 when they are widened
+                if as_w8a16:  # packed FP8 is dequantised to bfloat16
                     want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
                 np.testing.assert_array_equal(got, want, f"{parameter.name} in {name}")
     is_half = granularity is fp8.Granularity.BLOCK and count == 4
@@ -201,7 +201,7 @@ def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, mo
 
 
 def _dummy_of(name, dummy, local, as_w8a16):
-    """A rank's share of a dummy as a backend makes it, widened."""
+    """The dequantised shard of a dummy weight by a backend."""
     backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
     if not as_w8a16:
         kind = torch.float32 if name == "torch" else np.float32

@@ -1,4 +1,4 @@
-"""A vision tower and its processor's settings are read, or refused by the name of a field."""
+"""Vision configs: encoder and image processor fields, and errors that name the field."""
 
 import json
 import re
@@ -149,13 +149,13 @@ def test_image_processor_config_accepts_both_spellings(folder):
     )
     assert images_from_folder(folder, vision()) == found
     both = read_images({**PROCESSOR, "max_pixels": 1024}, vision())
-    assert (both.min_pixels, both.max_pixels) == (512, 1024), "as in transformers"
+    assert (both.min_pixels, both.max_pixels) == (512, 1024), "same as transformers"
     neither = read_images(older, vision())
     assert (neither.min_pixels, neither.max_pixels) == (3136, 1_003_520)
 
 
 def test_processor_config_precedes_preprocessor_config(folder):
-    """As transformers 5 writes them: nested, with nulls for what it leaves open."""
+    """Uses the nested format of transformers 5, with nulls for unset fields."""
     joint, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     nested = {**PROCESSOR, "do_pad": None, "min_pixels": None, "max_pixels": None}
     video = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}

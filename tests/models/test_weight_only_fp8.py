@@ -1,4 +1,4 @@
-"""What stays FP8 on a GPU: read as it is stored, counted to the byte, and the same numbers."""
+"""W8A16 on a GPU: packed loading, exact memory plan, equal numbers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ HALF = ml_dtypes.bfloat16
 
 
 def write(folder: Path, granularity: Granularity = BLOCK, **sizes: int) -> ModelConfig:
-    """A checkpoint as releases in FP8 are: experts one by one, all projections quantised."""
+    """Writes a checkpoint like FP8 releases: separate experts, all projections quantised."""
     text = CONFIG["text_config"] | SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | sizes
     return write_config(folder, CONFIG | {"text_config": text}, granularity)
 
 
 def write_config(folder: Path, stated: dict[str, Any], granularity: Granularity) -> ModelConfig:
-    """A checkpoint of this config.json, in FP8 with such scales."""
+    """Writes an FP8 checkpoint of this config.json with scales of the given granularity."""
     stated = stated | {
         "quantization_config": STATED if granularity is BLOCK else compressed(granularity)
     }
@@ -96,7 +96,7 @@ def granularity(request) -> Granularity:
 
 @pytest.fixture(scope="module")
 def kept(granularity) -> dict[str, Granularity]:
-    """What stays FP8, and the scales that it has in memory."""
+    """Parameters that stay FP8, with the granularity of their scales in memory."""
     return dict.fromkeys(KEPT, BLOCK if granularity is BLOCK else Granularity.CHANNEL)
 
 
@@ -165,7 +165,7 @@ def test_w8a16_weights_equal_dequantized(model, kept, framework, monkeypatch) ->
         if parameter.name in KEPT:
             want = checkpoint.load(parameter, HALF).astype(np.float32)
             with monkeypatch.context() as patch:
-                patch.setattr(fp8, "apply_scales", None)  # nothing is widened on the way
+                patch.setattr(fp8, "apply_scales", None)  # nothing is dequantised
                 both = words_in(framework, checkpoint, parameter, kept[parameter.name])
             words, scales = both
             np.testing.assert_array_equal(fp8_packing.widened(words, scales), want)
@@ -246,7 +246,7 @@ def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) 
             np.testing.assert_array_equal(found, want)
             continue
         differ.add(parameter.name.rsplit(".", 1)[-1])
-        # Each scale has a size of its own.
+        # The scales differ.
         share = found.size / math.prod(fp8.scale_shape(found.shape, checkpoint.granularity))
         assert found.std() == pytest.approx(want.std(), rel=0.9 * (share / found.size) ** 0.5)
         assert abs(found.mean()) < 0.02 * want.std()
@@ -294,7 +294,7 @@ def test_stated_granularity_follows_quantization_config(tmp_path) -> None:
 
 
 def dense(folder: Path, granularity: Granularity) -> ModelConfig:
-    """A dense checkpoint in FP8."""
+    """Writes a dense FP8 checkpoint."""
     golden = Path(__file__).parents[1] / "golden" / "qwen3_5_dense" / "config.json"
     config = json.loads(golden.read_text())
     sizes = {"hidden_size": 128, "intermediate_size": 384}

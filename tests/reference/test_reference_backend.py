@@ -1,4 +1,4 @@
-"""The reference backend: one text by chunks, chains, trees, forced rows, drafts and snapshots."""
+"""The reference backend: equal outputs for chunks, chains, trees, forced rows and snapshots."""
 
 import itertools
 from concurrent.futures import Future
@@ -82,10 +82,10 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
 
 
 class Device:
-    """Submits plans with one real row: slot 1, and pages of its own."""
+    """Submits plans with one real row in slot 1 with its own pages."""
 
     def __init__(self, family: str, drafter: Drafter | str, how: dict[str, float]) -> None:
-        """Drafts with a tiny head where the drafter is the name of its kind."""
+        """Creates the backend, with a tiny head for the drafters EAGLE and EAGLE3."""
         config, weights = tiny_model(family, seed=3)
         if isinstance(drafter, str) and drafter in ("EAGLE", "EAGLE3"):
             drafter = tiny_head(config, weights, drafter, seed=4)
@@ -115,7 +115,7 @@ class Device:
     def chunk(
         self, tokens: list[int], first: int, next_token: int | None, **changes: int
     ) -> Future[StepResult]:
-        """Prefills tokens from position `first`; without a next token one is chosen."""
+        """Prefills tokens from position `first`; without a next token one is sampled."""
         plan = self.plan(StepKind.PREFILL, TreeShape.plain(2))
         assert isinstance(plan.work, Prefill)
         plan.work.tokens[: len(tokens)] = tokens
@@ -130,7 +130,7 @@ class Device:
         return self.backend.submit(plan)
 
     def prefill(self, prompt: list[int], *cuts: int) -> list[int]:
-        """Feeds the prompt in chunks that end at `cuts`; gives the first token."""
+        """Prefills the prompt in chunks that end at `cuts`; returns the first token."""
         self.prompt_length = len(prompt)
         edges = [0, *cuts, len(prompt)]
         for start, stop in itertools.pairwise(edges):
@@ -140,7 +140,7 @@ class Device:
         return result.tokens[0].tolist()
 
     def decode(self, shape: TreeShape, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Steps until there are enough tokens; gives them and the count of each step."""
+        """Runs steps until there are enough tokens; returns them and the count of each step."""
         tokens, counts = [], []
         while len(tokens) < num_tokens:
             result = self.backend.submit(self.plan(StepKind.DECODE, shape)).result()
@@ -187,7 +187,7 @@ def _plain_text(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_output_matches_full_forward_pass(family: str, how: dict[str, float]) -> None:
-    # Pages, states, counts and noise that the backend carries, against none of them.
+    # The backend has pages, states, counts and noise; the oracle has none of them.
     params = SamplingParams(
         temperature=how.get("temperature", 0.0),
         top_p=how.get("top_p", 1.0),
@@ -205,7 +205,7 @@ def test_output_matches_full_forward_pass(family: str, how: dict[str, float]) ->
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_output_independent_of_prefill_chunks(family: str, how: dict[str, float]) -> None:
     want = plain_text(family, PROMPT, how, 12)
-    assert len(set(want)) > 4  # a text in which a fault can show
+    assert len(set(want)) > 4  # varied enough to reveal a fault
     device = Device(family, "none", how)
     assert device.prefill(PROMPT, 64, 128) + device.decode(TreeShape.plain(2), 12)[0] == want
 
@@ -224,7 +224,7 @@ def test_draft_tree_output_equals_plain_and_accepts(
     tokens, counts = device.decode(shape, 30)
     assert got + tokens == want
     assert max(counts) > 1
-    assert min(counts) == 1  # zero accepted drafts happen, and go on from the right state
+    assert min(counts) == 1  # also covers steps without an accepted draft
 
 
 @pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3"])
@@ -235,7 +235,7 @@ def test_head_drafts_independent_of_chunks_and_snapshots(drafter: str) -> None:
         device.prompt_length = len(PROMPT)
         for start, stop in itertools.pairwise([0, *cuts, len(PROMPT)]):
             following = PROMPT[stop] if stop < len(PROMPT) else None
-            save_at = start + 32 if cuts else 0  # the cut of a snapshot
+            save_at = start + 32 if cuts else 0  # a snapshot inside the chunk
             device.chunk(PROMPT[start:stop], start, following, save=1, save_at=save_at).result()
         drafted.append(device.backend.submit(device.plan(StepKind.DRAFT, TREE)).result())
     np.testing.assert_array_equal(drafted[0].drafts, drafted[1].drafts)
@@ -244,7 +244,7 @@ def test_head_drafts_independent_of_chunks_and_snapshots(drafter: str) -> None:
 
 
 def test_drafter_uses_noise_of_target() -> None:
-    # At this temperature noise decides almost alone: 1.0 tokens a step with any other noise.
+    # At this temperature noise dominates: other noise gives 1.0 tokens per step.
     device = Device("qwen3_5", "NEXTN", {"temperature": 4.0, "seed": 7})
     device.prefill(SHORT)
     _, counts = device.decode(CHAIN, 60)
@@ -277,7 +277,7 @@ def test_host_tree_output_equals_plain(family: str, how: dict[str, float]) -> No
     want = plain_text(family, SHORT, how, 9)
     device = Device(family, "none", how)
     got = device.prefill(SHORT)
-    # The right text lies across the tree: the second child of the root, its first child, a wrong
+    # The correct path: the second child of the root, its first child, a wrong
     # sibling, and a third level.
     tokens = [want[1] ^ 1, want[1], want[2], want[2] ^ 1, want[3]]
     result = device.host_draft(TREE, tokens, [0, 0, 2, 2, 3], forced=False)
@@ -356,7 +356,7 @@ class TestSnapshots:
         device.prompt_length = len(PROMPT)
         saved = device.chunk(PROMPT, 0, None, save=2, save_at=128).result()
         assert saved.snapshot_saved[0] == 1
-        # The hit: pages of 128 tokens are there, their counts are not; the prompt's end is fed.
+        # The hit has pages of 128 tokens without counts; the end of the prompt is prefilled.
         count = device.plan(StepKind.COUNT, TreeShape.plain(2))
         assert isinstance(count.work, CountPromptTokens)
         for start in (0, 64):
@@ -422,7 +422,7 @@ class TestResults:
         embed = device.backend._weights["embed"]
         healthy = embed[9].copy()
         embed[9] = np.nan
-        # Long enough to leave NaN in the pages' rows that the next owner reads past its length.
+        # Long enough to leave NaN in rows that the next owner reads past its length.
         poisoned = device.chunk([9] * 60, 0, None).result()
         assert (poisoned.failed[0], poisoned.counts[0]) == (1, 0)
         failed = device.backend.submit(device.plan(StepKind.DECODE, CHAIN)).result()

@@ -1,4 +1,4 @@
-"""Modules whose packages move into `tandem` name each other by their new names."""
+"""Renaming of imports for packages that move into `tandem`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packages that the project requires: named in `pyproject.toml`, installed by `make`."""
+"""Required packages: listed in `pyproject.toml`, installed by `make`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ EXTRAS_OF = {
     "examples": ("examples", "vision", "train"),
 }
 BROUGHT_BY = {"pydantic-core": "pydantic", "jaxlib": "jax", "markupsafe": "jinja2"}
-"""Distributions that another one requires in a version of its own choice."""
+"""Distributions with a version that another distribution requires."""
 
 
 def name_of(requirement: str) -> str:
-    """The name of a required distribution, as package indexes compare names."""
+    """Normalised name of a required distribution."""
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].replace("_", "-").lower()
 
 
 def imported(folder: str) -> set[str]:
-    """The top-level packages that the files of a folder import, neither ours nor Python's."""
+    """Top-level third-party packages that the files of a folder import."""
     found = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -47,7 +47,7 @@ def imported(folder: str) -> set[str]:
 
 
 def installed_by(*arguments: str) -> list[str]:
-    """The requirements that a target installs, by the commands that `make` would run."""
+    """Requirements that a target installs, by the commands that `make` would run."""
     made = subprocess.check_output(["make", "-Bn", *arguments], cwd=ROOT, text=True)
     (extras,) = re.findall(r"\.ci/requirements (\S+)", made)
     lines = subprocess.check_output([sys.executable, ".ci/requirements", extras], cwd=ROOT)

@@ -1,4 +1,4 @@
-"""The wheel, installed outside the checkout, serves what the checkout serves."""
+"""The wheel, installed outside the checkout: equal outputs and commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the wheel is installed, without the packages that it requires."""
+    """The folder of the installed wheel, without its dependencies."""
     site = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     words += ["--no-compile", "--target", str(site), str(wheel)]
@@ -50,7 +50,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working folder with foreign packages of our names, which come first on the import path."""
+    """A working folder with foreign packages of equal names, first on the import path."""
     folder = tmp_path_factory.mktemp("elsewhere")
     for name in TOPS:
         (folder / f"{name}.py").write_text(f"raise ImportError('a foreign {name}')\n")
@@ -61,7 +61,7 @@ def elsewhere(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def server(installed: Path, elsewhere: Path) -> Iterator[Server]:
-    """Two ranks, so that children of every kind run; the default model."""
+    """A server of the default model with two ranks, so that all kinds of child processes run."""
     words = [str(installed / "bin" / "tandem"), "serve", "--backend", "torch", "--tp-size", "2"]
     words += ["--port", "0", "--max-running-requests", "2", "--grammar-backend", "llguidance"]
     with serving(words, folder=elsewhere) as made:
