@@ -15,25 +15,25 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 106,
-    "say of data": 126,
-    "ask, hear, want of data": 160,
-    "refuse": 74,
-    "refused by name": 1,
-    "stand": 73,
-    "lie": 45,
-    "is left": 47,
+    "tell of data": 91,
+    "say of data": 94,
+    "ask, hear, want of data": 152,
+    "refuse": 53,
+    "refused by name": 0,
+    "stand": 64,
+    "lie": 37,
+    "is left": 41,
     "by lot": 1,
     "law": 27,
     "mailbox": 31,
-    "tower": 35,
-    "that sees": 42,
-    "seen text": 9,
-    "turns": 70,
-    "promise": 6,
-    "asleep": 20,
-    "who, whose": 454,
-    "so many, as many": 95,
+    "tower": 32,
+    "that sees": 39,
+    "seen text": 6,
+    "turns": 62,
+    "promise": 5,
+    "asleep": 18,
+    "who, whose": 416,
+    "so many, as many": 88,
 }
 OPENING_CEILINGS = {
     "bench": 0,
@@ -41,14 +41,14 @@ OPENING_CEILINGS = {
     "kernels": 0,
     "models": 0,
     "shared": 0,
-    "tests": 51,
+    "tests": 0,
     "torch_impl": 5,
 }
 """Docstrings by top folder that open with a word of `OPENINGS`."""
-AS_CEILING = 13
+AS_CEILING = 5
 CLASS_NAME_CEILING = 16
 UNDOCUMENTED_CEILING = 171
-SPREAD_CEILINGS = {"# fmt: skip": 74, "f(*(a, b))": 95, "f(*name)": 948}
+SPREAD_CEILINGS = {"# fmt: skip": 65, "f(*(a, b))": 95, "f(*name)": 948}
 
 
 @pytest.fixture(autouse=True, scope="module")
