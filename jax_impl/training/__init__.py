@@ -1,1 +1,1 @@
-"""Training of models and draft heads, on the parameters that serving holds."""
+"""Training of models and draft heads, with the same parameter names as serving."""

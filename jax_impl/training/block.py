@@ -1,9 +1,10 @@
-"""The training pass of a head with blocks: many of each sequence, each behind its own anchor.
+"""Training pass of block draft heads: many blocks per sequence, each after its own anchor token.
 
-A block is [anchor, mask, mask, ..]; its rows see one another and the context before the anchor, of
-which each layer has keys and values straight from the target's hidden states. Slot j of a DFlash
-head predicts the token j places after the anchor. What a DSpark or a DFlash2 head chooses by is
-told the true token before each slot (`jax_impl.training.candidate_loss`).
+A block is [anchor, mask, mask, ..]. Its rows attend to one another and to the context before the
+anchor. Each layer projects the keys and values of the context from the target's hidden states.
+Slot j of a DFlash head predicts the token j positions after the anchor. The Markov head of DSpark
+and the selector of DFlash2 read the true token before each slot
+(`jax_impl.training.candidate_loss`).
 
 Source: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; DFlash2, z-lab.
 """
@@ -42,12 +43,12 @@ Anchors = Int[jax.Array, "B A"]
 
 
 class BlockHeadConfig(NamedTuple):
-    """What training needs to know of a head with blocks; all of its layers are bidirectional.
+    """Sizes of a block draft head for training; all of its layers are bidirectional.
 
     Attributes:
       layer: Sizes of its layers.
-      aux_streams: Residual streams of the target that it reads.
-      config: Of the block; its windows mean nothing.
+      aux_streams: Auxiliary hidden states of the target that it reads, by layer.
+      config: Sizes of the block; its windows are ignored.
     """
 
     layer: ModelConfig
@@ -56,13 +57,13 @@ class BlockHeadConfig(NamedTuple):
 
     @classmethod
     def of(cls, head: DraftConfig) -> "BlockHeadConfig":
-        """Of a head with blocks."""
+        """Returns the sizes of a block draft head."""
         assert head.block is not None
         return cls(head.layer, head.aux_streams, head.block)
 
     @property
     def size(self) -> int:
-        """Rows of a block, the anchor's included."""
+        """Rows of a block, including the anchor."""
         return self.config.size
 
     @property
@@ -83,19 +84,19 @@ def block_loss(
     compute_dtype: DTypeLike,
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
-    """Cross-entropy of the tokens in blocks behind random anchors; near slots weigh more.
+    """Computes the cross-entropy of blocks after random anchors; earlier slots weigh more.
 
-    Beside it stands what trains how a DSpark or a DFlash2 head chooses.
+    The loss includes the terms of a DSpark or DFlash2 head in `candidate_loss`.
 
     Args:
-      head: What is trained; the target stays as it is.
-      loss_mask: As in `losses`; a block begins before a token of weight 1.
-      key: Draws the anchors.
-      num_anchors: Blocks of each sequence.
+      head: The trained head; the target is frozen.
+      loss_mask: Same as in `losses`; the token after an anchor has weight 1.
+      key: Random key of the anchors.
+      num_anchors: Blocks per sequence.
 
     Returns:
-      The loss and the names of `losses.chain_loss`: shares of blocks whose first i slots hold the
-      sequence's tokens.
+      The loss, and metrics by the names of `losses.chain_loss`. `agreement_i` is the share of
+      blocks in which the first i slots predict the tokens of the sequence.
     """
     frozen = jax.tree.map(lax.stop_gradient, target)
     passed = jax.tree.map(
@@ -103,12 +104,12 @@ def block_loss(
     )
     anchors, is_real = draw_anchors(loss_mask, key, num_anchors)
     hidden = fill(block, head, frozen, passed, tokens, anchors, compute_dtype, remat)
-    labels = _behind(tokens, anchors, block.drafts)
+    labels = _following(tokens, anchors, block.drafts)
     newest = jnp.take_along_axis(tokens, anchors, axis=1)
     before = jnp.concatenate([newest[..., None], labels[..., :-1]], axis=2)
     slots = hidden[:, :, block.config.first_slot :]
     losses, agrees = _scored(block, head, frozen, slots, before, labels, compute_dtype)
-    is_answer = is_real[..., None] & (_behind(loss_mask, anchors, block.drafts) >= 1)
+    is_answer = is_real[..., None] & (_following(loss_mask, anchors, block.drafts) >= 1)
     counts = jnp.cumprod(is_answer, axis=-1)
     alive = jnp.cumprod(agrees, axis=-1)
     rates = [mean(alive[..., j], counts[..., j]) for j in range(block.drafts)]
@@ -119,18 +120,25 @@ def block_loss(
 def slot_weights(
     block: BlockHeadConfig, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
 ) -> Float[jax.Array, "B A slots"]:
-    """Each slot's weight: its token's, less the further it is, for it is used if all before fit."""
+    """Returns the weight of each slot: the weight of its token, decayed by the slot's depth.
+
+    A slot is used only if all slots before it are accepted, so later slots weigh less.
+    """
     decay = jnp.exp(-jnp.arange(block.drafts) / (block.size / 2))
-    return _behind(loss_mask, anchors, block.drafts) * is_real[..., None] * decay
+    return _following(loss_mask, anchors, block.drafts) * is_real[..., None] * decay
 
 
 def draw_anchors(
     loss_mask: Mask, key: jax.Array, num_anchors: int
 ) -> tuple[Anchors, Bool[jax.Array, "B A"]]:
-    """Different positions before tokens of weight 1; False where there are too few of them."""
-    may_be = jnp.pad(loss_mask[:, 1:] >= 1, ((0, 0), (0, 1)))
-    lots = jnp.where(may_be, jax.random.uniform(key, loss_mask.shape), -1)
-    best, anchors = lax.top_k(lots, num_anchors)
+    """Draws `num_anchors` distinct positions per sequence, each before a token of weight 1.
+
+    Returns:
+      The positions, and False for positions beyond the number of such tokens.
+    """
+    is_candidate = jnp.pad(loss_mask[:, 1:] >= 1, ((0, 0), (0, 1)))
+    noise = jnp.where(is_candidate, jax.random.uniform(key, loss_mask.shape), -1)
+    best, anchors = lax.top_k(noise, num_anchors)
     return anchors, best >= 0
 
 
@@ -144,15 +152,15 @@ def fill(
     compute_dtype: DTypeLike,
     remat: bool,
 ) -> Float[jax.Array, "B A size hidden"]:
-    """The hidden states of the blocks after the final norm, float32."""
+    """Returns the hidden states of the blocks after the final norm, float32."""
     (B, T), (_, A), size = tokens.shape, anchors.shape, block.size
     config, eps = block.layer, block.layer.rms_eps
     aux = jnp.concatenate([passed.streams[i] for i in block.aux_streams], axis=-1)
     read = layers.linear_float32(aux.reshape(B * T, -1).astype(compute_dtype), head.fc[...])
     context = normed(read, head.hidden_norm[...], eps, compute_dtype)
-    whole_turn = angles(config.attention, layers.flat_positions(B, T))
-    turn = angles(config.attention, (anchors[..., None] + jnp.arange(size)).reshape(-1))
-    sees = jnp.repeat(jnp.arange(T) < anchors[..., None], size, axis=1)  # [B, A * size, T]
+    context_angles = angles(config.attention, layers.flat_positions(B, T))
+    block_angles = angles(config.attention, (anchors[..., None] + jnp.arange(size)).reshape(-1))
+    is_visible = jnp.repeat(jnp.arange(T) < anchors[..., None], size, axis=1)  # [B, A * size, T]
     filled = jnp.full((B, A, size), block.config.mask_id)
     filled = filled.at[:, :, 0].set(jnp.take_along_axis(tokens, anchors, axis=1))
     x = embedded(target.embed[...], filled.reshape(-1))
@@ -160,25 +168,30 @@ def fill(
 
         def run(x: Rows, layer: int = layer) -> Rows:
             stack = head.layers
-            context_kv = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
+            context_kv = layers.keys_and_values(
+                config, stack.attention, layer, context, context_angles
+            )
             k, v = (part.reshape(B, T, *part.shape[1:]) for part in context_kv)
             y = normed(x, stack.input_norm[layer], eps, compute_dtype)
-            y, behind = _around(block, head, f"{layer}.attention", y)
-            q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, turn)
-            out = _attend(q, k, v, own_k, own_v, sees, size)
-            x = x + behind(layers.merge(stack.attention, layer, out, gate))
+            y, after = _convolution(block, head, f"{layer}.attention", y)
+            q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, block_angles)
+            out = _attend(q, k, v, own_k, own_v, is_visible, size)
+            x = x + after(layers.merge(stack.attention, layer, out, gate))
             y = normed(x, stack.post_attention_norm[layer], eps, compute_dtype)
-            y, behind = _around(block, head, f"{layer}.mlp", y)
-            return x + behind(layers.mlp(stack, layer, y))
+            y, after = _convolution(block, head, f"{layer}.mlp", y)
+            return x + after(layers.mlp(stack, layer, y))
 
         x = jax.checkpoint(run)(x) if remat else run(x)
     return plain_rms_norm(x, head.final_norm[...], eps).reshape(B, A, size, -1)
 
 
-def _around(
+def _convolution(
     block: BlockHeadConfig, head: DraftModel, part: str, y: Rows
 ) -> tuple[Rows, Callable[[Rows], Rows]]:
-    """What a part of a layer reads, and what is made of what it gives; see `convolved`."""
+    """Returns the convolved input of a mixer or MLP, and the convolution of its output.
+
+    Without a convolution both are the identity. See `convolved`.
+    """
     if (conv := block.config.conv) is None:
         return y, lambda x: x
     base = head.conv[f"{part}.base"].astype(y.dtype)
@@ -196,14 +209,14 @@ def _attend(
     context_v: Float[jax.Array, "B T Hk D"],
     k: Float[jax.Array, "R Hk D"],
     v: Float[jax.Array, "R Hk D"],
-    sees: Bool[jax.Array, "B rows T"],
+    is_visible: Bool[jax.Array, "B rows T"],
     size: int,
 ) -> Float[jax.Array, "R Hq D"]:
-    """What the rows of the blocks read of the context before their anchor and of their block."""
+    """Attends each row of a block to the context before its anchor and to its own block."""
     B, T = context_k.shape[:2]
     near_q, near_k, near_v = (x.reshape(-1, size, *x.shape[1:]) for x in (q, k, v))
     far = layers.scores(q.reshape(B, -1, *q.shape[1:]), context_k)
-    far = jnp.where(sees[:, None, None], far, layers.NEVER)  # [B, Hk, group, A * size, T]
+    far = jnp.where(is_visible[:, None, None], far, layers.NEVER)  # [B, Hk, group, A * size, T]
     near = layers.scores(near_q, near_k)  # [B * A, Hk, group, size, size]
     near = jnp.moveaxis(near.reshape(B, -1, *near.shape[1:]), 1, 3).reshape(*far.shape[:4], size)
     shares = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1)
@@ -213,8 +226,8 @@ def _attend(
     return read + layers.read(of_block, near_v).reshape(q.shape)
 
 
-def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, most: int) -> jax.Array:
-    """What lies 1 to `most` places after each anchor, zeros past the end."""
+def _following(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, most: int) -> jax.Array:
+    """Returns the `most` values that follow each anchor; zeros past the end."""
     T = rows.shape[1]
     at = anchors[..., None] + jnp.arange(1, most + 1)
     targets = rows[jnp.arange(len(rows))[:, None, None], jnp.minimum(at, T - 1)]
@@ -230,7 +243,7 @@ def _scored(
     labels: Int[jax.Array, "B A slots"],
     compute_dtype: DTypeLike,
 ) -> tuple[Float[jax.Array, "B A slots"], Bool[jax.Array, "B A slots"]]:
-    """Each slot's loss, and whether its draft is the label.
+    """Returns the loss of each slot, and True if its draft token equals the label.
 
     Args:
       before: The token before each label.
@@ -244,7 +257,10 @@ def _scored(
     def score(
         rows: tuple[Hidden, Tokens, Tokens],
     ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-        return candidate_loss.loss(block.config, head, target, *rows, compute_dtype)
+        hidden, before, labels = rows
+        return candidate_loss.loss(
+            block.config, head, target, hidden, before, labels, compute_dtype
+        )
 
     scored = by_blocks(score, flat, block_rows(len(target.head[...])))
     return jax.tree.map(lambda x: x.reshape(labels.shape), scored)

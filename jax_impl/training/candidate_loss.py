@@ -1,10 +1,11 @@
-"""What trains how a head with blocks chooses its drafts, slot by slot.
+"""Losses of the token choice of block draft heads, slot by slot.
 
-A DFlash head's slots know no draft: theirs is the cross-entropy of their scores. A DSpark head's
-have its Markov step's bias, of the true token before, and the confidence is held against whether
-the draft is the label. A DFlash2 head's selector has a cross-entropy of its own, among the best
-tokens of the slot; where the label is none of them it stands in the place of the last, so that each
-slot teaches, and counts as not drafted.
+- DFlash: the cross-entropy of the slot's logits, which depend on no earlier draft token.
+- DSpark: the same with the bias of the Markov head for the true previous token. The confidence has
+  a binary cross-entropy; its label is 1 if the draft token equals the true token.
+- DFlash2: the cross-entropy of the logits, and the selector's own among the best tokens of the
+  slot. A label outside these tokens replaces the last one, so that every slot has a gradient; the
+  slot counts as not drafted.
 
 Source: DSpark, arXiv:2607.05147; DFlash2, z-lab.
 """
@@ -37,24 +38,24 @@ def loss(
     labels: Tokens,
     compute_dtype: DTypeLike,
 ) -> tuple[Losses, Agrees]:
-    """Each slot's loss, and whether its draft is the label where the drafts before it are.
+    """Returns the loss of each slot, and True if its draft equals the label given `before`.
 
     Args:
-      hidden: Of the slots, after the final norm.
+      hidden: Hidden states of the slots, after the final norm.
       before: The token before each label.
     """
     scores = logits(target, hidden, compute_dtype)
     if block.markov is not None:
-        return _marked(head, scores, hidden, before, labels, compute_dtype)
+        return _markov_loss(head, scores, hidden, before, labels, compute_dtype)
     losses, _, agrees = cross_entropy(scores, labels)
     if block.selector is None:
         return losses, agrees
     k = block.selector.candidates
-    more, agrees = _selected(k, head, scores, hidden, before, labels, compute_dtype)
+    more, agrees = _selector_loss(k, head, scores, hidden, before, labels, compute_dtype)
     return losses + more, agrees
 
 
-def _marked(
+def _markov_loss(
     head: DraftModel,
     scores: Scores,
     hidden: Rows,
@@ -62,18 +63,18 @@ def _marked(
     labels: Tokens,
     compute_dtype: DTypeLike,
 ) -> tuple[Losses, Agrees]:
-    known = head.markov["embed"][before].astype(compute_dtype)
-    scores = scores + layers.linear_float32(known, head.markov["lm_head"])
+    embedded = head.markov["embed"][before].astype(compute_dtype)
+    scores = scores + layers.linear_float32(embedded, head.markov["lm_head"])
     losses, _, agrees = cross_entropy(scores, labels)
     if not hasattr(head, "confidence"):
         return losses, agrees
-    width = head.confidence.shape[1]  # with what is known of the token before, or without
-    read = jnp.concatenate([hidden.astype(compute_dtype), known], axis=1)[:, :width]
-    sure = layers.linear_float32(read, head.confidence[...])[:, 0] + head.confidence_bias[...]
-    return losses + jax.nn.softplus(sure) - agrees * sure, agrees
+    width = head.confidence.shape[1]  # the hidden state, with or without the embedding
+    read = jnp.concatenate([hidden.astype(compute_dtype), embedded], axis=1)[:, :width]
+    confidence = layers.linear_float32(read, head.confidence[...])[:, 0] + head.confidence_bias[...]
+    return losses + jax.nn.softplus(confidence) - agrees * confidence, agrees
 
 
-def _selected(
+def _selector_loss(
     k: int,
     head: DraftModel,
     scores: Scores,
@@ -86,10 +87,10 @@ def _selected(
     is_label = ids == labels[:, None]
     has_label = is_label.any(axis=1)
     ids = ids.at[:, -1].set(jnp.where(has_label, ids[:, -1], labels))
-    place = jnp.where(has_label, is_label.argmax(axis=1), k - 1)
+    label_index = jnp.where(has_label, is_label.argmax(axis=1), k - 1)
     weighed = layers.linear_float32(hidden.astype(compute_dtype), head.selector["hidden"])
     pairs = head.selector["before"][before] * weighed
     own = jnp.take_along_axis(scores, ids, axis=1)
     own += jnp.einsum("rd,rkd->rk", pairs, head.selector["after"][ids])
-    losses, _, agrees = cross_entropy(own, place)
+    losses, _, agrees = cross_entropy(own, label_index)
     return losses, agrees & has_label

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in Orbax form, and whether a folder holds those of the same run."""
+"""Orbax checkpoints of a training run, and the check that a folder belongs to the same run."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ KEPT = 2
 
 
 class Saved:
-    """The checkpoints of a run: its state by the names of the arrays, and the seconds it took."""
+    """Checkpoints of a run: its state by array name, and the elapsed seconds."""
 
     def __init__(self, folder: Path) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
@@ -25,7 +25,7 @@ class Saved:
         self._manager.close()
 
     def newest(self, state: Any) -> tuple[Any, float]:
-        """The newest state and the run's seconds so far; `state` itself where there is none."""
+        """Returns the newest state and the run's elapsed seconds; `state` if none is stored."""
         step = self._manager.latest_step()
         if step is None:
             return state, 0.0
@@ -38,7 +38,7 @@ class Saved:
         return jax.tree.unflatten(jax.tree.structure(state), leaves), restored["run"]["seconds"]
 
     def write(self, state: Any, step: int, seconds: float) -> None:
-        """Writes a checkpoint; the next step may overwrite the state, so it waits."""
+        """Writes a checkpoint and waits, because the next step donates the state."""
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(_named(state)), run=ocp.args.JsonSave({"seconds": seconds})
         )
@@ -52,13 +52,14 @@ def _named(state: Any) -> dict[str, Any]:
 
 
 def note_run(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Writes down what a run is, or checks that it is the one that the folder holds.
+    """Writes the settings of a run to its folder, or compares them with those in the folder.
 
     Args:
-      facts: What must be equal for the run to go on, as JSON holds it.
+      folder: Folder of the run, created if needed.
+      facts: Settings that must be equal to resume the run, as JSON values.
 
     Raises:
-      ValueError: The folder holds another run; one sentence that names the difference.
+      ValueError: The folder holds a run with other settings; the message names the first one.
     """
     path = folder / "run.json"
     if not path.is_file():
@@ -69,6 +70,7 @@ def note_run(folder: Path, facts: Mapping[str, Any]) -> None:
     for name in sorted({*known, *facts}):
         if known.get(name) != facts.get(name):
             raise ValueError(
-                f"{folder} holds a run with another {name}; go on with its own settings, name "
-                "another --out, or give --no-resume to start anew"
+                f"{folder} holds a run with another {name}: {known.get(name)!r:.80}, got "
+                f"{facts.get(name)!r:.80}. Repeat the settings of that run to resume it, set "
+                "another --out, or use --no-resume to start from the beginning"
             )

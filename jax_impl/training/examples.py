@@ -1,9 +1,10 @@
-"""Lines of text to batches of token rows, in few shapes and in an order that a seed gives.
+"""Tokenises data files into batches of token rows, in few shapes and in a seeded order.
 
 A line of a data file is a JSON object in one of the formats of `jax_impl.training.lines`. A chat is
-tokenised as the server does it: what precedes an answer is a prompt as it would be sent, and the
-answer ends with the tokenizer's end token. `python -m jax_impl.training.examples` is the worker
-that `read_rows` starts on each core; it must not import JAX, which would take the device.
+tokenised as in the server: the messages before an answer are rendered as the prompt of a request,
+and the answer ends with the tokenizer's end token. `python -m jax_impl.training.examples` is the
+worker process that `read_rows` starts per core. It must not import JAX, which would initialise the
+device.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from shared.text.chat_template import Conversation, TemplateError
 from shared.text.tokenizer import Tokenizer
 
 WIDTH_STEP = 64
-"""Rows are padded to multiples of it, as the chunked delta rule asks."""
+"""Rows are padded to multiples of it; chunked GDN prefill requires multiples of its chunk."""
 
 MAX_WIDTHS = 4
 BYTES_PER_WORKER = 4 << 20
-FORM = 3  # of the cache; counts up when rows are made in another way
+FORM = 3  # version of the cache; incremented when tokenisation changes
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,9 +49,9 @@ class RaggedRows:
 
     Attributes:
       tokens: Tokens of all rows.
-      is_answer: Which of them are to be predicted: those of answers.
+      is_answer: True for tokens of answers, which are the labels.
       starts: First token of each row, and the end.
-      num_dropped: Rows that were left out because they are too long.
+      num_dropped: Number of rows that were dropped because they are too long.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -64,7 +65,7 @@ class RaggedRows:
 
     @classmethod
     def of(cls, rows: Iterable["Row"], max_tokens: int) -> "RaggedRows":
-        """Joins rows, without those that are longer than `max_tokens`."""
+        """Concatenates rows; drops rows of more than `max_tokens` tokens."""
         kept, num_dropped = [], 0
         for row in rows:
             fits = len(row.tokens) <= max_tokens
@@ -88,24 +89,24 @@ class RaggedRows:
 
 
 class Row(NamedTuple):
-    """Tokens of one line, and which of them belong to an answer."""
+    """Tokens of one line, with True for those of an answer."""
 
     tokens: list[int]
     is_answer: list[bool]
 
 
 class TrainingBatch(NamedTuple):
-    """Rows padded on the right to one width; `weights` are those of each token as a prediction."""
+    """Rows padded on the right to one width, with the weight of each token as a label."""
 
     tokens: Int32[np.ndarray, "B T"]
     weights: Float32[np.ndarray, "B T"]
 
 
 def read_rows(paths: Sequence[Path], tokenizer_folder: Path, max_tokens: int) -> RaggedRows:
-    """Token rows of data files, from the cache beside each file where it is there and fits.
+    """Returns the token rows of data files; reuses the cache next to a file if it is valid.
 
     Raises:
-      ValueError: A line is no example, or no row is left; one sentence with file and line.
+      ValueError: A line is invalid, or no row fits in `max_tokens`; the message has file and byte.
     """
     rows = RaggedRows.join([_read_file(path, tokenizer_folder, max_tokens) for path in paths])
     if not rows.lengths.size:
@@ -114,10 +115,10 @@ def read_rows(paths: Sequence[Path], tokenizer_folder: Path, max_tokens: int) ->
 
 
 def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Prompts of the first `count` lines: chats up to the last answer, which is dropped.
+    """Returns the prompts of the first `count` lines; the last answer of a chat is dropped.
 
     Raises:
-      ValueError: A line is no example; one sentence with file and line.
+      ValueError: A line is invalid; the message has file and byte.
     """
     prompts: list[list[int]] = []
     for path in paths:
@@ -129,24 +130,26 @@ def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer, count: int) -> lis
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint's folder.
+    """Returns the tokenizer of a checkpoint's folder.
 
     Raises:
-      ValueError: It has none, or none that ends an answer; one sentence.
+      ValueError: The folder has no tokenizer, or the tokenizer has no end token.
     """
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer.json")
+        raise ValueError(f"{folder} has no tokenizer.json; use a folder with a tokenizer")
     if tokenizer.end_id is None:
-        raise ValueError(f"tokenizer_config.json in {folder} names no eos_token")
+        raise ValueError(
+            f"tokenizer_config.json in {folder} has no eos_token, which ends each answer; add it"
+        )
     return tokenizer
 
 
 def row_of(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> Row:
-    """Tokens of one line; those of every answer are to be predicted, of a plain text all.
+    """Tokenises one line; the labels are the tokens of all answers, or all of a plain text.
 
     Raises:
-      ValueError: It is no example; one sentence that starts with `name`.
+      ValueError: The line is invalid; the message starts with `name`.
     """
     example = read_line(name, example)
     if "messages" not in example:
@@ -157,30 +160,33 @@ def row_of(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> Row:
     chat, row = _conversation(name, example), Row([], [])
     for turn, message in enumerate(chat.messages):
         if message["role"] == "assistant" and example["messages"][turn].get("weight") != 0:
-            _check_learnt(name, example["messages"][turn])
+            _check_answer(name, example["messages"][turn])
             prompt = _chat(name, replace(chat, messages=chat.messages[:turn]), tokenizer)
             row = _with_answer(name, _continued(row, prompt), message["content"], tokenizer)
     if not row.tokens:
-        raise ValueError(f"{name} has no answer to learn: no message of the assistant")
+        raise ValueError(
+            f"{name} has no answer to learn; add a message of the role assistant without weight 0"
+        )
     return row
 
 
-def _check_learnt(name: str, message: dict[str, Any]) -> None:
-    """Raises ValueError for an answer with parts whose text only the template knows."""
+def _check_answer(name: str, message: dict[str, Any]) -> None:
+    """Raises ValueError for an answer with fields that only the chat template turns into text."""
     if message["content"] is None and not message.get("tool_calls"):
-        raise ValueError(f"{name} has an answer that is no text")
+        raise ValueError(f"{name} has an answer that is not a string")
     for field in ("tool_calls", "reasoning_content", "reasoning"):
         if message.get(field):
             raise ValueError(
-                f"{name} has an answer of {field}, whose text is the template's; write it as a "
-                "text, or give it the weight 0"
+                f"{name} has an answer of {field}, which is not trained; write it as content, or "
+                "set the weight of the message to 0"
             )
 
 
 def _continued(row: Row, prompt: list[int]) -> Row:
-    """A prompt that goes on from `row`, or starts anew.
+    """Returns the prompt as a row; keeps the labels of `row` if the prompt starts with its tokens.
 
-    A template may rewrite earlier answers (it drops their reasoning): these are no answers then.
+    A template may rewrite earlier answers, for example without their reasoning. The rewritten
+    answers are then no labels.
     """
     known = len(row.tokens)
     if prompt[:known] != row.tokens:
@@ -190,7 +196,7 @@ def _continued(row: Row, prompt: list[int]) -> Row:
 
 def _with_answer(name: str, row: Row, answer: Any, tokenizer: Tokenizer) -> Row:
     if not isinstance(answer, str):
-        raise ValueError(f"{name} has an answer that is no text")
+        raise ValueError(f"{name} has an answer that is not a string")
     tokens = [*tokenizer.encode_more(answer), tokenizer.end_id]
     return Row(row.tokens + tokens, row.is_answer + [True] * len(tokens))
 
@@ -203,12 +209,12 @@ def _prompt(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> list[in
     while chat.messages and chat.messages[-1]["role"] == "assistant":
         chat.messages.pop()
     if not chat.messages:
-        raise ValueError(f"{name} has no message before its answer")
+        raise ValueError(f"{name} has no message before its answer; add the user's message")
     return _chat(name, chat, tokenizer)
 
 
 def _conversation(name: str, example: dict[str, Any]) -> Conversation:
-    """A chat in OpenAI's form as templates read it."""
+    """Returns a chat in OpenAI's format as the input of a chat template."""
     messages, tools = example["messages"], example.get("tools") or []
     variables = example.get("chat_template_kwargs") or {}
     if not isinstance(tools, list):
@@ -226,12 +232,15 @@ def _conversation(name: str, example: dict[str, Any]) -> Conversation:
     try:
         return Conversation(list(map(for_template, messages)), tools, variables)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{name}: a message is none that a template reads: {error}") from error
+        raise ValueError(f"{name}: a message is invalid for a chat template: {error}") from error
 
 
 def _chat(name: str, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
     if not tokenizer.has_chat_template:
-        raise ValueError(f"{name} is a chat, and the tokenizer has no chat template; give prompts")
+        raise ValueError(
+            f"{name} is a chat, and the tokenizer has no chat template; use lines with prompt and "
+            "answer, or add chat_template.jinja to the tokenizer's folder"
+        )
     try:
         return tokenizer.encode_more(tokenizer.render_chat(chat))
     except TemplateError as error:
@@ -239,13 +248,13 @@ def _chat(name: str, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
 
 
 def _examples(path: Path, start: int, end: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Examples of the lines that begin in bytes `start` to `end` of a file, each with its place."""
+    """Yields the examples of lines that begin in bytes `start` to `end`, each with its location."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
             file.readline()
-        while (place := file.tell()) < end:
-            name, line = f"{path}, byte {place}", file.readline()
+        while (offset := file.tell()) < end:
+            name, line = f"{path}, byte {offset}", file.readline()
             if line.strip():
                 yield name, _parsed(name, line)
 
@@ -273,7 +282,7 @@ def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> RaggedRow
 
 
 def _fingerprint(path: Path, tokenizer_folder: Path, max_tokens: int) -> str:
-    """What the rows of a file depend on."""
+    """Returns a key of everything that the token rows of a file depend on."""
     digest, facts = hashlib.sha256(), path.stat()
     for name in TOKENIZER_FILES:
         file = tokenizer_folder / name
@@ -289,7 +298,7 @@ def _load(cache: Path, wanted: str) -> RaggedRows | None:
             dropped = int(stored["num_dropped"])
             return RaggedRows(stored["tokens"], stored["is_answer"], stored["starts"], dropped)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        return None  # a write that was broken off
+        return None  # an interrupted write
 
 
 def _save(cache: Path, rows: RaggedRows, fingerprint: str) -> None:
@@ -304,7 +313,7 @@ def _save(cache: Path, rows: RaggedRows, fingerprint: str) -> None:
 
 
 def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> RaggedRows:
-    """Rows of a file, made by one process a core where it is large."""
+    """Tokenises a file; a large one in one process per core."""
     size = path.stat().st_size
     num_workers = min(os.cpu_count() or 1, -(-size // BYTES_PER_WORKER))
     if num_workers <= 1:
@@ -325,11 +334,8 @@ def _start(
     path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int, out: Path
 ) -> subprocess.Popen:
     words = map(str, (path, tokenizer_folder, max_tokens, start, end, out))
-    command, environment = (
-        children.command("jax_impl.training.examples", *words),
-        children.environment(),
-    )
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    command = children.command("jax_impl.training.examples", *words)
+    return subprocess.Popen(command, env=children.environment(), stderr=subprocess.PIPE, text=True)
 
 
 def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int) -> RaggedRows:
@@ -339,13 +345,13 @@ def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: 
 
 
 class Batches:
-    """The batches of a run, told by their number alone, so that a run can go on anywhere.
+    """Batches of a run by step number, so that a run can resume at any step.
 
-    Each epoch has every row once, in an order of its own, but for the few that do not fill a batch;
-    a width with too few rows for one batch repeats them.
+    Each epoch has an order of its own and contains every row once, except for the few rows that do
+    not fill a batch. A width with too few rows for one batch repeats them.
 
     Attributes:
-      widths: Widths that batches have, ascending; few, as each is a program to compile.
+      widths: Padded widths of the batches, ascending; few, because each is a compiled program.
     """
 
     def __init__(
@@ -355,13 +361,13 @@ class Batches:
 
         Args:
           batch_tokens: Tokens of a batch, padding included.
-          prompt_weight: Weight of other tokens than an answer's.
-          shares: A batch's rows are a multiple of it, so that as many devices can share them.
+          prompt_weight: Weight of tokens outside answers.
+          shares: Number of devices; the rows of a batch are a multiple of it.
         """
         self._rows, self._seed, self._prompt_weight = rows, seed, prompt_weight
         self.widths = best_widths(rows.lengths, MAX_WIDTHS)
-        which = np.searchsorted(self.widths, rows.lengths)
-        self._members = [np.flatnonzero(which == i) for i in range(len(self.widths))]
+        width_of_row = np.searchsorted(self.widths, rows.lengths)
+        self._members = [np.flatnonzero(width_of_row == i) for i in range(len(self.widths))]
         self._sizes = [max(1, batch_tokens // width // shares) * shares for width in self.widths]
         counts = [
             max(1, len(members) // size)
@@ -375,15 +381,15 @@ class Batches:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and width of every batch that can come."""
+        """Rows and width of every possible batch."""
         return list(zip(self._sizes, self.widths, strict=True))
 
     def at(self, step: int) -> TrainingBatch:
-        """The batch of a step, counted from 0."""
-        epoch, place = divmod(step, len(self))
+        """Returns the batch of a step, counted from 0."""
+        epoch, position = divmod(step, len(self))
         if epoch != self._epoch:
             self._shuffle(epoch)
-        which, number = self._slots[self._order[place]]
+        which, number = self._slots[self._order[position]]
         size = self._sizes[which]
         return self._batch(self._shuffled[which][number * size :][:size], self.widths[which])
 
@@ -405,7 +411,7 @@ class Batches:
 
 
 def best_widths(lengths: Int64[np.ndarray, " rows"], most: int) -> tuple[int, ...]:
-    """At most `most` multiples of `WIDTH_STEP` that pad the rows with the fewest tokens."""
+    """Returns at most `most` multiples of `WIDTH_STEP` with the fewest tokens of padding."""
     units = -(-lengths // WIDTH_STEP)
     counts = np.bincount(units)  # rows by length in units
     nonzero = [int(unit) for unit in np.flatnonzero(counts)]
@@ -423,7 +429,7 @@ def best_widths(lengths: Int64[np.ndarray, " rows"], most: int) -> tuple[int, ..
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the rows of a part of a file; returns the process's exit code."""
+    """Writes the token rows of a part of a file; returns the exit code of the process."""
     parser = argparse.ArgumentParser(prog="python -m jax_impl.training.examples")
     parser.add_argument("path", type=Path)
     parser.add_argument("tokenizer", type=Path)

@@ -1,8 +1,8 @@
-"""Mixtures of experts in training: every expert runs over all rows, as one wide gated MLP.
+"""MoE blocks in training: every expert runs over all rows, as one wide gated MLP.
 
-Its inner values are multiplied by the weight that a row gives to their expert, which is 0 where the
-row has not chosen it, so that no gradient reaches that expert. It suits small models: the products
-are those of all experts.
+Its inner activations are multiplied by the routing weight of their expert. The weight is 0 for
+experts outside the row's top k, so no gradient reaches them. This suits small models only, because
+the GEMMs have the size of all experts.
 """
 
 from collections.abc import Sequence
@@ -20,29 +20,31 @@ from shared.models.layers import MoEConfig
 
 
 class Routed(NamedTuple):
-    """What the router of one layer said of each row.
+    """Router outputs of one layer.
 
     Attributes:
-      logits: Of all experts.
-      ids: Of the chosen ones.
+      logits: Router logits of all experts.
+      ids: The row's top-k experts.
     """
 
     logits: Float32[jax.Array, "R experts"]
     ids: Int[jax.Array, "R chosen"]
 
 
-def mixed(sizes: MoEConfig, weights: ExpertsStack, place: int, x: Rows) -> tuple[Rows, Routed]:
-    """What the experts of each row give, and how they were chosen.
+def mixed(sizes: MoEConfig, weights: ExpertsStack, layer: int, x: Rows) -> tuple[Rows, Routed]:
+    """Computes the weighted sum of each row's experts; also returns the router outputs.
 
     Args:
-      place: Of the layer among those with experts.
+      sizes: Sizes of the MoE block.
+      weights: MoE blocks of the stack.
+      layer: Index of the layer among the MoE layers.
       x: The normed rows.
     """
-    logits = linear_float32(x, weights.router[place])
+    logits = linear_float32(x, weights.router[layer])
     chosen = choose(logits, sizes, None)
     is_chosen = chosen.ids[..., None] == jnp.arange(sizes.num_experts)
     shares = jnp.where(is_chosen, chosen.weights[..., None], 0).sum(axis=1)  # [R, experts]
-    gate_up, down = weights.gate_up[place], weights.down[place]
+    gate_up, down = weights.gate_up[layer], weights.down[layer]
     wide = linear(x, gate_up.reshape(-1, gate_up.shape[-1])).reshape(len(x), *gate_up.shape[:2])
     gate, up = jnp.split(wide, 2, axis=-1)
     inner = ops.silu(gate) * up * shares[..., None].astype(x.dtype)
@@ -53,21 +55,22 @@ def mixed(sizes: MoEConfig, weights: ExpertsStack, place: int, x: Rows) -> tuple
 def balance(
     routed: Sequence[Routed], is_real: Bool[jax.Array, " R"]
 ) -> tuple[Float[jax.Array, ""], Float[jax.Array, ""]]:
-    """How evenly the rows choose among the experts, as a loss and as a number to look at.
+    """Computes the load-balancing loss of the router, and the load of the least used expert.
 
-    Of each layer it is the number of experts times the sum, over them, of the share of rows that
-    chose one and the mean probability that the router gave it. Even use gives the number of experts
-    that a row chooses, and nothing gives less.
+    The loss of a layer is the number of experts times a sum over the experts. Each term is the
+    share of rows routed to the expert times its mean router probability. An even load gives k, the
+    number of experts per row.
 
     Args:
-      routed: Of each layer with experts.
-      is_real: Rows that count.
+      routed: Router outputs of each MoE layer.
+      is_real: True for rows that count.
 
     Returns:
-      The mean over the layers, and what the least used expert of any layer has of an even share.
+      The mean loss over the layers, and the load of the least used expert of any layer, relative
+      to an even load.
 
     Source: Switch Transformers, Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6;
-      `router_aux_loss_coef` of Qwen3-MoE weighs it.
+      its weight is `router_aux_loss_coef` in Qwen3-MoE.
     """
     count = jnp.maximum(is_real.sum(), 1)
     losses, least = [], []

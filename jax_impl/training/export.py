@@ -1,4 +1,4 @@
-"""Trained parameters as Hugging Face folders, under the public names, in bfloat16."""
+"""Export of trained parameters as Hugging Face checkpoints, in bfloat16."""
 
 import json
 import shutil
@@ -45,18 +45,18 @@ STORED = {
     "BOOL": np.dtype(np.bool_),
     **{f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (1, 2, 4, 8)},
 }
-"""Types of the tensors of a target's files."""
+"""NumPy types by the dtype names of safetensors."""
 
 
 def save_model(
     folder: Path, config_json: Json, model: ModelModule, tokenizer: Path, num_shards: int
 ) -> None:
-    """Writes a model with its tokenizer as a folder that serving and transformers load.
+    """Writes a model and its tokenizer as a folder that the server and transformers can load.
 
     Args:
       config_json: Contents of config.json.
-      tokenizer: Folder whose tokenizer files are copied.
-      num_shards: Files that the weights are spread over.
+      tokenizer: Folder from which the tokenizer files are copied.
+      num_shards: Number of safetensors files.
     """
     config = config_from_dict(config_json)
     arrays = arrays_of(model)
@@ -72,11 +72,11 @@ def save_model(
 
 
 def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftModel) -> None:
-    """Writes a draft head of a checkpoint of its own."""
+    """Writes a draft head with its own checkpoint."""
     arrays = arrays_of(head)
     tensors: Tensors = {}
     in_speculators = bool(config_json.get("speculators_model_type"))
-    # Some names are spelled in two ways; those of the format begin as a whole model's.
+    # Some tensors have two names; in the speculators format they begin as in a whole model.
     for parameter in head_parameters(config, ("layers.0.",) if in_speculators else None):
         stored = _stored(parameter, arrays[parameter.name])
         tensors |= split(parameter, stored, "")
@@ -90,7 +90,7 @@ def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftM
 
 
 def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> None:
-    """Writes a copy of a target's files with this MTP layer in them."""
+    """Writes a copy of the target's files that contains this MTP layer."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: Tensors = {}
     arrays = {f"mtp.{name}": array for name, array in arrays_of(layer).items()}
@@ -111,12 +111,12 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
 
 
 def arrays_of(module: ModelModule | DraftModel | Mtp) -> Tensors:
-    """The parameters of `named`, in main memory."""
+    """Copies the parameters of `named` to host memory."""
     return {name: np.asarray(array) for name, array in named(module).items()}
 
 
 def _stored(parameter: Parameter, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-    """As a checkpoint holds it: what `jax_impl.weights` added to norms is taken off."""
+    """Returns the stored form of a parameter; subtracts the norm offset that loading adds."""
     if parameter.name.endswith(KEPT_IN_FLOAT32):
         return array.astype(np.float32)
     return (array - np.float32(parameter.centre)).astype(ml_dtypes.bfloat16)
@@ -129,8 +129,8 @@ def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_mtp(file: Path) -> Tensors:
-    """All tensors of a file but those of an MTP layer, as they are stored."""
-    stored = deserialize(file.read_bytes())  # `load_file` knows no FP8
+    """Returns the tensors of a file without those of an MTP layer, in their stored types."""
+    stored = deserialize(file.read_bytes())  # `load_file` does not support FP8
     return {
         name: np.frombuffer(each["data"], STORED[each["dtype"]]).reshape(each["shape"])
         for name, each in stored
@@ -139,9 +139,9 @@ def _without_mtp(file: Path) -> Tensors:
 
 
 def _extend_shards(folder: Path, target: Path, tensors: Tensors) -> None:
-    """Copies the shards without MTP tensors and adds one that holds them.
+    """Copies the shards without their MTP tensors and adds a shard with the new ones.
 
-    Their names are new, as an index may name files outside of its folder.
+    The shards get new names, because an index may name files outside its folder.
     """
     weight_map = read_json(target / INDEX_FILE)["weight_map"]
     kept_map: dict[str, str] = {}

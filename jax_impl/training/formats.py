@@ -1,6 +1,6 @@
-"""The config.json of a trained head in the speculators format, which vLLM and others load.
+"""The config.json of a trained head in the speculators format, which vLLM can load.
 
-Its fields are those of `shared.drafts.config_formats`, which reads it again.
+`shared.drafts.config_formats` reads the same fields.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from shared.models.rotary import settings_of
 
 AUTHORS, SPECULATORS = "authors", "speculators"
 FORMATS = (AUTHORS, SPECULATORS)
-"""In which a head is written: that of its kind's authors, or the speculators format."""
+"""Formats of a written head: the format of the kind's authors, or the speculators format."""
 
 TYPES = {
     "EAGLE3": ("eagle3", "Eagle3Speculator"),
@@ -20,7 +20,7 @@ TYPES = {
     "DSPARK": ("dspark", "DSparkSpeculator"),
     "DFLASH2": ("dflash2", "DFlash2DraftModel"),
 }
-"""The format's name of a kind of head, and its architecture."""
+"""Name and architecture of each kind of head in the speculators format."""
 
 _LAYER = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
@@ -31,26 +31,26 @@ _LAYER = (
 
 
 def check_format(name: str, draft: str | None) -> None:
-    """Refuses a format that has no place for a kind of head.
+    """Checks that a format supports a kind of head.
 
     Raises:
-      ValueError: One sentence.
+      ValueError: The speculators format does not support the kind.
     """
     if name == SPECULATORS and (draft or "").upper() not in TYPES:
         kinds = " and ".join((", ".join(list(TYPES)[:-1]), list(TYPES)[-1])).lower()
-        raise ValueError(f"--format speculators is for --draft {kinds}; leave it out")
+        raise ValueError(f"--format speculators requires --draft {kinds}; remove it")
 
 
 def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: int) -> Json:
-    """A head's config.json in the speculators format.
+    """Returns the config.json of a head in the speculators format.
 
     Args:
-      head_json: Its contents in the format of the authors.
-      config: What it says.
-      target: Folder of the model that it drafts for.
-      depth: Draft tokens that are suggested; of a block it is all of them.
+      head_json: Contents of its config.json in the format of the authors.
+      config: The same contents, parsed.
+      target: Folder of the target model.
+      depth: Suggested number of draft tokens; a block head suggests all tokens of its block.
     """
-    named, architecture = TYPES[config.kind]
+    method, architecture = TYPES[config.kind]
     layer = {name: head_json[name] for name in _LAYER if name in head_json}
     theta = config.layer.attention.rotary.theta
     rope = {"rope_type": "default", "rope_theta": theta, **settings_of(head_json)}
@@ -67,10 +67,10 @@ def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: 
     }
     return {
         "architectures": [architecture],
-        "speculators_model_type": named,
+        "speculators_model_type": method,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": named,
+            "algorithm": method,
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
             "verifier": verifier,

@@ -1,8 +1,8 @@
-"""The forward pass of Llama, Qwen3, its mixtures and Qwen3.5 over whole sequences, for training.
+"""Forward pass of Llama, Qwen3, Qwen3-MoE and Qwen3.5 over whole sequences, for training.
 
-The same parameters as in serving, as float32 masters: products run in the compute dtype, norms,
-softmax and the gated-delta recurrence in float32, and the residual stream is kept in float32.
-Everything is causal, so that padding on the right of a sequence changes nothing.
+The parameters are float32 master weights with the names of serving. GEMMs run in the compute
+dtype; norms, softmax, the GDN recurrence and the residual stream are float32. Attention and GDN
+are causal, so padding on the right of a sequence changes no earlier row.
 """
 
 from typing import NamedTuple
@@ -26,12 +26,12 @@ Tokens = Int[jax.Array, "B T"]
 
 
 class Passed(NamedTuple):
-    """What a pass gives, float32.
+    """Outputs of a forward pass, float32.
 
     Attributes:
-      hidden: After the final norm.
-      streams: The residual stream that enters each layer, and the one that leaves the last.
-      routed: Of each layer with experts, in order, the rows flat.
+      hidden: Hidden states after the final norm.
+      streams: Residual stream before each layer, and after the last one.
+      routed: Router outputs of each MoE layer, in order, with flat rows.
     """
 
     hidden: Hidden
@@ -40,49 +40,50 @@ class Passed(NamedTuple):
 
 
 class LayerIndex(NamedTuple):
-    """Which of the layers one is: of all, of those with its mixer, and of those with its feed."""
+    """Index of a layer among all layers, among those of its mixer, and among those of its MLP."""
 
     layer: int
     mixer: int
-    feed: int
+    mlp: int
 
 
 def check_trained(config: ModelConfig) -> None:
-    """Refuses a model of which this pass would leave something out.
+    """Checks that this pass implements the model.
 
     Raises:
-      ValueError: It has that; one sentence that names it.
+      ValueError: The model has an unsupported feature; the message names it.
     """
     attention, dense, sizes = config.attention, config.dense, config.experts
     factors = (config.embedding_factor, config.residual_factor)
     missing = {
-        "norms behind mixers and MLPs": config.post_norm,
+        "norms after mixers and MLPs": config.post_norm,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
-        "experts that a sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
+        "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
-        "queries that grow with their position": attention.query_scaling_beta > 0,
-        "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
-        "factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
+        "query scaling by position": attention.query_scaling_beta > 0,
+        "layers with different rotary settings": len({x.rotary for x in config.attentions}) > 1,
+        "scaling factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
     }
     for name, is_there in missing.items():
         if is_there:
             raise ValueError(
-                f"the model has {name}, with which neither it nor a head for it can be trained; "
-                "take a Llama, Qwen3, Qwen3-MoE or Qwen3.5 model without them"
+                f"the model has {name}, which training does not support, neither of the model nor "
+                "of a head for it; use a Llama, Qwen3, Qwen3-MoE or Qwen3.5 model without them"
             )
 
 
 def check_drafted_for(config: ModelConfig) -> None:
-    """Refuses a target for which no head can be trained.
+    """Checks that a head can be trained for a target.
 
     Raises:
-      ValueError: It is one; one sentence.
+      ValueError: The target has an unsupported feature; the message names it.
     """
     check_trained(config)
     if config.experts is not None:
         raise ValueError(
-            "the model has experts, and no head for it can be trained; take a target without them"
+            "the target has experts, and training a head for it is not supported; use a dense "
+            "target"
         )
 
 
@@ -92,24 +93,24 @@ def forward(
     """Runs all layers over a batch of sequences.
 
     Args:
-      tokens: T is a multiple of `gated_delta.CHUNK` for a model with gated-delta layers.
-      compute_dtype: Of the products, float32 or bfloat16.
-      remat: Keep only what enters each layer, and compute the rest anew for the gradient: a third
+      tokens: T is a multiple of `gated_delta.CHUNK` for a model with GDN layers.
+      compute_dtype: Dtype of the GEMMs, float32 or bfloat16.
+      remat: Store only the input of each layer and recompute the rest for the gradient: a third
         more time for a tenth of the memory.
     """
     B, T = tokens.shape
-    turn = angles(config.attention, layers.flat_positions(B, T))
+    rotary = angles(config.attention, layers.flat_positions(B, T))
     x = embedded(weights.embed[...], tokens.reshape(-1))
     streams, routed = [x], []
-    for place in _places(config):
+    for index in _layer_indices(config):
 
-        def run(x: Rows, place: LayerIndex = place) -> tuple[Rows, Routed | None]:
-            return _layer(config, weights.layers, place, x, turn, compute_dtype, B)
+        def run(x: Rows, index: LayerIndex = index) -> tuple[Rows, Routed | None]:
+            return _layer(config, weights.layers, index, x, rotary, compute_dtype, B)
 
-        x, of_layer = jax.checkpoint(run)(x) if remat else run(x)
+        x, router_output = jax.checkpoint(run)(x) if remat else run(x)
         streams.append(x)
-        if of_layer is not None:
-            routed.append(of_layer)
+        if router_output is not None:
+            routed.append(router_output)
     hidden = ops.plain_rms_norm(x, weights.final_norm[...], config.rms_eps)
     shaped = tuple(x.reshape(B, T, -1) for x in streams)
     return Passed(hidden.reshape(B, T, -1), shaped, tuple(routed))
@@ -118,19 +119,19 @@ def forward(
 def logits(
     weights: ModelModule, hidden: Float[jax.Array, "*rows hidden"], compute_dtype: DTypeLike
 ) -> Float[jax.Array, "*rows vocab"]:
-    """Scores of the next token, float32."""
+    """Computes the logits of the next token, float32."""
     return layers.linear_float32(hidden.astype(compute_dtype), weights.head[...])
 
 
 def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]) -> Rows:
-    """The tokens' rows of an embedding, in the float32 of the residual stream."""
+    """Returns the embeddings of tokens in float32, the dtype of the residual stream."""
     return ops.embed_tokens(table, tokens, None).astype("float32")
 
 
-def _places(config: ModelConfig) -> list[LayerIndex]:
-    mixers, feeds = config.layer_kinds, config.feed_kinds
+def _layer_indices(config: ModelConfig) -> list[LayerIndex]:
+    mixers, mlps = config.layer_kinds, config.feed_kinds
     return [
-        LayerIndex(i, mixers[:i].count(mixers[i]), feeds[:i].count(feeds[i]))
+        LayerIndex(i, mixers[:i].count(mixers[i]), mlps[:i].count(mlps[i]))
         for i in range(config.num_layers)
     ]
 
@@ -138,29 +139,29 @@ def _places(config: ModelConfig) -> list[LayerIndex]:
 def _layer(
     config: ModelConfig,
     stack: Layers,
-    place: LayerIndex,
+    index: LayerIndex,
     x: Rows,
-    turn: Angles,
+    rotary: Angles,
     compute_dtype: DTypeLike,
     B: int,
 ) -> tuple[Rows, Routed | None]:
-    y = normed(x, stack.input_norm[place.layer], config.rms_eps, compute_dtype)
-    if config.layer_kinds[place.layer] == "attention":
-        mixed = _attention(config, stack.attention, place.mixer, y, turn, B)
+    y = normed(x, stack.input_norm[index.layer], config.rms_eps, compute_dtype)
+    if config.layer_kinds[index.layer] == "attention":
+        mixed = _attention(config, stack.attention, index.mixer, y, rotary, B)
     else:
-        mixed = gated_delta.layer(config, stack.gated_delta, place.mixer, y, B)
+        mixed = gated_delta.layer(config, stack.gated_delta, index.mixer, y, B)
     x = x + mixed
-    y = normed(x, stack.post_attention_norm[place.layer], config.rms_eps, compute_dtype)
-    sizes = config.layers[place.layer].mlp
+    y = normed(x, stack.post_attention_norm[index.layer], config.rms_eps, compute_dtype)
+    sizes = config.layers[index.layer].mlp
     if isinstance(sizes, MoEConfig):
-        added, routed = experts.mixed(sizes, stack.experts, place.feed, y)
+        added, routed = experts.mixed(sizes, stack.experts, index.mlp, y)
         return x + added, routed
-    return x + layers.mlp(stack, place.feed, y), None
+    return x + layers.mlp(stack, index.mlp, y), None
 
 
 def _attention(
-    config: ModelConfig, weights: AttentionStack, place: int, x: Rows, turn: Angles, B: int
+    config: ModelConfig, weights: AttentionStack, layer: int, x: Rows, rotary: Angles, B: int
 ) -> Rows:
-    q, k, v, gate = layers.project(config, weights, place, x, turn)
+    q, k, v, gate = layers.project(config, weights, layer, x, rotary)
     out = layers.causal(*(part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v)))
-    return layers.merge(weights, place, out.reshape(q.shape), gate)
+    return layers.merge(weights, layer, out.reshape(q.shape), gate)

@@ -1,7 +1,7 @@
-"""Gated-delta layers over whole sequences: the chunked form for all chunks of a batch at once.
+"""GDN layers over whole sequences: the chunked form for all chunks of a batch at once.
 
-As `shared.spec.gated_delta.chunked` from a state of zeros; float32 throughout. Only what the
-incoming state changes runs chunk after chunk.
+Same as `shared.spec.gated_delta.chunked` from a zero state, in float32 throughout. Only the part
+that depends on the incoming state runs chunk by chunk.
 """
 
 from functools import reduce
@@ -20,17 +20,15 @@ from shared.models.config import ModelConfig
 from shared.models.layers import GatedDeltaConfig
 
 CHUNK = 32
-"""Half of serving's, which spares memory traffic: half the numbers in all matrices of a chunk."""
+"""Half the chunk of serving: the matrices within chunks then have half as many elements in all."""
 
 Matrices = Float[jax.Array, "*batch c c"]
 
 
 def layer(config: ModelConfig, weights: GatedDeltaStack, place: int, x: Rows, B: int) -> Rows:
-    """One gated-delta layer over B sequences, from the normed input to the output projection.
+    """Computes one GDN layer over B sequences, from the normed input to the output projection.
 
-    Args:
-      place: The layer's number among its kind.
-      x: The rows of all sequences, each of a multiple of CHUNK tokens.
+    `place` is the index among the GDN layers. Each sequence has a multiple of CHUNK tokens.
     """
     sizes = config.gated_delta
     assert sizes is not None  # the config has such layers
@@ -58,7 +56,7 @@ def _qkv(
 def _conv(
     inputs: Float[jax.Array, "B T C"], weight: Float[jax.Array, "C width"]
 ) -> Float[jax.Array, "B T C"]:
-    """The depthwise causal convolution and silu; zeros lie before the first token."""
+    """Computes the depthwise causal convolution and SiLU; zeros precede the first token."""
     T, width = inputs.shape[1], weight.shape[1]
     padded = jnp.pad(inputs, ((0, 0), (width - 1, 0), (0, 0))).astype(jnp.float32)
     wide = weight.astype(jnp.float32)
@@ -72,7 +70,7 @@ def chunked(
     log_decay: Float[jax.Array, "B T H"],
     beta: Float[jax.Array, "B T H"],
 ) -> Float[jax.Array, "B T H V"]:
-    """The outputs of sequences whose length is a multiple of CHUNK."""
+    """Computes the outputs of sequences; T is a multiple of CHUNK."""
     B, T, H, V = v.shape
     q, k, v, log_decay, beta = map(_in_chunks, (q, k, v, log_decay, beta))
     total = jnp.cumsum(log_decay, axis=-1)
@@ -85,8 +83,8 @@ def chunked(
     carried = jnp.exp(total)[..., None]
     stored = _matmul(solved, beta[..., None] * v)
     reads = _matmul(solved, beta[..., None] * carried * k)
-    left = jnp.swapaxes(jnp.exp(total[..., -1:] - total)[..., None] * k, -1, -2)
-    states, stored = _carry(stored, reads, left, carried[..., -1:, :])
+    kept_keys = jnp.swapaxes(jnp.exp(total[..., -1:] - total)[..., None] * k, -1, -2)
+    states, stored = _carry(stored, reads, kept_keys, carried[..., -1:, :])
     out = _matmul(carried * q, states) + _matmul(_matmul(q, keys) * decay, stored)
     return jnp.moveaxis(out, (0, 3), (1, 2)).reshape(B, T, H, V)
 
@@ -99,29 +97,28 @@ def _in_chunks(x: Float[jax.Array, "B T H *size"]) -> Float[jax.Array, "chunks B
 def _carry(
     stored: Float[jax.Array, "chunks B H c V"],
     reads: Float[jax.Array, "chunks B H c K"],
-    left: Float[jax.Array, "chunks B H K c"],
+    kept_keys: Float[jax.Array, "chunks B H K c"],
     kept: Float[jax.Array, "chunks B H 1 1"],
 ) -> tuple[Float[jax.Array, "chunks B H K V"], Float[jax.Array, "chunks B H c V"]]:
-    """Carries the states from chunk to chunk: each chunk's first state, and what it stores."""
+    """Carries the state from chunk to chunk; returns each chunk's first state and stored values."""
 
     def advance(
         state: Float[jax.Array, "B H K V"], chunk: tuple[jax.Array, ...]
     ) -> tuple[Float[jax.Array, "B H K V"], tuple[jax.Array, jax.Array]]:
-        stored, reads, left, kept = chunk
+        stored, reads, kept_keys, kept = chunk
         stored = stored - _matmul(reads, state)
-        return kept * state + _matmul(left, stored), (state, stored)
+        return kept * state + _matmul(kept_keys, stored), (state, stored)
 
-    empty = jnp.zeros((*left.shape[1:-1], stored.shape[-1]), stored.dtype)
-    return lax.scan(advance, empty, (stored, reads, left, kept))[1]
+    empty = jnp.zeros((*kept_keys.shape[1:-1], stored.shape[-1]), stored.dtype)
+    return lax.scan(advance, empty, (stored, reads, kept_keys, kept))[1]
 
 
 @jax.custom_vjp
 def inverse(among: Matrices) -> Matrices:
-    """The inverse of I + A, for strictly lower A whose size is a power of two.
+    """Computes the inverse of I + A for a strictly lower triangular A of a power-of-two size.
 
-    The blocks on the diagonal double in size: what couples the two halves of a block is
-    - X A X. Powers of A would be fewer products, but where keys repeat they reach 10^17 before they
-    cancel.
+    The inverted diagonal blocks X double in size: the block that couples two halves is - X A X.
+    Powers of A need fewer products, but with repeated keys they reach 10^17 before they cancel.
     """
     c = among.shape[-1]
     row, column = jnp.arange(c)[:, None], jnp.arange(c)
@@ -140,8 +137,8 @@ def _inverse_forward(among: Matrices) -> tuple[Matrices, Matrices]:
 
 
 def _inverse_backward(inverted: Matrices, slope: Matrices) -> tuple[Matrices]:
-    turned = jnp.swapaxes(inverted, -1, -2)
-    return (jnp.tril(-_matmul(_matmul(turned, slope), turned), -1),)
+    transposed = jnp.swapaxes(inverted, -1, -2)
+    return (jnp.tril(-_matmul(_matmul(transposed, slope), transposed), -1),)
 
 
 inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -2,9 +2,9 @@
 
 Row p of a head pairs the hidden state of token p with the embedding of token p + 1, and its logits
 predict token p + 2, as in `shared.spec.eagle`. Step 0 reads the target's hidden states at every
-row; step u reads the head's own outputs of step u - 1, one row further on. So row p of step u is
-what serving computes for draft u + 1 after a request of p - u + 1 tokens, and sees what that row
-sees there: the true rows up to p - u, and the rows of steps 1 to u of its own chain, which stand at
+row. Step u reads the head's own outputs of step u - 1, shifted by one row. Row p of step u thus
+equals draft step u + 1 of serving after a request of p - u + 1 tokens. It attends to the same rows
+as in serving: the true rows up to p - u, and the rows of steps 1 to u of its own chain, at
 positions p - u + 1 to p.
 
 Source: training-time test of EAGLE-3, Li et al. 2025, arXiv:2503.01840.
@@ -36,12 +36,12 @@ class Head(NamedTuple):
       layer: Sizes of its layer.
       layers: The stack of its one layer.
       table: The embedding that it reads.
-      read: From a pass of the target, the hidden states of its rows as the head reads them.
-      enter: From flat rows of embeddings and hidden states the layer's residual, float32, and what
-        its attention reads.
-      leave: From the layer's residual the hidden state that the next step reads.
-      scores: Float32 scores of the draft vocabulary, from that hidden state.
-      draft_ids: The target's token of each score; None where they are the same.
+      read: Maps the outputs of a target pass to the hidden states that the head reads.
+      enter: Maps flat rows of embeddings and hidden states to the residual of the layer, float32,
+        and to the input of its attention.
+      leave: Maps the residual after the layer to the hidden state that the next step reads.
+      scores: Maps that hidden state to float32 logits of the draft vocabulary.
+      draft_ids: Target token of each draft token (`d2t`); None without a draft vocabulary.
     """
 
     layer: ModelConfig
@@ -55,7 +55,7 @@ class Head(NamedTuple):
 
 
 def mtp(config: ModelConfig, weights: Mtp, target: ModelModule, compute_dtype: DTypeLike) -> Head:
-    """The MTP layer; it shares embedding and head with the target."""
+    """Binds the MTP layer; it shares the embedding and the LM head with the target."""
     eps = config.rms_eps
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
@@ -77,7 +77,7 @@ def mtp(config: ModelConfig, weights: Mtp, target: ModelModule, compute_dtype: D
 def eagle(
     config: DraftConfig, weights: DraftModel, target: ModelModule, compute_dtype: DTypeLike
 ) -> Head:
-    """An EAGLE-1 or EAGLE-2 head; it shares embedding and head with the target."""
+    """Binds an EAGLE-1 or EAGLE-2 head; it shares the embedding and LM head with the target."""
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
         both = jnp.concatenate([embeddings, hidden], axis=1).astype(compute_dtype)
@@ -88,13 +88,13 @@ def eagle(
         return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
 
     table = target.embed[...]
-    return Head(config.layer, weights.layers, table, _final_hidden, enter, _as_it_is, scores, None)
+    return Head(config.layer, weights.layers, table, _final_hidden, enter, _identity, scores, None)
 
 
 def eagle3(
     config: DraftConfig, weights: DraftModel, target: ModelModule, compute_dtype: DTypeLike
 ) -> Head:
-    """An EAGLE-3 head, with or without a vocabulary of its own."""
+    """Binds an EAGLE-3 head, with or without a draft vocabulary."""
     eps, stack = config.layer.rms_eps, weights.layers
 
     def read(passed: Passed) -> Hidden:
@@ -121,7 +121,7 @@ def eagle3(
         return layers.linear_float32(out, matrix[...])
 
     table = weights.embed[...] if config.own_embed else target.embed[...]
-    leave = final if config.norm_output else _as_it_is
+    leave = final if config.norm_output else _identity
     draft_ids = weights.draft_ids[...] if config.has_draft_vocab else None
     return Head(config.layer, stack, table, read, enter, leave, scores, draft_ids)
 
@@ -129,22 +129,22 @@ def eagle3(
 def unroll(
     head: Head, tokens: Tokens, hidden: Hidden, depth: int, compute_dtype: DTypeLike, remat: bool
 ) -> list[Hidden]:
-    """The hidden states that the head gives in steps 0 to depth - 1, before `Head.scores`.
+    """Returns the hidden states of the head in steps 0 to depth - 1, before `Head.scores`.
 
-    Row p of step u means something from p = u on; the last row has no next token.
+    Row p of step u is valid if p >= u. The last row has no next token.
 
     Args:
-      hidden: Of `Head.read`.
-      remat: As in `forward`, for each step.
+      hidden: Result of `Head.read`.
+      remat: Same as in `forward`, for each step.
     """
     B, T = tokens.shape
-    turn = angles(head.layer.attention, layers.flat_positions(B, T))
+    rotary = angles(head.layer.attention, layers.flat_positions(B, T))
     embeddings = embedded(head.table, jnp.roll(tokens, -1, axis=1).reshape(-1))
     outputs, chain = [], _Chain((), ())
     for step in range(depth):
 
         def run(hidden: Hidden, chain: _Chain, step: int = step) -> tuple[Hidden, Keys, Keys]:
-            return _step(head, embeddings, hidden, chain, step, turn, compute_dtype)
+            return _step(head, embeddings, hidden, chain, step, rotary, compute_dtype)
 
         out, k, v = (jax.checkpoint(run) if remat else run)(hidden, chain)
         outputs.append(out)
@@ -154,12 +154,12 @@ def unroll(
 
 
 def later(x: Shaped[jax.Array, "B T *rest"], rows: int) -> Shaped[jax.Array, "B T *rest"]:
-    """Each row holds what lay `rows` before it, the first ones zeros."""
+    """Shifts the values by `rows` along T; the first rows become zeros."""
     return jnp.pad(x, ((0, 0), (rows, 0), *[(0, 0)] * (x.ndim - 2)))[:, : x.shape[1]]
 
 
 class _Chain(NamedTuple):
-    """Keys and values of the steps so far; entry 0 are those of the true rows."""
+    """Keys and values of the previous steps; entry 0 has the keys and values of the true rows."""
 
     keys: tuple[Keys, ...]
     values: tuple[Keys, ...]
@@ -171,14 +171,14 @@ def _step(
     hidden: Hidden,
     chain: _Chain,
     step: int,
-    turn: Angles,
+    rotary: Angles,
     compute_dtype: DTypeLike,
 ) -> tuple[Hidden, Keys, Keys]:
-    """One pass of the head's layer: its outputs, keys and values."""
+    """Runs the head's layer once; returns its outputs, keys and values."""
     B, T, _ = hidden.shape
     x, y = head.enter(embeddings, hidden.reshape(B * T, -1))
     config, stack = head.layer, head.layers
-    q, *kv, gate = layers.project(config, stack.attention, 0, y, turn)
+    q, *kv, gate = layers.project(config, stack.attention, 0, y, rotary)
     k, v = (part.reshape(B, T, *part.shape[1:]) for part in kv)
     grouped = q.reshape(B, T, *q.shape[1:])
     out = chain_attention(grouped, (*chain.keys, k), (*chain.values, v), step)
@@ -190,36 +190,35 @@ def _step(
 def chain_attention(
     q: Queries, keys: tuple[Keys, ...], values: tuple[Keys, ...], step: int
 ) -> Queries:
-    """What row p of a step reads: true rows up to p - step, and its own chain.
+    """Attends row p of a step to the true rows up to p - step, and to its own chain.
 
-    Args:
-      keys, values: Of steps 0 to `step`.
+    The keys and values are those of steps 0 to `step`.
     """
     if step == 0:
         return layers.causal(q, keys[0], values[0])
     T = q.shape[1]
-    sees = jnp.arange(T)[:, None] - step >= jnp.arange(T)
-    fits = [jnp.where(sees, layers.scores(q, keys[0]), layers.NEVER)]
-    back = range(step - 1, -1, -1)  # how far before row p the chain's row of step 1, 2, .. stands
-    for far, k in zip(back, keys[1:], strict=True):
-        fits.append(_own_scores(q, later(k, far))[..., None])
-    shares = jax.nn.softmax(jnp.concatenate(fits, axis=-1), axis=-1)
+    is_visible = jnp.arange(T)[:, None] - step >= jnp.arange(T)
+    logits = [jnp.where(is_visible, layers.scores(q, keys[0]), layers.NEVER)]
+    distances = range(step - 1, -1, -1)  # rows from the chain's row of step 1, 2, .. to row p
+    for distance, k in zip(distances, keys[1:], strict=True):
+        logits.append(_own_scores(q, later(k, distance))[..., None])
+    shares = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1)
     out = layers.read(shares[..., :T], values[0])
-    for far, v in zip(back, values[1:], strict=True):
-        out += _own_read(shares[..., T + step - 1 - far], later(v, far), q)
+    for distance, v in zip(distances, values[1:], strict=True):
+        out += _own_read(shares[..., T + step - 1 - distance], later(v, distance), q)
     return out
 
 
 def _own_scores(q: Queries, k: Keys) -> Float[jax.Array, "B Hk group T"]:
-    """How well each row's queries fit the keys of the same row."""
+    """Computes the attention logits of each row's queries with the keys of the same row."""
     B, T, _, D = q.shape
     grouped = q.reshape(B, T, k.shape[2], -1, D).astype(jnp.float32)
-    fits = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
-    return jnp.moveaxis(fits, 1, -1) * jnp.float32(D**-0.5)
+    logits = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
+    return jnp.moveaxis(logits, 1, -1) * jnp.float32(D**-0.5)
 
 
 def _own_read(shares: Float[jax.Array, "B Hk group T"], v: Keys, like: Queries) -> Queries:
-    """The values of each row itself, in the given shares."""
+    """Returns the values of each row, weighted by the given shares."""
     return (
         (jnp.moveaxis(shares, -1, 1)[..., None] * v[:, :, :, None])
         .reshape(like.shape)
@@ -231,13 +230,13 @@ def _final_hidden(passed: Passed) -> Hidden:
     return passed.hidden
 
 
-def _as_it_is(x: Rows) -> Rows:
+def _identity(x: Rows) -> Rows:
     return x
 
 
 def _fc(
     weights: DraftModel, x: Float[jax.Array, "*rows inputs"]
 ) -> Float[jax.Array, "*rows hidden"]:
-    """The head's `fc`; its result starts or becomes a residual, so it is float32."""
+    """Computes the head's `fc`; its result is part of a residual stream, so it is float32."""
     out = layers.linear_float32(x, weights.fc[...])
     return out + weights.fc_bias[...] if hasattr(weights, "fc_bias") else out

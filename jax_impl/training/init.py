@@ -1,7 +1,7 @@
-"""Fresh parameters of models and draft heads, float32, in the containers of serving.
+"""Initial parameters of models and draft heads, float32.
 
-A draft head starts as a sensible copy: its `fc` hands on what it reads, and whatever of its target
-has the shape of a part of its own is taken over.
+A draft head starts from its target. Its `fc` passes on a part of its input, and parameters of the
+target with the same shape are copied.
 """
 
 from collections.abc import Sequence
@@ -20,32 +20,31 @@ from shared.models.parameters import Parameter, decoder_parameters, parameters, 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 
 DECAY_RATES, TIME_STEPS = (1.0, 16.0), (1e-3, 1e-1)
-"""Ranges that a gated-delta head's decay rate and time step are drawn from, as published."""
+"""Published ranges of the initial decay rate and time step of a GDN head."""
 
 NOISE = 0.02
-"""Of the rest of an `fc` that hands on what it reads, relative to a fresh matrix."""
-
+"""Scale of the random part of such an `fc`, relative to a random matrix."""
 
 NOTHING = ("fc_bias", "moved", "confidence", "confidence_bias")
-"""What changes nothing at first."""
+"""Names of parameters that start at zero."""
 
 SELECTOR_SCALE = 0.02
-"""Of the numbers of pairs, whose product is nearly nothing at first."""
+"""Scale of the selector's initial factors; their product is close to zero."""
 
 
 def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> ModelModule:
-    """A model to train from nothing."""
+    """Returns a model with random parameters."""
     rng = np.random.default_rng(seed)
     return ModelModule(_on_device(_drawn(parameters(config, with_mtp), config.num_layers, rng)))
 
 
 def fresh_mtp(config: ModelConfig, target: ModelModule, seed: int) -> Mtp:
-    """An MTP layer for a target that has none; its layer is the target's last of its kind."""
+    """Returns an MTP layer for a target; its layer is a copy of the target's last ones."""
     wanted = [p for p in parameters(config, True) if p.name.startswith("mtp.")]
     arrays = _drawn(wanted, 1, np.random.default_rng(seed))
-    arrays["mtp.fc"] = _hand_on(arrays["mtp.fc"], [0, 1])
+    arrays["mtp.fc"] = _pass_on(arrays["mtp.fc"], [0, 1])
     arrays["mtp.final_norm"] = np.asarray(target.final_norm[...], np.float32)
-    _take_over(arrays, "mtp.layer.", [config.num_layers - 1], config, target)
+    _copy_layers(arrays, "mtp.layer.", [config.num_layers - 1], config, target)
     return Mtp(_on_device(arrays))
 
 
@@ -56,13 +55,13 @@ def fresh_head(
     seed: int,
     draft_ids: Int[np.ndarray, " draft_vocab"] | None,
 ) -> DraftModel:
-    """An EAGLE or EAGLE-3 head for a target.
+    """Returns an EAGLE or EAGLE-3 head for a target.
 
     Args:
-      draft_ids: The target's tokens that the head scores, ascending; None where it scores all.
+      draft_ids: Target tokens of the draft vocabulary, ascending; None without one.
 
     Raises:
-      ValueError: `draft_ids` are not as many as the config's draft vocabulary.
+      ValueError: The number of `draft_ids` is not the config's draft vocabulary size.
     """
     if config.has_draft_vocab and (draft_ids is None or len(draft_ids) != config.draft_vocab):
         given = "none" if draft_ids is None else len(draft_ids)
@@ -70,9 +69,9 @@ def fresh_head(
     arrays = _drawn(head_parameters(config, None), 1, np.random.default_rng(seed))
     same_width = config.layer.hidden == config.target_hidden
     if same_width:
-        # The embedding and the hidden state, or of the target's streams the last.
-        arrays["fc"] = _hand_on(arrays["fc"], [0, 1] if config.kind == "EAGLE" else [2])
-        _take_over(arrays, "layer.", [target_config.num_layers - 1], target_config, target)
+        # EAGLE: the mean of embedding and hidden state; EAGLE-3: the last auxiliary hidden state.
+        arrays["fc"] = _pass_on(arrays["fc"], [0, 1] if config.kind == "EAGLE" else [2])
+        _copy_layers(arrays, "layer.", [target_config.num_layers - 1], target_config, target)
     if "final_norm" in arrays and same_width:
         arrays["final_norm"] = np.asarray(target.final_norm[...], np.float32)
     if config.own_lm_head and same_width:
@@ -87,9 +86,9 @@ def fresh_head(
 def fresh_block(
     block: BlockHeadConfig, target_config: ModelConfig, target: ModelModule, seed: int
 ) -> DraftModel:
-    """A head with blocks for a target; its layers are the target's last ones where they fit.
+    """Returns a block head for a target, with the target's last layers if their shapes fit.
 
-    What a DSpark or a DFlash2 head has beside a DFlash one changes nothing at first.
+    The additional parameters of DSpark and DFlash2 start with no effect on the output.
     """
     config, norm = block.layer, (block.layer.hidden,)
     names = [f"layers.{i}" for i in range(config.num_layers)]
@@ -102,11 +101,11 @@ def fresh_block(
         *choice_parameters(block.config, config, config.vocab),
     ]
     arrays = _drawn(wanted, config.num_layers, np.random.default_rng(seed))
-    arrays["fc"] = _hand_on(arrays["fc"], [streams - 1])
+    arrays["fc"] = _pass_on(arrays["fc"], [streams - 1])
     arrays["final_norm"] = np.asarray(target.final_norm[...], np.float32)
     last = target_config.num_layers
     from_layers = [max(last - config.num_layers + i, 0) for i in range(config.num_layers)]
-    _take_over(arrays, "layer.", from_layers, target_config, target)
+    _copy_layers(arrays, "layer.", from_layers, target_config, target)
     return DraftModel(_on_device(arrays))
 
 
@@ -119,7 +118,9 @@ def _drawn(wanted: Sequence[Parameter], num_layers: int, rng: np.random.Generato
 
 
 def _draw(parameter: Parameter, num_layers: int, rng: np.random.Generator) -> np.ndarray:
-    """Norms are 1; what ends a layer is small, so that the residual does not grow with the depth.
+    """Draws one parameter: norms are 1, and output projections shrink with the number of layers.
+
+    Small output projections keep the residual stream from growing with the depth.
 
     Source: the deviation sqrt(2 / 5 / inputs) of small models, Nguyen and Salazar 2019,
       arXiv:1910.05895; decay and time step as in Gated Delta Networks, arXiv:2412.06464.
@@ -129,7 +130,7 @@ def _draw(parameter: Parameter, num_layers: int, rng: np.random.Generator) -> np
         return np.ones(shape)
     if kind in NOTHING or parameter.name == "markov.lm_head":
         return np.zeros(shape)
-    if kind == "base":  # of a convolution: a row is itself alone
+    if kind == "base":  # of a convolution: the identity
         return np.broadcast_to(np.arange(shape[1])[:, None] == 0, shape).astype(np.float32)
     if parameter.name.startswith("selector."):
         return SELECTOR_SCALE * rng.standard_normal(shape)
@@ -148,10 +149,15 @@ def _draw(parameter: Parameter, num_layers: int, rng: np.random.Generator) -> np
     return deviation * rng.standard_normal(shape)
 
 
-def _hand_on(
+def _pass_on(
     fc: Float[np.ndarray, "hidden inputs"], parts: Sequence[int]
 ) -> Float[np.ndarray, "hidden inputs"]:
-    """An `fc` that gives the mean of some parts of its input, each as wide as its output."""
+    """Returns an `fc` whose output is the mean of some parts of its input, plus noise.
+
+    Args:
+      fc: A random matrix; each part of its input is as wide as its output.
+      parts: Indices of the parts.
+    """
     hidden = len(fc)
     fc_init = NOISE * fc
     for part in parts:
@@ -159,17 +165,20 @@ def _hand_on(
     return fc_init
 
 
-def _take_over(
+def _copy_layers(
     arrays: Arrays, prefix: str, layers: Sequence[int], config: ModelConfig, target: ModelModule
 ) -> None:
-    """Copies what fits of the target's layers, and of its attention layers up to each of them."""
+    """Copies parameters of the target's layers whose shapes fit.
+
+    The attention comes from the last attention layer up to each of `layers`.
+    """
     stack: Layers = target.layers
     for name in ("post_attention_norm", "mlp.gate_up", "mlp.down"):
         stacked = getattr(stack, name.rsplit(".", 1)[-1])[...]
         _copy(arrays, f"{prefix}{name}", [stacked[layer] for layer in layers])
     if not config.num_attention_layers:
         return
-    places = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
+    indices = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
     parts = ("inputs", "out", "q_norm", "k_norm")
     shared = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
     fits = all(f"{prefix}attention.{p}" in arrays for p in shared) and all(
@@ -178,9 +187,9 @@ def _take_over(
     )
     if fits:
         for part, stacked in shared.items():
-            _copy(arrays, f"{prefix}attention.{part}", [stacked[place] for place in places])
+            _copy(arrays, f"{prefix}attention.{part}", [stacked[index] for index in indices])
         attention = [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"]
-        norms = [stack.input_norm[attention[place]] for place in places]
+        norms = [stack.input_norm[attention[index]] for index in indices]
         _copy(arrays, f"{prefix}input_norm", norms)
 
 

@@ -1,6 +1,6 @@
-"""What layers are made of in training: products of mixed precision, and attention over sequences.
+"""Parts of layers in training: mixed-precision GEMMs, and attention over whole sequences.
 
-Rows are flat as in serving, R = B * T of them, but each sequence is whole and nothing is paged.
+Rows are flat as in serving, R = B * T of them. Each sequence is complete, and no KV is paged.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ Queries = Float[jax.Array, "B T Hq D"]
 Keys = Float[jax.Array, "B T Hk D"]
 
 NEVER = -1e30
-"""Score of what a row must not see: exp of its distance to any other score is 0, and not NaN."""
+"""Attention logit of masked positions; finite, so that its softmax is 0 and not NaN."""
 
 
 def linear(
@@ -40,7 +40,7 @@ def linear_float32(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Its gradients are products in the dtype of `x` too: JAX's own would widen both factors."""
+    """Multiplies, with gradients in the dtype of `x` too; JAX's own would widen both factors."""
     return _dot(x, weight.astype(x.dtype), (x.ndim - 1, 1), dtype)
 
 
@@ -76,7 +76,7 @@ def normed(
     eps: float,
     compute_dtype: DTypeLike,
 ) -> Float[jax.Array, "R hidden"]:
-    """The RMS norm of a residual stream, as the products read it."""
+    """Returns the RMS norm of a residual stream in the compute dtype."""
     return layers.plain_rms_norm(x, weight, eps).astype(compute_dtype)
 
 
@@ -85,14 +85,14 @@ def project(
     weights: AttentionStack,
     layer: int,
     x: Float[jax.Array, "R inputs"],
-    turn: Angles,
+    rotary: Angles,
 ) -> tuple[
     Float[jax.Array, "R Hq D"],
     Float[jax.Array, "R Hk D"],
     Float[jax.Array, "R Hk D"],
     Float[jax.Array, "R Hq D"] | None,
 ]:
-    """Queries and keys, normed and turned, values, and the output gate where there is one."""
+    """Returns queries and keys after norm and RoPE, values, and the output gate or None."""
     qkv, attention = linear(x, weights.inputs[layer]), config.attention
     D, Hq, Hk = attention.head_size, attention.num_heads, attention.num_kv_heads
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * Hk * D, qkv.shape[1] - Hk * D], axis=1)
@@ -101,7 +101,7 @@ def project(
     if attention.qk_norm:
         q = layers.plain_rms_norm(q, weights.q_norm[layer], config.rms_eps)
         k = layers.plain_rms_norm(k, weights.k_norm[layer], config.rms_eps)
-    return layers.apply_rotary(q, *turn), layers.apply_rotary(k, *turn), v, gate
+    return layers.apply_rotary(q, *rotary), layers.apply_rotary(k, *rotary), v, gate
 
 
 def keys_and_values(
@@ -109,15 +109,15 @@ def keys_and_values(
     weights: AttentionStack,
     layer: int,
     x: Float[jax.Array, "R inputs"],
-    turn: Angles,
+    rotary: Angles,
 ) -> tuple[Float[jax.Array, "R Hk D"], Float[jax.Array, "R Hk D"]]:
-    """As `project` has them, of rows that ask nothing."""
+    """Returns keys and values as in `project`, for rows without queries."""
     D, Hk = config.attention.head_size, config.attention.num_kv_heads
     both = linear(x, weights.inputs[layer][-2 * Hk * D :]).reshape(len(x), 2, Hk, D)
     k, v = both[:, 0], both[:, 1]
     if config.attention.qk_norm:
         k = layers.plain_rms_norm(k, weights.k_norm[layer], config.rms_eps)
-    return layers.apply_rotary(k, *turn), v
+    return layers.apply_rotary(k, *rotary), v
 
 
 def merge(
@@ -126,30 +126,30 @@ def merge(
     out: Float[jax.Array, "R Hq D"],
     gate: Float[jax.Array, "R Hq D"] | None,
 ) -> Rows:
-    """The output projection of what the heads have read."""
+    """Applies the output gate, if any, and the output projection of attention."""
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return linear(out.reshape(len(out), -1), weights.out[layer])
 
 
 def mlp(weights: Layers, layer: int, x: Rows) -> Rows:
-    """The gated MLP of one layer of a stack."""
+    """Computes the gated MLP of one layer of a stack."""
     gate, up = jnp.split(linear(x, weights.gate_up[layer]), 2, axis=-1)
     return linear(layers.silu(gate) * up, weights.down[layer])
 
 
 def flat_positions(B: int, T: int) -> Int[jax.Array, " R"]:
-    """The position of each row of B sequences of T tokens."""
+    """Returns the position of each row of B sequences of T tokens."""
     return jnp.tile(jnp.arange(T, dtype=jnp.int32), B)
 
 
 def causal(q: Queries, k: Keys, v: Keys) -> Queries:
-    """Each row reads its own sequence up to itself."""
+    """Computes causal attention within each sequence."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def scores(q: Queries, k: Float[jax.Array, "B J Hk D"]) -> Float[jax.Array, "B Hk group T J"]:
-    """How well each query fits each key, float32, query heads in the groups of their KV head."""
+    """Computes the attention logits, float32; query heads are grouped by their KV head (GQA)."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     B, T, _, D = q.shape
     grouped = q.reshape(B, T, k.shape[2], -1, D)
@@ -160,7 +160,7 @@ def scores(q: Queries, k: Float[jax.Array, "B J Hk D"]) -> Float[jax.Array, "B H
 def read(
     shares: Float[jax.Array, "B Hk group T J"], v: Float[jax.Array, "B J Hk D"]
 ) -> Float[jax.Array, "B T Hq D"]:
-    """The values in the given shares."""
+    """Returns the sums of the values, weighted by the given shares."""
     precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
     out = jnp.einsum("bhgtj,bjhd->bthgd", shares.astype(v.dtype), v, precision=precision)
     B, T, Hk, group, D = out.shape

@@ -1,14 +1,14 @@
-"""Lines of training data in the formats that are common, made one: a chat or a text, and an answer.
+"""Conversion of common training data formats to one: a chat or a text, and an answer.
 
 | format | fields |
 |---|---|
-| OpenAI's chats, TRL's conversations | `messages`, `tools`, `chat_template_kwargs`, `answer` |
-| text and answer, as TRL and OpenAI have them | `prompt`, `answer` or `completion` |
-| the same of chats, as TRL has it | `prompt` and `completion`, lists of messages |
+| OpenAI chats, TRL conversations | `messages`, `tools`, `chat_template_kwargs`, `answer` |
+| text and answer, as in TRL and OpenAI | `prompt`, `answer` or `completion` |
+| chat and answer, as in TRL | `prompt` and `completion`, lists of messages |
 | ShareGPT | `conversations` of `from` and `value`, `system`, `tools` |
 | Alpaca | `instruction`, `input`, `output`, `system` |
 
-A field that is not read is an error, unless it says nothing of the text (`NOTES`) or is empty.
+A field that is not read is an error, unless it is metadata (`NOTES`) or empty.
 """
 
 import json
@@ -24,7 +24,7 @@ NOTES = {
     *("difficulty", "score", "rating", "quality", "language", "lang", "num_turns", "num_tokens"),
     *("metadata", "meta", "model", "generator", "parallel_tool_calls"),
 }
-"""Fields of a line, or of a message, that say nothing of the text."""
+"""Metadata fields of a line or a message, which are ignored."""
 
 MESSAGE_FIELDS = (
     *("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"),
@@ -42,7 +42,7 @@ ROLES = {
     "tool": "tool",
     "developer": "developer",
 }
-"""Roles of ShareGPT's messages."""
+"""Chat roles by the names of ShareGPT."""
 
 _FORMATS = {
     "messages": ("messages", "tools", "chat_template_kwargs", "answer"),
@@ -50,14 +50,16 @@ _FORMATS = {
     "instruction": ("instruction", "input", "output", "system"),
     "prompt": ("prompt", "answer", "completion", "tools", "chat_template_kwargs"),
 }
-"""The fields of each format, by the field that names it."""
+"""Fields of each format, by the field that identifies it."""
 
 
 def read_line(name: str, line: Line) -> Line:
-    """A line as `messages` with `tools` and `chat_template_kwargs`, or `prompt` with `answer`.
+    """Converts a line to a chat or a prompt.
+
+    A chat has `messages`, `tools` and `chat_template_kwargs`, a prompt `prompt` and `answer`.
 
     Raises:
-      ValueError: It is of no format, or has a field that is not read; one sentence that starts with
+      ValueError: The line has no known format, or a field that is not read; the message starts with
         `name`.
     """
     line = {field: value for field, value in line.items() if value is not None}
@@ -74,7 +76,7 @@ def read_line(name: str, line: Line) -> Line:
 
 
 def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """The fields that templates read, with a text for no content and objects as arguments."""
+    """Returns the fields that chat templates read, with parsed arguments and no null content."""
     turn = {field: message[field] for field in MESSAGE_FIELDS if message.get(field) is not None}
     turn["content"] = "" if message["content"] is None else message["content"]
     turn.pop("weight", None)
@@ -97,7 +99,7 @@ def _check_fields(name: str, of: str, given: Line, known: tuple[str, ...]) -> No
         if field not in known and field not in NOTES and not is_empty:
             raise ValueError(
                 f"{name} has the field {field!r:.80}{of}, which is not read; fields are "
-                f"{', '.join(known)}: rename it, or take it out"
+                f"{', '.join(known)}: rename it or remove it"
             )
 
 
@@ -112,13 +114,16 @@ def _check_messages(name: str, messages: Any) -> None:
             raise ValueError(f"{name} has the role {turn['role']!r:.80}; roles are {roles}")
         parts = turn["content"] if isinstance(turn["content"], list) else []
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            raise ValueError(f"{name} has a message with other parts than text, which are not read")
+            raise ValueError(
+                f"{name} has a message with parts other than text, which are unsupported; remove "
+                "them"
+            )
         if turn.get("weight") not in (None, 0, 1):
             raise ValueError(f"{name}: weight of a message must be 0 or 1, got {turn['weight']!r}")
 
 
 def _chat(name: str, line: Line) -> Line:
-    """A chat with the answer that stands beside it."""
+    """Returns a chat with the `answer` field as its last message."""
     messages = _messages(name, "messages", line["messages"])
     if "answer" in line:
         messages = [*messages, {"role": "assistant", "content": line["answer"]}]
@@ -128,9 +133,9 @@ def _chat(name: str, line: Line) -> Line:
 
 
 def _prompt(name: str, line: Line) -> Line:
-    """A text and its answer; of lists of messages one chat, of which the completion is learnt."""
+    """Returns a text and its answer, or one chat whose labels are in the completion."""
     if {"answer", "completion"} <= line.keys():
-        raise ValueError(f"{name} has answer and completion; leave one out")
+        raise ValueError(f"{name} has both answer and completion; remove one of them")
     rest = {key: value for key, value in line.items() if key not in ("prompt", "completion")}
     prompt, answer = line["prompt"], line.get("completion", line.get("answer"))
     if isinstance(prompt, list):
@@ -140,9 +145,13 @@ def _prompt(name: str, line: Line) -> Line:
             answer = [{"role": "assistant", "content": answer}]
         return {**rest, "messages": [*known, *_messages(name, "completion", answer or [])]}
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"{name} has neither messages nor a prompt that is a text")
+        raise ValueError(
+            f"{name} has neither messages nor a prompt; prompt must be a string that is not empty"
+        )
     if unread := [field for field in ("tools", "chat_template_kwargs") if rest.get(field)]:
-        raise ValueError(f"{name} has {unread[0]} beside a text; give a chat as messages")
+        raise ValueError(
+            f"{name} has {unread[0]}, which are unsupported with a text prompt; use messages"
+        )
     return {"prompt": prompt} | ({} if answer is None else {"answer": answer})
 
 
@@ -159,15 +168,15 @@ def _share_gpt(name: str, line: Line) -> Line:
 
 
 def _turn(name: str, turn: Any) -> Line:
-    """A message, whose role and text ShareGPT names otherwise."""
+    """Converts a message of ShareGPT, which has `from` and `value` for role and content."""
     if not isinstance(turn, dict):
         raise ValueError(f"{name}: conversations must be a list of objects with from and value")
     if "from" not in turn:
         return turn
     if turn["from"] not in ROLES or not isinstance(turn.get("value"), str):
         raise ValueError(
-            f"{name} has a message from {turn['from']!r:.80}; a message must have a value that is "
-            f"a text, and be from {', '.join(ROLES)}"
+            f"{name} has a message from {turn['from']!r:.80}; from must be one of "
+            f"{', '.join(ROLES)}, and value must be a string"
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {**rest, "role": ROLES[turn["from"]], "content": turn["value"]}
@@ -176,12 +185,12 @@ def _turn(name: str, turn: Any) -> Line:
 def _alpaca(name: str, line: Line) -> Line:
     texts = {field: line.get(field, "") for field in ("instruction", "input", "output")}
     if not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"{name}: {', '.join(texts)} must be texts")
+        raise ValueError(f"{name}: {', '.join(texts)} must be strings")
     question = "\n\n".join(filter(None, [texts["instruction"], texts["input"]]))
     answer = [{"role": "assistant", "content": texts["output"]}] if texts["output"] else []
     return {"messages": [*_system(line), {"role": "user", "content": question}, *answer]}
 
 
 def _system(line: Line) -> list[Line]:
-    """The system message of a format that has it as a field; an empty one says nothing."""
+    """Returns the system message of a format with a `system` field; none if it is empty."""
     return [{"role": "system", "content": line["system"]}] if line.get("system") else []

@@ -1,9 +1,9 @@
-"""The training loop: AdamW, a rate that falls to the end of the run, checkpoints to go on from.
+"""The training loop: AdamW, a cosine learning rate schedule, and checkpoints to resume from.
 
-One jitted step with a donated state, on all devices that JAX sees: each takes its share of the
-batch's rows, and their gradients are averaged. The host does not wait for it: metrics are read a
-window of steps later. A run ends after a number of steps or of minutes; the rate follows whichever
-is nearer, so it has fallen when the clock runs out.
+The jitted step has a donated state and runs data-parallel on all devices of JAX. Each device takes
+a share of the batch's rows, and the gradients are averaged. The host does not wait for a step:
+metrics are read one window of steps later. A run ends after a number of steps or minutes, and the
+learning rate follows the nearer limit.
 """
 
 import math
@@ -32,35 +32,35 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 LAST_RATE = 0.02
-"""Share of the highest learning rate that a run ends with."""
+"""Final learning rate as a share of the highest one."""
 
 WINDOW = 20
 """Steps between two readings of the metrics."""
 
 FEW_STEPS = 100
-"""A run of no more does not repay the time in which a CPU's program is compiled well."""
+"""Runs of at most this many steps compile with `quick_compile` on a CPU."""
 
 ROWS = "rows"
-"""The mesh's one axis: a device has its share of a batch's rows."""
+"""Axis of the mesh over which the rows of a batch are sharded."""
 
 UNDECAYED = ("norm", "a_log", "dt_bias", "conv", "bias")
-"""How names of parameters end that are no matrices."""
+"""Suffixes of parameters without weight decay, which are no matrices."""
 
 Metrics = dict[str, Float[Array, ""]]
 Params = Any
-"""A tree of float32 arrays; of a module the `nnx.State` of its parameters."""
+"""A tree of float32 arrays; for a module the `nnx.State` of its parameters."""
 
 Loss = Callable[[Any, Any, TrainingBatch, Any], tuple[Float[Array, ""], Metrics]]
-"""Of parameters, frozen arrays, batch and random key."""
+"""Loss and metrics of parameters, frozen arrays, batch and random key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained.
+    """Parameters to train and their loss.
 
     Attributes:
-      params: Trained arrays, float32; the run takes them over.
-      frozen: Arrays that the loss reads besides, such as the target of a head.
+      params: Trained arrays, float32; the run donates them.
+      frozen: Other arrays that the loss reads, such as the target of a head.
       loss: See `Loss`.
     """
 
@@ -71,12 +71,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long and how fast.
+    """Length and learning rate of a run.
 
     Attributes:
-      steps: Steps of the whole run; None for as many as `minutes` give.
-      minutes: Wall clock of the whole run, compiling included; None for no limit.
-      learning_rate: The highest, reached after `warmup` steps.
+      steps: Steps of the whole run; None for no limit.
+      minutes: Wall-clock time of the whole run, including compilation; None for no limit.
+      learning_rate: Highest learning rate, reached after `warmup` steps.
       save_minutes: Time between two checkpoints.
     """
 
@@ -87,20 +87,20 @@ class Schedule:
     save_minutes: float
 
     def progress(self, step: int, seconds: float) -> float:
-        """Share of the run that is over, 1 at its end."""
+        """Returns the completed share of the run, 1 at its end."""
         by_steps = step / self.steps if self.steps else 0.0
         by_clock = seconds / (60 * self.minutes) if self.minutes else 0.0
         return min(1.0, max(by_steps, by_clock))
 
     def rate(self, step: int, seconds: float) -> float:
-        """Learning rate of a step: a linear rise, then half a cosine."""
-        rise = min(1.0, (step + 1) / max(1, self.warmup))
-        fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
-        return self.learning_rate * rise * (LAST_RATE + (1 - LAST_RATE) * fall)
+        """Returns the learning rate of a step: linear warm-up times a cosine decay."""
+        warmup = min(1.0, (step + 1) / max(1, self.warmup))
+        decay = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
+        return self.learning_rate * warmup * (LAST_RATE + (1 - LAST_RATE) * decay)
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """Training state, donated to each step."""
 
     params: Params
     optimizer: Any
@@ -108,30 +108,30 @@ class State(NamedTuple):
 
 
 def train(task: Task, batches: Batches, schedule: Schedule, seed: int, folder: Path) -> Params:
-    """Trains to the end of the schedule, from the newest checkpoint in `folder` where there is one.
+    """Trains to the end of the schedule; resumes from the newest checkpoint in `folder`, if any.
 
     Args:
-      folder: Gets the checkpoints, the log `log.jsonl` and at the end `curves.png`.
+      folder: Receives the checkpoints, the log `log.jsonl` and finally `curves.png`.
 
     Returns:
       The trained parameters.
     """
-    chain, mesh = _optimizer(), jax.make_mesh((jax.device_count(),), (ROWS,))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    state = State(task.params, jax.jit(chain.init)(task.params), jnp.zeros((), jnp.int32))
-    state, frozen = jax.device_put((state, task.frozen), everywhere)
+    optimizer, mesh = _optimizer(), jax.make_mesh((jax.device_count(),), (ROWS,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = State(task.params, jax.jit(optimizer.init)(task.params), jnp.zeros((), jnp.int32))
+    state, frozen = jax.device_put((state, task.frozen), replicated)
     with Saved(folder / "checkpoints") as saved:
         state, seconds = saved.newest(state)
         step = int(state.step)
         with Log(folder, step) as log:
-            run = _Run(replace(task, frozen=frozen), chain, mesh, batches, schedule, seed, log)
+            run = _Run(replace(task, frozen=frozen), optimizer, mesh, batches, schedule, seed, log)
             state = run.go(state, step, seconds, saved)
         log.draw()
     return state.params
 
 
 def _optimizer() -> optax.GradientTransformation:
-    """AdamW but for the learning rate, which the step multiplies with."""
+    """Returns AdamW without the learning rate, which the step multiplies by."""
     return optax.chain(
         optax.clip_by_global_norm(MAX_NORM),
         optax.scale_by_adam(*BETAS),
@@ -152,7 +152,7 @@ def _norm(tree: Any) -> Float[Array, ""]:
 
 
 class _Window(NamedTuple):
-    """Steps whose metrics are read together."""
+    """Metrics of consecutive steps that are read together."""
 
     step: int
     share: float
@@ -162,19 +162,19 @@ class _Window(NamedTuple):
 
 
 class _Run:
-    """The steps of one call."""
+    """Training steps of one call of `train`."""
 
     def __init__(
         self,
         task: Task,
-        chain: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation,
         mesh: Mesh,
         batches: Batches,
         schedule: Schedule,
         seed: int,
         log: Log,
     ) -> None:
-        self._task, self._chain, self._batches = task, chain, batches
+        self._task, self._optimizer, self._batches = task, optimizer, batches
         self._schedule, self._log = schedule, log
         self._mesh, self._by_rows = mesh, NamedSharding(mesh, PartitionSpec(ROWS))
         self._key = jax.random.key(seed)
@@ -182,7 +182,7 @@ class _Run:
         self._windows: deque[_Window] = deque()
 
     def go(self, state: State, step: int, seconds: float, saved: Saved) -> State:
-        """Steps until the schedule is over; `seconds` were spent on the run before."""
+        """Runs steps from `step` to the end of the schedule, after `seconds` of earlier calls."""
         began, wrote, first = time.monotonic() - seconds, time.monotonic(), step
         if self._schedule.progress(step, seconds) < 1:
             self._compile(state)
@@ -204,7 +204,7 @@ class _Run:
                 metrics, num_tokens = [], 0
                 self._read(keep=1)
             if time.monotonic() - wrote > 60 * self._schedule.save_minutes:
-                # Of numbers that are none no run could go on.
+                # A run cannot resume from NaN, so all pending metrics are checked first.
                 self._read(keep=0)
                 _check(step, jax.device_get(metrics))
                 saved.write(state, step, seconds)
@@ -217,14 +217,14 @@ class _Run:
         return state
 
     def _compile(self, state: State) -> None:
-        """Compiles the step for every shape of a batch, at the same time."""
-        whole, rows = PartitionSpec(), PartitionSpec(ROWS)
+        """Compiles the step for all batch shapes, in parallel."""
+        replicated, rows = PartitionSpec(), PartitionSpec(ROWS)
         traced = jax.shard_map(
             self._traced,
             mesh=self._mesh,
-            in_specs=(whole, whole, rows, whole),
-            out_specs=whole,
-            check_vma=False,  # with it JAX would add up the gradients itself
+            in_specs=(replicated, replicated, rows, replicated),
+            out_specs=replicated,
+            check_vma=False,  # otherwise JAX would sum the gradients itself
         )
         step, rate = jax.jit(traced, donate_argnums=0), jax.ShapeDtypeStruct((), np.float32)
         lowered = {}
@@ -232,8 +232,8 @@ class _Run:
             empty = TrainingBatch(np.empty(shape, np.int32), np.empty(shape, np.float32))
             batch = jax.tree.map(self._placed_shape, empty)
             lowered[shape] = step.lower(state, self._task.frozen, batch, rate)
-        few = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
-        options = compiler_options(jax.devices()[0], quick_compile=few)
+        is_short = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
+        options = compiler_options(jax.devices()[0], quick_compile=is_short)
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda one: one.compile(options), lowered.values())
             self._compiled = dict(zip(lowered, compiled, strict=True))
@@ -248,13 +248,13 @@ class _Run:
         gradient = jax.value_and_grad(self._task.loss, has_aux=True)
         (_, metrics), grads = gradient(state.params, frozen, batch, key)
         grads, metrics = lax.pmean((grads, metrics), ROWS)
-        updates, optimizer = self._chain.update(grads, state.optimizer, state.params)
+        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         metrics = {**metrics, "gradient_norm": _norm(grads)}
         return State(params, optimizer, state.step + 1), metrics
 
     def _read(self, keep: int) -> None:
-        """Logs the windows but for the newest `keep`, whose steps may still run."""
+        """Logs all windows except the newest `keep`, whose steps may still run."""
         while len(self._windows) > keep:
             step, share, num_tokens, rate, metrics = self._windows.popleft()
             read = jax.device_get(metrics)
@@ -264,8 +264,11 @@ class _Run:
 
 
 def _check(step: int, read: Sequence[Metrics]) -> None:
-    """Ends a run that has come to a loss, or to a gradient, that is no number."""
+    """Raises FloatingPointError if a loss or gradient norm is not finite."""
     for name in ("loss", "gradient_norm"):
-        if wrong := [float(each[name]) for each in read if not np.isfinite(each[name])]:
-            what = name.replace("_", "'s ")
-            raise FloatingPointError(f"the {what} is {wrong[0]} at step {step}")
+        if invalid := [float(each[name]) for each in read if not np.isfinite(each[name])]:
+            quantity = name.replace("_", " ")
+            raise FloatingPointError(
+                f"the {quantity} is {invalid[0]} by step {step}; resume from the last "
+                "checkpoint with a lower --learning-rate"
+            )

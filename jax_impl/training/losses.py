@@ -1,11 +1,12 @@
-"""Losses over batches of sequences, each with the numbers that tell how far training has come.
+"""Losses over batches of sequences, with training metrics.
 
-No loss holds the logits of a whole batch: they are made, and for the gradient made again, in blocks
-of rows. A mask weighs each token as a label: 1 for a token of an answer, less for a prompt's, 0 for
-padding; shares are counted over the tokens of weight 1.
+The logits of a whole batch are never stored: they are computed in blocks of rows, and again for the
+gradient. A mask has the weight of each token as a label: 1 for tokens of answers, less for prompts,
+0 for padding. Rates are counted over the tokens of weight 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,13 +27,13 @@ Scalar = Float[jax.Array, ""]
 Metrics = dict[str, Scalar]
 
 BLOCK_SCORES = 2**26
-"""Scores in a block of rows: 256 MiB, which fills a GPU and is little of its memory."""
+"""Logits in a block of rows: 256 MiB, enough to occupy a GPU and little of its memory."""
 
 Z_WEIGHT = 1e-4
-"""Weight of the squared log of the softmax's denominator, which keeps scores from drifting."""
+"""Weight of the z-loss, the squared log of the softmax denominator; it keeps logits small."""
 
 STEP_DECAY = 0.8
-"""Weight of a draft step's loss relative to the step before; EAGLE-3's."""
+"""Weight of a draft step's loss relative to the previous step, as in EAGLE-3."""
 
 
 def language_model_loss(
@@ -45,27 +46,27 @@ def language_model_loss(
     balance_weight: float,
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
-    """Cross-entropy of the next token, and with an MTP layer that of the token after it.
+    """Computes the cross-entropy of the next token, and of the one after it with an MTP layer.
 
     Args:
-      mtp_weight: Weight of the MTP layer's cross-entropy; 0 leaves the layer out.
-      balance_weight: Of `experts.balance`, over the tokens that have weight as labels.
+      mtp_weight: Weight of the MTP layer's cross-entropy; 0 skips the layer.
+      balance_weight: Weight of `experts.balance`, over the tokens with a weight as labels.
     """
     passed = forward(config, weights, tokens, compute_dtype, remat)
-    what = (tokens, loss_mask, config.vocab)
-    loss, metrics = _cross_entropy(
-        lambda rows: logits(weights, rows, compute_dtype), passed.hidden, *what, ahead=1
+    label_loss = partial(_cross_entropy, tokens=tokens, loss_mask=loss_mask, vocab=config.vocab)
+    loss, metrics = label_loss(
+        lambda rows: logits(weights, rows, compute_dtype), passed.hidden, ahead=1
     )
     if mtp_weight and weights.has_mtp:
         head = heads.mtp(config, weights.mtp, weights, compute_dtype)
         hidden, *_ = heads.unroll(head, tokens, passed.hidden, 1, compute_dtype, remat)
-        more, of_mtp = _cross_entropy(head.scores, hidden, *what, ahead=2)
-        loss += mtp_weight * more
-        metrics |= {f"mtp_{name}": value for name, value in of_mtp.items()}
+        mtp_loss, mtp_metrics = label_loss(head.scores, hidden, ahead=2)
+        loss += mtp_weight * mtp_loss
+        metrics |= {f"mtp_{name}": value for name, value in mtp_metrics.items()}
     if passed.routed:
-        unevenness, least = experts.balance(passed.routed, loss_mask.reshape(-1) > 0)
-        loss += balance_weight * unevenness
-        metrics |= {"experts_balance": unevenness, "experts_least_used": least}
+        balance_loss, least_load = experts.balance(passed.routed, loss_mask.reshape(-1) > 0)
+        loss += balance_weight * balance_loss
+        metrics |= {"experts_balance": balance_loss, "experts_least_used": least_load}
     return loss, metrics | {"loss": loss}
 
 
@@ -81,13 +82,13 @@ def head_loss(
     compute_dtype: DTypeLike,
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
-    """Cross-entropy of a draft head's steps against the target's distribution; see `chain_loss`.
+    """Computes the cross-entropy of a draft head's steps against the target; see `chain_loss`.
 
     Args:
       kind: "mtp", "eagle" or "eagle3".
-      config: The head's; None for "mtp", whose layer has the target's sizes.
-      head: What is trained; the target stays as it is.
-      depth: Steps of a chain, each on the outputs of the one before.
+      config: Config of the head; None for "mtp", which has the layer sizes of the target.
+      head: The trained head; the target is frozen.
+      depth: Steps of a chain; each reads the outputs of the previous one.
     """
     frozen = jax.tree.map(lax.stop_gradient, target)
     passed = jax.tree.map(
@@ -105,17 +106,17 @@ def bind(
     target: ModelModule,
     compute_dtype: DTypeLike,
 ) -> Head:
-    """A head of the kind "mtp", "eagle" or "eagle3", bound to its weights and its target's.
+    """Binds a head of the kind "mtp", "eagle" or "eagle3" to its weights and its target.
 
     Raises:
-      ValueError: Another kind.
+      ValueError: The kind is unknown or does not match the head.
     """
     if kind == "mtp" and isinstance(head, Mtp):
         return heads.mtp(target_config, head, target, compute_dtype)
     kinds = {"eagle": heads.eagle, "eagle3": heads.eagle3}
     if kind in kinds and config is not None and isinstance(head, DraftModel):
         return kinds[kind](config, head, target, compute_dtype)
-    raise ValueError(f"kind must be mtp, eagle or eagle3 and fit the head, got {kind!r}")
+    raise ValueError(f"kind must be mtp, eagle or eagle3 and match the head, got {kind!r}")
 
 
 def chain_loss(
@@ -128,13 +129,13 @@ def chain_loss(
     compute_dtype: DTypeLike,
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
-    """Weighs each step's cross-entropy by `STEP_DECAY ** step`.
+    """Computes the loss of a head: each step's cross-entropy, weighted by `STEP_DECAY ** step`.
 
-    A draft vocabulary is held against the target's probabilities of its tokens as they are, not
-    scaled up to 1: so a position counts by how much of the target's choice the head can draft.
+    With a draft vocabulary, the target's probabilities of its tokens are not renormalised to 1. The
+    weight of a position is thus the target's probability mass within the draft vocabulary.
     """
     steps = heads.unroll(head, tokens, head.read(passed), depth, compute_dtype, remat)
-    # Row p is held against what the target says after token p + 1.
+    # The label of row p is the target's distribution after token p + 1.
     ahead = jnp.roll(passed.hidden, -1, axis=1)
     return weigh(_steps_scored(head, target, ahead, steps, compute_dtype), loss_mask)
 
@@ -142,11 +143,15 @@ def chain_loss(
 def weigh(
     scored: list[tuple[Float[jax.Array, "B T"], Bool[jax.Array, "B T"]]], loss_mask: Mask
 ) -> tuple[Scalar, Metrics]:
-    """Adds up what the rows of each step gave: cross-entropy, and whether its draft agrees.
+    """Adds up the steps: cross-entropies to a loss, and agreements to the acceptance length.
+
+    Args:
+      scored: For each step the cross-entropy of each row, and True if its draft token agrees.
+      loss_mask: Weight of each token as a label.
 
     Returns:
-      The loss, `agreement_i`, the share of chains whose first i drafts are all the target's first
-      choice, and `acceptance_length`, one more than their sum.
+      The loss and metrics. `agreement_i` is the share of chains in which the first i draft tokens
+      all equal the target's greedy tokens. `acceptance_length` is one more than their sum.
     """
     label_mask, rows = _ahead(loss_mask, 2), jnp.arange(loss_mask.shape[1])
     loss, rates = jnp.zeros(()), []
@@ -163,7 +168,7 @@ def weigh(
 
 
 def acceptance(rates: list[Scalar]) -> Metrics:
-    """Names the shares of chains that agree so far, and their sum with the bonus token."""
+    """Returns the agreement rates by name, and the acceptance length with the bonus token."""
     named = {f"agreement_{i}": rate for i, rate in enumerate(rates, start=1)}
     return named | {"acceptance_length": 1 + sum(rates, jnp.zeros(()))}
 
@@ -176,7 +181,7 @@ def _cross_entropy(
     vocab: int,
     ahead: int,
 ) -> tuple[Scalar, Metrics]:
-    """Of the token that lies `ahead` of each row, with the weight of that token."""
+    """Computes the cross-entropy of the token `ahead` rows after each row, with its weight."""
     mask = _ahead(loss_mask, ahead)
     labels = jnp.roll(tokens, -ahead, axis=1)
 
@@ -193,9 +198,9 @@ def _cross_entropy(
 def cross_entropy(
     scores: Float[jax.Array, "R vocab"], labels: Int[jax.Array, " R"]
 ) -> tuple[Float[jax.Array, " R"], Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-    """The label's negative log probability, the log denominator, and whether it is the first."""
+    """Returns the cross-entropy, the log denominator, and True if the label is the argmax."""
     total = jax.nn.logsumexp(scores, axis=-1)
-    # A sum over a mask, for the gradient of a gather is a scatter.
+    # A sum over a mask, because the gradient of a gather would be a scatter.
     chosen = jnp.where(jnp.arange(scores.shape[1]) == labels[:, None], scores, 0).sum(axis=-1)
     return total - chosen, total, jnp.argmax(scores, axis=-1) == labels
 
@@ -203,37 +208,37 @@ def cross_entropy(
 def _steps_scored(
     head: Head, target: ModelModule, ahead: Hidden, steps: list[Hidden], compute_dtype: DTypeLike
 ) -> list[tuple[Float[jax.Array, "B T"], Bool[jax.Array, "B T"]]]:
-    """Each step's cross-entropy against the target, and whether the first choices agree."""
+    """Returns each step's cross-entropy against the target, and True where the argmax agrees."""
 
     def score(block: tuple[Hidden, ...]) -> list[tuple[jax.Array, jax.Array]]:
         ahead, *steps = block
-        whole = lax.stop_gradient(logits(target, ahead, compute_dtype))
-        wanted, best = jax.nn.softmax(whole, axis=-1), jnp.argmax(whole, axis=-1)
+        target_logits = lax.stop_gradient(logits(target, ahead, compute_dtype))
+        p, best = jax.nn.softmax(target_logits, axis=-1), jnp.argmax(target_logits, axis=-1)
         if head.draft_ids is not None:
-            wanted = wanted[:, head.draft_ids]
-        return [_soft(head, head.scores(hidden), wanted, best) for hidden in steps]
+            p = p[:, head.draft_ids]
+        return [_soft_cross_entropy(head, head.scores(hidden), p, best) for hidden in steps]
 
     rows = block_rows(len(target.head[...]) * (1 + len(steps)))
     return by_blocks(score, (ahead, *steps), rows)
 
 
-def _soft(
+def _soft_cross_entropy(
     head: Head,
     scores: Float[jax.Array, "R draft_vocab"],
-    wanted: Float[jax.Array, "R draft_vocab"],
+    p: Float[jax.Array, "R draft_vocab"],
     best: Int[jax.Array, " R"],
 ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
     drafted = jnp.argmax(scores, axis=-1)
     if head.draft_ids is not None:
         drafted = head.draft_ids[drafted]
-    return -(wanted * jax.nn.log_softmax(scores, axis=-1)).sum(axis=-1), drafted == best
+    return -(p * jax.nn.log_softmax(scores, axis=-1)).sum(axis=-1), drafted == best
 
 
 def by_blocks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
-    """Applies a function of flat rows to blocks of the rows `[B, T, ...]`; keeps no inner values.
+    """Applies a function to blocks of the rows `[B, T, ...]`; stores no inner activations.
 
     Args:
-      function: From a tree of `[size, ...]` to a tree of `[size]`.
+      function: Maps a tree of `[size, ...]` to a tree of `[size]`.
       size: Rows of a block.
 
     Returns:
@@ -245,23 +250,23 @@ def by_blocks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
 
     def cut(x: jax.Array) -> jax.Array:
         flat = x.reshape(B * T, *x.shape[2:])
-        spare = jnp.pad(flat, ((0, count * size - B * T), *[(0, 0)] * (flat.ndim - 1)))
-        return spare.reshape(count, size, *flat.shape[1:])
+        padded = jnp.pad(flat, ((0, count * size - B * T), *[(0, 0)] * (flat.ndim - 1)))
+        return padded.reshape(count, size, *flat.shape[1:])
 
     losses = lax.map(jax.checkpoint(function), jax.tree.map(cut, rows))
     return jax.tree.map(lambda x: x.reshape(-1)[: B * T].reshape(B, T), losses)
 
 
 def block_rows(vocab: int) -> int:
-    """Rows whose scores fill a block."""
+    """Returns the number of rows in a block of `BLOCK_SCORES` logits."""
     return max(1, BLOCK_SCORES // vocab)
 
 
 def _ahead(mask: Mask, tokens: int) -> Mask:
-    """The weight of the token that lies `tokens` further on; none past the end."""
+    """Shifts the weights back by `tokens`; zeros past the end."""
     return jnp.pad(mask[:, tokens:], ((0, 0), (0, tokens)))
 
 
 def mean(values: jax.Array, weights: jax.Array) -> Scalar:
-    """Of the values in their weights; 0 where nothing has weight."""
+    """Returns the weighted mean; 0 if all weights are 0."""
     return (values * weights).sum() / jnp.maximum(weights.sum(), 1e-6)

@@ -1,7 +1,7 @@
-"""What is trained, as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
+"""Trained parameters as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
 
-Names are those of `shared.models.parameters`. A module is made of arrays under these names, those
-that `jax_impl.weights` has read or fresh ones.
+A module is made from arrays under the names of `shared.models.parameters`. The arrays come from
+`jax_impl.weights` or `jax_impl.training.init`.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 MLP = ("gate_up", "down")
 
 GATED_DELTA = ("inputs", "conv", "a_log", "dt_bias", "norm", "out")
-"""Parameters of a gated-delta layer."""
+"""Parameters of a GDN layer."""
 
 
 class AttentionStack(nnx.Module):
-    """The attention layers of a stack."""
+    """Attention layers of a stack."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         self.inputs = nnx.Param(arrays[f"{prefix}inputs"])
@@ -36,7 +36,7 @@ class AttentionStack(nnx.Module):
 
 
 class ExpertsStack(nnx.Module):
-    """The mixtures of experts of a stack."""
+    """MoE blocks of a stack."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         self.router = nnx.Param(arrays[f"{prefix}router"])
@@ -45,7 +45,7 @@ class ExpertsStack(nnx.Module):
 
 
 class GatedDeltaStack(nnx.Module):
-    """The gated-delta layers of a stack."""
+    """GDN layers of a stack."""
 
     inputs: nnx.Param
     conv: nnx.Param
@@ -60,7 +60,7 @@ class GatedDeltaStack(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """A stack of decoder layers: what all have, and a stack for each kind of mixer and feed."""
+    """Stack of decoder layers: shared parameters, and a stack for each kind of mixer and MLP."""
 
     gate_up: nnx.Param
     down: nnx.Param
@@ -69,7 +69,7 @@ class Layers(nnx.Module):
     post_attention_norm: nnx.Param
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
-        # A model's layer lacks the first, an EAGLE head's the second too.
+        # Layers of a model have no hidden_norm, and EAGLE heads no input_norm either.
         for name in ("hidden_norm", *NORMS):
             if f"{prefix}{name}" in arrays:
                 setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
@@ -85,7 +85,7 @@ class Layers(nnx.Module):
 
 
 class Mtp(nnx.Module):
-    """The MTP layer, which drafts for NEXTN."""
+    """MTP layer, the drafter of NEXTN."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.fc = nnx.Param(arrays["mtp.fc"])
@@ -96,7 +96,7 @@ class Mtp(nnx.Module):
 
 
 class ModelModule(nnx.Module):
-    """A model; `lm_head` is the embedding where the two are tied."""
+    """Language model; without `lm_head` the LM head is tied to the embedding."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.embed = nnx.Param(arrays["embed"])
@@ -114,26 +114,26 @@ class ModelModule(nnx.Module):
 
     @property
     def head(self) -> nnx.Param:
-        """The matrix that gives the logits."""
+        """Matrix of the LM head."""
         return self.lm_head if hasattr(self, "lm_head") else self.embed
 
 
 class ParameterGroup(nnx.Module):
-    """Parameters whose names begin alike, each where its words lead."""
+    """Parameters with a common name prefix, nested by the words of their names."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         words = {name[len(prefix) :].split(".")[0] for name in arrays if name.startswith(prefix)}
         for word in sorted(words):
             name = f"{prefix}{word}"
-            is_one = name in arrays
+            is_parameter = name in arrays
             setattr(
                 self,
                 word,
-                nnx.Param(arrays[name]) if is_one else ParameterGroup(arrays, f"{name}."),
+                nnx.Param(arrays[name]) if is_parameter else ParameterGroup(arrays, f"{name}."),
             )
 
     def __getitem__(self, name: str) -> jax.Array:
-        """The parameter of this name, without the prefix."""
+        """Returns a parameter by its name without the prefix."""
         found: Any = self
         for word in name.split("."):
             found = getattr(found, word)
@@ -141,11 +141,11 @@ class ParameterGroup(nnx.Module):
 
 
 class DraftModel(nnx.Module):
-    """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
+    """Draft head with its own checkpoint; absent parameters are shared with the target or unused.
 
-    `draft_ids` holds the target's id of each token of a draft vocabulary. A head with blocks has
-    `hidden_norm` beside `fc`, and a stack of several layers; a DSpark one `markov` and may have a
-    confidence, a DFlash2 one `conv` and `selector`.
+    `draft_ids` holds the target token of each draft vocabulary token. Block heads have
+    `hidden_norm` next to `fc`, and a stack of several layers. DSpark adds `markov` and an optional
+    confidence, DFlash2 adds `conv` and `selector`.
     """
 
     fc_bias: nnx.Param
@@ -177,14 +177,14 @@ class DraftModel(nnx.Module):
 
 
 def named(module: ModelModule | DraftModel | Mtp) -> dict[str, jax.Array]:
-    """The parameters by the names of `shared.models.parameters`; the MTP layer's without `mtp.`."""
+    """Returns parameters by the names of `shared.models.parameters`; of `Mtp` without `mtp.`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     stack = "" if isinstance(module, ModelModule) else "layer."
     return {_name([key.key for key in path], stack): array for path, array in flat}
 
 
 def _name(words: list[str], stack: str) -> str:
-    """From where a parameter is in its module: `layers` is the stack, which a name leaves out."""
+    """Returns a parameter's name from its path in the module; names omit the stack `layers`."""
     first, *rest = words
     if first == "mtp":
         return "mtp." + _name(rest, "layer.")
@@ -194,9 +194,9 @@ def _name(words: list[str], stack: str) -> str:
 
 
 def loaded_of(model: ModelModule, config: ModelConfig) -> Loaded:
-    """A model as a backend takes it."""
+    """Returns a model as the weights of a backend."""
     arrays, loaded = named(model), Loaded({}, {})
     for parameter in parameters(config, model.has_mtp):
-        where = loaded.stacks if parameter.stacked else loaded.alone
-        where[parameter.name] = arrays[parameter.name]
+        group = loaded.stacks if parameter.stacked else loaded.alone
+        group[parameter.name] = arrays[parameter.name]
     return loaded

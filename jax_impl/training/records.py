@@ -1,4 +1,4 @@
-"""What a run tells: a log of its metrics, a progress bar, and the curves as an image."""
+"""Log of a run's metrics, its progress bar, and its curves as an image."""
 
 import json
 import math
@@ -13,23 +13,23 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-REPORT_S = 10.0  # between two lines where there is no terminal to draw a bar on
+REPORT_S = 10.0  # between two lines without a terminal for the progress bar
 SHOWN = ("loss", "accuracy", "acceptance_length")
 PANELS = {
     "loss": ("loss", "cross_entropy"),
-    "share of right tokens": ("accuracy", "agreement"),
+    "share of correct tokens": ("accuracy", "agreement"),
     "acceptance length": ("acceptance_length",),
 }
-"""Titles of the curves and words in the names of the metrics that they show."""
+"""Title of each plot, with prefixes or suffixes of the names of its metrics."""
 
 matplotlib.use("Agg")
 
 
 class Log:
-    """`log.jsonl` of a run, one line a window of steps; what it tells is shown as it comes."""
+    """`log.jsonl` of a run, one line per window of steps, also shown on the terminal."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Goes on after `step`: later lines are those of a run that was broken off."""
+        """Resumes after `step`; removes later lines, which an interrupted run has written."""
         self._folder, self._path = folder, folder / "log.jsonl"
         lines = self.lines() if self._path.is_file() else []
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
@@ -53,16 +53,18 @@ class Log:
         self._file.close()
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was logged so far."""
+        """Returns the lines logged so far."""
         text = self._path.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
     def add(self, step: int, share: float, num_tokens: int, metrics: dict[str, float]) -> None:
-        """Notes the metrics of the steps up to `step`.
+        """Logs the metrics of the steps since the last call.
 
         Args:
-          share: Of the run that is over.
-          num_tokens: Tokens that these steps read.
+          step: Number of completed steps.
+          share: Completed share of the run.
+          num_tokens: Number of tokens in these steps.
+          metrics: Mean of each metric over these steps.
         """
         now = time.monotonic()
         speed = num_tokens / max(now - self._last, 1e-9)
@@ -79,13 +81,13 @@ class Log:
             self._reported = now
 
     def draw(self) -> None:
-        """Draws `curves.png` of everything that was logged."""
+        """Draws all logged metrics to `curves.png`."""
         if (figure := curves(self.lines())) is not None:
             figure.savefig(self._folder / "curves.png", dpi=120)
 
 
 def curves(lines: Sequence[dict[str, Any]]) -> Figure | None:
-    """Draws the metrics of a log by step, in a frame for each kind that has a number."""
+    """Draws the metrics of a log by step, in one plot per kind that has finite values."""
     series = {
         title: {name: points for name in _names(lines, words) if (points := _points(lines, name))}
         for title, words in PANELS.items()
@@ -97,7 +99,7 @@ def curves(lines: Sequence[dict[str, Any]]) -> Figure | None:
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, (title, found) in zip(axes, shown.items(), strict=True):
         for name, points in found.items():
-            marker = "o" if len(points) == 1 else ""  # a line through one point shows nothing
+            marker = "o" if len(points) == 1 else ""  # a line through one point is invisible
             axis.plot(*zip(*points, strict=True), marker=marker, label=name)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(title=title, xlabel="step")
@@ -107,7 +109,7 @@ def curves(lines: Sequence[dict[str, Any]]) -> Figure | None:
 
 
 def _names(lines: Sequence[dict[str, Any]], words: tuple[str, ...]) -> list[str]:
-    """The metrics of a frame, in the order in which they were first logged."""
+    """Returns the metrics of a plot, in the order in which they were first logged."""
     names = dict.fromkeys(name for line in lines for name in line)
     return [name for name in names if name.endswith(words) or name.startswith(words)]
 

@@ -1,9 +1,9 @@
-"""A target's own greedy answers to prompts, made once by the engine and kept for all its heads.
+"""Greedy outputs of a target for prompts, generated once by the engine and shared by all heads.
 
-A head learns what its target says, so it is trained on the target's words rather than on those of
-the data. The file is JSONL: one line about the target, then a line for each prompt with its
-`prompt_ids` and `output_ids`; a run that was broken off goes on after the last whole line. An
-answer is of use to every run that asks for this prompt, and for so many tokens of it.
+A head learns to predict its target, so its training data are outputs of the target and not the
+answers of the data. The file is JSONL: one line about the target, then one line per prompt with
+`prompt_ids` and `output_ids`. An interrupted run resumes after the last complete line. Every run
+with the same prompt reuses its output, if the output is long enough or has ended.
 """
 
 import hashlib
@@ -41,13 +41,13 @@ from shared.spec.draft_tree import TreeShape
 
 MAX_PREFILL_ROWS = 64
 MAX_QUEUED = 512
-"""Requests that the engine holds at once: more than it decodes, so that a slot never waits."""
+"""Requests in the engine: more than it decodes at once, so that no slot is idle."""
 
 REPORT_S = 10.0
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells one training of a model from another, by a tensor that each training changes."""
+    """Returns an identifier of a trained model, from a tensor that each training changes."""
     return hashlib.sha256(checkpoint.tensor("norm.weight").tobytes()).hexdigest()[:16]
 
 
@@ -59,24 +59,25 @@ def make_engine(
     dtype: str,
     quick_compile: bool,
 ) -> Engine:
-    """An engine that decodes `slots` requests at once, with one program each for its two works.
+    """Returns an engine for `slots` requests with one prefill and one decode program.
 
     Args:
-      context: Most tokens of prompt and answer.
+      context: Maximum number of tokens of prompt and output.
       quick_compile: See `JaxBackend`.
 
     Raises:
-      ValueError: It does not fit into the device's memory.
+      ValueError: The engine does not fit into device memory.
     """
     values = {"max_running_requests": slots, "context_length": context, "dtype": dtype}
     device = jax.devices()[0]
-    made_for = (
+    memory_plan = plan(
+        Options.from_values(values),
         config,
         DrafterSpec.none(),
         _memory(device),
         ProgramCosts(workspace, are_compiled=True),
     )
-    capacity = _capacity(plan(Options.from_values(values), *made_for).capacity, slots)
+    capacity = _capacity(memory_plan.capacity, slots)
     settings = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
     loaded = loaded_of(model, config)
     backend = JaxBackend(config, loaded, capacity, DrafterSpec.none(), None, **settings)
@@ -97,7 +98,7 @@ def _memory(device: jax.Device) -> Device:
 
 
 def _capacity(capacity: BackendLimits, slots: int) -> BackendLimits:
-    """With the widest program of each work alone, as nobody waits for a single answer."""
+    """Keeps only the widest program of each step kind, because latency does not matter here."""
     widest = {
         program.work: program.with_features({ProgramFeature.LOGPROBS: False})
         for program in capacity.programs
@@ -110,49 +111,49 @@ def _capacity(capacity: BackendLimits, slots: int) -> BackendLimits:
 def write_outputs(
     path: Path, engine: Engine, target: str, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> None:
-    """Answers the prompts that have no line yet, and prints how fast.
+    """Generates outputs for the prompts without a line, and prints the progress.
 
     Args:
       target: See `fingerprint`.
 
     Raises:
-      ValueError: The file is that of another target, or the model fails; one sentence.
+      ValueError: The file has outputs of another target, or a request fails.
     """
-    wanted = missing(path, target, prompts, sampling)
-    num_known = len(prompts) - len(wanted)
+    pending = missing(path, target, prompts, sampling)
+    num_known = len(prompts) - len(pending)
     began = reported = time.monotonic()
     num_tokens = num_done = 0
     with path.open("a", encoding="utf-8") as file:
         if not path.stat().st_size:
             file.write(json.dumps({"target": target}) + "\n")
-        for place, output in _answers(engine, prompts, wanted, sampling):
-            line = {"prompt_ids": prompts[place], "output_ids": output}
+        for index, output in _answers(engine, prompts, pending, sampling):
+            line = {"prompt_ids": prompts[index], "output_ids": output}
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
             num_tokens, num_done = num_tokens + len(output), num_done + 1
-            if num_done == len(wanted) or time.monotonic() - reported > REPORT_S:
+            if num_done == len(pending) or time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 speed = num_tokens / (reported - began)
                 print(
-                    f"answers {num_known + num_done}/{len(prompts)}  {speed:,.0f} tokens/s",
+                    f"target outputs {num_known + num_done}/{len(prompts)}  {speed:,.0f} tokens/s",
                     flush=True,
                 )
 
 
 def _answers(
-    engine: Engine, prompts: Sequence[list[int]], wanted: list[int], sampling: SamplingParams
+    engine: Engine, prompts: Sequence[list[int]], pending: list[int], sampling: SamplingParams
 ) -> Iterator[tuple[int, list[int]]]:
-    """Places of prompts and their answers, in the order in which they end."""
-    waiting, outputs = deque(wanted), {}
+    """Yields indices of prompts with their outputs, in the order in which they finish."""
+    waiting, outputs = deque(pending), {}
     while waiting or engine.busy:
         while waiting and len(outputs) < MAX_QUEUED:
-            place = waiting.popleft()
-            outputs[place] = []
-            engine.add(Request(request_id=place, prompt=tuple(prompts[place]), sampling=sampling))
+            index = waiting.popleft()
+            outputs[index] = []
+            engine.add(Request(request_id=index, prompt=tuple(prompts[index]), sampling=sampling))
         for event in engine.step():
             outputs[event.request_id] += event.tokens
             if event.finish_reason is FinishReason.ERROR:
                 raise ValueError(
-                    f"the target cannot answer prompt {event.request_id}: {event.error}"
+                    f"the target failed on prompt {event.request_id} of the data: {event.error}"
                 )
             if event.finish_reason is not None:
                 yield event.request_id, outputs.pop(event.request_id)
@@ -161,15 +162,15 @@ def _answers(
 def missing(
     path: Path, target: str, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> list[int]:
-    """Places of the prompts that the file has no answer to; of equal prompts the last one's.
+    """Returns indices of the prompts without an output in the file; the last of equal prompts.
 
     Raises:
-      ValueError: The file is that of another target; one sentence.
+      ValueError: The file has outputs of another target.
     """
     _cut_off_broken_line(path)
     known = _known(path, target, sampling)
-    place_of = {_key(prompt): place for place, prompt in enumerate(prompts)}
-    return [place for key, place in place_of.items() if key not in known]
+    index_of = {_key(prompt): index for index, prompt in enumerate(prompts)}
+    return [index for key, index in index_of.items() if key not in known]
 
 
 def read_outputs(
@@ -179,10 +180,10 @@ def read_outputs(
     sampling: SamplingParams,
     max_tokens: int,
 ) -> RaggedRows:
-    """Token rows of prompts with their answers, in the order of the prompts.
+    """Returns token rows of prompts with their outputs, in the order of the prompts.
 
     Raises:
-      ValueError: The file is that of another target, or has no row; one sentence.
+      ValueError: The file has outputs of another target, or no row of at most `max_tokens`.
     """
     known = _known(path, target, sampling)
 
@@ -192,12 +193,15 @@ def read_outputs(
 
     rows = RaggedRows.of(map(row, prompts), max_tokens)
     if not rows.lengths.size:
-        raise ValueError(f"{path} holds no answer of at most {max_tokens} tokens with its prompt")
+        raise ValueError(
+            f"{path} has no prompt and output of at most {max_tokens} tokens together; raise "
+            "--max-tokens or use other --data"
+        )
     return rows
 
 
 def _known(path: Path, target: str, sampling: SamplingParams) -> dict[bytes, list[int]]:
-    """Answers by their prompts: those that ended, and of longer ones what is asked for."""
+    """Returns outputs by prompt: finished ones, and longer ones cut to `sampling.max_tokens`."""
     most, known = sampling.max_tokens, dict[bytes, list[int]]()
     for line in _lines(path, target):
         output = line["output_ids"]
@@ -211,11 +215,11 @@ def _key(prompt: list[int]) -> bytes:
 
 
 def _cut_off_broken_line(path: Path) -> None:
-    """Takes off a line that was not written to its end."""
+    """Removes an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_bytes() if path.is_file() else b""
     whole = text[: text.rfind(b"\n") + 1]
-    if whole != text:  # a whole file is not touched: another head's run may be reading it
+    if whole != text:  # a complete file is not touched: another run may be reading it
         path.write_bytes(whole)
 
 
@@ -229,14 +233,14 @@ def _lines(path: Path, target: str) -> Iterator[dict[str, Any]]:
                 yield line
             elif line.get("target") != target:
                 raise ValueError(
-                    f"{path} holds the outputs of another model; name another file as --outputs"
+                    f"{path} has outputs of another model; set --outputs to another file"
                 )
 
 
 def frequent_tokens(rows: RaggedRows, vocab: int, count: int) -> Int32[np.ndarray, " draft_vocab"]:
-    """The `count` most frequent tokens of the answers, ascending.
+    """Returns the `count` most frequent tokens of the answers, ascending.
 
     Raises:
-      ValueError: There are no so many tokens.
+      ValueError: `count` exceeds the vocabulary.
     """
     return most_frequent(np.bincount(rows.tokens[rows.is_answer], minlength=vocab), count)

@@ -1,4 +1,4 @@
-"""What can be trained: a model from scratch, or a draft head on a target that stays as it is."""
+"""Training tasks: a model from scratch, or a draft head for a frozen target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,19 +28,18 @@ from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json
 
-MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
-
+MIN_LAYERS = 3  # of an EAGLE-3 head's target; the head reads three of its layers
 
 Module = TypeVar("Module", bound=nnx.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How a pass is computed.
+    """Numerical settings of a training pass.
 
     Attributes:
-      dtype: Of the products, float32 or bfloat16; a frozen target is held in it.
-      remat: Compute a layer's inner values again for the gradient, to spare memory.
+      dtype: Dtype of the GEMMs and of a frozen target, float32 or bfloat16.
+      remat: Recompute the inner activations of a layer for the gradient, to save memory.
     """
 
     dtype: DTypeLike
@@ -48,30 +47,37 @@ class Precision:
 
 
 class Target(NamedTuple):
-    """The model that a head drafts for."""
+    """Target model of a draft head."""
 
     config: ModelConfig
     model: ModelModule
 
 
 class Trainable(NamedTuple, Generic[Module]):
-    """A task, and what gives the module of its parameters back."""
+    """Training task, with a function that rebuilds the module from its parameters."""
 
     task: Task
     merge: Callable[[nnx.State], Module]
 
 
 def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> ModelModule:
-    """A checkpoint's model on the first device.
+    """Loads a checkpoint's model to the first device.
 
     Raises:
       CheckpointError: See `shared.models.checkpoint.Checkpoint.check`.
     """
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)
-    kind = jnp.dtype(dtype)
-    where = (kind, jax.devices()[0], lambda count: None)
-    return ModelModule(weights.load(checkpoint, config, with_mtp, *where, {}).named)
+    loaded = weights.load(
+        checkpoint,
+        config,
+        with_mtp,
+        jnp.dtype(dtype),
+        jax.devices()[0],
+        lambda count: None,
+        {},
+    )
+    return ModelModule(loaded.named)
 
 
 def model_task(
@@ -82,12 +88,12 @@ def model_task(
     balance_weight: float,
     precision: Precision,
 ) -> Trainable[ModelModule]:
-    """A model from scratch, with its MTP layer where the config names one.
+    """Returns the task of training a model, with an MTP layer if the config has one.
 
     Args:
-      start: Folder of a checkpoint to start from; None for fresh parameters.
+      start: Folder of a checkpoint to start from; None for random parameters.
       mtp_weight: Weight of the MTP layer's loss.
-      balance_weight: Weight of the loss that keeps all experts in use.
+      balance_weight: Weight of the load-balancing loss of the experts.
     """
     if start is None:
         model = init.fresh_model(config, seed, config.has_mtp)
@@ -97,10 +103,12 @@ def model_task(
     def loss(
         model: ModelModule, frozen: Any, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
+        tokens, loss_mask = _arrays(batch)
         return losses.language_model_loss(
             config,
             model,
-            *_arrays(batch),
+            tokens,
+            loss_mask,
             precision.dtype,
             mtp_weight,
             balance_weight,
@@ -113,7 +121,14 @@ def model_task(
 def mtp_task(
     target: Target, start: Path | None, seed: int, depth: int, precision: Precision
 ) -> Trainable[Mtp]:
-    """The MTP layer of a target; `start` is a folder whose layer it starts from.
+    """Returns the task of training the MTP layer of a target.
+
+    Args:
+      target: The frozen target.
+      start: Folder of a model with the layer to start from; None for a fresh one.
+      seed: Seed of a fresh layer.
+      depth: Trained draft steps.
+      precision: Numerical settings.
 
     Raises:
       ValueError: The target's architecture has no MTP layer.
@@ -121,8 +136,8 @@ def mtp_task(
     config = target.config
     if not config.has_mtp:
         raise ValueError(
-            "--draft mtp needs a target whose config.json names an MTP layer "
-            "(mtp_num_hidden_layers: 1, for Qwen3.5 models)"
+            "--draft mtp requires a target with an MTP layer in its config.json "
+            "(mtp_num_hidden_layers: 1, in Qwen3.5 models)"
         )
     if start is None:
         layer = init.fresh_mtp(config, target.model, seed)
@@ -130,13 +145,15 @@ def mtp_task(
         layer = load_model(start, config, True, np.float32).mtp
 
     def loss(layer: Mtp, model: ModelModule, batch: TrainingBatch, key: Any) -> tuple[Any, Metrics]:
+        tokens, loss_mask = _arrays(batch)
         return losses.head_loss(
             "mtp",
             None,
             layer,
             config,
             model,
-            *_arrays(batch),
+            tokens,
+            loss_mask,
             depth,
             precision.dtype,
             precision.remat,
@@ -154,10 +171,16 @@ def head_task(
     depth: int,
     precision: Precision,
 ) -> Trainable[DraftModel]:
-    """An EAGLE or EAGLE-3 head; `start` is a folder of a head to start from.
+    """Returns the task of training an EAGLE or EAGLE-3 head.
 
     Args:
-      draft_ids: The target's tokens of a draft vocabulary.
+      config: Config of the head.
+      target: The frozen target.
+      start: Folder of a head to start from; None for a fresh one.
+      seed: Seed of a fresh head.
+      draft_ids: Target tokens of the draft vocabulary; None without one.
+      depth: Trained draft steps.
+      precision: Numerical settings.
     """
     if start is None:
         head = init.fresh_head(config, target.config, target.model, seed, draft_ids)
@@ -168,13 +191,15 @@ def head_task(
     def loss(
         head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
+        tokens, loss_mask = _arrays(batch)
         return losses.head_loss(
             kind,
             config,
             head,
             target.config,
             model,
-            *_arrays(batch),
+            tokens,
+            loss_mask,
             depth,
             precision.dtype,
             precision.remat,
@@ -191,10 +216,15 @@ def block_task(
     num_anchors: int,
     precision: Precision,
 ) -> Trainable[DraftModel]:
-    """A head with blocks; `start` is a folder of a head to start from.
+    """Returns the task of training a block head: DFlash, DSpark or DFlash2.
 
     Args:
-      num_anchors: Blocks of each row in a step.
+      config: Config of the head.
+      target: The frozen target.
+      start: Folder of a head to start from; None for a fresh one.
+      seed: Seed of a fresh head.
+      num_anchors: Blocks per row in a step.
+      precision: Numerical settings.
     """
     block = BlockHeadConfig.of(config)
     if start is None:
@@ -205,12 +235,14 @@ def block_task(
     def loss(
         head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
+        tokens, loss_mask = _arrays(batch)
         return block_loss(
             block,
             head,
             target.config,
             model,
-            *_arrays(batch),
+            tokens,
+            loss_mask,
             key,
             num_anchors,
             precision.dtype,
@@ -221,21 +253,21 @@ def block_task(
 
 
 def started(config: DraftConfig, kind: str, folder: Path, target: Checkpoint) -> DraftConfig:
-    """The settings of a head to start from, as its files have them.
+    """Returns the config of a head to start from, completed from its tensors.
 
     Args:
-      config: What its config.json says.
-      kind: That is to be trained, as `--draft` says it.
-      folder: Of the head.
-      target: Files of the model that it drafts for.
+      config: Contents of its config.json.
+      kind: Kind to train, the value of `--draft`.
+      folder: Folder of the head.
+      target: Files of the target model.
 
     Raises:
-      ValueError: It is of another kind, or its files are those of another head; one sentence.
+      ValueError: The head is of another kind, or its tensors do not match its config.
     """
     if config.kind != kind.upper():
         raise ValueError(
-            f"--draft {kind} does not fit --start {folder}, whose head is {config.kind}; give "
-            f"--draft {config.kind.lower()}, or another folder"
+            f"--draft {kind} does not match --start {folder}, which has a head of kind "
+            f"{config.kind}; use --draft {config.kind.lower()} or another --start"
         )
     opened = open_head(folder)
     config = infer_from_tensors(config, opened, target)
@@ -244,10 +276,10 @@ def started(config: DraftConfig, kind: str, folder: Path, target: Checkpoint) ->
 
 
 def check_head_trained(config: DraftConfig) -> None:
-    """Refuses a head that drafts as no pass of training does.
+    """Checks that training supports the features of a head.
 
     Raises:
-      ValueError: One sentence that names what it has.
+      ValueError: The head has an unsupported feature; the message names it.
     """
     layer, block = config.layer, config.block
     is_block, markov = block is not None, None if block is None else block.markov
@@ -258,24 +290,24 @@ def check_head_trained(config: DraftConfig) -> None:
     found = {
         "norm_before_residual": config.norm_residual,
         "several layers": layer.num_layers > 1 and not is_block,
-        "layers that slide": any(windows),
-        "norms of queries and keys": layer.attention.qk_norm and not is_block,
+        "sliding windows": any(windows),
+        "query and key norms": layer.attention.qk_norm and not is_block,
         "biases in its layers": layer.attention.input_bias or layer.attention.out_bias or mlp_bias,
-        "rows that see none behind them": is_causal,
-        "an embedding of its own": config.own_embed and config.kind != "EAGLE3",
-        "a vocabulary of its own": is_block and config.has_draft_vocab,
-        f"a {markov.kind if markov else ''} Markov step": markov and markov.kind != VANILLA,
+        "causal attention": is_causal,
+        "its own embedding": config.own_embed and config.kind != "EAGLE3",
+        "a draft vocabulary": is_block and config.has_draft_vocab,
+        f"a {markov.kind if markov else ''} Markov head": markov and markov.kind != VANILLA,
     }
-    named = [what for what, is_there in found.items() if is_there]
-    if named:
+    unsupported = [feature for feature, is_there in found.items() if is_there]
+    if unsupported:
         raise ValueError(
-            f"a {config.kind} head with {named[0]} is served, and not trained further; leave "
-            "--start out"
+            f"training a {config.kind} head with {unsupported[0]} is not supported, only serving "
+            "it; remove --start to train a fresh head"
         )
 
 
 def load_head(folder: Path, config: DraftConfig) -> DraftModel:
-    """A draft head's parameters in float32."""
+    """Loads a draft head's parameters in float32."""
     device = jax.devices()[0]
     opened = open_head(folder)
     return DraftModel(
@@ -290,7 +322,7 @@ def _arrays(batch: TrainingBatch) -> tuple[Tokens, Mask]:
 def _trainable(
     module: Module, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]
 ) -> Trainable[Module]:
-    """Splits the module that is trained, and the frozen one, into arrays and their place."""
+    """Splits the trained and the frozen module into arrays and their NNX graphs."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     frozen_graph, arrays = nnx.split(frozen) if isinstance(frozen, nnx.Module) else (None, ())
 
@@ -309,17 +341,17 @@ def _trainable(
 def head_json(
     kind: str, target: ModelConfig, draft_vocab: int | None, num_layers: int, block: int, mask: int
 ) -> Json:
-    """The contents of config.json of a fresh head, with the layer sizes of its target.
+    """Returns the config.json of a fresh head, with the layer sizes of its target.
 
     Args:
       kind: "eagle", "eagle3", "dflash", "dspark" or "dflash2".
-      draft_vocab: Tokens of an EAGLE-3 head's vocabulary; None for all.
-      num_layers, block, mask: Layers, block size and mask token of a head with blocks.
+      draft_vocab: Size of an EAGLE-3 head's draft vocabulary; None for all tokens.
+      num_layers, block, mask: Number of layers, block size and mask token of a block head.
 
     Raises:
       ValueError: The target has too few layers.
     """
-    assert target.dense is not None  # `check_drafted_for` refuses experts
+    assert target.dense is not None  # `check_drafted_for` rejects experts
     common = {
         "dtype": "bfloat16",
         "vocab_size": target.vocab,
@@ -350,9 +382,12 @@ def head_json(
 
 
 def _aux_ids(num_layers: int) -> list[int]:
-    """Layers whose outputs an EAGLE-3 head reads: the second, the middle, and one near the end."""
+    """Returns the layers that an EAGLE-3 head reads: the second, the middle, one near the end."""
     if num_layers < MIN_LAYERS:
-        raise ValueError(f"--draft eagle3 needs a target of {MIN_LAYERS} layers, got {num_layers}")
+        raise ValueError(
+            f"--draft eagle3 requires a target of at least {MIN_LAYERS} layers, got {num_layers}; "
+            "use --draft eagle"
+        )
     middle = max(2, num_layers // 2)
     last = max(middle + 1, num_layers - max(1, round(3 * num_layers / 32)))
     return [min(2, middle - 1) - 1, middle - 1, last - 1]
@@ -377,11 +412,14 @@ CHOICES: dict[str, dict[str, Any]] = {
         "selector_top_k": 16,
     },
 }
-"""Of a fresh head with blocks how it chooses its drafts, as published heads of the kind do."""
+"""Config fields of a fresh block head's token choice, as in the published heads of its kind."""
 
 
 def _block_json(target: ModelConfig, num_layers: int, block: int, mask: int) -> dict[str, Any]:
-    """The streams are spread evenly from the second layer to the last but one."""
+    """Returns the config fields of a block head.
+
+    The auxiliary hidden states are spread evenly from the second layer to the last but one.
+    """
     span = max(target.num_layers - 3, 0)
     steps = max(num_layers - 1, 1)
     ids = sorted(

@@ -62,7 +62,7 @@ def test_speculators_format_rejects_eagle(capsys, tmp_path):
     words = ["--target", str(tmp_path), "--draft", "eagle", "--data", "none", "--out", "out"]
     assert main([*words, "--steps", "1", "--format", "speculators"]) == 2
     assert (
-        "--format speculators is for --draft eagle3, dflash, dspark and dflash2"
+        "--format speculators requires --draft eagle3, dflash, dspark and dflash2"
         in capsys.readouterr().err
     )
 
@@ -98,18 +98,18 @@ def test_started_head_follows_its_files(tmp_path):
     bare = GOLDEN / "eagle1_nobias"
     without = tasks.started(DraftConfig.from_folder(bare, target), "eagle", bare, files)
     assert "fc_bias" not in export.arrays_of(tasks.load_head(bare, without))
-    with pytest.raises(ValueError, match="an embedding of its own"):
+    with pytest.raises(ValueError, match="its own embedding"):
         tasks.check_head_trained(replace(without, own_embed=True))
 
 
 REFUSED = {
-    "whose head is EAGLE; give --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
-    "--draft-vocab is for --draft eagle3": ["eagle", "--draft-vocab", "64"],
-    "--block is for --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
-    "--speculative-aux-layer-convention is for --draft eagle3, dflash, dspark, dflash2": [
+    "a head of kind EAGLE; use --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
+    "--draft-vocab requires --draft eagle3": ["eagle", "--draft-vocab", "64"],
+    "--block requires --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
+    "--speculative-aux-layer-convention requires --draft eagle3, dflash, dspark, dflash2": [
         *("eagle3", "--speculative-aux-layer-convention", "inputs"),
     ],
-    "--draft-vocab is of a fresh head": [
+    "--draft-vocab is not supported with --start": [
         *("eagle3", "--draft-vocab", "64", "--start", str(GOLDEN / "eagle3")),
     ],
 }

@@ -215,7 +215,7 @@ def test_trained_head_serves_with_plain_output(target, data, answers, kind, tmp_
 
 def test_target_outputs_generated_once(target, data, answers, tmp_path, capsys):
     assert trained_head(target, data, answers, "eagle", tmp_path / "a") == 0
-    assert "1 of 7 prompts are left out" in capsys.readouterr().out
+    assert "Dropped 1 of 7 prompts" in capsys.readouterr().out
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     assert len({tuple(line["prompt_ids"]) for line in lines[1:]}) == len(lines[1:]) == 6
     for line in lines[1:3]:
@@ -335,11 +335,14 @@ def test_mtp_export_copies_sharded_target(is_fp8, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--target", "t"], "--target needs --draft"),
-        (["--model", "m"], "--model needs --tokenizer"),
+        (["--target", "t"], "--target and --draft require each other"),
+        (["--model", "m"], "--model and --tokenizer require each other"),
         (["--target", "t", "--model", "m"], "either --target and --draft"),
-        (["--target", "t", "--draft", "mtp", "--tokenizer", "x"], "--tokenizer does not go with"),
-        (["--target", "t", "--draft", "mtp"], "as --steps or --minutes"),
+        (
+            ["--target", "t", "--draft", "mtp", "--tokenizer", "x"],
+            "--tokenizer is not supported with --target",
+        ),
+        (["--target", "t", "--draft", "mtp"], "set --steps or --minutes"),
         (["--target", "t", "--draft", "mtp", "--steps", "0"], "--steps must be positive"),
         (
             ["--target", "t", "--draft", "mtp", "--steps", "1", "--warmup", "-3"],
@@ -359,13 +362,13 @@ def test_train_rejects_invalid_flags_in_one_line(data, tmp_path, words, fault, c
 @pytest.mark.parametrize(
     ("family", "named"),
     [
-        ("granite", "factors"),
+        ("granite", "scaling factors"),
         ("llama_bias", "biases"),
-        ("ministral3", "queries that grow with their position"),
+        ("ministral3", "query scaling by position"),
         ("mistral", "sliding windows"),
-        ("olmo3", "norms behind mixers and MLPs"),
+        ("olmo3", "norms after mixers and MLPs"),
         ("qwen2", "biases"),
-        ("smollm3", "layers that turn in different ways"),
+        ("smollm3", "layers with different rotary settings"),
         ("phi3", None),
         ("glm4_moe", "shared experts"),
         ("qwen3_5_moe", "shared experts"),
@@ -381,13 +384,13 @@ def test_check_trained_rejects_unsupported_model(family, named):
 def test_check_trained_rejects_sigmoid_router():
     fields = tiny_config("glm4_moe", nested=False, with_mtp=False, tied=False)
     fields |= {"n_shared_experts": 0, "attention_bias": False}
-    with pytest.raises(ValueError, match="experts that a sigmoid scores"):
+    with pytest.raises(ValueError, match="experts with sigmoid scores"):
         check_trained(config_from_dict(fields))
 
 
 def test_check_drafted_for_rejects_moe():
     config = config_from_dict(MIXTURE)
-    with pytest.raises(ValueError, match="no head for it can be trained"):
+    with pytest.raises(ValueError, match="training a head for it is not supported"):
         check_drafted_for(config)
 
 

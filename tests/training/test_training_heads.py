@@ -160,9 +160,9 @@ UNTRAINED = {
     "norm_before_residual": ("EAGLE3", {"norm_before_residual": True}),
     "several layers": ("EAGLE", {"num_hidden_layers": 2}),
     "biases": ("EAGLE", {"qkv_bias": True}),
-    "layers that slide": ("DFLASH", {}),
-    "vocabulary": ("DFLASH", {"layer_types": None, "draft_vocab_size": 60}),
-    "none behind them": ("DFLASH", {"layer_types": None, "is_causal": True}),
+    "sliding windows": ("DFLASH", {}),
+    "draft vocabulary": ("DFLASH", {"layer_types": None, "draft_vocab_size": 60}),
+    "causal attention": ("DFLASH", {"layer_types": None, "is_causal": True}),
 }
 
 

@@ -79,7 +79,7 @@ def test_read_prompts_with_tools_matches_server(tmp_path):
         ('{"text": "a"}', "neither messages nor a prompt"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
         ('{"messages": [], "tools": {"a": 1}}', "tools must be a list"),
-        ('{"prompt": "a", "answer": 5}', "answer that is no text"),
+        ('{"prompt": "a", "answer": 5}', "answer that is not a string"),
         (json.dumps({"messages": [*CHAT[:1], CALLING]}), "an answer of tool_calls"),
         (json.dumps({"messages": CHAT, "tools": [{"type": "function"}]}), "function with a name"),
     ],
@@ -143,21 +143,24 @@ def test_row_of_weight_zero_answer_is_context():
         ({"messages": [ASKED | {"images": ["x"]}, SAID]}, "has the field 'images' in a message"),
         ({"conversations": [{"from": "gpt", "value": "a", "loss": 1}]}, "the field 'loss' in a"),
         ({"conversations": [{"from": "function_call", "value": "a"}]}, "from 'function_call'"),
-        ({"conversations": [{"from": "human"}]}, "must have a value"),
-        ({"instruction": "a", "output": 5}, "instruction, input, output must be texts"),
+        ({"conversations": [{"from": "human"}]}, "value must be a string"),
+        ({"instruction": "a", "output": 5}, "instruction, input, output must be strings"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "the field 'history'"),
-        ({"prompt": "a", "completion": "b", "answer": "b"}, "answer and completion; leave one"),
+        (
+            {"prompt": "a", "completion": "b", "answer": "b"},
+            "both answer and completion; remove one",
+        ),
         ({"prompt": "a", "messages": [ASKED, SAID]}, "has messages and prompt; it must have one"),
         ({"prompt": ""}, "neither messages nor a prompt"),
-        ({"prompt": "a", "tools": [{}]}, "has tools beside a text"),
+        ({"prompt": "a", "tools": [{}]}, "has tools, which are unsupported with a text prompt"),
         ({"messages": []}, "no answer to learn"),
         ({"messages": [{"role": "system", "content": "a"}]}, "no answer to learn"),
         ({"messages": [ASKED, SAID | {"weight": 0}]}, "no answer to learn"),
         ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight of a message must be 0 or 1"),
         ({"messages": [ASKED, SAID | {"reasoning_content": "a"}]}, "an answer of reasoning_con"),
-        ({"messages": [ASKED, SAID | {"content": None}]}, "an answer that is no text"),
+        ({"messages": [ASKED, SAID | {"content": None}]}, "an answer that is not a string"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "has the role 'bot'; roles are"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other parts than"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts other than"),
     ],
 )
 def test_row_of_rejects_unknown_fields(line, fault):
@@ -332,7 +335,7 @@ def test_checkpoints_never_contain_nan(tmp_path):
         schedule = Schedule(steps=9, minutes=None, learning_rate=0.1, warmup=1, save_minutes=0.0)
         return train(task, Batches(rows_of(5), 64, 0, 0.0, 1), schedule, 0, tmp_path)
 
-    with pytest.raises(FloatingPointError, match="the (loss|gradient's norm) is"):
+    with pytest.raises(FloatingPointError, match="the (loss|gradient norm) is"):
         run(1.5)
     assert np.isfinite(run(-np.inf)).all()
 
@@ -342,7 +345,7 @@ def test_curves_have_markers_and_integer_steps():
     assert [line.get_marker() for line in axis.get_lines()] == ["o"]
     lines = [{"step": step, "loss": 3.0, "accuracy": 0.5} for step in (1, 2, 3)]
     loss, accuracy = curves(lines).axes
-    assert [axis.get_title() for axis in (loss, accuracy)] == ["loss", "share of right tokens"]
+    assert [axis.get_title() for axis in (loss, accuracy)] == ["loss", "share of correct tokens"]
     assert [line.get_marker() for line in loss.get_lines()] == [""]
     ticks = [tick for tick in loss.get_xticks() if 1 <= tick <= 3]
     assert all(tick == round(tick) for tick in ticks)
