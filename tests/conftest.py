@@ -147,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FilesThatShareABa
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what was compiled and compared, and how many planted faults were seen."""
+    """Reports counts of compiled programs, comparisons and detected planted faults."""
     print_counts(terminalreporter)
     passed = terminalreporter.stats.get("passed", [])
     seen = [report for report in passed if "test_planted_fault_is_detected" in report.nodeid]

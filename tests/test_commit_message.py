@@ -1,4 +1,4 @@
-"""The hook that asks for a reason where kernels or recorded figures change."""
+"""Commit hook that requires a reason for changes of kernels and recorded results."""
 
 import subprocess
 from pathlib import Path

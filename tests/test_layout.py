@@ -1,4 +1,4 @@
-"""The map of the house is true: parallel names, a proof for each specification, our names ours."""
+"""Layout rules: parallel names, a test for each specification, imports, sizes and documents."""
 
 import ast
 import re
@@ -159,7 +159,7 @@ def test_start_without_grammars_does_not_import_llguidance():
 
 
 def test_support_does_not_import_bench():
-    """The benches have tests of their own, and stand on `tests/support` as all tests do."""
+    """Benchmarks have tests of their own, and use `tests/support` like all tests."""
     found = {
         str(path)
         for path in modules("tests")

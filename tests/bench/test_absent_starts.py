@@ -1,4 +1,4 @@
-"""Starts for GPUs that are not here: which there are, of which layers, and in which processes."""
+"""Starts for absent GPUs: the selection of starts, truncated models, and worker processes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Accuracy and acceptance are counted right, and a text that a drafter changed is seen."""
+"""Counts of accuracy and acceptance, and detection of outputs that a drafter changed."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_text_hash_depends_on_tokens_and_boundaries():
 
 
 class Says:
-    """An oracle that knows its answer before it is asked."""
+    """An oracle with a fixed answer."""
 
     def __init__(self, is_tie: bool) -> None:
         self.is_tie = is_tie

@@ -1,4 +1,4 @@
-"""The bench of changing work: its phases, its oracle and its lines."""
+"""Benchmark of changing workloads: phases, oracle and result lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's kernels are read by its compiler, as an interpreter takes what a compiler refuses."""
+"""Compilation of Triton kernels by Triton's compiler, which is stricter than the interpreter."""
 
 import os
 import re

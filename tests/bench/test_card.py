@@ -1,4 +1,4 @@
-"""Clock and power of cards, as `nvidia-smi` tells them."""
+"""Clock and power of GPUs, as reported by `nvidia-smi`."""
 
 import time
 from pathlib import Path

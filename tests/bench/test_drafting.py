@@ -1,4 +1,4 @@
-"""Drafters of benches are named as the server's flags name them."""
+"""Drafter names of benchmarks, which are those of the server's flags."""
 
 import pytest
 

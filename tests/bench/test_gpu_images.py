@@ -1,4 +1,4 @@
-"""On a GPU the tower gives the same bits in JAX and in torch, whatever the padding.
+"""Vision encoder on a GPU: bitwise equal in JAX and torch, with any padding.
 
 python -m pytest -o addopts= -m gpu tests/bench/test_gpu_images.py
 """

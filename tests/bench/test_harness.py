@@ -1,4 +1,4 @@
-"""The harness's scores of servers beside each other: another answer is seen."""
+"""Scores of lm-eval for several servers: differing answers are reported."""
 
 import json
 from ast import literal_eval

@@ -1,4 +1,4 @@
-"""The share that HTTP leaves of the speed of the engine: sides in turn, and the median is told."""
+"""HTTP throughput as a share of engine throughput: alternating sides, and the median."""
 
 import os
 import time
@@ -16,7 +16,7 @@ SHAPE = Path("bench/shapes/qwen3-8b")
 
 
 def sides(offline: list[float], http: list[float]):
-    """Two sides with given speeds, and the order in which they were asked."""
+    """Two sides with given speeds, and the order of their runs."""
     asked = list[str]()
 
     def side(name: str, speeds: list[float]):

@@ -1,4 +1,4 @@
-"""The benches of images: of the vision tower, and of a model that sees."""
+"""Benchmarks of images: of the vision encoder, and of a VLM."""
 
 import json
 from dataclasses import replace

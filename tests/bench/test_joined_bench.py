@@ -1,4 +1,4 @@
-"""The bench of two sources in one tree: what its steps cost, and what it compares."""
+"""Benchmark of merged draft trees: step costs and comparisons."""
 
 from __future__ import annotations
 

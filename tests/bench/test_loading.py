@@ -1,4 +1,4 @@
-"""The bench of loading: it writes what a start reads, and sees memory that is taken."""
+"""Benchmark of weight loading: written checkpoints, and measured peak memory."""
 
 import argparse
 import shutil

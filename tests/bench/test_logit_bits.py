@@ -1,4 +1,4 @@
-"""The bench of logits' bits: one sum in both frameworks, and what is compared."""
+"""Benchmark of logit bits: one checksum in both frameworks, and comparisons."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The bench of odd images: it tells a stream's gaps, and what was answered otherwise."""
+"""Benchmark of invalid images: gaps of other streams, and unexpected status codes."""
 
 from __future__ import annotations
 

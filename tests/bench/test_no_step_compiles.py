@@ -1,4 +1,4 @@
-"""Choosing costs no step a compilation: what it runs is compiled when a server starts."""
+"""Controllers compile nothing in a step: all their functions are compiled at startup."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The offline bench: what it times and counts, and the texts that it compares."""
+"""Offline benchmark: timing, counts, and comparison of outputs."""
 
 import json
 import subprocess
@@ -154,7 +154,7 @@ def test_report_detects_unequal_outputs(both):
     report.add(line, [[1, 2, 3]], True)
     report.add(line | {"drafts": "NEXTN"}, [[1, 2, 3]], True)
     assert not report.has_other_texts
-    report.add(line | {"drafts": "EAGLE3 L=2"}, [[9, 9, 9]], False)  # promises nothing of plain's
+    report.add(line | {"drafts": "EAGLE3 L=2"}, [[9, 9, 9]], False)  # may differ from plain
     assert not report.has_other_texts
     report.add(line | {"drafts": "EAGLE3 L=2", "backend": "jax"}, [[9, 8, 9]], False)
     assert report.has_other_texts

@@ -1,4 +1,4 @@
-"""The bench of operations: it runs the tests' cases on both sides and sees what is wrong."""
+"""Benchmark of operations: it runs the tests' cases on both sides and reports wrong results."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Policies that are scored on a trace."""
+"""Adaptive policies replayed and scored on a trace."""
 
 from pathlib import Path
 

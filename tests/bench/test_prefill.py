@@ -1,4 +1,4 @@
-"""The bench of prompts: what it times, and that it sees another answer."""
+"""Benchmark of prefill: timing, and detection of differing answers."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ def test_prefill_bench_times_prompts_and_detects_differences(tmp_path, monkeypat
     def other_in_the_end(served, load):
         found = ask(served, load)
         asked.append(load)
-        if len(asked) == 8:  # two prompts in two ways, each asked twice
+        if len(asked) == 8:  # two prompts in two ways, each run twice
             found.outcome.tokens[-1] += 1
         return found
 

@@ -1,4 +1,4 @@
-"""Commands name a server alike, and say in a sentence what it did not answer."""
+"""Server options and error messages shared by the benchmark commands."""
 
 import argparse
 import io

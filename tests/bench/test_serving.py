@@ -1,4 +1,4 @@
-"""The client that measures a server: it counts what came, when it came, and what did not."""
+"""Benchmark client of a server: counts, latencies and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_serving_page_is_self_contained_with_plots(server, tmp_path):
     page = html.read_text()
     assert "default-src 'none'" in page
     assert not re.search(r"<(script|link|img|iframe|object)\b|\b(src|@import)\s*[=(]", page)
-    # Names of XML are no addresses that a browser asks.
+    # XML namespaces are not requested by a browser.
     hosts = set(re.findall(r"https?://([^/\"' <:]+)", page))
     assert hosts == {"www.w3.org", "127.0.0.1"}
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]+)', page))
@@ -142,7 +142,7 @@ def test_accept_counters_read_in_every_spelling(server):
 
 
 class _Page:
-    """A client whose every answer is one page."""
+    """A client that receives one page for every request."""
 
     def __init__(self, http, page: str) -> None:
         self.aclose, self.text = http.aclose, page
@@ -161,7 +161,7 @@ def loaded(url: str, requests: list[Ask], streams: bool) -> list[Reply]:
 
 
 def wait_until_empty(server: Server) -> None:
-    """Whoever has left takes room until the engine has heard of it."""
+    """Disconnected requests occupy the engine until their abort arrives."""
     deadline = time.monotonic() + 30
     while server.post(COMPLETIONS, prompt=[[97]] * MAX_OPEN, max_tokens=1).status_code == 503:
         assert time.monotonic() < deadline, "the server stays full"

@@ -1,4 +1,4 @@
-"""The soak of a server fails where something grows, and not where nothing does."""
+"""Soak benchmark of a server: it fails if a measure grows, and only then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RNG = random.Random(1)
 
 
 def steady(count: int = 80) -> list[Sample]:
-    """A server whose caches fill in the first quarter, and that trembles from then on."""
+    """A server with caches that fill in the first quarter, and noise afterwards."""
     return [
         Sample(
             at_s=2.0 * i,

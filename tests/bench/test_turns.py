@@ -1,4 +1,4 @@
-"""Works that are made ready side by side and go on one at a time."""
+"""Works that are prepared concurrently and run one at a time."""
 
 from pathlib import Path
 

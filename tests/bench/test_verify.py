@@ -22,13 +22,13 @@ PROMPTS = [
 ]
 WRONG_AT = 4
 KEY = "a key"
-# Of the fixture's engine, whose logprobs are ids by -256.
+# Logprobs of the fixture's engine are ids divided by -256.
 MARGIN = 1 / 256
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """An honest one, and one whose fifth token is wrong where drafts are allowed."""
+    """A correct server, and one with a wrong fifth token if drafts are allowed."""
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
     command = ["-m", "tests.support.http_fixtures", str(folder), "--api-key", KEY]
@@ -131,7 +131,7 @@ def test_verify_and_shadow_verification_of_real_server(prompts, tmp_path):
     with serving([*command, "--shadow-verify-rate", "1"]) as server:
         code, found = run(tmp_path, prompts, "--url", server.url)
         assert (code, found["equal"]) == (0, 3)
-        # Each prompt was asked twice.
+        # Each prompt was sent twice.
         server.wait_for_metric(f'{PREFIX}shadow_verify_requests_total{{result="match"}}', 6)
         metrics = server.metrics()
         assert metrics[f'{PREFIX}shadow_verify_requests_total{{result="mismatch"}}'] == 0

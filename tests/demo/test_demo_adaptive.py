@@ -1,4 +1,4 @@
-"""The adaptive choice of the model that ships: both backends start with it, and texts are plain."""
+"""Adaptive speculation with the demo model: start on both backends, and plain outputs."""
 
 import copy
 from pathlib import Path

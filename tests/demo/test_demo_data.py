@@ -1,4 +1,4 @@
-"""The demo model's data is right, the same on every machine, and its splits share no problem."""
+"""Data of the demo model: correct, reproducible, with disjoint splits."""
 
 import doctest
 import json
@@ -30,7 +30,7 @@ from shared.text.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 SPLITS = ("train", "held_out")
-# What a word or a percentage stands for in a calculation.
+# Values of words and percentages in a calculation.
 MEANS = {"twice": 2, "doubles": 2, "half": 2, "Half": 2, "a third": 3, "a quarter": 4, "dozen": 12}
 MEANS |= {"10%": 10, "20%": 5, "25%": 4, "50%": 2}
 UNITS = {2, 7, 12, 60, 100}  # both sides, days of a week, a dozen, minutes, centimeters
@@ -140,7 +140,7 @@ def test_problem_answer_equals_result_of_steps():
 
 
 def test_problem_uses_all_numbers_except_distractors():
-    """A number that a step takes is told, is a unit's size, or is the result of a step before."""
+    """A number of a step is in the text, is a unit's size, or is the result of an earlier step."""
     rng = random.Random(3)
     distracted = 0
     for _ in range(1500):

@@ -1,4 +1,4 @@
-"""The models that ship are ordinary checkpoints, answer held-out tasks, and draft what they say."""
+"""Demo models: ordinary checkpoints, correct on held-out tasks, and accepted as drafters."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def problems(tokenizer: Tokenizer) -> Tasks:
 
 
 def readme_example() -> Example:
-    """The question of the README's curl command, and the answer that stands below it."""
+    """The question of the README's curl command, and the answer below it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     asked = re.search(r"chat/completions .*? -d '(\{.*?\})'\n", text, re.DOTALL)
     answer = re.search(r"```\n([^`]*\n#### \d+)\n```", text)

@@ -1,4 +1,4 @@
-"""The chat template of the models that ship: tools in Qwen's form, plain chats as trained."""
+"""Chat template of the demo models: tools in Qwen's format, plain chats as trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of README's first command: structured output and tools need no flag."""
+"""Server of the README's first command: structured output and tools need no flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that follows a verify's choices: on a GPU for real, elsewhere interpreted."""
+"""Acceptance kernel, which walks the tree along a verify's choices: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable

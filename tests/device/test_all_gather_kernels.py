@@ -1,6 +1,6 @@
-"""Gathers of ranks on the GPUs of one host: each rank gets the bits of all, or says who is missing.
+"""All-gather of tensor-parallel ranks on the GPUs of one host, and its timeouts.
 
-More ranks than GPUs share them, in torch as processes.
+More ranks than GPUs share the GPUs, in torch as processes.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The attention kernel against the specification: on a GPU for real, elsewhere interpreted."""
+"""Attention kernel against the specification: on a GPU, or interpreted."""
 
 import sys
 from collections.abc import Callable
@@ -194,7 +194,7 @@ class Searches:
 def test_pallas_attention_lowers_for_gpu(
     D: int, dtype: str, page: int, max_rows: int, monkeypatch
 ) -> None:
-    # The interpreter takes operations and sizes that the lowering refuses.
+    # The interpreter accepts operations and sizes that the lowering rejects.
     searched = Searches()
     monkeypatch.setattr(sys, "meta_path", [searched, *sys.meta_path])
     R, B, columns = 2 * max_rows, 2, 512 // page

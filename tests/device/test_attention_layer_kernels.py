@@ -257,7 +257,7 @@ def pallas_reach(max_rows: int) -> Callable[..., tuple]:
 def test_pallas_attention_layer_lowers_for_gpu(
     D: int, dtype: str, page: int, max_rows: int, gated: bool
 ) -> None:
-    # The interpreter takes operations and sizes that the lowering refuses.
+    # The interpreter accepts operations and sizes that the lowering rejects.
     R, B, item_bytes = 2 * max_rows, 2, jnp.dtype(dtype).itemsize
     floats = {"projected": (R, (8 * (1 + gated) + 4) * D), "kv": (3, 2, 9, page, 2, D)}
     singles = {"q_norm": (3, D), "k_norm": (3, D), "cos": (R, 8), "sin": (R, 8)}

@@ -1,7 +1,7 @@
-"""Attention by a Hopper's wide matrix unit: the bits of `attention_layer`, in both languages.
+"""Attention layer with WGMMA on Hopper: bitwise equal to `attention_layer`, in both languages.
 
-No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs them; what they are to give is what
-the kernels of `attention_layer` give, which are proved elsewhere.
+Gluon and Mosaic GPU have no interpreter, so the kernels run on a GPU only. Their expected results
+are those of the kernels of `attention_layer`, which have tests of their own.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def language(request: pytest.FixtureRequest) -> str:
 
 @cache
 def case_of(name: str, sizes: str) -> MixCase:
-    """A case whose pools have numbers only where some row sees them."""
+    """A case with pools that are NaN except at visible positions."""
     return with_seen_pools(CASES[name](**SIZES[sizes]))
 
 

@@ -1,7 +1,7 @@
-"""Attention of many rows by a Hopper's wide matrix unit: the bits of `attention`, both languages.
+"""Attention of many rows with WGMMA on Hopper: bitwise equal to `attention`, in both languages.
 
-No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs them; what they are to give is what
-the kernels of `attention` give, which are proved elsewhere.
+Gluon and Mosaic GPU have no interpreter, so the kernels run on a GPU only. Their expected results
+are those of the kernels of `attention`, which have tests of their own.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.support.sm90_cases import (
 
 
 def windowed_case(size: int, **how: object) -> MixCase:
-    """A prompt whose rows see no more than the last positions."""
+    """A prompt with a sliding window."""
     case = prompt_case([(0, 700), (100, 190)], **how)
     return replace(case, rows=with_sliding_window(case.rows, size))
 
@@ -59,7 +59,7 @@ def language(request: pytest.FixtureRequest) -> str:
 
 @cache
 def case_of(name: str, sizes: str) -> MixCase:
-    """A case whose pools have numbers only where some row sees them."""
+    """A case with pools that are NaN except at visible positions."""
     return with_seen_pools(CASES[name](**SIZES[sizes]))
 
 

@@ -1,6 +1,6 @@
-"""A decode step of JAX on a GPU can be one command buffer: it has no branch, no loop and no sort.
+"""JAX decode steps lower without branches, loops and sorts, so that a GPU runs one command buffer.
 
-A GPU is not needed to see it: the step is lowered for one, and its operations are read.
+The test needs no GPU: it lowers the step for one and reads its operations.
 """
 
 from dataclasses import replace
@@ -102,7 +102,7 @@ LIKE_OTHERS = (
     "DSPARK, a short chain in fewer rows",
     "DFLASH2, a sampled chain",
 )
-"""Cases of the matrix, of whose drafter, shape and rule the others have each with another one."""
+"""Cases of the matrix: other cases cover their drafter, shape and rule separately."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compiled programs of a start, found again by the next one."""
+"""Compilation cache: programs that one start stores and the next one loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An Orbax folder serves like the folder that it was made from."""
+"""Conversion of checkpoints to Orbax folders that serve like their source."""
 
 import json
 import subprocess

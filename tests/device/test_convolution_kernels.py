@@ -1,4 +1,4 @@
-"""The kernels of a DFlash2 head's convolutions: on a GPU for real, else interpreted."""
+"""Kernels of the convolutions of a DFlash2 head: on a GPU, or interpreted."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,11 @@
 """JAX = torch = the specification, and speculation = plain decoding, token for token.
 
-Every cell serves the same requests, so whatever the cell's drafter, load, overlap depth and page
-size, their texts must be the same; every text is also checked against the specification. Tokens and
-accepted drafts of the two backends are compared to the last digit.
+Every cell serves the same requests. Drafter, load, overlap depth and page size of a cell must not
+change the outputs, which are also checked against the specification. Tokens and accepted drafts of
+the two backends are equal.
 
 A choice of cells that needs few compiled programs runs by default; the full product of section
-"token for token" of docs/numerics.md stands behind the marker `matrix`.
+"token for token" of docs/numerics.md has the marker `matrix`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def backends() -> Iterator[Backends]:
 
 
 IN_JAX = (0, 3)
-"""Depths whose programs a default run compiles; chains of 1 and of 5 differ in one number."""
+"""Depths that a default run compiles; chains of 1 and of 5 differ in one number."""
 
 
 def frameworks_of(cell: Cell) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """DFlash blocks: JAX = torch = the specification, and speculation = plain decoding.
 
-A head of sliding and full layers on a plain and on a hybrid target. Texts and accepted drafts are
-compared as in `tests/device/test_cross_backend.py`, whose requests these are; the targets are those
-whose embeddings a small head can follow.
+A head with sliding and full layers drafts for a plain and for a hybrid target, with embeddings that
+a small head can follow. Requests and comparisons are those of `tests/device/test_cross_backend.py`.
 """
 
 from __future__ import annotations
@@ -167,10 +166,10 @@ def test_short_chain_and_verify_budget_preserve_plain_output(
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_short_chain_keeps_block_drafts_within_scratch(framework, backends):
-    """Past the reserved page the table names a neighbour's, whose only row of context would go."""
+    """The page table continues with a neighbour's page; a write would replace its only context."""
     backend = backends.get(framework, cell("qwen3_5", GREEDY, "mixed", 1, 16))
     host, page = Host(backend, {}), backend.capacity.page_size
-    tokens = prompt(6, page - SHARED.scratch)  # whose first step ends where a page does
+    tokens = prompt(6, page - SHARED.scratch)  # the first step ends at a page boundary
     request, twin = (host.request(tokens, positions=page) for _ in range(2))
     neighbour, spared = (host.request(prompt(5, 1), positions=page) for _ in range(2))
     host.prefill(request, twin)
@@ -215,7 +214,7 @@ def with_most_drafts(request: Request, most: int) -> Request:
 
 @pytest.mark.parametrize("framework", ["reference", "torch"])
 def test_max_drafts_shortens_chain_and_preserves_block(framework, backends):
-    """Else the drafts that are left would be other ones: a row sees all of its block."""
+    """A row attends to its whole block, so a narrower block would change the other drafts."""
     each, chains = cell("qwen3_5", GREEDY, "alone", 0, 16), []
     for most in (0, 1, 2, 3):
         backend = Recorder(backends.get(framework, each))

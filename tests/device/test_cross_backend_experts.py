@@ -1,8 +1,8 @@
-"""Mixtures of experts: torch = JAX = the specification, and speculation = plain decoding.
+"""Mixtures of experts (MoE): torch = JAX = the specification, and speculation = plain decoding.
 
-Each is a tiny checkpoint, for which its own copy drafts, a head, its MTP layer where it has one, or
-the text that was seen. A verify of many rows reads other experts together than plain decoding does,
-one row at a time; its rows' texts are the same. JAX stands behind the marker `matrix`.
+Each model is a tiny checkpoint. Its drafters are a copy of itself, a head, its MTP layer and
+n-grams. A verify of many rows reads other experts together than plain decoding does with one row at
+a time; the outputs are the same. JAX has the marker `matrix`.
 """
 
 from __future__ import annotations

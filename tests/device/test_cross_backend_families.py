@@ -1,8 +1,8 @@
 """Dense families: JAX = torch = the specification, and speculation = plain decoding.
 
-Each is a tiny checkpoint with the switches of its family, and its own copy drafts for it, chains
-and trees: what is different in a family is in the target and in the drafter. A copy is accepted
-wherever the text is greedy, so one that read its rows in another way would be seen.
+Each model is a tiny checkpoint with the features of its family. Its drafter is a copy of itself,
+with chains and trees, so the features are in the target and in the drafter. All drafts of a copy
+are accepted in greedy decoding, so a difference in its computation lowers the acceptance.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Drafting from seen text: torch = JAX = the numpy backend, and speculation = plain decoding.
+"""N-gram drafts of the host: torch = JAX = the numpy backend, and speculation = plain decoding.
 
-The trees come from the host, so what differs between backends is a step with trees in its plan: it
-runs on the contract's backends, whose program of such a step has four nodes and two levels. The
-shape that a start takes, whose width says nothing about the trees, runs on torch; on JAX it stands
-behind the marker `matrix`.
+The backends differ only in a step with trees in its plan. It runs on the contract's backends, with
+a program of four nodes and two levels. The default shape of a start, whose width does not limit the
+trees, runs on torch; on JAX it has the marker `matrix`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts from the table of seen text: torch = JAX = numpy, in text and in what is accepted."""
+"""N-gram drafts of the device's table: torch = JAX = numpy, in outputs and accepted drafts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plain(sampled: bool) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(("sampled", "overlap"), [(False, 0), (True, 1), (False, 2)])
 def test_device_ngram_output_and_acceptance_match_spec(backend: Any, sampled: bool, overlap: int):
-    tenant = f"{sampled} {overlap}"  # who has said nothing yet
+    tenant = f"{sampled} {overlap}"  # a tenant without earlier texts
     for found, want in zip(
         served(backend, sampled, overlap, tenant), expected(sampled), strict=True
     ):

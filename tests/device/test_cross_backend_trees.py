@@ -1,9 +1,8 @@
 """Draft trees: JAX = torch = the specification, and speculation = plain decoding.
 
 NEXTN on the hybrid, EAGLE, EAGLE-3 and small models on plain and hybrid targets, chains and trees
-of several shapes, among them one whose drafting writes more draft KV than the tree has nodes. Texts
-and accepted drafts are compared as in `tests/device/test_cross_backend.py`, whose requests
-these are.
+of several shapes, among them one that writes more draft KV than the tree has nodes. Requests and
+comparisons are those of `tests/device/test_cross_backend.py`.
 """
 
 from __future__ import annotations

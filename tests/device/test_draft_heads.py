@@ -1,7 +1,7 @@
-"""EAGLE and EAGLE-3 heads on a backend: the text is plain decoding's, drafts are the reference's.
+"""EAGLE and EAGLE-3 heads: outputs equal plain decoding, drafts equal the reference backend.
 
 Every head drafts for a plain and for a hybrid target, in chains and in trees of all kinds: narrow,
-wide with as many nodes as a step may have, and wide with fewer than its candidates need. Texts are
+wide with the maximum number of nodes, and wide with fewer nodes than candidates. Outputs are
 checked against the specification, drafts by the number that each step accepts.
 """
 
@@ -41,7 +41,7 @@ DRAFTERS = [
 ]
 FRAMEWORKS = ("torch", pytest.param("jax", marks=pytest.mark.matrix))
 CASES = [
-    # As many nodes as a step may have: of one head, for both targets.
+    # The maximum number of nodes, with one head, for both targets.
     pytest.param(*drafter, shape, marks=pytest.mark.matrix if is_seldom else ())
     for drafter in DRAFTERS
     for shape in SHAPES

@@ -1,4 +1,4 @@
-"""The kernels of draft trees: on a GPU for real, elsewhere interpreted."""
+"""Kernels of draft trees: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def test_flat_nodes_matches_spec(B: int, N: int, rows: int, is_chain: bool, run)
     want, node = tree_rows(arguments["parents"], *sized)
     starts = np.concatenate([[0], np.cumsum(arguments["num_nodes"])])
     until, window = want.until, want.window
-    if is_chain:  # a node sees what lies before it
+    if is_chain:  # a node attends to earlier positions
         until, window = np.where(want.is_real, want.places + 1, 0), window[:, :0]
     wanted = (starts, want.request, node, want.is_real, want.positions, want.places, until, window)
     for got, expected in zip(run("flat_nodes", arguments), wanted, strict=True):

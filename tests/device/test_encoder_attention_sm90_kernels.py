@@ -1,8 +1,7 @@
 """Image attention with WGMMA on Hopper: bitwise equal to `encoder_attention`, in both languages.
 
-No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs it; what it is to give is what the
-kernel of `encoder_attention` gives, which is proved elsewhere. How heads lie for both is proved
-anywhere.
+Gluon and Mosaic GPU have no interpreter, so the kernel runs on a GPU only. Its expected result is
+that of the kernel of `encoder_attention`. The packed layout of both is tested on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch of 32 on real programs shrinks through each bucket, and its texts stay plain."""
+"""A batch of 32 that shrinks through each bucket: its outputs equal plain decoding."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every field of a request, with every drafter, at every limit of drafts: the plain answer.
+"""Every request field with every drafter and every limit of drafts: the output of plain decoding.
 
-A default run asks for each field with some drafter and limit, and each of these with some field, on
-the numpy backend; `-m matrix` asks for the full product on torch. A field that is new has no case,
-and that is a fault.
+A default run combines each field with some drafter and limit, and each of these with some field, on
+the numpy backend; `-m matrix` runs the full product on torch. A new field without a case is an
+error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Case:
 
     Attributes:
       base: The request without it.
-      value: What it asks; a function of the plain answer to `base` where it depends on that.
+      value: The value; a function of the plain answer to `base` if it depends on that.
       more: What it needs beside it, in the request without it too.
     """
 
@@ -155,7 +155,7 @@ def backends() -> Iterator[Backends]:
 
 
 def check(house: House, chosen: list[tuple[str, int | None]]) -> None:
-    """Asks for some fields at some limits at once, and holds the answers against plain ones."""
+    """Serves some fields at some limits at once, and compares the answers with plain ones."""
     drafting, num_accepted = house.drafting(cached=False), 0
     for is_talk in (False, True):
         some = [(n, limit) for n, limit in chosen if (CASES[n].base is TALK) is is_talk]

@@ -1,8 +1,8 @@
-"""The kernels of a block of experts: on a GPU for real, elsewhere interpreted.
+"""Kernels of a MoE block: on a GPU, or interpreted.
 
-And that a row's bits depend neither on the rows beside it nor on the way that it is computed, and
-are the same in both languages. Interpreted, sums have the order of numpy's and XLA's products; what
-only a matrix unit does, a GPU shows.
+The bits of a row depend neither on other rows nor on the algorithm, and are equal in both
+languages. Interpreted sums have the order of numpy's and XLA's products; effects of matrix units
+show on a GPU only.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ BITS = {
 }
 """Interpreted, a program that fuses nothing is compiled for seconds."""
 CASES = SMALL | (LARGE if ON_GPU else {})
-# Interpreted, all is float32; on a GPU, what stands between the products is bfloat16, and the row.
+# Interpreted, all is float32; on a GPU, values between the products and rows are bfloat16.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
 
 

@@ -1,4 +1,4 @@
-"""Rows in FP8 by kernels: the codes and the products are those of the specification."""
+"""Kernels with FP8 activations (W8A8): quantised values and products equal the specification."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -207,7 +207,7 @@ def test_fp8_linear_depth_of_several_blocks_matches_spec(K: int, language: str) 
 
 @pytest.mark.skipif(not ON_GPU, reason="two GiB of weights")
 def test_pallas_fp8_linear_indexes_weights_above_two_gib() -> None:
-    """Its own offsets of so many bytes are signed, and of 32 bits."""
+    """Pallas' own offsets are signed 32-bit numbers."""
     layers, outputs, inputs, rows = 5, 2**17, 4096, 3
     x = jnp.asarray(normal(0, rows, inputs), jnp.bfloat16)
     codes, scales = weight_of(fp8.BLOCK, inputs)
@@ -243,7 +243,7 @@ def test_fp8_linear_large_tiles_match_spec() -> None:
 def test_pallas_fp8_dot_requests_precise_accumulation(
     swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Left to itself it asks for sums of float32, and gets those of float16."""
+    """By default it requests float32 accumulation and gets float16."""
     asked, dot = [], fp8_w8a8.dialect.dot
 
     def seen(x: Any, y: Any, *others: Any, **how: Any) -> Any:

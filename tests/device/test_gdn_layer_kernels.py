@@ -1,6 +1,6 @@
-"""The kernels of gated-delta layers and of replays: on a GPU for real, elsewhere interpreted.
+"""Kernels of GDN layers and of state replay: on a GPU, or interpreted.
 
-And that a node has the bits of plain decoding, whatever tree it stands in.
+The result of a node is bitwise equal to plain decoding, in every tree.
 """
 
 import inspect
@@ -324,7 +324,7 @@ def shapes(N: int, has_fields: bool) -> dict:
 
 @pytest.mark.parametrize(("N", "W"), [(1, 1), (4, 4), (6, 6), (16, 6), (64, 4)])
 def test_pallas_gdn_layer_lowers_for_gpu(N: int, W: int) -> None:
-    # The interpreter takes operations and sizes that the lowering refuses.
+    # The interpreter accepts operations and sizes that the lowering rejects.
     kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)
     tree = jax.ShapeDtypeStruct((2, N), ints)
     rows = dict.fromkeys(("slots", "counts", "save_after", "save"), given["slots"])
@@ -377,7 +377,7 @@ def test_torch_gdn_layer_kernel_matches_spec(case: OpCase, monkeypatch) -> None:
     operation, placed = bound(monkeypatch, "triton", case)
     found = operation(*placed)
     got = [np.asarray(x.cpu()) for x in as_list(found)]
-    if case.function == "commit":  # the sinks take what nobody reads
+    if case.function == "commit":  # slot 0 receives unused results
         wanted = case.specified(case.arguments(0), None)
         pairs = [(x[:, 1:], y[:, 1:]) for x, y in zip(got, wanted, strict=True)]
     else:

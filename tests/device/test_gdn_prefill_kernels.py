@@ -1,4 +1,4 @@
-"""The kernels of prompts in gated-delta layers: on a GPU for real, elsewhere interpreted."""
+"""Kernels of chunked GDN prefill: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable
@@ -217,7 +217,7 @@ def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.S
 def test_pallas_gdn_prefill_lowers_for_gpu(
     lengths: tuple[int, ...], sizes: GatedDeltaConfig
 ) -> None:
-    # The interpreter takes operations and sizes that the lowering refuses.
+    # The interpreter accepts operations and sizes that the lowering rejects.
     kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **HOW)
     program = jax.jit(kernel).trace(**shapes(lengths, sizes))
     lowered = program.lower(lowering_platforms=("cuda",)).as_text()

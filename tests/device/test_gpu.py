@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU, in float32, with the kernels and with the plain ops: the promises of a CPU.
+"""Guarantees of the CPU tests on an NVIDIA GPU, in float32, with kernels and with reference ops.
 
 python -m pytest -o addopts= -m gpu tests/device/test_gpu.py
 """

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: what a request asks beside its text, which needs programs of its own.
+"""Structured output and prompt logprobs on an NVIDIA GPU, which need programs of their own.
 
 python -m pytest -o addopts= -m gpu tests/device/test_gpu_asked.py
 """

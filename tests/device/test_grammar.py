@@ -1,6 +1,6 @@
-"""Texts that are held to a grammar: the same with every drafter, and beside texts that are free.
+"""Structured output: equal with every drafter, in batches with and without other grammars.
 
-The plain text with a grammar is that of a backend without a drafter, whose every step has one node.
+The plain output with a grammar is that of a backend without a drafter, with one node per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREEMPTED_EVERY = 5
 
 
 class Preempting(Engine):
-    """An engine whose requests lose their slots again and again, as where pages are short."""
+    """An engine that preempts its requests repeatedly, as if pages were short."""
 
     since = 0
 

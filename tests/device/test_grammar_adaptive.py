@@ -1,6 +1,6 @@
-"""Texts that are held to a grammar where the draft shape is chosen step by step.
+"""Structured output with adaptive speculation, which chooses the draft shape of each step.
 
-Steps with a grammar take the one shape that has masks; those without go through all tiers, off
+Steps with a grammar use the one shape that has masks. The other steps use all tiers, plain decoding
 among them, so every kind of step follows every other.
 """
 
@@ -67,7 +67,7 @@ class Watch:
 
         inner.select_rows, inner.costs.observe, asleep = planning, observing, None
         if isinstance(inner, AdaptiveNgramController):
-            # What steps take asleep is gathered, and told as the median of some.
+            # Times of disabled steps are collected, and reported as the median of several.
             asleep, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.on_step
 
             def stepping(batch: int, seconds: float | None) -> float | None:
@@ -77,7 +77,7 @@ class Watch:
             sleep.on_step = stepping
 
     def check(self, steps: dict[str, float], told: slice = EVERY) -> None:
-        """It has heard of those of its steps, and of none with a grammar."""
+        """Checks that the controller received the times of its own steps only."""
         assert self.told == self.planned[told]
         assert sum(steps.values()) == len(self.planned)
 
@@ -166,7 +166,7 @@ def plain() -> dict[tuple[str, bool], dict[int, Outcome]]:
 def plain_texts(
     found: dict[tuple[str, bool], dict[int, Outcome]], family: str, drafter: str
 ) -> dict[int, Outcome]:
-    """Returns the outputs of a backend without a drafter, whose every step has one node."""
+    """Returns the outputs of a backend without a drafter: each step has one node."""
     key = (family, drafter == "DFLASH")
     if key not in found:
         backend = backend_of("torch", family, drafter, [PLAIN], PLAIN)
@@ -209,7 +209,7 @@ def test_grammar_with_adaptive_tiers_preserves_plain_output(
 
 SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
 SECONDS = {"awake": [1.0, 1.0, 1.1, 1.2], "asleep": [1.0, 9.0, 9.9, 0.9]}
-"""Seconds of tiers whose steps wait for each other, and last of plain steps that overlap."""
+"""Seconds of tiers without overlap, and last of plain steps with overlap."""
 TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
 """Steps whose time is reported: it arrives after the next step, or at once if the host had waited.
 """
@@ -217,7 +217,7 @@ TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
 
 @pytest.mark.parametrize("state", SECONDS)
 def test_grammar_with_adaptive_ngram_preserves_plain_output(state, plain):
-    """A tier whose requests share verify rows has all of them where there are masks."""
+    """A tier with a verify budget has one row per node if there are masks."""
     backend = backend_of("torch", "qwen3_5", "NGRAM", [PLAIN, CHAINS[0], SHARED], CHAINS[1])
     capacity = backend.capacity
     sizes = {"nodes": CHAINS[1].nodes, "depth": CHAINS[1].depth, "vocab": capacity.vocab}

@@ -1,4 +1,4 @@
-"""Gumbel noise and uniform numbers of the kernels: on a GPU for real, elsewhere interpreted."""
+"""Gumbel noise and uniform numbers of the kernels: on a GPU, or interpreted."""
 
 import jax
 import numpy as np

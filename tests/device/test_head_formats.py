@@ -1,4 +1,4 @@
-"""A head of any maker's format drafts as well as it was made to; read wrong it drafts badly."""
+"""Heads in the formats of all publishers: a correct reading drafts well, a wrong one badly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_block_head_wrong_slots_lower_acceptance(framework, tmp_path):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_markov_head_conditions_on_previous_token(kind, framework):
-    """All of what the head knows is which token follows which; it is told of the wrong ones."""
+    """The head knows successors of tokens only; here its table is wrong."""
     target, target_weights = target_of("speculators DSpark")
     head = tiny_spark_head(target, target_weights, 3, markov_head_type=kind)
     right = all_drafts(framework, head)

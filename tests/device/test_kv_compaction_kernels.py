@@ -1,4 +1,4 @@
-"""The kernel that commits the window of a verify: on a GPU for real, elsewhere interpreted."""
+"""Kernel that compacts the accepted KV of a verify: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Products with weights in FP8 have the bits of those with the widened weights."""
+"""GEMMs with FP8 weights (W8A16): bitwise equal to those with dequantised weights."""
 
 from itertools import product
 

@@ -256,7 +256,7 @@ def test_pallas_sm90_linear_few_rows_bitwise_equal(
     + [("gated", 300, "float32"), ("added", 300, "bfloat16"), ("added", 256, "float32")],
 )
 def test_linear_192_column_tiles_bitwise_equal(kind: str, R: int, out_type: str) -> None:
-    # Of so many inputs a mean is rounded, and the sum with `eps` again: fused, it would differ.
+    # With these widths a mean is rounded, and the sum with `eps` again: fused, it would differ.
     given = {"kind": kind, "R": R, "K": 1536, "N": 320, "first": 0, "out_type": out_type}
     how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
     want = in_bfloat16("triton", cut=tiles(**how), **given)

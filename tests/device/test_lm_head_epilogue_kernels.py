@@ -51,7 +51,7 @@ CUTS = {key: cut for key, cut in CUTS.items() if key[0] in KERNELS}
 
 
 def of_requests() -> Sampling:
-    """Eight requests: three that ask for nothing, and one for each thing that scores are for."""
+    """Eight requests: three without options, and one for each option that needs logits."""
     bias = np.zeros((8, 2), np.float32)
     bias[3, 1] = 2
     return asked(
@@ -67,7 +67,7 @@ def of_requests() -> Sampling:
 
 
 def case() -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Rows, a head and what is chosen by; the last block of rows asks for nothing."""
+    """Rows, an LM head and sampling parameters; the last block of rows needs no logits."""
     rng = np.random.default_rng(7)
     x, weight = normal(0, R, K), normal(1, VOCAB, K) / 8
     weight[[9, 200]] = 3 * weight[3]  # the best of some rows, in two blocks; ties go by id
@@ -89,7 +89,7 @@ def case() -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
 
 
 def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str, Any]) -> Any:
-    """Asks, whole scores, those of rows that ask, and a choice that reads no others."""
+    """Flags of rows that need logits, full logits, the stored logits, and the choice from them."""
     device, kernels = "cuda" if ON_GPU else "cpu", SimpleNamespace(**KERNELS["triton"])
 
     def leaf(x: Any) -> Any:
@@ -189,7 +189,7 @@ def ranked_in_jax(arguments: dict[str, Any], width: int) -> Any:
 
 
 B = 10
-"""Requests, of which two ask for nothing but the best of their tokens, and more for greedy ones."""
+"""Requests: two need only their best tokens, and more do in greedy decoding."""
 
 
 def asked_of_children(kernels: Any, given: dict[str, Any], outputs: int, width: int) -> Any:

@@ -213,7 +213,7 @@ def test_penalties_and_filters_count_accepted_tokens(server):
 
 
 def test_output_and_acceptance_independent_of_overlap(server):
-    """Overlap 0 is what `--disable-overlap-schedule` asks for."""
+    """`--disable-overlap-schedule` sets overlap 0."""
     served = [server.serve(requests(5), overlap=overlap) for overlap in (0, 1, 2)]
     assert_plain(server, requests(5), served[0])
     for outcomes in served[1:]:

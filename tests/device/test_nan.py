@@ -1,7 +1,7 @@
-"""A request whose numbers are none fails alone, with every drafter, also where steps are captured.
+"""A request with NaN logits fails alone, with every drafter, also with captured graphs.
 
-One token's embedding is NaN. A prompt with it fails at once; another request is made to choose it
-and fails in the step after, while its neighbours decode.
+The embedding of one token is NaN. A prompt with it fails at once. Another request is made to choose
+it and fails in the next step, while the rest of the batch decodes.
 """
 
 from __future__ import annotations

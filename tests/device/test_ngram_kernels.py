@@ -1,4 +1,4 @@
-"""The kernels of the table of n-grams: on a GPU for real, elsewhere interpreted."""
+"""Kernels of the n-gram table: on a GPU, or interpreted."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plain answers are those of drafting: alone, in a batch, and behind what the prefix cache has."""
+"""Plain and speculative outputs are equal: alone, in a batch, and after prefix-cache hits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The prefix cache on real models: chats have the text and the acceptance of an engine without it.
+"""Prefix cache on real models: output and acceptance equal those of an engine without a cache.
 
-Three chats of two turns are served side by side, each turn with the whole text before it. Pages
-are few in one of the runs, so that cached ones are evicted and requests preempted.
+Three chats of two rounds are served concurrently, each round with the whole text before it. One run
+has few pages, so that cached pages are evicted and requests preempted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.equality import Oracle, assert_few_excused
 from tests.support.run_engine import Outcome, checked_step
 
 FEW_PAGES = 21
-"""For three first turns, until they have grown; the longest request alone needs most of them."""
+"""Enough for three first rounds at their start; the longest request alone needs most of them."""
 
 
 def sampling_of(chat: int) -> SamplingParams:
@@ -125,7 +125,7 @@ def test_prefix_cache_preserves_output_and_acceptance(framework, case, backends)
             assert other.prompt == request.prompt
             is_same = found.tokens == outcome.tokens
             assert is_same or ties(case, request, found)
-            if is_same and case[1] != "NGRAM":  # whose trie knows what came before
+            if is_same and case[1] != "NGRAM":  # its trie contains earlier texts
                 assert found.accepted == outcome.accepted
     assert_few_excused()
 

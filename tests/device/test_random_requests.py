@@ -1,4 +1,4 @@
-"""Requests at random, on servers at random: no crash, no leak, and the text of plain decoding.
+"""Random requests on random servers: no crash, no leak, and the output of plain decoding.
 
 A default run serves some tens of requests in numpy and with torch; `-m matrix` serves 10,000 and
 500, and 2,500 with JAX.

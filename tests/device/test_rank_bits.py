@@ -1,8 +1,8 @@
-"""Two and four ranks on a CPU give the bits of one, in every field of every step's result.
+"""Two and four tensor-parallel ranks on a CPU: bitwise equal to one rank in every result field.
 
 Each step runs on one rank and on each of several, and is compared there (`tests/support/ranks.py`):
-tokens, trees, logprobs, scores and what was saved. The traffic has prefix hits, preemption, chunks,
-early ends, penalties, biases and filters; the shapes of trees take turns.
+tokens, trees, logprobs, scores and snapshots. The traffic has prefix hits, preemption, chunks,
+early ends, penalties, biases and filters, and alternates the shapes of trees.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ TRAFFIC = [
 FEW = [asked(37, replace(GREEDY, max_tokens=10)), asked(20, replace(TIGHT, max_tokens=11))]
 DENSE_FAMILIES = ("llama", *DENSE)
 LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
-"""Families that differ from each other in what no rank divides: windows and turns of positions."""
+"""Families that differ in undivided parts only: sliding windows and RoPE."""
 EXPERTS = ("glm4_moe", "qwen3_moe", DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
 ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
@@ -218,6 +218,6 @@ def test_tp_jax_devices_decode_bitwise_equal(family, drafter):
     [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.matrix) for name in MODELS],
 )
 def test_tp_eight_ranks_bitwise_equal(name, backend):
-    """There are fewer heads of keys than ranks, and ranks to which no tokens are left."""
+    """There are fewer KV heads than ranks, and ranks without tokens of the vocabulary."""
     said = run_part(backend, name, 8)
     assert said[0].isdigit(), said

@@ -1,4 +1,4 @@
-"""The kernels that judge sampled drafts: on a GPU for real, elsewhere interpreted."""
+"""Rejection-sampling kernels for sampled drafts: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable

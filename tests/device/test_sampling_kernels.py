@@ -55,11 +55,11 @@ def tiles(**changed: int) -> SamplingTiles:
     return SamplingTiles(**usual | changed)
 
 
-# A sample that says next to nothing, and lists that run over.
+# An uninformative sample, and lists that overflow.
 FEW = {"at_once": 4, "sampled": 8, "listed": 8}
 OTHER = tiles(groups=8, warps=8, programs=1, row_programs=1, row_warps=2, **FEW)
 
-# A score may be what is left of a logit and a penalty that nearly cancel: there a product that is
+# A score may be the difference of a logit and a penalty that nearly cancel: there a product that is
 # fused with its sum, as a GPU's compiler does, differs by a rounding of the logit.
 CANCELLED = 5e-7
 
@@ -186,7 +186,7 @@ IN_SAMPLE = np.arange(VOCAB) % 40 < 8
 
 @each_language
 def test_rank_kernel_near_uniform_logits_match_spec(language) -> None:
-    """Whatever the sample says of the rest: it speaks true of the first node, and false of others.
+    """The sample represents the rest of the first node, and not of the others.
 
     Weights show the support, which they are summed over.
     """
@@ -247,7 +247,7 @@ def test_choose_kernel_penalises_draft_tokens_on_path(language) -> None:
     logits = np.zeros((R, VOCAB), np.float32)
     logits[:, 7], logits[:, 8] = 3, 2
     arguments = alone(logits, asked(R, VOCAB, frequency=np.full(R, 0.75, np.float32)))
-    # Token 7 loses where it stood there twice before.
+    # Token 7 loses if it occurred twice before.
     path, on_path = np.full((R, PATH), 7, np.int32), np.zeros((R, PATH), bool)
     on_path[0, :2] = on_path[1, :1] = True
     arguments["seen"] = replace(arguments["seen"], path=path, on_path=on_path)
@@ -336,7 +336,7 @@ def test_sampling_records_same_fields(module: str, name: str) -> None:
         language: getattr(sys.modules[f"kernels.{language}_gpu.sampling.{module}"], name)._fields
         for language in ("pallas", "triton")
     }
-    # Triton takes no constants within named tuples: those of `Source` and `Memory` stand beside.
+    # Triton accepts no constants in named tuples: `ScoreSource` and `RowScratch` have none.
     constants = {"ScoreSource": ("sizes", "interpret"), "RowScratch": ("at_once",)}.get(name, ())
     assert names["pallas"] == names["triton"] + constants
 
@@ -403,7 +403,7 @@ def test_torch_choose_on_gpu_calls_kernel(monkeypatch) -> None:
     op = torch_impl.ops.kernel_or_reference(module.kernel_choose, module.plain_choose)
 
     class Rows(torch.Tensor):
-        """Says that it is on a GPU."""
+        """A tensor that claims to be on a GPU."""
 
         device = torch.device("cuda")
 

@@ -1,4 +1,4 @@
-"""The kernels that commit to the slots and restore them: on a GPU for real, else interpreted."""
+"""Kernels that commit to slots and restore them: on a GPU, or interpreted."""
 
 import inspect
 from collections.abc import Callable

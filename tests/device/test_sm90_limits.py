@@ -1,4 +1,4 @@
-"""Attention by the kernels of Mosaic GPU, of which sizes; no GPU is needed to ask."""
+"""Sizes that the Mosaic GPU attention kernels support; the test needs no GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from kernels.pallas_gpu.attention import attention_layer_sm90
         (142, 2, 128, False),  # 71 query heads of a key head are more than a warpgroup's 64 pairs
         (65, 1, 256, False),
         (24, 1, 256, True),
-        (24, 3, 64, False),  # an odd key head would stand alone
+        (24, 3, 64, False),  # an odd key head would have no pair
         (8, 2, 96, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""5,000 requests over few pages: every text is the plain one, and everything comes back."""
+"""Soak of 5,000 requests over few pages: every output equals plain decoding, nothing leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOAKED = {"NEXTN": CASES[1], "STANDALONE": CASES[3]}
 
 
 def kinds_of(backend: Backend) -> list[tuple[Request, list[int]]]:
-    """The turns of all chats, each with its plain text."""
+    """The rounds of all chats, each with its plain output."""
     rng, kinds = random.Random(3), []
     system = [rng.randrange(2, 250) for _ in range(30)]
     texts = [[*system, *(rng.randrange(2, 250) for _ in range(20))] for _ in range(CHATS)]
@@ -52,7 +52,7 @@ def kinds_of(backend: Backend) -> list[tuple[Request, list[int]]]:
 
 
 def _request(number: int, prompt: list[int], chat: int) -> Request:
-    """Greedy, sampled and with penalties in turns."""
+    """Greedy, sampled and penalised requests alternate."""
     how = [{"temperature": 0.0}, {"temperature": 0.9}, {"repetition_penalty": 1.1}][chat % 3]
     params = SamplingParams(max_tokens=MOST_TOKENS, seed32=derive_seed(9, chat), **how)
     return Request(request_id=number, prompt=tuple(prompt), sampling=params)

@@ -1,4 +1,4 @@
-"""The files of tiles: what is read for which GPU and call, and what a wrong file is told."""
+"""Tile config files: the choice by GPU and call, and the errors of invalid files."""
 
 import json
 from pathlib import Path

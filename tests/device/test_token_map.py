@@ -1,4 +1,4 @@
-"""A drafter with a vocabulary of the start's drafts by those rows alone, and changes no text."""
+"""Draft vocabulary of a start: drafts come from its rows only, and outputs do not change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Workspace of torch steps, above all of images: allocated once and within the memory plan.
 
-Counted without a GPU, as `tests.support.torch_memory` does.
+Memory is counted without a GPU by `tests.support.torch_memory`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Tower:
-    """A tower whose arrays have sizes and no memory, and the programs that encode by it."""
+    """A vision encoder with arrays without memory, and its encode programs."""
 
     machine: StepContext
     blueprint: BackendSpec
@@ -79,7 +79,7 @@ class Tower:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tower's operations are kernels, which allocate what they make and run nothing."""
+    """Replaces the encoder's operations by kernels that allocate their results and run nothing."""
     bind_kernels(monkeypatch, ops, KERNELS["triton"])
     for module, names in OPERATIONS.items():
         for name in names:
@@ -138,7 +138,7 @@ def test_programs_share_workspace_of_largest(
 
 
 def test_read_codes_uses_memory_of_one_copy():
-    """A stack's codes stand in their order, layer by layer, where its words stood."""
+    """The FP8 values of a stack replace its packed words, layer by layer."""
     layers, shape = 64, (4096, 4096)
     parameter = stack("codes", [f"{i}" for i in range(layers)], {"weight": shape})
     checkpoint, memory = DummyCheckpoint([parameter], {}, Granularity.BLOCK), Memory()

@@ -1,4 +1,4 @@
-"""torch on several ranks, each a process: over HTTP the text of one, and nothing lost in a soak."""
+"""torch on several ranks, each a process: HTTP outputs equal one rank, and a soak loses nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def torch_ranks(count: int, *flags: str, module: str = "torch_impl.serve") -> It
 
 
 def body_of(kind: int) -> dict[str, Any]:
-    """A request: greedy, sampled and penalised in turns, some with logprobs."""
+    """A request body: greedy, sampled and penalised ones alternate, some with logprobs."""
     how = [{"temperature": 0.0}, {"temperature": 0.9}, {"frequency_penalty": 0.5}][kind % 3]
     logprobs = {"logprobs": 3} if kind % 4 == 0 else {}
     prompt = PROMPTS[kind % len(PROMPTS)]
@@ -89,7 +89,7 @@ def test_torch_multi_host_ranks_output_and_lost_rank(wanted):
 
 
 def test_jax_two_ranks_output_equals_torch(wanted):
-    """They are devices of one process, which a CPU makes as many of as are asked for."""
+    """The ranks are virtual CPU devices of one process."""
     few = ["--max-running-requests", "1", *FLAGS[:6], *FLAGS[10:]]
     few += ["--chunked-prefill-size", "64", "--disable-radix-cache"]  # two programs to compile
     with serving(["-m", "tests.support.serve_fast_compile", *few, "--tp-size", "2"]) as server:
@@ -144,7 +144,7 @@ def test_torch_ranks_soak_with_aborts_frees_everything(requests, aborts, wanted)
 
 
 def _leave(server: Server, body: dict[str, Any]) -> None:
-    """Asks for a stream and goes with its first event."""
+    """Opens a stream and disconnects at its first event."""
     with httpx.stream(
         "POST", server.url + COMPLETIONS, json={**body, "stream": True}, timeout=60
     ) as answer:

@@ -47,7 +47,7 @@ def drafted(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["reference", "torch"])
 def grown(request: pytest.FixtureRequest, served: Served, drafted: str) -> Host:
-    """A host on a backend whose drafter grows trees of every shape."""
+    """A host on a backend with a drafter that grows trees of every shape."""
     return Host(served.backend(request.param, drafted), {})
 
 
@@ -183,7 +183,7 @@ class Walks:
 )
 @either_tree
 def test_every_tree_node_samples_as_plain_decoding(grown, drafted, shape, how, monkeypatch):
-    """Accepted or not: position, noise, penalties and what a node sees are those of its path."""
+    """Position, noise, penalties and mask of a node are those of its path, accepted or not."""
     walks, oracle = Walks(monkeypatch), Oracle(*DRAFTED[drafted].model())
     request = grown.request(prompt(3, 20), **how)
     text = emitted(grown.prefill(request), 0)
@@ -240,7 +240,7 @@ def common_depth(tree: StepResult, chain: np.ndarray) -> int:
 def test_tree_drafting_writes_within_scratch(grown):
     """Traps: room for N rows, where a level's k nodes are written S - 1 times (here 33 against 8).
 
-    Past the reserved pages the table names a neighbour's, whose draft memory would suffer.
+    After the reserved pages the page table continues with a neighbour's draft memory.
     """
     neighbour, twin = (grown.request(prompt(5, 60), positions=110) for _ in range(2))
     grown.prefill(neighbour)

@@ -1,4 +1,4 @@
-"""Kernels of a step are compiled before it runs, and none is launched meanwhile."""
+"""Compilation of Triton kernels before a step runs, without launching them."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from torch_impl.triton_precompile import compile_kernels
 
 
 class Launches:
-    """Stands where Triton launches kernels, and notes how it is called."""
+    """Replaces Triton's launch function and records its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[tuple, bool]] = []
@@ -75,7 +75,7 @@ def test_compile_kernels_restores_launcher_after_error(
     assert [warmup for _, warmup in launches.seen] == [True, False]
 
 
-# A machine without a GPU says that it has one, which compiles and loads nothing.
+# A machine without a GPU reports one that compiles and loads nothing.
 COMPILES = """
 import torch, triton
 from triton.compiler import ASTSource
@@ -136,7 +136,7 @@ def test_compile_kernels_fills_cache_in_other_processes(tmp_path: Path) -> None:
     first = compiled(tmp_path, "(5, 7)")
     assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
     are_done = sorted(tmp_path.glob("*/compiled"))
-    assert len(are_done) == 4  # asked for twice, compiled once
+    assert len(are_done) == 4  # requested twice, compiled once
     stamps = [path.stat().st_mtime_ns for path in are_done]
     assert compiled(tmp_path, "(5, 7)").stdout.split() == ["here", "0", "after", "0"]
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
@@ -152,7 +152,7 @@ def test_compile_kernels_waits_last_for_other_rank(tmp_path: Path) -> None:
     how = {"env": surroundings(tmp_path), "stdout": subprocess.PIPE, "text": True}
     with (theirs.parent / "compiling").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        # With a core a rank it would stand still, did it wait for the first kernel in its turn.
+        # With one core per rank, waiting for the first kernel in order would block.
         process = subprocess.Popen(command("(5, 7)", ranks=cores), **how)
         until = time.monotonic() + 60
         while not all(path.exists() for path in others):

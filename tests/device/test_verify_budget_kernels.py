@@ -1,4 +1,4 @@
-"""The kernels that share verify rows: on a GPU for real, elsewhere interpreted."""
+"""Kernels of the verify budget: on a GPU, or interpreted."""
 
 from collections.abc import Callable
 

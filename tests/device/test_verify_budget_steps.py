@@ -1,4 +1,4 @@
-"""Fewer verify rows than nodes with every drafter: torch gives out the rows as the specification.
+"""Fewer verify rows than nodes with every drafter: torch prunes trees like the specification.
 
 The contract's drafter and JAX are in `tests/boundary/test_shared_rows.py`, random requests of all
 drafters in `tests/device/test_random_requests.py`.

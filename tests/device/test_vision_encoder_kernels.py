@@ -1,6 +1,6 @@
-"""The kernels of a vision tower against the specification: for real, or without a GPU interpreted.
+"""Kernels of the vision encoder against the specification: on a GPU, or interpreted.
 
-And that a patch's bits depend neither on padding nor on tiles, and are the same in both languages.
+The bits of a patch depend neither on padding nor on tile config, and are equal in both languages.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_vision_encoder_kernels_bitwise_equal(function: str, monkeypatch) -> Non
     if function == "bidirectional_attention":
         module, how = "encoder_attention", attention_how(72)
         given = image_arguments(2, R=24, heads=1, D=72, spare=3)
-    if ON_GPU and function == "bidirectional_attention":  # tiles, types and sizes of a real tower
+    if ON_GPU and function == "bidirectional_attention":  # tiles, types, sizes of a real one
         given = image_arguments(2, R=1100, heads=16, D=72, spare=40)
         tables = {x: Tiles.load(f"{x}_gpu", MEASURED).encoder_attention for x in KERNELS}
         sizes = {"item_bytes": 2, "rows": 1100, "head_size": 72}

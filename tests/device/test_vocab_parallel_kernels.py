@@ -1,5 +1,6 @@
-"""Kernels that choose among parts of the vocabulary on ranks: what they give has the bits of one
-rank's kernels. Interpreted; `tests/device/test_all_gather_kernels.py` has whole steps of GPUs.
+"""Vocab-parallel sampling kernels: bitwise equal to the kernels of one rank.
+
+The kernels are interpreted; `tests/device/test_all_gather_kernels.py` has whole steps on GPUs.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def test_vocab_parallel_rank_bitwise_equal(framework: str, make: Callable[..., A
 
 @pytest.mark.parametrize("framework", but("jax"))
 def test_vocab_parallel_lm_head_bitwise_equal(framework: str) -> None:
-    """Rows that ask for anything, and some that ask for nothing but their best token."""
+    """Rows with all sampling options, and rows that need only their best token."""
     given = head_arguments(5, K=128, N=VOCAB)
     made = given.pop("projection")
     head = made.weight.values.copy()

@@ -1,4 +1,4 @@
-"""Acceptance: the emitted tokens are the target's own, whatever was drafted."""
+"""Acceptance: the emitted tokens are the target's own, for any draft."""
 
 from dataclasses import replace
 

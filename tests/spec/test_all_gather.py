@@ -1,4 +1,4 @@
-"""Gathering the shares of products that are cut by outputs gives the product of one rank."""
+"""All-gather of column-parallel products equals the product of one rank."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_all_gather_kv_heads_removes_duplicate_heads():
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_all_gather_of_squared_chunks_bitwise_equal(count):
-    """Chunks lie whole on a rank, and their sums have no order."""
+    """Each chunk is on one rank, and the order of the sums does not matter."""
     size = SQUARES.chunk * 16
     rows = np.random.default_rng(1).standard_normal((5, size), np.float32) * np.float32(30)
     chunks = [

@@ -1,4 +1,4 @@
-"""Paged attention: any pages, any tree, any neighbour give what dense attention gives."""
+"""Paged attention equals dense attention for any pages, tree and batch."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ def case(seed: int, page_size: int, lengths: tuple[int, ...] = (0, 5, 33), N: in
 
 
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """One row over the keys it sees, in float64."""
+    """Attention of one row over its visible keys, in float64."""
     k, v = (np.repeat(x.astype(np.float64), HQ // HK, axis=1) for x in (k, v))
     scores = np.einsum("hd,phd->hp", q, k) / np.sqrt(D)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -201,14 +201,14 @@ WINDOWS = (1, 2, 3, 7, 1000)
 
 
 def seen_by(rows: spec.AttentionRows, row: int) -> list[int]:
-    """The KV positions that a row sees, as they follow each other in its text."""
+    """Returns the visible KV positions of a row in text order."""
     committed = range(rows.first[row], rows.until[row])
     return [*committed, *(rows.until[row] + np.flatnonzero(rows.window[row]))]
 
 
 @pytest.mark.parametrize("size", WINDOWS)
 def test_sliding_window_limits_to_last_positions(size: int) -> None:
-    """Also where a tree is deeper than the window: then it sees no committed position."""
+    """A tree deeper than the window attends to no committed position."""
     c = case(4, 4, (0, 5, 33), N=9)
     total = int(c.num_nodes.sum())
     trees, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, total)

@@ -63,7 +63,7 @@ def test_write_kv_without_queries_matches_spec(
     rows, pools = given["rows"], given["kv"].pools
     ops = implementation("attention_layer")
     got = ops.write_kv(keys, case.heads, case.norms, case.angles, rows, pools, 0)
-    if got is not None:  # torch writes in place, in a copy that only it sees
+    if got is not None:  # torch writes in place, in a copy of its own
         written = np.stack([k_pages, v_pages])[:, 1:]
         np.testing.assert_allclose(got[0, :, 1:], written, **TOLERANCE)
     where = (case.k_pages, case.v_pages)

@@ -1,4 +1,4 @@
-"""DFlash: the numbers of the reference implementations, and what each row of a block sees."""
+"""DFlash: golden numbers of the reference implementation, and the attention mask of a block."""
 
 from functools import partial
 
@@ -207,7 +207,7 @@ class Choosing:
         return drafts, edges
 
     def projected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and a head whose scores are the logits, to the last bit."""
+        """Rows and an LM head with exactly these logits."""
         return self.logits.reshape(-1, VOCAB), np.eye(VOCAB, dtype=np.float32)
 
     def torch(self, is_weighed: bool) -> tuple[np.ndarray, np.ndarray | None]:

@@ -1,4 +1,4 @@
-"""DFlash2: the numbers of its makers' code, in several shapes, on every implementation."""
+"""DFlash2: golden numbers of the original code, in several shapes, on every implementation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Draft trees: what is a shape, what a tree means, and which candidates it keeps."""
+"""Draft trees: valid shapes, masks and depths, and the choice of candidates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,7 +217,7 @@ def test_best_ties_match_spec(implementation: Implementation) -> None:
 def test_tree_growth_and_keep_best_match_spec(
     k: int, depth: int, nodes: int, implementation: Implementation
 ) -> None:
-    """A whole growth of trees whose weights tie often; every step is compared exactly."""
+    """A whole growth of trees with many equal weights; every step is compared exactly."""
     ops, rng, B = implementation("draft_tree"), np.random.default_rng(k), 4
     tokens = rng.integers(0, 50, (B, k)).astype(np.int32)
     weights = -rng.integers(0, 3, (B, k)).astype(np.float32)

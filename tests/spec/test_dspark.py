@@ -1,4 +1,4 @@
-"""DSpark: the numbers of its makers' code, in all variants, on every implementation."""
+"""DSpark: golden numbers of the original code, in all variants, on every implementation."""
 
 import numpy as np
 import pytest

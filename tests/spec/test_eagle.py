@@ -1,4 +1,4 @@
-"""Draft heads on a whole: what an expansion sees, and what a request without a relay gets."""
+"""EAGLE draft heads: expansion of tree nodes, and requests without a draft input."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A router's choice has one order whatever it is given, and a row's experts are its own affair."""
+"""MoE: deterministic router, and independence of a row from the other rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -154,7 +154,7 @@ MANY = replace(SOFTMAX, num_experts=300, top_k=9)
 
 @each_implementation
 def test_router_ties_among_many_experts_match_spec(implementation: Implementation) -> None:
-    """Bounds between which sorts begin to leave equals out of order lie above eight."""
+    """Sorts of more than eight elements may be unstable."""
     logits = np.random.default_rng(11).integers(-1, 2, (20, 300)).astype(np.float32)
     want = [np.flatnonzero(row == 1)[:9].tolist() for row in logits]
     assert spec.choose(logits, MANY, None).ids.tolist() == want

@@ -1,4 +1,4 @@
-"""Rows in FP8: how they are quantised, and what their products are."""
+"""FP8 activations: quantisation of rows, and products."""
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +13,7 @@ WIDTHS = (64, 128, 256, 300)
 
 
 def rows(width: int, count: int = 9) -> np.ndarray:
-    """Rows of very different sizes, with zeros, whose columns differ too."""
+    """Rows of very different magnitudes, with zeros and with different columns."""
     rng = np.random.default_rng(width)
     sizes = np.exp(3 * rng.normal(size=(count, 1)) + 2 * rng.normal(size=width))
     drawn = (rng.normal(size=(count, width)) * sizes).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The gated delta rule: chunks, trees and steps give the same state and outputs."""
+"""Gated delta rule: chunks, trees and steps give the same state and outputs."""
 
 import itertools
 

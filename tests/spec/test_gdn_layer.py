@@ -1,4 +1,4 @@
-"""A gated-delta layer on the states of the slots: those of a batch, and no others."""
+"""GDN layer on the states of slots: it changes those of the batch only."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The state of gated-delta layers: an accepted path leaves what plain decoding leaves."""
+"""State of GDN layers: state replay of an accepted path equals plain decoding."""
 
 import itertools
 
@@ -217,7 +217,7 @@ def test_gdn_verify_tree_matches_spec(
     parents: np.ndarray | None, implementation: Implementation
 ) -> None:
     weights, state = layer(11)
-    row = np.random.default_rng(12).permutation(B * N)  # the nodes stand in any rows
+    row = np.random.default_rng(12).permutation(B * N)  # nodes in any order of rows
     request, node = np.divmod(row, N)
     row_of = np.argsort(row).reshape(B, N)
     before = (projected(13, B * N), weights, SIZES, *state)

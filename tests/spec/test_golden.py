@@ -1,4 +1,4 @@
-"""Every implementation gives the numbers of the reference implementations, see golden/README.md."""
+"""Golden numbers of the reference implementations on every implementation, see golden/README.md."""
 
 import json
 import shutil

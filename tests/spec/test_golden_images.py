@@ -1,6 +1,6 @@
-"""A model sees: images stand in its prompt and turn as they lie, and its MTP layer reads them.
+"""Golden numbers of a VLM: image embeddings and M-RoPE positions in prompts, and its MTP layer.
 
-The numbers are the reference implementation's, see golden/README.md; the weights are those of
+The numbers come from the reference implementation, see golden/README.md; the weights are those of
 `qwen3_5_dense`.
 """
 
@@ -25,7 +25,7 @@ def implementation(request):
 
 
 def images_of(prompt: str, numbers: tuple[int, ...], rows: np.ndarray) -> Images:
-    """A golden prompt's, whose rows stand in the pool from row 1 on."""
+    """Image inputs of a golden prompt; their pool rows start at 1."""
     tokens, image = WANT[f"{prompt}_ids"], vision().image_token
     grids = [tuple(int(x) // 2 for x in WANT[f"grid_{i}"][1:]) for i in numbers]
     found, delta = mrope.mrope_positions(tokens, image, grids)

@@ -1,4 +1,4 @@
-"""Masks of grammars: each bit is the token of its place, and what is masked is never chosen."""
+"""Token bitmasks of grammars: each bit is the token at its index."""
 
 from __future__ import annotations
 

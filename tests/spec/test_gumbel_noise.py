@@ -1,4 +1,4 @@
-"""The noise of a token: published cipher vectors, what it depends on, and both backends alike."""
+"""Gumbel noise of a token: published cipher vectors, its inputs, and equality of both backends."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The small operations: what they compute, and that nothing overflows."""
+"""Elementary operations: their values, and the absence of overflow."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The products of a layer are the small operations that they are composed of."""
+"""Fused linear operations equal the composition of their elementary operations."""
 
 from dataclasses import replace
 from functools import partial

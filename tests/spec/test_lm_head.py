@@ -1,4 +1,4 @@
-"""Both backends choose from a projection as from its scores, whatever rows ask for."""
+"""LM head of both backends: the choice from a projection equals the choice from full logits."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_fused_choose_matches_spec(name: str) -> None:
 
 
 def test_needs_logits_false_rows_choose_argmax() -> None:
-    """A row that does not ask is chosen as the best of its scores, and one that asks otherwise."""
+    """A row that needs no logits takes its best token; the others do not."""
     arguments = CASE.arguments(seed=4)
     given = {name: arguments[name] for name in ("seen", "positions", "request")}
     asks = spec.needs_logits(params=arguments["params"], **given)

@@ -1,4 +1,4 @@
-"""Logprobs are those of the raw logits, and of the rows that report them."""
+"""Logprobs of the raw logits, for the rows that report them."""
 
 from collections.abc import Callable
 from importlib import import_module

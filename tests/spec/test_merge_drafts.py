@@ -1,4 +1,4 @@
-"""Drafts from two sources in one tree: aligned, joined and ranked."""
+"""Merged draft trees: alignment, merge and ranking of two sources."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_merge_drops_branches_without_newest_token():
 
 
 def test_merge_continues_both_sources_below_shared_node():
-    """The copies are sure of 11, so the drafter's child of it is worth more than it said."""
+    """The n-gram drafts give 11 a high probability, so the drafter's child of it gains weight."""
     unsure = grown_of([(11, -3.0), (9, -0.1)])
     sure = copies_of(chain(11, 12, 13, edge=-0.2), at=[30])
     weigh = [path for path, *_ in paths_of(join(unsure, sure, ahead=0, nodes=3))]

@@ -1,4 +1,4 @@
-"""Rows of a prompt with images turn as the reference implementation's, and text as ever."""
+"""M-RoPE positions equal the reference implementation's; text positions are unchanged."""
 
 import time
 

@@ -11,7 +11,7 @@ from tests.support.implementations import Implementation, each_implementation
 from tests.support.op_case import OpCase, arrays_of, as_list
 
 GROUPS = 1 << 12
-# Two tokens may want one place of a group, and the later has it: 30, 40, 52 and 61 want other ones.
+# Two tokens may hash to one entry of a group, the later stays: 30, 40, 52 and 61 do not collide.
 
 
 def seen(text: list[int], scope: int = 0, table: spec.NgramTable | None = None) -> spec.NgramTable:
@@ -140,7 +140,7 @@ def test_ngram_windows_and_tails_match_spec(implementation: Implementation):
 
 
 def test_ngram_cases_cover_collisions_wraparound_and_branches():
-    """Places that several tokens want, clocks that go round, branches and full trees."""
+    """Hash collisions, clock wraparound, branches and full trees."""
     learnt = next(case for case in TABLE if case.function == "insert" and "150" in case.name)
     arguments = learnt.arguments(0)
     written = spec.insert(**arguments)

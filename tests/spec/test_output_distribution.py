@@ -1,10 +1,10 @@
-"""The law of the text: drafts, trees, penalties and filters leave the target's distribution alone.
+"""Output distribution: drafts, trees, penalties and filters preserve the target distribution.
 
-A target of nine tokens, whose logits are a table, lets the probability of every text of four tokens
-be computed exactly. 12,000 requests that differ in their seed only give 48,000 sampled tokens, in
-which every planted fault shows; the whole rule decodes them: a draft tree from a head that
-disagrees, the target's choice at each node, the walk, and as many steps as it takes. Whole texts
-are counted, so dependence between positions shows as well as a wrong distribution at one of them.
+The logits of a target of nine tokens are a table, so the probability of every text of four tokens
+is computed exactly. 12,000 requests that differ in their seed only give 48,000 sampled tokens, in
+which every planted fault shows. The whole rule decodes them: a draft tree from a head that
+disagrees, the target's choice at each node, the walk, and all steps. Whole texts are counted, so
+dependence between positions shows as well as a wrong distribution at one of them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The orders of sums: cuts that a kernel can keep, at positions that depend on nothing."""
+"""Reduction orders: divisions that a kernel can keep, at positions that are fixed."""
 
 from dataclasses import FrozenInstanceError, replace
 

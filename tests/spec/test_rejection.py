@@ -1,7 +1,7 @@
-"""The rejection rule from plan to text: the backends agree, and the text has the target's law.
+"""Rejection sampling from plan to output: equal backends, and the target distribution.
 
-What a rule accepts is tested in `tests/spec/test_acceptance.py`, its law on a table of logits in
-`tests/spec/test_rejection_distribution.py`; here drafts come from a head and logits from a model.
+Acceptance is tested in `tests/spec/test_acceptance.py`, the distribution on a table of logits in
+`tests/spec/test_rejection_distribution.py`. Here drafts come from a head and logits from a model.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ TOKENS, TEXTS, WIDE = 4, 800, 64
 HOW = {"temperature": 1.0, "top_k": 3, "max_tokens": TOKENS, "presence_penalty": 0.5}
 
 
-# The laws of both rules are compared in `tests/spec/test_rejection_distribution.py`.
+# The distributions of both rules are compared in `tests/spec/test_rejection_distribution.py`.
 @pytest.mark.parametrize("rule", [pytest.param("rejection", marks=pytest.mark.matrix), "block"])
 def test_rejection_output_follows_target_distribution(rule: str, rejecting: Rejecting) -> None:
     """Three tokens may follow any text, so that 81 texts can be counted."""

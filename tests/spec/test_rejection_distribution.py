@@ -1,8 +1,8 @@
-"""The law of the text under the rejection rule, which depends on the drafts but not in its law.
+"""Output distribution of rejection sampling: the target's, although outputs depend on the drafts.
 
-As `tests/spec/test_output_distribution.py`: 12,000 requests of four tokens are 48,000 draws, held
-against exact probabilities. Drafts are sampled from a head that disagrees, or made without
-sampling.
+Same method as `tests/spec/test_output_distribution.py`: 12,000 requests of four tokens are 48,000
+draws, compared with exact probabilities. Drafts are sampled from a head that disagrees, or made
+without sampling.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from tests.support.known_distribution_target import (
 
 
 def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
-    """Drafts sampled from the head with noise of their own, and the laws that they come from."""
+    """Drafts sampled from the head with noise of their own, and their distributions."""
     B, found, laws = len(texts.newest), [], []
     for level in range(shape.depth):
         last, seen = found[-1] if found else texts.newest, texts.seen.copy()
@@ -59,7 +59,7 @@ def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
 
 
 def certain_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
-    """The head's likeliest drafts, which nobody sampled."""
+    """The head's most likely drafts, without sampling."""
     found = [texts.newest]
     for _ in range(shape.depth):
         found.append(tables()[1][found[-1]].argmax(axis=1).astype(np.int32))

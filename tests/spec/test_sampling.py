@@ -1,4 +1,4 @@
-"""Choosing a token: the law of the choice, the filters, the penalties."""
+"""Sampling of a token: distribution, filters, penalties."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class TestLaw:
 
     def test_choose_real_vocabulary_follows_distribution(self) -> None:
         # Noise that is infinite for one word in 2^24 shows here only: 151,936 words a draw give 1 %
-        # of all draws to a random id. The heavy tail tests the law of unlikely ids in groups, the
+        # of all draws to a random id. The heavy tail tests unlikely ids in groups, the
         # light one (0.1 %) would be ten times too frequent.
         rng = np.random.default_rng(3)
         tail = rng.normal(size=REAL_VOCAB).astype(np.float32)
@@ -54,7 +54,7 @@ class TestLaw:
         assert spec.top_candidates(rows, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
 
     def test_greedy_rows_add_no_noise(self) -> None:
-        # Rows whose noise alone decides: 20 of 40 would not choose id 1 by chance.
+        # Noise alone decides these rows: 20 of 40 would not choose id 1 by chance.
         rows = np.tile(f32(0, 1e-6, 0), (40, 1))
         positions, everyone = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
         for temperature, is_noisy in ((0, False), (1, True)):

@@ -1,4 +1,4 @@
-"""Both backends choose and rank as the specification does."""
+"""Choice and ranking of both backends equal the specification."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Drafts accepted by lot: as far as the rates say, on every backend the same, and told of."""
+"""Simulated acceptance: rates, equality of all backends, and the metric."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""A small model that drafts: what its specification promises, and what a step may not break.
+"""Small draft model: guarantees of its specification, and invariants of a step.
 
-Its texts and accepted drafts are compared between backends in
+Its outputs and accepted drafts are compared between backends in
 `tests/device/test_cross_backend_trees.py`.
 """
 
@@ -137,7 +137,7 @@ def test_standalone_request_without_context_drafts_nothing(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_standalone_extend_equals_prefill(family):
     drafting = Drafting(family, np.array([0, 0]))
-    *_, kv = drafting.draft(7)  # whose rows the extend overwrites
+    *_, kv = drafting.draft(7)  # the extend overwrites its rows
     path, counts = np.array([[11, 20, 21], [12, 30, 31]]), np.array([3, 1])
     kv, state, saved, passed = standalone.extend(
         drafting.small,
@@ -189,7 +189,7 @@ def target_of(family: str):
 
 
 def made(framework: str, family: str) -> Backend:
-    """A backend whose target drafts for itself."""
+    """A backend with the target model as its own drafter."""
     config, weights = target_of(family)
     capacity = replace(tree_capacity(config.vocab), num_snapshots=4)
     return make_backend(framework, config, weights, capacity, same_model(config, weights))
@@ -230,7 +230,7 @@ def test_standalone_tree_of_target_holds_its_choices(host, how):
     results = [host.decode(request, shape=TREE) for _ in range(6)]
     text += [token for result in results for token in emitted(result, 0)]
     assert text == host.alone(prompt(4, 20), len(text), **how)
-    # A tree always keeps the best child of the root; a deeper choice may lie on no kept path.
+    # A tree always keeps the best child of the root; a deeper choice may be on no kept path.
     counts = [int(result.counts[0]) for result in results]
     assert min(counts) >= 2
     assert max(counts) == TREE.max_tokens

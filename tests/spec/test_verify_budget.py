@@ -121,7 +121,7 @@ def test_prune_to_budget_ties_by_request_then_node():
 
 
 def test_log_acceptance_clamps_calibration_growing_with_depth():
-    """A deeper part of a path that is said to be likelier counts what the part above it does."""
+    """A deeper node with a higher estimate counts as much as its parent."""
     ranked = spec.log_acceptance(
         *chains_of([-1.0, -0.5])[1::2], np.array([[-3.0, 0.0]], np.float32)
     )

@@ -1,4 +1,4 @@
-"""The vision tower gives the reference implementation's numbers, for each image alone."""
+"""Vision encoder: golden numbers of the reference implementation, independent for each image."""
 
 from dataclasses import replace
 

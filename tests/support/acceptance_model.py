@@ -1,7 +1,7 @@
 """Acceptance of drafts at temperature 1, by the drafter's use of the target's noise.
 
 The target is a random Markov table: the logits of the next token by the last one. The head is that
-table plus normal noise, scaled until the total variation of the two distributions has a wanted mean
+table plus normal noise, scaled until the total variation of the two distributions has a given mean
 over the target's own text. Trees grow, and are accepted, by the specification itself, so the table
 measures the rule and not a backend. All drafters of a target see the same seeds; that they emit the
 same text is asserted.

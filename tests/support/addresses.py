@@ -36,7 +36,7 @@ class Addresses:
         """Holds the addresses that a kernel touches against its tensors.
 
         Raises:
-          AssertionError: Some lie beside all of them.
+          AssertionError: Some are outside all of them.
         """
         at = np.asarray(pointers.data).astype(np.uint64)
         at = at[np.broadcast_to(np.asarray(mask.data, bool), at.shape)]

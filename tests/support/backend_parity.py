@@ -15,7 +15,7 @@ OPS = {path.stem for path in (ROOT / TWINS[0] / "ops").rglob("*.py")} - {"__init
 """Modules of ops, which both have."""
 
 NAMED_BY_FRAMEWORK = {"JaxBackend": "Backend", "TorchBackend": "Backend"}
-"""Classes whose names say the framework, and what they are compared as."""
+"""Classes with the framework in their names, and their common names."""
 
 CARRIED = {"self", "cls", "state", "kv", "memory", "carry"}
 """Parameters that only functional code needs: what it carries along, torch writes in place."""

@@ -35,7 +35,7 @@ Drafter = str | DraftHead | SmallModel | Mapped
 """Drafter of a test: "none", "NEXTN", "NGRAM" on the device, or a draft model with its weights."""
 
 JAX_BACKENDS: list[Backend] = []
-"""Every JAX backend of the session, so that its end can say how many programs were compiled."""
+"""Every JAX backend of the session, for the count of compiled programs at its end."""
 
 
 class PreparedOnUse:
@@ -77,7 +77,7 @@ def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[DrafterSpec, Any]:
 def make_backend(
     framework: str, config: ModelConfig, weights: Weights, capacity: BackendLimits, drafter: Drafter
 ) -> PreparedOnUse:
-    """A backend in float32 on the CPU; a framework is imported when it is first asked for."""
+    """A backend in float32 on the CPU; a framework is imported at its first use."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
     if framework == "reference":
         return PreparedOnUse(ReferenceBackend(*made_from))
@@ -106,7 +106,7 @@ def make_seeing_backend(
     *,
     on_gpu: bool = False,
 ) -> PreparedOnUse:
-    """Returns a backend for a VLM whose vision encoder is in a folder."""
+    """Returns a backend for a VLM with the vision encoder of a folder."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
     checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.images
     if framework == "reference":

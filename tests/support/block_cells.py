@@ -1,4 +1,4 @@
-"""Cells of targets whose embeddings a DFlash head can follow."""
+"""Cells of targets with embeddings that a DFlash head can follow."""
 
 from __future__ import annotations
 

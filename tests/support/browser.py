@@ -63,7 +63,7 @@ class Page:
         self.until(lambda: self.one("#model").text or self.one("#alert").text)
 
     def ask(self, question: str) -> None:
-        """Asks, and waits for the whole answer."""
+        """Sends a question, and waits for the whole answer."""
         before = len(self.all(".turn.assistant"))
         self.one("#question").send_keys(question, "\n")
         self.until(lambda: len(self.all(".turn.assistant")) > before)
@@ -84,11 +84,11 @@ class Page:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def until(self, holds) -> None:
-        """Waits until something is so."""
+        """Waits until a condition holds."""
         WebDriverWait(self.driver, WAIT_S, poll_frequency=0.05).until(lambda _: holds())
 
     def style(self, element: WebElement, name: str) -> str:
-        """A style of an element as the browser has worked it out."""
+        """Returns a computed style of an element."""
         script = "return getComputedStyle(arguments[0])[arguments[1]]"
         return self.driver.execute_script(script, element, name)
 

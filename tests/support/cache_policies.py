@@ -7,7 +7,7 @@ from shared.spec.gated_delta import CHUNK
 
 
 def policy_of(drafter: str, *, is_hybrid: bool) -> CachePolicy:
-    """The policy of a server with this drafter, whose states are kept as often as they may be."""
+    """Returns the policy of a server with this drafter and the most frequent state snapshots."""
     return CachePolicy(
         is_on=True,
         key_lookahead=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),

@@ -1,4 +1,4 @@
-"""Processes that run a function each, and a line to each on which it tells how far it is."""
+"""Child processes that run one function each, with a pipe for progress messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 END_S = 30.0
-"""In which a process must end that has told all."""
+"""Seconds within which a process must end after its last message."""
 
 
 class Spawned(NamedTuple):
@@ -49,7 +49,7 @@ class Spawned(NamedTuple):
             return "failed", RuntimeError(f"it has ended with code {self.process.exitcode}")
 
     def end(self) -> None:
-        """Waits for the process as long as it may take, and kills it then."""
+        """Waits for the process within the time limit, and kills it afterwards."""
         self.process.join(END_S)
         if self.process.is_alive():
             self.process.kill()

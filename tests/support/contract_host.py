@@ -1,4 +1,4 @@
-"""A host in miniature for the contract tests: plans single steps exactly as a test says."""
+"""A minimal host for the contract tests: it plans single steps exactly as a test specifies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PAGE_SIZE = 4
 PLAIN = TreeShape.plain(BATCH)
 CHAIN = TreeShape.chain(3, BATCH)
 SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
-"""The same chain, in half as many verify rows as nodes."""
+"""The same chain, with verify rows for half of its nodes."""
 
 TREE = TreeShape(nodes=4, depth=2, width=2, rows=4 * BATCH)
 JOINED = TreeShape(nodes=7, depth=5, width=1, rows=5 * BATCH, grown=CHAIN, copied=9)
-"""The chain of `CHAIN`, joined by copies of seen text, in fewer verify rows than nodes."""
+"""The chain of `CHAIN`, merged with n-gram drafts, in fewer verify rows than nodes."""
 
 POISON = 7
-"""The token whose embedding is NaN: what it touches is NaN from then on."""
+"""A token with a NaN embedding: its results are NaN from then on."""
 
 
 def contract_model() -> tuple[ModelConfig, Weights]:
@@ -133,7 +133,7 @@ either_shape = pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=["plain", "c
 
 
 class Host:
-    """Slots and pages for the requests of one test, and the steps that it asks for.
+    """Slots and pages for the requests of one test, and its steps.
 
     Several tests share a backend, each with a host of its own: slots and pages still hold what the
     tests before left there.
@@ -163,7 +163,7 @@ class Host:
         request.assign_slot(self.allocator.take_slot())
         assert self.allocator.reserve(request.slot, positions)
         self.planner.write_request_row(request)
-        request.prefill(request.prefill_length)  # a test says itself in which steps
+        request.prefill(request.prefill_length)  # a test chooses the steps
         return request
 
     def heir(self, of: Request, prompt: Iterable[int], **sampling) -> Request:
@@ -204,7 +204,7 @@ class Host:
         host_draft: bool,
         mask: bool = False,
     ) -> StepPlan:
-        """A plan of a program that the planner does not ask for yet."""
+        """A plan of a program that the planner does not use yet."""
         program = next(
             p
             for p in self.capacity.programs

@@ -1,4 +1,4 @@
-"""Conversations as agents send them, each of whose values has a word of its own."""
+"""Conversations as agents send them; each value contains a unique word."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def drawn(random: Random) -> Conversation:
 
 
 def words_said(conversation: Conversation) -> set[str]:
-    """The words of all that must stand in the prompt.
+    """Returns the words that the prompt must contain.
 
-    Thoughts of answers may go, and what they say beside their calls.
+    Reasoning of answers may be dropped, and their text next to tool calls.
     """
     messages = [
         {
@@ -93,15 +93,15 @@ def check_prompt(
     oracle: Any,
     chat_template: str | None = None,
 ) -> bool:
-    """Holds that a prompt is transformers' own, and refused where that lacks what was said.
+    """Checks that a prompt equals transformers', and is rejected if that one drops content.
 
     Args:
-      render: Raises `TemplateError` where it refuses.
+      render: Renders a prompt; raises `TemplateError` for an unsupported conversation.
       oracle: A tokenizer of transformers.
-      chat_template: Of the oracle; None: its own.
+      chat_template: Template for the oracle; None: its own.
 
     Returns:
-      Whether it was refused.
+      Whether it was rejected.
     """
     try:
         want = oracle.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Servers of tests hear every signal, whatever the tests themselves were told to ignore."""
+"""Default signal handlers for servers of tests, whatever signals the tests ignore."""
 
 import contextlib
 import signal
@@ -9,7 +9,7 @@ from shared.process.signals import STOP_SIGNALS
 
 @contextlib.contextmanager
 def heard_signals() -> Iterator[None]:
-    """Lets the processes that start meanwhile hear every signal that stops a server.
+    """Restores the default handlers of all stop signals for processes that start meanwhile.
 
     What a shell has begun in the background ignores SIGQUIT, and by `nohup` SIGHUP: so would a
     server that it starts, as it keeps to what its start was told to ignore.

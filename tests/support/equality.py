@@ -1,9 +1,9 @@
-"""Checks a text against the specification, and tells a near tie from a fault.
+"""Comparison of outputs with the specification; near ties are distinguished from faults.
 
-Float32 sums depend on their order, so two right programs may choose differently where the first two
-candidates are all but equal. Every token of a text is chosen again by the specification on the
-text's own prefix; a difference is excused only where the margin is below `MARGIN`, and each one is
-counted and printed at the end of the session.
+Float32 sums depend on their order, so two correct programs may choose differently between nearly
+equal candidates. The specification chooses every token of an output again, on the output's own
+prefix. A difference is excused only if the margin is below `MARGIN`; excused ones are counted and
+printed at the end of the session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of five families: where tools and calls stand, what is dropped."""
+"""Chat templates like those of five families: places of tools and calls, dropped content."""
 
 QWEN3 = """
 {%- if tools %}
@@ -76,7 +76,7 @@ DEEPSEEK = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif %}
 """
-"""System messages stand together at the beginning."""
+"""System messages are joined at the beginning."""
 
 GEMMA3 = """
 {%- if messages[0].role == 'system' %}
@@ -116,7 +116,7 @@ MISTRAL = """
 {%- endif %}
 {%- endfor %}
 """
-"""Tools stand before the last user's message; an answer with calls has no content."""
+"""Tools precede the last user message; an answer with calls has no content."""
 
 TEMPLATES = {
     "qwen3": QWEN3,

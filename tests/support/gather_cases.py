@@ -77,7 +77,7 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductCase:
-    """A product whose result ranks gather.
+    """A product with a gathered result.
 
     Attributes:
       kind: `normed`, `gated` or `added`.

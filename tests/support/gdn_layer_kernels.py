@@ -36,7 +36,7 @@ class Case:
 
     Attributes:
       counts: Nodes of each request.
-      nodes: Room for so many.
+      nodes: Maximum number of nodes.
       has_fields: Whether all is kept that a replay needs; else the state is advanced.
       half: Whether rows and windows are in half precision.
     """
@@ -242,7 +242,7 @@ def replayed(language: str, given: Replay) -> list[np.ndarray]:
 
 
 def commit(language: str, case: Case, states: Sequence[np.ndarray], path, counts) -> list:
-    """The states of a case after so many nodes of each path; `states` with what was kept."""
+    """The states of a case after `counts` nodes of each path; `states` has the replay inputs."""
     recurrent, window, kept = states
     none = [np.zeros_like(x[:, :1]) for x in (recurrent, window)]
     zeros = np.zeros(len(case.slots), np.int32)

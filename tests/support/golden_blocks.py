@@ -45,7 +45,7 @@ close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
 def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, Array]]:
-    """The head of a folder, whose weights may be in the one of the shorter name, and its target."""
+    """The head of a folder and its target; weights may be in the folder with the shorter name."""
     sizes = config_from_folder(target)
     config = DraftConfig.from_folder(folder, sizes)
     checkpoint = files_of(folder)
@@ -206,7 +206,7 @@ BLOCKS: dict[str, type[GoldenBlock]] = {"spec": SpecBlock, "torch": TorchBlock, 
 
 
 def assert_golden_numbers(folder: str, block_of: Callable[[str], GoldenBlock]) -> None:
-    """A start follows another, so rows that an earlier block wrote lie where context goes."""
+    """Starts follow each other, so context overwrites rows of an earlier block."""
     want, block, length = np.load(GOLDEN / folder / "vectors.npz"), block_of(folder), 0
     for start in want["starts"]:
         block.extend(want["feats"][length:start])

@@ -69,7 +69,7 @@ class SpecChain:
 
 
 class TorchChain:
-    """The same of torch, whose scores are those of sampled drafts; without heat they are equal."""
+    """The same with torch; its scores are those of sampled drafts, equal at temperature 0."""
 
     def __init__(self, block, how: SamplingParams) -> None:
         self._weights, self._how = block._weights, sampling_of(how)

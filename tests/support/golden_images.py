@@ -1,4 +1,4 @@
-"""The golden images, and what the model that they are for says of them."""
+"""The golden images, and the golden numbers of their model."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def image_config() -> ImageProcessorConfig:
 
 
 def resized(image: np.ndarray) -> np.ndarray:
-    """An image at the size that the checkpoint wants."""
+    """An image resized as the checkpoint requires."""
     height, width = image_config().smart_resize(*image.shape[:2])
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 

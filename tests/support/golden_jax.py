@@ -1,6 +1,6 @@
 """The JAX implementation as a golden model; see `golden_models`.
 
-Passes are padded to two sizes, so that a model compiles three programs whatever is asked of it.
+Passes are padded to two sizes, so that a model compiles at most three programs.
 """
 
 from functools import cache, partial
@@ -45,7 +45,7 @@ def ints(values: Array) -> jax.Array:
     return jnp.asarray(np.asarray(values, np.int32))
 
 
-SINK = ints(np.zeros(1))  # the only slot, and the only snapshot, which nobody reads
+SINK = ints(np.zeros(1))  # the only slot, and the only snapshot, which is never read
 
 
 def padded(values: Array, size: int) -> jax.Array:
@@ -181,7 +181,7 @@ class Passes:
 
 
 def _padded(images: Images | None) -> tuple[jax.Array | None, ImageEmbeds | None]:
-    """Turns, and what stands in the place of tokens, of as many rows as a pass has."""
+    """M-RoPE positions and image embeddings, padded to the rows of a pass."""
     if images is None:
         return None, None
     turns, sources = (padded(ints(x), TOKENS) for x in (images.turns, images.sources))

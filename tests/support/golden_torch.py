@@ -149,7 +149,7 @@ class TorchModel:
 def _seen(
     rows: attention.AttentionRows, images: Images | None
 ) -> tuple[attention.AttentionRows, layers.ImageEmbeds | None]:
-    """Rows with their turns, and what stands in the place of their tokens."""
+    """Rows with M-RoPE positions and image embeddings."""
     if images is None:
         return rows, None
     shown = layers.ImageEmbeds(torch.from_numpy(images.pool), ints(images.sources))

@@ -75,7 +75,7 @@ def traced(framework: str, run: Callable[[], None]) -> Activity:
 
 
 def _of_torch(run: Callable[[], None], folder: Path) -> list[Span]:
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # it is left to JAX's profiler afterwards
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # JAX's profiler uses it afterwards
     profiler = import_module("torch.profiler")
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
         run()
@@ -84,7 +84,7 @@ def _of_torch(run: Callable[[], None], folder: Path) -> list[Span]:
 
 
 def spans_of_chrome(trace: dict) -> list[Span]:
-    """The device's part of a trace in Chrome's form, whose times are microseconds."""
+    """Device spans of a trace in Chrome's format, converted from microseconds."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     return [
         (
@@ -98,7 +98,7 @@ def spans_of_chrome(trace: dict) -> list[Span]:
 
 
 def _named(name: str, grid: Iterable[int] | None) -> str:
-    """A kernel with the blocks that it has, which tell one product from another."""
+    """A kernel name with its grid, which distinguishes products."""
     return f"{name} [{' '.join(map(str, grid))}]" if grid else name
 
 
@@ -111,7 +111,7 @@ def _of_jax(run: Callable[[], None], folder: Path) -> list[Span]:
 
 
 def spans_of_planes(planes: Iterable) -> list[Span]:
-    """The streams of the GPUs among the planes of a profile, whose times are nanoseconds."""
+    """GPU streams of a profile's planes, converted from nanoseconds."""
     return [
         (
             _named(event.name, _grid_of(event)),

@@ -48,7 +48,7 @@ def in_processes(
       What it returns in each.
 
     Raises:
-      AssertionError: A rank has failed or is late; says which and why.
+      AssertionError: A rank has failed or is late; the message names it and the reason.
     """
     processes = [Spawned.begin(_run, rank, count, function, arguments) for rank in range(count)]
     try:
@@ -77,5 +77,5 @@ def _run(
 ) -> None:
     try:
         line.send(("done", function(Rank(rank, count, line), *arguments)))
-    except Exception:  # of whatever kind: the others are told
+    except Exception:  # of any kind: reported to the other ranks
         line.send(("failed", traceback.format_exc()))

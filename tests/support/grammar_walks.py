@@ -30,7 +30,7 @@ def walk(
 
     Args:
       grammar, vocab, end: As `GrammarState` takes them.
-      named: The tokens that stand for some bytes.
+      named: The tokens of some byte strings.
       seed: Of the choices.
       most: Tokens after which the text must be over.
       begun: With what it begins.

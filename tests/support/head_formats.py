@@ -1,9 +1,9 @@
-"""Heads that draft well only if they are read right, as folders in the formats of their makers.
+"""Heads in the formats of their publishers, which draft well only if they are read correctly.
 
-Layer 1 of their target changes nothing, so that streams 1 and 2 are the same. A head's `fc` takes
-the one from the other, many times over: of the right streams nothing is left, and the head drafts
-what follows the newest token; of any others what is left drowns that. Where another field is to be
-told, what is left is large, and only the norm that the field asks for makes it small.
+Layer 1 of their target changes nothing, so hidden states 1 and 2 are equal. A head's `fc` subtracts
+one from the other, with a large factor. The correct hidden states cancel, and the head drafts the
+successor of the newest token; any others dominate the result. Formats that test another field have
+a large remainder, which only the norm enabled by the field makes small.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALM = 0.4
 
 
 def still_target(name: str) -> tuple[ModelConfig, Weights]:
-    """A tiny model whose layer 1 adds nothing, for heads of a format."""
+    """A tiny model with a layer 1 that adds nothing, for heads of a format."""
     fields = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)
     config = config_from_dict(fields | {"num_hidden_layers": LAYERS})
     weights = dict(tiny_weights(config, 3))
@@ -216,7 +216,7 @@ def _count_streams(how: Format, config: DraftConfig, weights: dict[str, np.ndarr
         weights["layer.hidden_norm"] = MUCH * weights["layer.hidden_norm"]
     if how.is_block:
         weights["hidden_norm"] = MUCH * weights["hidden_norm"]
-        # The first layer makes the first draft; the others add little, but what the last one sees.
+        # The first layer makes the first draft; the others add little, except for the last one.
         out = weights["layer.attention.out"] = weights["layer.attention.out"].copy()
         out[1:-1] *= np.float32(0.1)
         out[-1] *= np.float32(0.5)

@@ -258,7 +258,7 @@ class Server:
 
     @contextlib.contextmanager
     def post_slowly(self, num_choices: int) -> Iterator[None]:
-        """A request whose choices run and wait until the block ends; then its client leaves."""
+        """A request that occupies the engine until the block ends; then its client disconnects."""
         body = {"prompt": [[SLOW, 97]] * num_choices, "max_tokens": 250, "stream": True}
         with httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=60) as answer:
             assert answer.status_code == 200, answer.read()

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 PATTERN = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-"""An image in RGB whose sides the golden settings leave as they are."""
+"""An RGB image with sides that the golden settings do not resize."""
 
 
 def stored(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:

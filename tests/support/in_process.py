@@ -62,7 +62,7 @@ class InProcess:
         self._engine, self._tokenizer = engine, tokenizer
 
     def answers(self, path: str, bodies: Sequence[Body]) -> list[Body]:
-        """The answers of a route, asked for at the same time; each must be served."""
+        """The answers of a route to simultaneous requests; each must be served."""
         return asyncio.run(self._answers(path, bodies))
 
     async def _answers(self, path: str, bodies: Sequence[Body]) -> list[Body]:
@@ -86,7 +86,7 @@ class InProcess:
         templates = self._tokenizer.templates
         renders = templates and Renders(templates)
         made = (client, self._tokenizer, renders, None, GrammarChecks(client.facts))
-        # An application is made for each time that something is asked, nobody asks what it takes.
+        # Each call makes an application, and none of them serves its OpenAPI document.
         with patch.object(app, "document", return_value={}):
             return app.make_apps(*made, (), has_admin_listener=False).clients
 
@@ -101,7 +101,7 @@ class _Steps:
         self._handlers = {"add": self._add, "abort": engine.abort, "finish": engine.finish}
 
     async def run(self) -> None:
-        """Until it is cancelled or fails; then the server sees the end of the socket."""
+        """Runs until it is cancelled or fails; then the server receives the end of the socket."""
         listening = asyncio.create_task(self._listen())
         try:
             while not listening.done():

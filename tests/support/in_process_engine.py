@@ -107,7 +107,7 @@ def acceptance(outcomes: Sequence[Outcome], max_depth: int) -> dict[str, Any]:
     """
     accepted = [count for outcome in outcomes for count in outcome.accepted]
     histogram = np.bincount(np.array(accepted, np.int64), minlength=max_depth + 1)
-    reached = histogram[::-1].cumsum()[::-1].tolist()  # steps that accepted at least so many
+    reached = histogram[::-1].cumsum()[::-1].tolist()  # steps that accepted at least i drafts
     shares = [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
     return {
         "accept_length": round(1 + float(np.mean(accepted)), 4) if accepted else 1.0,
@@ -167,13 +167,13 @@ def start(
       flags: Of the server.
       context: Most tokens of prompt and output.
       radix_cache: Texts are kept for later requests; without, each prompt costs its whole time.
-      chunk: Of prompts the program alone that has room for so many tokens; None: all.
+      chunk: Keeps only the prefill program with this number of tokens; None: all.
       batches: Also decodes in programs of the smallest batch bucket that holds each of these.
       rank_module: Has the platform of torch's other ranks.
       wait: Called when all programs are ready, before the first step.
 
     Raises:
-      ValueError: What a server's start would refuse; one sentence.
+      ValueError: An option that a server's start would reject, in one sentence.
     """
     stated = any(flag.partition("=")[0] == GRAMMARS for flag in flags)
     begun = [*flags] if stated else [GRAMMARS, NONE, *flags]
@@ -236,7 +236,7 @@ def one_bucket(
 ) -> BackendLimits:
     """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
 
-    They are without logprobs, which no timed run asks for.
+    They are without logprobs, which no timed run requests.
 
     Args:
       chunk, batches: See `start`.

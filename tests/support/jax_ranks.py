@@ -1,8 +1,8 @@
-"""`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: ranks in JAX have one's bits.
+"""`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: JAX ranks equal one rank.
 
-Its devices are virtual ones of a CPU, as many as XLA is told of before it starts: hence a process
-of its own. COUNTS are numbers of ranks and WORKS those of `prefill`, `plain` and `chain`, each with
-commas between. As many ranks as the first count start once more, and find programs that are kept.
+Its devices are virtual CPU devices. XLA needs their number at startup, so this is a process of its
+own. COUNTS are numbers of ranks and WORKS some of `prefill`, `plain` and `chain`, separated by
+commas. The ranks of the first count start once more, and load their programs from the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.ranks import SideBySide
 
 ROOT = Path(__file__).parents[2]
 TEXT = 10
-"""Tokens of each text: several steps of chains, some of whose drafts are accepted."""
+"""Tokens of each text: several steps of chains with some accepted drafts."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_ranks(family: str, drafter: str, counts: str, works: str) -> None:
-    """Runs `main` in a process with as many devices as the largest count, and looks at its end."""
+    """Runs `main` in a process with the largest number of devices, and checks its exit code."""
     devices = max(map(int, counts.split(",")))
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     command = [sys.executable, "-m", "tests.support.jax_ranks", family, drafter, counts, works]

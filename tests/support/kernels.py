@@ -85,7 +85,7 @@ def in_pallas(names: Iterable[Any], compiled: Container[Any]) -> list:
     """The names; those of cases that Pallas has in the matrix alone are marked.
 
     XLA compiles an interpreted kernel for seconds, while Triton's interpreter compiles nothing, and
-    the kernels of both are the same. On a GPU nothing is left to the matrix.
+    the kernels of both are the same. On a GPU every case runs by default.
     """
     left = pytest.mark.matrix if INTERPRET else ()
     return [pytest.param(name, marks=() if name in compiled else left) for name in names]

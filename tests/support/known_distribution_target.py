@@ -1,7 +1,7 @@
-"""A target whose logits are a table: the law of its texts, and texts that a rule decodes.
+"""Target with a table of logits: the distribution of its texts, and texts that a rule decodes.
 
-The probability of every text of four of its nine tokens is computed exactly; a draft tree from a
-head that disagrees, the target's choice at each node, and the walk decode the texts.
+The probability of every text of four of its nine tokens is computed exactly. The texts are decoded
+with a draft tree from a head that disagrees, the target's choice at each node, and the walk.
 """
 
 import itertools

@@ -46,7 +46,7 @@ def _strings(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def quoted_messages() -> list[tuple[str, str]]:
-    """Returns page and message of every row whose first or second cell is a message."""
+    """Returns page and message of every row with a message in its first or second cell."""
     row = re.compile(r"^\|(?: \d+ \|)? `([^`]+)` \|", re.MULTILINE)
     return [
         (name, message)

@@ -1,7 +1,7 @@
-"""Planted faults by test file: for each promise one that breaks it, and the test that must see it.
+"""Planted faults by test file: one fault for each guarantee, and the test that must detect it.
 
-A fault is planted in the reference backend, the specification it runs, or the host engine. What a
-fault of a device program would look like is the same: the tests know backends only by the boundary.
+A fault is planted in the reference backend, its specification, or the host engine. Tests reach
+backends only through the boundary, so a fault of a device program looks the same.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _prove(mutation: Mutation, names: dict[str, Any], patch: Patch) -> None:
     test = names[mutation.test]
     mutation.call(test, _TEXTS)
     mutation.plant(patch)
-    # A kept late row ends its request twice, which the engine's own books refuse.
+    # A kept stale row ends its request twice, which the engine's own checks reject.
     with pytest.raises((AssertionError, KeyError)):
         mutation.call(test, dict(_TEXTS))
 
@@ -138,12 +138,12 @@ def _of_the_planner(test: Test, texts: Texts) -> None:
 
 def _of_the_sink(test: Test, texts: Texts) -> None:
     host = _new_host(texts)
-    backend: Any = host.backend  # a reference, whose lengths nothing at the boundary shows
+    backend: Any = host.backend  # a reference backend: the boundary does not expose lengths
     test(host, lambda: int(backend.state.lengths[0]), "chain")
 
 
 def _grown(**given: Any) -> Call:
-    """On a host of its own, whose backend grows trees of every shape."""
+    """Runs on a host of its own, with a backend that grows trees of every shape."""
     served = Served()
     return lambda test, texts: test(Host(served.backend("reference", "NEXTN"), {}), **given)
 
@@ -158,7 +158,7 @@ def _at_every_node(how: dict) -> Call:
 
 
 def _texts_with_grammars(test: Test, texts: Texts) -> None:
-    """On a backend of its own, whose drafter is the hybrid's."""
+    """Runs on a backend of its own, with the hybrid's drafter."""
     backends = Backends()
     test(backends)
     backends.close()

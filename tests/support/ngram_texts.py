@@ -1,4 +1,4 @@
-"""Texts of drafting from seen text: plain, and drafted from corpora that are mostly right."""
+"""Outputs of n-gram drafting: plain, and drafted from corpora that are mostly right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose steps have no draft after a step in which every draft was accepted.
+"""A backend with steps without drafts after a step in which every draft was accepted.
 
 Another engine read a stale recurrent state there (v#52942): its steps of zero accepted drafts were
 special, and the path of the step before was longer than one token.

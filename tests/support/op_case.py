@@ -39,7 +39,7 @@ class OpCase:
       name: Of the case.
       make: The arguments of the operation for a seed.
       dtype: What the operation gets its floats in.
-      wide: Arguments whose floats stay float32.
+      wide: Arguments with floats that remain float32.
       in_place: Arguments that torch writes in place, and JAX gives back behind the results.
       is_large: Of a real model's size, for a GPU.
       real_rows: Rows of the result that mean anything; None for all of it.

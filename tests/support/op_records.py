@@ -15,7 +15,7 @@ T = TypeVar("T")
 def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
     """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them.
 
-    Fields that records of the other module do not have, as of ranks, are left out.
+    Fields that records of the other module lack, for example of ranks, are omitted.
     """
     again = partial(mapped, leaf=leaf, module=module)
     if names := _field_names(value):

@@ -185,7 +185,7 @@ class Side(ABC):
 
 
 class TorchSide(Side):
-    """Runs operations of torch; on a GPU, those that are timed stand in one captured graph."""
+    """Runs operations of torch; on a GPU, timed ones form one captured graph."""
 
     name = "torch"
 
@@ -257,7 +257,7 @@ class TorchSide(Side):
 
 
 class JaxSide(Side):
-    """Runs operations of JAX; those that are timed stand in one program."""
+    """Runs operations of JAX; timed ones form one program."""
 
     name = "jax"
 
@@ -377,5 +377,5 @@ def changed_record(record: Any, **fields: Any) -> Any:
 
 
 def rounds_for(timer: Timer, count: int, seconds: float = ROUND_S) -> int:
-    """So many rounds over `count` sets that they take a while."""
+    """Returns the number of rounds over `count` sets that take long enough to measure."""
     return max(1, math.ceil(seconds / max(timer(1) * count, 1e-9)))

@@ -69,7 +69,7 @@ def tokenizer() -> Tokenizer:
 
 
 class House:
-    """The servers of one drafter on one framework, made when they are asked for.
+    """The servers of one drafter on one framework, created at first use.
 
     Args:
       token_map: The tokens that are drafted; None: all.
@@ -145,7 +145,7 @@ def accepted(answer: Body) -> list[int]:
 
 
 def said(answer: Body) -> Any:
-    """All that an answer says, but for its name and how it came about."""
+    """Returns choices and usage of an answer, without the counts of cached tokens."""
     usage = {k: v for k, v in answer["usage"].items() if k != "prompt_tokens_details"}
     return {"choices": answer["choices"], "usage": usage}
 

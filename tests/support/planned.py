@@ -1,4 +1,4 @@
-"""Memory plans of Qwen3-8B on devices that nobody needs to have."""
+"""Memory plans of Qwen3-8B on absent devices."""
 
 from jax_impl import platform as jax_platform
 from shared.drafts.drafter_spec import DrafterSpec

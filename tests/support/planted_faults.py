@@ -372,7 +372,7 @@ def masks_left_out(patch: Patch) -> None:
 
 
 def masks_by_the_row_before(patch: Patch) -> None:
-    """Bits that lie one word away."""
+    """Bits that are shifted by one word."""
     after(patch, grammar_bitmask, "allowed", lambda found, *given: np.roll(found, 32, axis=1))
 
 

@@ -45,7 +45,7 @@ DRAFTERS = (
 )
 WITH_COPIES = "+NGRAM"
 COPIES = 4
-"""Nodes of seen text beside those of a drafter."""
+"""N-gram nodes next to those of a drafter."""
 RULES = ("exact", "exact", "exact", "rejection", "block")
 PAGE_SIZES = (1, 4, 16)
 

@@ -53,7 +53,7 @@ SNAPSHOTS = 7
 """Fewer than four running requests would have, and a sink."""
 
 MOST_STEPS = 2000
-"""Far more than any traffic needs: one that takes as many does not come to an end."""
+"""Step limit, far above the need of any traffic: reaching it means that traffic does not end."""
 
 DIVIDED_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 DIVIDED_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
@@ -89,7 +89,7 @@ def _request(number: int, asked: Asked, choice: int) -> Request:
 
 @lru_cache
 def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
-    """The model; a head with blocks can follow one whose embeddings are in a circle."""
+    """The model; a block head can follow one with embeddings on a circle."""
     config, weights = tiny_model(family, MODEL_SEEDS[family])
     return config, heads_of.cyclic(config, weights) if drafter in BLOCKS else weights
 
@@ -198,7 +198,7 @@ class Backends:
 
 
 class Watched:
-    """A backend that admits to fewer pages than it has, and keeps what it was told and answered."""
+    """A backend that reports fewer pages than it has, and records its plans and results."""
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
         self.capacity = replace(backend.capacity, num_pages=num_pages)
@@ -242,7 +242,7 @@ class InTurns(StaticController):
 
 
 class JoinedInTurns(MergedDraftController):
-    """Steps of all kinds in turns, whether they pay or not."""
+    """Alternates steps of all kinds, independent of their gain."""
 
     _number = 0
 
@@ -263,7 +263,7 @@ def engine_of(server: Server, backend: Watched) -> Engine:
 
 
 def controller_of(server: Server, capacity: BackendLimits) -> Controller:
-    """A controller that takes the server's shapes in turns, or an index where the host drafts."""
+    """A controller that alternates the server's shapes, or an n-gram one if the host drafts."""
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
     if server.joins:
@@ -386,7 +386,7 @@ def is_text_kept(server: Server, params: SamplingParams) -> bool:
 
 
 def check_end(visit: Visit) -> None:
-    """The text ends where its parameters say, and by that reason; steps gave what was counted."""
+    """Checks that the output ends by its parameters and for their reason, and that counts agree."""
     outcome, params = visit.outcome, visit.request.sampling
     tokens = outcome.tokens
     stopped = bool(tokens) and tokens[-1] in params.stop_token_ids

@@ -44,7 +44,7 @@ class TrafficMachine(RuleBasedStateMachine):
             self.outcomes[event.request_id].take(event)
 
     def drain(self) -> None:
-        """Steps until nothing is left to do, and holds every text against the plain one."""
+        """Steps until all requests have ended, and compares every output with the plain one."""
         for _ in range(MOST_STEPS):
             if not self.engine.busy:
                 break

@@ -121,7 +121,7 @@ def made_from(name: str, count: int) -> tuple[Any, ...]:
 
 
 def of_one_gpu(backend: Backend, name: str) -> list[Step]:
-    """The steps of prompts and texts: one greedy, one with noise, one that asks for much."""
+    """The steps of prompts and outputs: one greedy, one sampled, one with many options."""
     recorder = _Recorder(backend)
     host = Host(PreparedOnUse(recorder), {})  # type: ignore[arg-type]
     for number, sampling in enumerate((GREEDY, WARM, SAMPLED)):
@@ -138,7 +138,7 @@ def compare(backend: Backend, steps: Sequence[Step]) -> None:
     """Runs the same plans on ranks.
 
     Raises:
-      AssertionError: A field has other bits; says which, in which step.
+      AssertionError: A field has other bits; the message names field and step.
     """
     backend.prepare(list(dict.fromkeys(step.program for step in steps)), lambda program: None)
     for number, (program, words, want) in enumerate(steps):
@@ -223,7 +223,7 @@ def run_part(backend: str, name: str, count: int = 2, is_joined: bool = False) -
       is_joined: Of one GPU and of ranks, heads leave what choices need.
 
     Returns:
-      What it says; it begins with a number of steps where all have the bits of one GPU.
+      Its output; it begins with a number of steps if all are bitwise equal to one GPU.
     """
     command = [sys.executable, "-m", "tests.support.rank_steps_on_gpus", "--part", backend, name]
     command += ["--ranks", str(count), *(["--joined"] if is_joined else [])]

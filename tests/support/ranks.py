@@ -1,7 +1,6 @@
-"""Ranks side by side, each step of which must be that of one rank to the bit.
+"""Tensor-parallel ranks whose every step must be bitwise equal to that of one rank.
 
-The ranks of torch are threads of one process here: they exchange through the same mailboxes as
-processes would.
+The torch ranks are threads of one process. They use the same shared-memory all-gather as processes.
 """
 
 from __future__ import annotations

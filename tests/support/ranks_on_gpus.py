@@ -17,7 +17,7 @@ BLOCK_BYTES = 1 << 25
 
 
 def on_torch(rank: Rank) -> Any:
-    """The mailbox of a process, connected with all others, that waits for nothing yet."""
+    """The symmetric buffer of a process, connected with all others."""
     from kernels.triton_gpu.collectives.symmetric_memory import SymmetricBuffer
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
@@ -190,7 +190,7 @@ def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
 
 
 def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
-    """A mesh of as many devices of this process, and their mailboxes."""
+    """A mesh of `ranks` devices of this process, and their symmetric buffers."""
     import jax
     from jax.sharding import Mesh
 
@@ -388,7 +388,7 @@ def _unsigned(size: int) -> str:
 
 
 def joined(mesh: Any, pieces: Sequence[np.ndarray], axis: int | None) -> Any:
-    """An array whose part on each device is given, side by side along an axis; None: all alike."""
+    """An array from its part on each device, concatenated along an axis; None: replicated."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

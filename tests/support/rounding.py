@@ -1,7 +1,7 @@
 """Products and sums of XLA on a CPU, each rounded on its own.
 
 Fused, XLA's CPU backend lets the compiler make one instruction of a product and a sum, which rounds
-once: what is fused decides bits. Processors of x86 have it since AVX2 and are told to do without.
+once: what is fused decides bits. x86 processors have it since AVX2; here XLA must not use it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Runs an engine to its end, and sees after every step that no page and no slot is lost."""
+"""Runs an engine to its end, and checks after every step that no page and no slot is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tiny models of the served families as transformers makes and writes them.
 
-Every field but the sizes is at the default of its class, unless a case says otherwise.
+Every field except sizes has the default of its class, unless a case sets it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _text(model_type: str) -> dict[str, Any]:
 
 
 def _draw(model: Any) -> None:
-    """Weights that tell tokens apart: matrices by their inputs, norms around what they are."""
+    """Weights that distinguish tokens: matrices scaled by inputs, norms near their defaults."""
     drawn, seen = torch.Generator().manual_seed(0), set()
     with torch.no_grad():
         for name, weight in model.named_parameters():

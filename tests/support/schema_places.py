@@ -1,4 +1,4 @@
-"""Every place of the bodies that an OpenAPI document tells of, and bodies with a value there."""
+"""Every location in the bodies of an OpenAPI document, and bodies with a value there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place:
     Attributes:
       route: The path of the route.
       name: Where it is, as `messages[].content`; `{}` is a key of an object, `{}=` its value.
-      schema: What the document says of it.
+      schema: Its schema in the document.
       part: A value that a list there may hold; None where there is no list.
       put: The smallest body that has a value there.
     """

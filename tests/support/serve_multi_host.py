@@ -11,7 +11,7 @@ from torch_impl import platform
 
 
 def find_device() -> Device:
-    """The device, after which this process says that it shares no memory with others."""
+    """Returns the device; afterwards this process reports that it shares no memory with others."""
     main = sys.modules["__main__"]
     if hasattr(main, "Rank"):
         main.boot = lambda: f"the host of {sys.argv[2]}"

@@ -24,7 +24,7 @@ NUM_PAGES, SLOTS, OVERLAP = 160, 4, 2
 
 
 class Slowed(ToyBackend):
-    """A toy whose steps take some time."""
+    """A toy backend with steps that take some time."""
 
     step_s = 0.0
 
@@ -34,7 +34,7 @@ class Slowed(ToyBackend):
 
 
 def main() -> int:
-    """Serves until told to stop."""
+    """Serves until a stop signal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--depth", type=int, default=3)

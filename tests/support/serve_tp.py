@@ -54,12 +54,12 @@ def fault_at(rank: int, place: str) -> None:
 
 
 def rank_of_process() -> int:
-    """Before any is told, by the command line of the other ranks."""
+    """Returns the rank by the command line, as ranks are not informed yet."""
     return int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == __spec__.name else 0
 
 
 class MirroredBackend:
-    """A backend whose results are those of all ranks."""
+    """A backend with the results of all ranks."""
 
     def __init__(self, own: Backend, ranks: TPGroup) -> None:
         self.capacity, self.workspace, self._own, self._ranks = (

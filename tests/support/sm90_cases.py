@@ -25,7 +25,7 @@ SIZES = {
 
 
 def with_seen_pools(case: MixCase) -> MixCase:
-    """With pools that have numbers only where some row sees them."""
+    """Returns the case with pools that are NaN except at visible positions."""
     page = case.k_pages.shape[1]
     is_seen = np.zeros(case.k_pages.shape[:2], bool)
     for row in np.flatnonzero(case.rows.is_real):

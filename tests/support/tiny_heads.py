@@ -1,14 +1,14 @@
 """Small random heads of all kinds that often agree with a tiny target.
 
-The `lm_head` of an untied tiny model scores what is left of one token's embedding, and so does a
-head's. An EAGLE head passes the embedding of the next token on through `fc`. An EAGLE-3 head sees
-it in its attention alone: there queries equal keys, so that a row looks mostly at itself, and
-values hand the embedding on.
+The `lm_head` of an untied tiny model scores the part of one token's embedding that remains in the
+hidden state, and so does a head's. An EAGLE head passes the embedding of the next token through
+`fc`. An EAGLE-3 head reads it in its attention only: its queries equal its keys, so that a row
+attends mostly to itself, and values pass the embedding on.
 
-A DFlash head must know which tokens follow after several steps, so its target is one whose
-embeddings follow one another by a rotation. The mask's embedding is 0: a first layer gives slot 1
-the newest token's embedding, and each layer after it hands what slot j - 1 has on to slot j, but
-turned. The Markov step of a DSpark head knows by itself which token follows which.
+A DFlash head must predict several next tokens, so its target has embeddings that follow one another
+by a rotation. The mask's embedding is 0. The first layer gives slot 1 the newest token's embedding,
+and each layer after it passes the content of slot j - 1 to slot j, rotated. The Markov step of a
+DSpark head contains the table of successors.
 """
 
 import json
@@ -32,14 +32,14 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 6, 3, 16
 """Other ones than the tiny targets have, so that the two KVs cannot be taken for each other."""
 
 NUM_BLOCK_KV_HEADS = 4
-"""So many that the values of a DFlash head can hold a whole hidden state."""
+"""KV heads: enough for the values of a DFlash head to hold a whole hidden state."""
 
 NOISE = 0.5
 """Scale of what a head adds of the target's hidden states and of its own MLP; without it, it would
 be a table of bigrams, and with more the two would hardly agree."""
 
 BLOCK_SIZE, BLOCK_WINDOW = 4, 2
-"""Slots of a DFlash block; in a sliding layer a slot sees itself and the one before."""
+"""Slots of a DFlash block; in a sliding layer a slot attends to itself and its predecessor."""
 
 BLOCK_LAYERS = ("sliding_attention", "sliding_attention", "sliding_attention", "full_attention")
 HANDED_ON = (6.0, 2.0, 1.2)
@@ -63,7 +63,7 @@ SHARPNESS = 2.5
 
 
 def tiny_head_config(target: ModelConfig, kind: str, **fields: Any) -> dict[str, Any]:
-    """The contents of a head's config.json; `fields` are added, as they would stand there.
+    """The contents of a head's config.json; `fields` are added.
 
     Examples: `bias`, `draft_vocab_size` (None shares the target's `lm_head`), `norm_before_fc`,
     `fc_norm`, `norm_output`, `rope_theta`, and `hidden_size` with `target_hidden_size`.
@@ -117,7 +117,7 @@ def drawn_head(
 
 
 def cyclic(config: ModelConfig, weights: Weights) -> Weights:
-    """An untied tiny model whose last token is a mask and whose embeddings follow by `_turn`."""
+    """An untied tiny model with a mask as last token and embeddings related by `_turn`."""
     follows, token, order = _cycle(weights), 0, []
     after = np.argsort(follows)  # the token that is likely after each
     for _ in range(config.vocab):
@@ -131,7 +131,7 @@ def cyclic(config: ModelConfig, weights: Weights) -> Weights:
 
 
 def _angles(vocab: int, hidden: int) -> np.ndarray:
-    """Different whole numbers of turns in `vocab` steps, for each pair of dimensions."""
+    """Distinct integer numbers of rotations in `vocab` steps, for each pair of dimensions."""
     turns = np.random.default_rng(12).choice(vocab // 2 - 1, hidden // 2, replace=False) + 1
     return 2 * np.pi * turns / vocab
 
@@ -149,7 +149,7 @@ def _turn(vocab: int, hidden: int) -> np.ndarray:
 
 
 def tiny_block_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
-    """The contents of a DFlash head's config.json; `fields` are added, as they would stand there.
+    """The contents of a DFlash head's config.json; `fields` are added.
 
     Examples: `layer_types`, `sliding_window`, `is_causal`, and `dflash_config` as a whole.
     """
@@ -211,9 +211,9 @@ def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
 
 
 def tiny_spark_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
-    """The contents of a DSpark head's config.json; `fields` are added, as they would stand there.
+    """The contents of a DSpark head's config.json; `fields` are added.
 
-    Its chain has as many nodes as that of `tiny_block_config`.
+    Its chain has the number of nodes of `tiny_block_config`.
     """
     common = {
         "architectures": ["DSparkDraftModel"],
@@ -234,9 +234,9 @@ def tiny_spark_head(
 
 
 def tiny_pair_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
-    """The contents of a DFlash2 head's config.json; `fields` are added, as they would stand there.
+    """The contents of a DFlash2 head's config.json; `fields` are added.
 
-    Its chain has as many nodes as that of `tiny_block_config`.
+    Its chain has the number of nodes of `tiny_block_config`.
     """
     common = {
         "architectures": ["DFlash2DraftModel"],
@@ -254,7 +254,7 @@ def tiny_pair_head(target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
 
 
 def drawn_spark(config: DraftConfig, target_weights: Weights, seed: int) -> DraftHead:
-    """A DSpark head of these settings, whose Markov step knows which token follows which.
+    """A DSpark head of these settings; its Markov step contains the successor of each token.
 
     The block itself adds noise, a little more than nothing.
     """
@@ -367,7 +367,7 @@ def _unit(embed: np.ndarray) -> np.ndarray:
 
 
 def _cycle(target_weights: Weights) -> np.ndarray:
-    """For each token the one whose embedding its row of the target's `lm_head` scores."""
+    """For each token, the token of the embedding that its row of the target's `lm_head` scores."""
     return np.argmax(target_weights["lm_head"] @ _unit(target_weights["embed"]).T, axis=1)
 
 

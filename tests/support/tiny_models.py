@@ -193,7 +193,7 @@ _CONFIGS["glm4_moe"] = {
 }
 _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
-"""Families again, with as many heads as four ranks divide among them."""
+"""Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
 WITH_MTP = ("qwen3_5", "qwen3_5_moe", *DIVIDED.values())
 

@@ -1,8 +1,8 @@
 """Small random models that draft for a tiny target and often agree with it.
 
-A tiny target scores what is left of one token's embedding, and a small model does the same with
-embeddings of its own, so that the two agree where the newest token decides. Layers, heads and
-hidden size are others than the target's, so that no memory of the one can be taken for the other's.
+A tiny target scores the remainder of one token's embedding, and a small model does the same with
+embeddings of its own, so that the two agree if the newest token decides. Numbers of layers and
+heads and the hidden size differ from the target's, so that their memory cannot be confused.
 """
 
 from typing import Any
@@ -60,5 +60,5 @@ def _unit(embed: np.ndarray) -> np.ndarray:
 
 
 def _followed(target_weights: Weights) -> np.ndarray:
-    """For each token the one whose embedding its row of the target's `lm_head` scores."""
+    """For each token, the token of the embedding that its row of the target's `lm_head` scores."""
     return np.argmax(target_weights["lm_head"] @ _unit(target_weights["embed"]).T, axis=1)

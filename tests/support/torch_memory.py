@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 MIB = 1 << 20
 SMALL = MIB
-"""Up to so many bytes an array is small, and lies among small ones."""
+"""Largest bytes of a small array, which is allocated among small ones."""
 INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 LOADING, EAGER, GRAPHS = "loading", "eager", "graphs"

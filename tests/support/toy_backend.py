@@ -1,10 +1,10 @@
-"""A device in miniature: its next token is a hash of every token that a row can see.
+"""Toy backend: its next token is a hash of every token that is visible to a row.
 
-It keeps tokens in pages as if they were keys and values, so one wrong page, length, order or
-parameter gives another text. With snapshots it has a recurrent state too, a hash of all that its
-slot was fed, and a state of another text gives another text. Its draft memory, and what it counts
-for penalties, are held against the text: there it fails at once. It is as late as a device may be:
-a step runs when its result is asked for, and reads its plan only then.
+Its pages store tokens in place of keys and values, so one wrong page, length, order or parameter
+changes the output. With snapshots it has a recurrent state too, a hash of all tokens of its slot.
+Its draft memory and its token counts are compared with the text, and a difference raises at once.
+It is as late as a device may be: a step runs when its result is requested, and reads its plan only
+then.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _chain(found: list[int], depth: int) -> list[int]:
 
 
 class ToyFuture:
-    """Runs its step, and those before it, when asked."""
+    """Runs its step, and those before it, on request."""
 
     def __init__(self, backend: ToyBackend) -> None:
         self._backend = backend
@@ -225,7 +225,7 @@ class ToyBackend:
         return [*held.tolist(), int(self._newest[slot])]
 
     def _next(self, plan: StepPlan, row: int, context: list[int]) -> int:
-        # The prompt's length stands for all parameters that belong to one request.
+        # The prompt's length represents all parameters of one request.
         assert plan.sampling.prompt_length[row] <= len(context)
         token = next_token(context, int(plan.sampling.seed[row]))
         length = int(self._lengths[plan.slots[row]])
@@ -233,7 +233,7 @@ class ToyBackend:
         return token if is_own or self.capacity.num_snapshots == 1 else (token + 1) % POISON
 
     def _start(self, plan: StepPlan, row: int) -> None:
-        """Takes over what the plan names; where its pages end, the first positions say."""
+        """Starts a row in its slot; the first position is the length of its cached prefix."""
         slot, source = plan.slots[row], plan.snapshots.restore[row]
         assert isinstance(plan.work, Prefill | CountPromptTokens)
         self._lengths[slot] = plan.work.first_positions[row]

@@ -59,7 +59,7 @@ class OpenStream:
         self._thread = threading.Thread(target=self._read, args=(server,))
         self._thread.start()
         until = time.monotonic() + NAMED_S
-        # On a busy machine a rank may fail before the server has told of a token.
+        # On a busy machine a rank may fail before the server has reported a token.
         while self._thread.is_alive() and _tokens_of(server) in (before, None):
             assert time.monotonic() < until, "no token comes"
             time.sleep(0.02)

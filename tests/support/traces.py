@@ -26,7 +26,7 @@ def check_trace(outcome: Outcome, *, most_rows: int) -> None:
 
 
 def check_step(event: Event) -> None:
-    """A path of the tree, from its root on, whose tokens the text has."""
+    """The path of the tree, from its root on, that the text follows."""
     step = event.step
     assert step is not None
     tokens, drafts, parents = event.tokens, step.drafts, step.parents

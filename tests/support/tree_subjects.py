@@ -37,7 +37,7 @@ TAKING_TURNS: dict = {
     "frequency_penalty": 1.5,
     "logit_bias": {20: 12.0, 30: 12.0},
 }
-"""Two tokens take turns by what was counted, so a choice depends on all counts of its path."""
+"""Two tokens alternate by their counts, so a choice depends on all counts of its path."""
 
 
 def name_of(shape: TreeShape) -> str:
@@ -99,7 +99,7 @@ DRAFTED = {"NEXTN": Drafted(_hybrid, lambda config, weights: "NEXTN")}
 
 
 class Served:
-    """The backends of some tests, each made when it is first asked for, and plain texts."""
+    """The backends of some tests, each created at first use, and plain outputs."""
 
     def __init__(self) -> None:
         self._backends: dict[tuple[str, str], Backend] = {}
@@ -170,6 +170,6 @@ class Server:
 
 
 def request(number: int, prompt: Sequence[int], **sampling) -> Request:
-    """A request that ends by its length unless it is told otherwise."""
+    """A request that ends by its length unless a parameter changes that."""
     params = {"temperature": 0.0, "max_tokens": 24, "seed32": 1000 + number} | sampling
     return Request(request_id=number, prompt=tuple(prompt), sampling=SamplingParams(**params))

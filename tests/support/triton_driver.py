@@ -1,4 +1,4 @@
-"""A driver that tells Triton of a GPU that is not there: it compiles and launches nothing."""
+"""A driver that reports an absent GPU to Triton: it compiles and launches nothing."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ CAPABILITY = 90
 
 
 class Driver:
-    """Stands where Triton asks for its GPU."""
+    """Replaces Triton's driver."""
 
     def get_current_target(self) -> Any:
         compiler = import_module("triton.backends.compiler")

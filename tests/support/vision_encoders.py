@@ -1,4 +1,4 @@
-"""The vision tower of the golden folders in every implementation, image by image."""
+"""The vision encoder of the golden folders in every implementation, image by image."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -70,7 +70,7 @@ def of_jax() -> Tower:
 
 
 def _unseen(num_bytes: int) -> None:
-    """The progress of loading, which nobody watches."""
+    """Ignores the progress of loading."""
 
 
 TOWERS = {"spec": of_specification, "torch": of_torch, "jax": of_jax}

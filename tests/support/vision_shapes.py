@@ -1,4 +1,4 @@
-"""Shapes of vision towers."""
+"""Shapes of vision encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves prompts with images on the golden model that sees, and says what their texts must be."""
+"""Requests with images on the golden VLM, and their expected outputs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SHAPES = {
 
 @cache
 def pixels(rows: int, columns: int, seed: int) -> np.ndarray:
-    """An image that stands for so many rows and columns of a prompt."""
+    """An image with the given rows and columns of image tokens."""
     shape = (rows * FACTOR, columns * FACTOR, 3)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
@@ -121,7 +121,7 @@ class Prompt:
 
 
 def words(count: int, seed: int) -> list[int]:
-    """Tokens without those of images, that repeat: so seen text has something to propose."""
+    """Repeating tokens without image tokens, so that n-grams have drafts to propose."""
     return (np.random.default_rng(seed).integers(1, 240, 5).tolist() * count)[:count]
 
 
@@ -250,7 +250,7 @@ def engine_of(
 
 
 def write_seeing(folder: Path) -> Path:
-    """The folder of the golden model, with what its processor is told and a tokenizer of bytes."""
+    """The folder of the golden model, with a processor config and a byte tokenizer."""
     folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(MODEL / name, folder / name)

@@ -1,6 +1,6 @@
-"""Operations on parts of the vocabulary, on several ranks in one process.
+"""Operations on vocabulary shards, on several ranks in one process.
 
-Ranks of torch are threads that exchange through mailboxes, those of JAX a mapped axis of its name.
+Ranks of torch are threads with a shared-memory all-gather, those of JAX a mapped axis of its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained head that is written in the speculators format is read again as what it is."""
+"""Export of trained heads in the speculators format."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_speculators_format_preserves_rope_scaling():
 
 
 def test_started_head_follows_its_files(tmp_path):
-    """Its own head and embedding are trained on, and a bias that it lacks is not asked for."""
+    """Its own LM head and embedding are trained, and a missing bias is not required."""
     files = open_checkpoint(GOLDEN / "llama")
     target, model = golden_model("llama")
     fields = tasks.head_json("eagle3", target, None, 1, 4, 255)
@@ -126,7 +126,7 @@ def test_invalid_start_rejected_before_generating_outputs(fault, capsys, tmp_pat
 
 
 def test_layer_id_meaning_flag_accepted_by_trainer(capsys, tmp_path):
-    """The flag that the refusal names is the trainer's own too."""
+    """The trainer has the flag that the error names."""
     start, data = tmp_path / "start", tmp_path / "data.jsonl"
     shutil.copytree(GOLDEN / "eagle3", start)
     fields = json.loads((start / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`python -m jax_impl.train` end to end: what it writes serves, and others can load it."""
+"""`python -m jax_impl.train` end to end: its output can be served and loaded elsewhere."""
 
 import json
 from contextlib import nullcontext
@@ -302,7 +302,7 @@ def test_exported_model_matches_transformers(config, tmp_path):
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
 def test_mtp_export_copies_sharded_target(is_fp8, tmp_path):
-    """The target's files lie in another folder, as its index says; they stay as they are."""
+    """The target's index names files in another folder, which stay unchanged."""
     source, files, out = tmp_path / "source", tmp_path / "files", tmp_path / "out"
     without = {**HYBRID, "mtp_num_hidden_layers": 0}
     sizes, bare = config_from_dict(HYBRID), config_from_dict(without)

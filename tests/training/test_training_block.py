@@ -1,4 +1,4 @@
-"""Heads with blocks are trained on those that they will fill in serving, and on their choices."""
+"""Training of block heads on the blocks that serving fills, and on their draft choices."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_candidate_loss_matches_golden_scores(folder, is_drafted):
         candidates = want[f"candidates_{start}"]
         has_label = (candidates == labels[:, None]).any(axis=1)
         assert has_label.all() == is_drafted
-        if not is_drafted:  # a label that is no candidate stands in the last one's place
+        if not is_drafted:  # a label that is no candidate replaces the last one
             losses, unary, chosen = losses[has_label], unary[has_label], chosen[has_label]
             candidates, labels = candidates[has_label], labels[has_label]
         places = (candidates == labels[:, None]).argmax(axis=1)

@@ -1,4 +1,4 @@
-"""Mixtures of experts are trained as they are served, and the balance keeps all experts in use."""
+"""Training of MoE models: the serving forward pass, and the load-balancing loss."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The training pass gives what the reference implementations and serving compute."""
+"""Training forward pass equals the reference implementations and serving."""
 
 from functools import partial
 

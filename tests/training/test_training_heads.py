@@ -1,4 +1,4 @@
-"""Draft heads are trained on what they will meet in serving, step by step."""
+"""Training of draft heads on the inputs of serving, step by step."""
 
 from functools import lru_cache, partial
 

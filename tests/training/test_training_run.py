@@ -1,4 +1,4 @@
-"""Rows, batches and the loop of the trainer, without a model."""
+"""Rows, batches and training loop, without a model."""
 
 import json
 import os
@@ -185,7 +185,7 @@ def test_read_rows_equal_with_processes_and_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(examples.os, "cpu_count", lambda: 2)
     parts = read_rows([path], TOKENIZER, 200)
     assert cache.is_file()
-    monkeypatch.setattr(examples, "_tokenised", None)  # only the cache is left
+    monkeypatch.setattr(examples, "_tokenised", None)  # only the cache remains
     for rows in (parts, read_rows([path], TOKENIZER, 200)):
         assert np.array_equal(rows.tokens, whole.tokens)
         assert np.array_equal(rows.is_answer, whole.is_answer)

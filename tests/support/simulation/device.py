@@ -1,8 +1,8 @@
-"""A device that takes no time: steps cost what a table says, and drafts are accepted by a law.
+"""Simulated device: step costs come from a table, and drafts are accepted by a distribution.
 
-It is a backend whose clock is a number, so that what a controller chooses is judged on a CPU in
-milliseconds, over work that is the same whatever it chooses: whether a draft is accepted depends on
-the request's seed and the position alone.
+It is a backend with a number as its clock. A controller's choices are evaluated on a CPU in
+milliseconds, over work that does not depend on them: acceptance of a draft depends on the request's
+seed and the position only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Seconds = Callable[[int, Tier], float]
 
 
 def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
-    """Costs from milliseconds by tier and batch; between two batches they lie on a line."""
+    """Costs from milliseconds by tier and batch, interpolated linearly between batches."""
 
     def seconds(batch: int, tier: Tier) -> float:
         sizes = table[str(tier)]
@@ -75,7 +75,7 @@ def simulated_capacity(
 
 
 def with_host_drafts(capacity: BackendLimits, vocab: int) -> BackendLimits:
-    """The same sizes, where trees come from the host and texts have so many different tokens."""
+    """The same limits with trees from the host and a vocabulary of `vocab` tokens."""
     programs = (
         p.with_features({ProgramFeature.HOST_DRAFT: not p.shape.is_plain})
         for p in capacity.programs
@@ -85,7 +85,7 @@ def with_host_drafts(capacity: BackendLimits, vocab: int) -> BackendLimits:
 
 @dataclass(frozen=True)
 class Known:
-    """A result; whoever asks for it has waited until its step ended."""
+    """A result; reading it advances the clock to the end of its step."""
 
     value: StepResult
     ends: float
@@ -100,7 +100,7 @@ class _Clock:
     """A `shared.boundary.backend.Backend` of numbers; what its rows accept is a subclass's.
 
     Attributes:
-      clock: Seconds until the end of the last step whose result was asked for: the host's time.
+      clock: Seconds until the end of the last step with a requested result: the host's time.
     """
 
     def __init__(self, capacity: BackendLimits, seconds: Seconds, noise: float, seed: int) -> None:
@@ -182,7 +182,7 @@ def _chances(seed: int, block: int) -> Float[np.ndarray, "DRAWN MOST_DEPTH"]:
 
 
 class SimulatedBackend(_Clock):
-    """Drafts of the device are accepted by a law.
+    """Backend with device drafts that are accepted by a distribution.
 
     Args:
       noise: Standard deviation of a step's time, as a share of it.
@@ -269,7 +269,7 @@ class TextBackend(_Clock):
 
 @dataclass(frozen=True)
 class Spinning:
-    """A result; whoever asks for it spins until its step has ended."""
+    """A result; reading it spins until its step has ended."""
 
     value: StepResult
     ends: float
@@ -280,7 +280,7 @@ class Spinning:
 
 
 def spin_until(end: float) -> None:
-    """Keeps the processor busy, as the host is that submits a step or asks for its end."""
+    """Keeps the processor busy, like a host that submits a step or waits for its end."""
     while time.perf_counter() < end:
         pass
 

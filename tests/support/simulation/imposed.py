@@ -1,13 +1,12 @@
-"""Work whose acceptance is given, in simulated time: what a choice of drafts gives on any device.
+"""Work with given acceptance rates in simulated time: the effect of draft choices on any device.
 
-What a step costs is a table that was measured. A drafter's rates of acceptance differ between
-requests and change within them, and an oracle that knows them takes the best tier of each step.
-NGRAM drafts for texts that say their prompts again in pieces, so its acceptance is its own.
+Step costs come from a measured table. Acceptance rates of a drafter differ between requests and
+change within them. An oracle that knows them takes the best tier of each step. NGRAM drafts for
+texts that repeat parts of their prompts, so its acceptance is its own.
 
-There are always requests that wait, as in a server that is busy: a phase is timed until its last
-request has begun, so that no choice is judged by how long its slowest request is alone. Requests
-are of different lengths, half to one and a half of what is asked for, so that plain decoding does
-not serve them in step and their prompts together.
+Requests are always waiting, as in a busy server. A phase is timed until its last request has begun,
+so that the slowest request does not decide the result. Lengths of requests vary from half to one
+and a half of the requested number, so that plain decoding does not serve them in lockstep.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ ASLEEP = "disabled"
 """Plain steps that do not wait for each other, beside those of NGRAM's tiers that do."""
 
 Table = Mapping[int, Sequence[float]]
-"""Seconds of a step, by batch bucket: of each tier, and last of one asleep where NGRAM drafts."""
+"""Seconds of a step by batch bucket: of each tier, and last of a disabled step of NGRAM."""
 
 Runs = dict[str, list[Served]]
 
 
 def rated_work(batches: Sequence[int], tokens: int, seed: int) -> tuple[list[Phase], Imposed]:
-    """Phases whose rates are high, low, or differ between requests and within them."""
+    """Phases with rates that are high, low, or different between requests and within them."""
 
     def changing(rng: np.random.Generator) -> list[float]:
         return rng.uniform(LOWEST, HIGHEST, max(1, tokens // PART)).tolist()
@@ -124,7 +123,7 @@ def _written(rng: np.random.Generator, prompt: list[int], share: float, tokens: 
 
 
 class KnowsRates(AdaptiveController):
-    """An adaptive controller that is told what is imposed: the oracle."""
+    """The oracle: an adaptive controller with the imposed rates."""
 
     law: Imposed
 
@@ -148,7 +147,7 @@ class KnowsRates(AdaptiveController):
 def rated_runs(
     tiers: Sequence[Tier], table: Table, work: tuple[list[Phase], Imposed], overlap: int
 ) -> Runs:
-    """Every tier, the adaptive choice, simpler ones and the oracle, where a law accepts drafts."""
+    """Every tier, the adaptive choice, simpler ones and the oracle, with imposed acceptance."""
     phases, law = work
     capacity = simulated_capacity(tiers, list(table), overlap=overlap)
 
@@ -157,7 +156,7 @@ def rated_runs(
         return _served(backend, controller, phases, lambda: backend.clock)
 
     def static(number: int) -> Controller:
-        if _shares_rows(tiers):  # which tells drafts apart by what is learnt
+        if _shares_rows(tiers):  # which ranks drafts by estimates
             return AdaptiveController(capacity, Static(number), table, has_experts=False)
         nodes, depth, width = tiers[number].tree
         return StaticController(capacity, nodes=nodes, depth=depth, width=width)

@@ -1,8 +1,8 @@
-"""A mixture of experts on a simulated device: a step costs what reading its rows' experts takes.
+"""MoE on a simulated device: the cost of a step is the time to read its rows' experts.
 
-Rows choose their experts apart from each other, so that so many rows read, of each layer, the
-expected number of different ones. What takes no part in a step reads none: padding, and nodes that
-a row did not draft. The rest of a step costs the same whatever its rows are.
+Rows choose their experts independently, so the rows of a step read, of each layer, the expected
+number of distinct ones. Padding, and nodes that a row did not draft, read none. The rest of a step
+has a constant cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REST_MS, DRAFT_MS, ROW_MS = 2.2, 0.3, 0.005
 
 
 def distinct(rows: float) -> float:
-    """Experts of a layer that so many rows read, on average."""
+    """Returns the mean number of experts of a layer that `rows` rows read."""
     return NUM_EXPERTS * (1 - (1 - NUM_CHOSEN / NUM_EXPERTS) ** rows)
 
 
@@ -33,7 +33,7 @@ def mixture_seconds(rows: float, tier: Tier) -> float:
 
 
 class MixtureBackend(SimulatedBackend):
-    """Its steps cost what `mixture_seconds` says of their rows, whatever their batch bucket is."""
+    """Backend with step costs of `mixture_seconds` by rows, independent of the batch bucket."""
 
     def _decode_seconds(self, plan: StepPlan, nodes: np.ndarray) -> float:
         rows = float(nodes[plan.slots > 0].sum())

@@ -65,7 +65,7 @@ def _serve(engine: Engine, phase: Phase, clock: Callable[[], float]) -> Served:
 
 @dataclass(frozen=True)
 class Imposed:
-    """Acceptance by law: of each request a rate for each part of its output.
+    """Imposed acceptance: a rate for each part of each request's output.
 
     Attributes:
       rates: By seed, the rate of every depth in each part of the output; the last part goes on.
@@ -96,7 +96,7 @@ def imposed(
     prompt: int = 16,
     vocab: int = 2,
 ) -> tuple[list[Phase], Imposed]:
-    """Phases of random prompts whose acceptance is imposed.
+    """Phases of random prompts with imposed acceptance.
 
     Args:
       plan: Name, batch, number of requests, tokens of each, and what draws a request's rates.

@@ -25,7 +25,7 @@ class Probe:
         self._greedy, self._steps = Greedy(), 0
 
     def choose(self, situation: PolicyInput) -> int:
-        """The greedy tier, or the one whose turn it is."""
+        """The greedy tier, or the tier to probe next."""
         best = self._greedy.choose(situation)
         turn, step = divmod(self._steps, EVERY_STEPS)
         self._steps += 1

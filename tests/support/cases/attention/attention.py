@@ -216,7 +216,7 @@ COMMITS = [
 
 
 def image_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> Arguments:
-    """Patches of an image, so many of which are padding: larger than others, and no numbers."""
+    """Patches of an image; its padding patches are NaN."""
     rng = np.random.default_rng(seed)
     qkv, angles = (
         rng.standard_normal((R, 3 * heads * D), np.float32),

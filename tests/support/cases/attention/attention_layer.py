@@ -40,7 +40,7 @@ class MixCase:
         return (in_all - 2) // (1 + self.heads.gated)
 
     def only(self, request: int, row: int) -> "MixCase":
-        """One row of a request, whose other rows' keys and values are written already."""
+        """One row of a request; keys and values of its other rows are written already."""
         flat = slice(self.row_starts[request] + row, self.row_starts[request] + row + 1)
         kept = {name: getattr(self.rows, name)[flat] for name in PER_ROW}
         kept |= {"request": np.zeros(1, np.int32)}
@@ -303,7 +303,7 @@ _LARGE |= {
     f"{name}4 of 64 rows after 4096": partial(prompt_case, [(4096, 4100)], bucket=64, **model)
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
 }
-"""The end of a prompt whose beginning the prefix cache had."""
+"""The end of a prompt with a cached prefix."""
 _LARGE |= {f"{B} x 64 nodes after 512": _trees(B, 64, 512) for B in (1, 32)}
 _LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
 _LARGE |= {
@@ -328,7 +328,7 @@ _DESCRIBED = {
     "hybrid, one group, 32 x 16 rows": _chains(32, 16, 512, _ONE_GROUP),
     "heads of 64, 8 x 4 rows after 512": _LARGE["heads of 64, 8 x 4 rows after 512"],
 }
-"""For `mix_described`, whatever a file says."""
+"""For the sm90 attention layer, independent of the tile files."""
 
 _PROMPTS = {
     "prompt of 2048": (_LARGE["prompt of 2048"], 3),
@@ -336,7 +336,7 @@ _PROMPTS = {
     "hybrid, one group, prompt of 2048": (partial(prompt_case, [(0, 2048)], **_ONE_GROUP), 2),
     "heads of 64, prompt of 512": (_LARGE["heads of 64, prompt of 512"], 6),
 }
-"""For `attend_described`, whatever a file says, and the stages for which there is room."""
+"""For the sm90 attention, independent of the tile files, with the stages that fit."""
 
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:

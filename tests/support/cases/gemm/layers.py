@@ -1,4 +1,4 @@
-"""Cases of `layers`: odd sizes, rows of Qwen3-8B, and the patches of Qwen3.5-9B's tower."""
+"""Cases of `layers`: odd sizes, rows of Qwen3-8B, and patches of Qwen3.5-9B's vision encoder."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ def gelu_arguments(seed: int, *, R: int, size: int) -> Arguments:
 
 
 def blend_arguments(seed: int, *, R: int, size: int, side: int = 48) -> Arguments:
-    """Rows between those of a table of so many places on a side."""
+    """Rows interpolated between those of a table with `side` positions per side."""
     rng = np.random.default_rng(seed)
     return {
         "table": rng.standard_normal((side**2, size), np.float32),

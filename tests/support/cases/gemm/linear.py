@@ -91,7 +91,7 @@ _LARGE = {
     "silu_and_mul_linear": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
-# Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, whose outputs are wide.
+# Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs.
 _LARGE_FP8 = {
     "rmsnorm_linear": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096)},

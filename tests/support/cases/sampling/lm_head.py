@@ -16,7 +16,7 @@ from tests.support.op_case import Arguments, OpCase
 
 
 def mixed_arguments(seed: int, *, K: int, N: int) -> Arguments:
-    """Twenty rows: those of eight requests that ask for anything, and more that ask for nothing."""
+    """Twenty rows: those of eight requests with all options, and more without options."""
     rng = np.random.default_rng(seed)
     made, request = product_arguments(seed, R=20, K=K, N=N), rng.permutation(8).astype(np.int32)
     request = np.concatenate([request, np.full(12, 8, np.int32)])
@@ -39,7 +39,7 @@ def mixed_arguments(seed: int, *, K: int, N: int) -> Arguments:
 
 
 def greedy_arguments(seed: int, *, R: int, K: int, N: int, temperature: float) -> Arguments:
-    """Rows that ask for nothing but their best token, or at a temperature."""
+    """Rows that need only their best token, or are sampled at a temperature."""
     made, nothing = product_arguments(seed, R=R, K=K, N=N), np.zeros((R, 0), np.int32)
     seen = TokenCounts(np.zeros((2, N), np.int32), np.ones(R, np.int32), nothing, nothing > 0)
     return {

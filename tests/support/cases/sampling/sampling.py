@@ -1,4 +1,4 @@
-"""Cases of `sampling.choose` and `sampling.rank`: rows that ask for anything, and many tokens."""
+"""Cases of `sampling.choose` and `sampling.rank`: rows with all options, and many tokens."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def i32(*values: int) -> np.ndarray:
 
 
 def asked(B: int, vocab: int, **changed: np.ndarray) -> Sampling:
-    """Parameters of B greedy rows that ask for nothing, but for what is changed."""
+    """Neutral parameters of B greedy rows, with some changes."""
     neutral = {
         **dict.fromkeys(("temperature", "min_p", "presence", "frequency"), np.zeros(B, np.float32)),
         **dict.fromkeys(("top_p", "repetition"), np.ones(B, np.float32)),
@@ -36,7 +36,7 @@ def asked(B: int, vocab: int, **changed: np.ndarray) -> Sampling:
 
 
 def mixed_sampling(vocab: int) -> Sampling:
-    """Eight rows: two that ask for no filter, one of them greedy, then a filter of each kind."""
+    """Eight rows: two without a filter, one of them greedy, then a filter of each kind."""
     bias = np.stack([f32(0, 5, 0, -np.inf, 0, 0, 3, 0), f32(0, 0, 0, 0, 0, -2, 1, 0)], 1)
     return asked(
         8,
@@ -64,7 +64,7 @@ def mixed_seen(rng: np.random.Generator, rows: int, vocab: int) -> TokenCounts:
 
 
 def mixed_arguments(seed: int, *, vocab: int, is_masked: bool) -> Arguments:
-    """Eight rows of as many requests, in another order."""
+    """Eight rows of eight requests, in another order."""
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal((8, vocab), np.float32)
     logits[:, 9] = logits[:, 3]  # ties go by id
@@ -101,7 +101,7 @@ def ranked_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
 def drafted_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
     """Same as `ranked_arguments`, for a draft vocabulary in an order of its own."""
     arguments = ranked_arguments(seed, vocab=vocab, stream=stream)
-    # Tokens that rows ask about, and of two equal ones the later first.
+    # Requested tokens, and of two equal ones the later first.
     asked_about = np.array([4, 9, 3, 7], np.int32)
     others = np.setdiff1d(np.arange(vocab, dtype=np.int32), asked_about)
     kept = np.random.default_rng(seed).permutation(others)[: vocab * 2 // 3]
@@ -116,7 +116,7 @@ def sampled_arguments(seed: int, *, vocab: int, is_own: bool) -> Arguments:
 
 
 def large_arguments(seed: int, *, R: int, vocab: int, temperature: float, peak: float) -> Arguments:
-    """Rows as a language model gives them: a few tokens stand out by `peak`, and fall off."""
+    """Rows like those of a language model: a few tokens are higher by up to `peak`."""
     rng = np.random.default_rng(seed)
     logits = np.float32(2.5 if peak else 1) * rng.standard_normal((R, vocab), np.float32)
     if peak:

@@ -38,7 +38,7 @@ def level_arguments(seed: int, *, B: int, k: int, s: int, depth: int, root_rows:
 
 
 def keep_arguments(seed: int, *, B: int, C: int, N: int) -> Arguments:
-    """Candidates whose parents have lower numbers and no lower weights; many weights are equal."""
+    """Candidates; parents have lower numbers and no lower weights; many weights are equal."""
     rng = np.random.default_rng(seed)
     parents = np.array([[rng.integers(c + 1) for c in range(C)] for _ in range(B)])
     weights = np.zeros((B, C + 1), np.float32)  # by number, the root's first

@@ -1,4 +1,4 @@
-"""Cases of sharing verify rows: trees of random form whose weights are often equal."""
+"""Cases of the verify budget: random trees, many of them with equal weights."""
 
 from functools import partial
 
