@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from shared.boundary.backend import (
     BackendLimits,
@@ -28,6 +27,7 @@ from shared.boundary.program import Program, ProgramFeature
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.reference import ngram
+from shared.reference.commit import commit
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.images import ImageContext, encode
@@ -46,10 +46,11 @@ from shared.reference.rows import (
 )
 from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
-from shared.spec import acceptance, attention, draft_tree, gdn_state, model, sampling, slot_state
+from shared.spec import acceptance, draft_tree, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
 from shared.spec.merge_drafts import NgramTrees
-from shared.spec.model import KV, Weights
+from shared.spec.model import Weights
+from shared.spec.tree_growth import DraftRequests
 
 Fields = dict[str, np.ndarray]
 """Fields of a result by name."""
@@ -321,7 +322,7 @@ class ReferenceBackend:
             work.shape.depth,
         )
         path, counts, tokens = accepted.path, accepted.counts, accepted.tokens
-        saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
+        saved = commit(self.state, batch, work.shape, forward.kv, kept, path, counts, tokens)
         passed = forward.at(accepted.rows.reshape(-1))
         path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
         fed = ExtendRows(0, path_tokens, tokens.reshape(-1), passed, ImageContext())
@@ -372,59 +373,15 @@ class ReferenceBackend:
         assert self._drafter is not None  # required for a program that drafts
         is_sampled = self.capacity.accept_rule != "exact"
         rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
-        bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
-        newest = self.state.newest[batch.slots]
-        trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
-        return replace(trees, drafted=rank.drafted) if is_sampled else trees
-
-    def _commit(
-        self,
-        batch: Batch,
-        shape: TreeShape,
-        kv: KV,
-        kept: gdn_state.ReplayInputs,
-        path: Int[np.ndarray, "B W"],
-        counts: Int[np.ndarray, " B"],
-        tokens: Int[np.ndarray, "B W"],
-    ) -> Bool[np.ndarray, " B"]:
-        """Commits the accepted path to the slots; returns True for rows whose snapshot was
-        taken.
-        """
-        lengths = self.state.lengths[batch.slots]
-        move = partial(
-            attention.compact_accepted_kv,
+        requests = DraftRequests(
+            newest=self.state.newest[batch.slots],
+            lengths=self.state.lengths[batch.slots],
+            draft_from=self.state.draft_from[batch.slots],
+            max_drafts=batch.sampling.max_drafts,
             page_table=batch.page_table,
-            lengths=lengths,
-            path=path,
-            counts=counts,
         )
-        self.state.kv = KV(move(kv.k), move(kv.v))
-        state, snapshots, passed = gdn_state.replay(
-            take(self.state.delta, batch.slots),
-            kept,
-            path,
-            counts,
-            batch.snapshots.save_at - lengths,
-        )
-        passed &= batch.snapshots.save != 0
-        put(self.state.delta, batch.slots, state)
-        put(self.state.snapshots, batch.snapshots.save[passed], take(snapshots, passed))
-        self.state.lengths, self.state.newest, self.state.seen, draft_from = slot_state.commit(
-            lengths=self.state.lengths,
-            newest=self.state.newest,
-            seen=self.state.seen,
-            draft_from=self.state.draft_from if shape.is_plain else None,
-            slots=batch.slots,
-            before=lengths,
-            tokens=tokens,
-            counts=counts,
-            prompt_length=batch.sampling.prompt_length,
-        )
-        if draft_from is not None:  # no draft extend in this step: a gap in the draft KV
-            self.state.draft_from = draft_from
-        if self.state.texts is not None:
-            self.state.texts = ngram.learn_outputs(self.state.texts, batch, tokens, counts)
-        return passed
+        trees = self._drafter.draft(batch, requests, shape, rank)
+        return replace(trees, drafted=rank.drafted) if is_sampled else trees
 
     def _extend(
         self,
@@ -444,6 +401,12 @@ class ReferenceBackend:
         """Returns the drafter's ranking of children, with the noise and the penalties of the
         target.
         """
-        lengths = self.state.lengths[batch.slots]
-        given = (batch.sampling, batch.slots, lengths, self.state.seen, width, self._columns)
-        return PenaltyRanking(*given, kept=None)
+        return PenaltyRanking(
+            sampling=batch.sampling,
+            slots=batch.slots,
+            lengths=self.state.lengths[batch.slots],
+            counts=self.state.seen,
+            width=width,
+            columns=self._columns,
+            kept=None,
+        )

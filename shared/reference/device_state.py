@@ -49,14 +49,15 @@ class DeviceState:
 
 def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
     """Allocates zeroed memory for all slots, pages and snapshots."""
-    num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
-    images = capacity.images
+    num_slots, images = capacity.num_slots, capacity.images
     return DeviceState(
         lengths=np.zeros(num_slots, np.int32),
         newest=np.zeros(num_slots, np.int32),
         seen=np.zeros((num_slots, capacity.vocab), np.int32),
         draft_from=np.zeros(num_slots, np.int32),
-        kv=model.new_kv(config, config.num_attention_layers, *pool),
+        kv=model.new_kv(
+            config, config.num_attention_layers, capacity.num_pages, capacity.page_size
+        ),
         delta=model.new_state(config, num_slots),
         snapshots=model.new_state(config, capacity.num_snapshots),
         pool=np.zeros((images.num_rows if images else 0, config.hidden), np.float32),

@@ -1,7 +1,7 @@
 """Drafters of the reference backend, each with its own state of all slots and pages."""
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -13,10 +13,11 @@ from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put,
 from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
-from shared.spec.eagle import Rank
 from shared.spec.gated_delta import CHUNK
+from shared.spec.layers import ImageEmbeds
 from shared.spec.model import Weights
 from shared.spec.standalone import SmallModel
+from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens
 
 
 class ReferenceDrafter(Protocol):
@@ -49,13 +50,11 @@ class ReferenceDrafter(Protocol):
     def draft(
         self,
         batch: Batch,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
+        requests: DraftRequests,
         shape: TreeShape,
         rank: PenaltyRanking,
     ) -> Trees:
-        """Drafts a tree for each row; only the root if `draft_from` equals the row's length."""
+        """Drafts a tree for each row; only the root without draft KV."""
         ...
 
     def extend(
@@ -80,25 +79,41 @@ class ReferenceDrafter(Protocol):
         ...
 
 
+def _chunk_rows(
+    batch: Batch, b: int, chunk: ExtendRows, draft_from: Int[np.ndarray, " B"]
+) -> AttentionRows:
+    """Returns the rows of the prompt chunk of row `b`."""
+    return attention.causal_rows(
+        row_starts=np.array([0, len(chunk.tokens)]),
+        first_positions=np.array([chunk.first]),
+        draft_from=draft_from[b : b + 1],
+        page_table=batch.page_table[b : b + 1],
+        tokens=len(chunk.tokens),
+    )
+
+
 class HeadDrafter:
     """Drafter for NEXTN, EAGLE and EAGLE-3."""
 
     def __init__(self, drafter: eagle.EagleHeadDrafter, capacity: BackendLimits) -> None:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
-        pool = (capacity.num_pages, capacity.page_size)
-        self._kv = model.new_kv(drafter.layer, drafter.num_layers, *pool)
-        self._relay_arrays = (  # of `eagle.DraftInput`, by slot
-            np.zeros((slots, width), np.int32),
-            np.zeros((slots, width), np.float32),
-            np.zeros((slots, drafter.layer.hidden), np.float32),
+        self._kv = model.new_kv(
+            drafter.layer, drafter.num_layers, capacity.num_pages, capacity.page_size
         )
-        self._relay_logits = np.zeros((slots, capacity.vocab), np.float32)
+        self._inputs = eagle.DraftInput(  # by slot
+            tokens=np.zeros((slots, width), np.int32),
+            weights=np.zeros((slots, width), np.float32),
+            hidden=np.zeros((slots, drafter.layer.hidden), np.float32),
+        )
+        self._input_logits = np.zeros((slots, capacity.vocab), np.float32)
 
     def start(self, batch: Batch) -> None:
         """Same as `ReferenceDrafter.start`."""
-        for array in self._relay_arrays:
-            array[batch.slots[batch.starts]] = 0
+        slots = batch.slots[batch.starts]
+        self._inputs.tokens[slots] = 0
+        self._inputs.weights[slots] = 0
+        self._inputs.hidden[slots] = 0
 
     def prefill(
         self,
@@ -110,10 +125,7 @@ class HeadDrafter:
         """Same as `ReferenceDrafter.prefill`."""
         out, logits = [], []
         for b, chunk in enumerate(fed):
-            T = len(chunk.tokens)
-            bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
-            rows = attention.causal_rows(np.array([0, T]), *bounds, T)
-            rows = replace(rows, turns=chunk.seen.turns)
+            rows = replace(_chunk_rows(batch, b, chunk, draft_from), turns=chunk.seen.turns)
             reads = self._drafter.reads(chunk.passed)
             hidden, scores, self._kv = self._drafter.run(
                 rows, chunk.following, chunk.seen.shown, reads, self._kv
@@ -125,24 +137,30 @@ class HeadDrafter:
     def draft(
         self,
         batch: Batch,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
+        requests: DraftRequests,
         shape: TreeShape,
         rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
-        relay = eagle.DraftInput(*(array[batch.slots] for array in self._relay_arrays))
+        hidden = self._inputs.hidden[batch.slots]
         if rank.kept is not None:  # the draft input was ranked with the target's noise
-            no_path = np.zeros((len(newest), 1, 0), np.int32)
-            ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
-            relay = eagle.DraftInput(ids[:, 0], weights[:, 0], relay.hidden)
-        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
+            no_path = np.zeros((len(requests.newest), 1, 0), np.int32)
+            ids, weights = rank(self._input_logits[batch.slots][:, None], no_path)
+            ids, weights = ids[:, 0], weights[:, 0]
+        else:
+            ids, weights = self._inputs.tokens[batch.slots], self._inputs.weights[batch.slots]
+        relay = eagle.DraftInput(tokens=ids, weights=weights, hidden=hidden)
 
-        def run(rows: AttentionRows, *given: Any) -> tuple[model.Hidden, eagle.Logits, model.KV]:
-            return self._drafter.run(batch.turned(rows), *given)
+        def run(
+            rows: AttentionRows,
+            tokens: Tokens,
+            shown: ImageEmbeds | None,
+            hidden: model.Hidden,
+            kv: model.KV,
+        ) -> tuple[model.Hidden, Logits, model.KV]:
+            return self._drafter.run(batch.turned(rows), tokens, shown, hidden, kv)
 
-        tree, self._kv = eagle.draft(run, self._kv, relay, newest, *bounds, shape, rank)
+        tree, self._kv = eagle.draft(run, self._kv, relay, requests, shape, rank)
         return Trees.drafted_as(tree)
 
     def extend(
@@ -156,7 +174,7 @@ class HeadDrafter:
     ) -> None:
         """Same as `ReferenceDrafter.extend`."""
         W = len(fed.tokens) // len(counts)
-        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, W - 1)
+        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth=W - 1)
         rows = batch.turned(rows)
         reads = self._drafter.reads(fed.passed)
         out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
@@ -167,25 +185,24 @@ class HeadDrafter:
         self,
         batch: Batch,
         hidden: model.Hidden,
-        logits: eagle.Logits,
+        logits: Logits,
         last: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
         """Stores the slots' draft inputs from each row's last extended row."""
         relay = eagle.relay_of(hidden, logits, last, rank)
-        self._relay_logits[batch.slots] = logits[last]
-        values = (relay.tokens, relay.weights, relay.hidden)
-        for array, new in zip(self._relay_arrays, values, strict=True):
-            array[batch.slots] = new
+        self._input_logits[batch.slots] = logits[last]
+        self._inputs.tokens[batch.slots] = relay.tokens
+        self._inputs.weights[batch.slots] = relay.weights
+        self._inputs.hidden[batch.slots] = relay.hidden
 
 
 class BlockDrafter:
     """Drafter for DFLASH, DSPARK and DFLASH2."""
 
     def __init__(self, drafter: dflash.BlockHeadDrafter, capacity: BackendLimits) -> None:
-        pool = (capacity.num_pages, capacity.page_size)
-        self._drafter = drafter
-        self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
+        self._drafter, layer = drafter, drafter.layer
+        self._kv = model.new_kv(layer, layer.num_layers, capacity.num_pages, capacity.page_size)
 
     def start(self, batch: Batch) -> None:
         """Does nothing: KV of an earlier owner is before every row's context."""
@@ -199,36 +216,30 @@ class BlockDrafter:
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
-            T = len(chunk.tokens)
-            bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
-            rows = attention.causal_rows(np.array([0, T]), *bounds, T)
+            rows = _chunk_rows(batch, b, chunk, draft_from)
             self._kv = self._drafter.extend(rows, self._drafter.reads(chunk.passed), self._kv)
 
     def draft(
         self,
         batch: Batch,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
+        requests: DraftRequests,
         shape: TreeShape,
         rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
-        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        head = self._drafter.head
-        block, own = head.config.block, (head.config, head.weights, newest)
+        config, weights = self._drafter.head.config, self._drafter.head.weights
+        block = config.block
 
         def choose(
             hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
         ) -> dflash.Chain:
             if block is not None and block.markov is not None:
-                return dspark.chain(*own, hidden, scored, rank)
+                return dspark.chain(config, weights, requests.newest, hidden, scored, rank)
             if block is not None and block.selector is not None:
-                return dflash2.chain(*own, hidden, scored, rank)
+                return dflash2.chain(config, weights, requests.newest, hidden, scored, rank)
             return rank.chain(scored)
 
-        given = (self._kv, newest, *bounds, shape.depth)
-        return Trees.drafted_as(self._drafter.draft(*given, choose))
+        return Trees.drafted_as(self._drafter.draft(self._kv, requests, shape.depth, choose))
 
     def extend(
         self,
@@ -241,7 +252,7 @@ class BlockDrafter:
     ) -> None:
         """Same as `ReferenceDrafter.extend`."""
         depth = len(fed.tokens) // len(counts) - 1
-        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth)
+        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth=depth)
         self._kv = self._drafter.extend(rows, self._drafter.reads(fed.passed), self._kv)
 
 
@@ -250,9 +261,10 @@ class StandaloneDrafter:
 
     def __init__(self, small: SmallModel, capacity: BackendLimits) -> None:
         config: ModelConfig = small.config
-        pool = (capacity.num_pages, capacity.page_size)
         self._small, self._width = small, capacity.max_width
-        self._kv = model.new_kv(config, config.num_attention_layers, *pool)
+        self._kv = model.new_kv(
+            config, config.num_attention_layers, capacity.num_pages, capacity.page_size
+        )
         self._state = model.new_state(config, capacity.num_slots)
         self._snapshots = model.new_state(config, capacity.num_snapshots)
 
@@ -287,25 +299,21 @@ class StandaloneDrafter:
     ) -> None:
         slot, table = batch.slots[b : b + 1], batch.page_table[b : b + 1]
         state = take(self._state, slot)
-        where = (tokens, first, draft_from, table)
-        self._kv, state = standalone.prefill(self._small, self._kv, state, *where)
+        self._kv, state = standalone.prefill(
+            self._small, self._kv, state, tokens, first, draft_from, table
+        )
         put(self._state, slot, state)
 
     def draft(
         self,
         batch: Batch,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
+        requests: DraftRequests,
         shape: TreeShape,
         rank: PenaltyRanking,
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         state = take(self._state, batch.slots)
-        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tree, self._kv = standalone.draft(
-            self._small, self._kv, state, newest, *bounds, shape, rank
-        )
+        tree, self._kv = standalone.draft(self._small, self._kv, state, requests, shape, rank)
         return Trees.drafted_as(tree)
 
     def extend(
@@ -320,10 +328,17 @@ class StandaloneDrafter:
         """Same as `ReferenceDrafter.extend`."""
         tokens = fed.tokens.reshape(len(counts), -1)
         save_after = batch.snapshots.save_at - lengths
-        bounds = (lengths, counts, draft_from, batch.page_table, save_after)
         state = take(self._state, batch.slots)
         self._kv, state, saved, passed = standalone.extend(
-            self._small, self._kv, state, tokens, *bounds
+            self._small,
+            self._kv,
+            state,
+            tokens,
+            lengths,
+            counts,
+            draft_from,
+            batch.page_table,
+            save_after,
         )
         passed &= batch.snapshots.save != 0
         put(self._state, batch.slots, state)

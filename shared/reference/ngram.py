@@ -13,11 +13,17 @@ from shared.spec.ngram import NgramState
 def grown(memory: NgramState, batch: Batch, shape: TreeShape, accept_rule: str) -> Trees:
     """Drafts a tree for each row from the n-gram table."""
     assert batch.texts is not None
-    given = (memory.tails[batch.slots], batch.texts.scopes, batch.sampling.max_drafts)
-    width = ngram.width_of(shape.nodes, accept_rule)
-    found = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
+    trees = ngram.draft(
+        memory.table,
+        memory.tails[batch.slots],
+        batch.texts.scopes,
+        batch.sampling.max_drafts,
+        shape.nodes,
+        shape.depth,
+        ngram.width_of(shape.nodes, accept_rule),
+    )
     none_forced = np.zeros(len(batch.slots), bool)
-    return Trees(found.tokens, found.parents, found.num_nodes, none_forced, found.weights)
+    return Trees(trees.tokens, trees.parents, trees.num_nodes, none_forced, trees.weights)
 
 
 def learn_prompts(
@@ -45,8 +51,16 @@ def learn_prompts(
         later = [np.append(each[1:], last) for each, last in zip(own, after, strict=True)]
         is_real = (np.concatenate(own) == 0) & (np.concatenate(later) == 0)
     windows = ngram.prompt_windows(np.concatenate(chunks), row_starts, request, batch.texts.before)
-    rows = (windows, np.concatenate(following), request, row_starts[1:] - 1, batch.texts.scopes)
-    return ngram.learn_prompts(memory, batch.slots, *rows, is_real)
+    return ngram.learn_prompts(
+        memory,
+        batch.slots,
+        windows,
+        np.concatenate(following),
+        request,
+        row_starts[1:] - 1,
+        batch.texts.scopes,
+        is_real,
+    )
 
 
 def learn_outputs(

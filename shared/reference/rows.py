@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, UInt32
@@ -23,11 +24,11 @@ from shared.spec import (
 )
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
-from shared.spec.eagle import Tree
 from shared.spec.gdn_state import GDNState
 from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from shared.spec.model import Forward
 from shared.spec.sampling import Sampling, TokenCounts
+from shared.spec.tree_growth import Tree
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,19 @@ class Batch:
             before = None if texts.before is None else texts.before[index]
             texts = NgramScopes(texts.scopes[index], before)
         return cls(
-            index,
-            plan.slots[index],
-            plan.page_table[index],
-            plan.starts[index] != 0,
-            plan.draft_from[index],
-            plan.reports[index] != 0,
-            plan.sampling.rows(index),
-            Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
-            len(plan.slots) - len(index),
-            None if turn_deltas is None else turn_deltas[plan.slots[index]],
-            texts,
+            index=index,
+            slots=plan.slots[index],
+            page_table=plan.page_table[index],
+            starts=plan.starts[index] != 0,
+            draft_from=plan.draft_from[index],
+            reports=plan.reports[index] != 0,
+            sampling=plan.sampling.rows(index),
+            snapshots=Snapshots(
+                snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]
+            ),
+            num_padding=len(plan.slots) - len(index),
+            deltas=None if turn_deltas is None else turn_deltas[plan.slots[index]],
+            texts=texts,
         )
 
     def turned(self, rows: AttentionRows) -> AttentionRows:
@@ -81,10 +84,14 @@ class Batch:
 
     def restored(self, state: GDNState, snapshots: GDNState) -> GDNState:
         """Returns the states of all slots, with those of starting rows reset to their snapshots."""
-        rows = (self.slots, self.snapshots.restore, self.starts)
+        restore = partial(
+            slot_state.restore,
+            slots=self.slots,
+            sources=self.snapshots.restore,
+            starts=self.starts,
+        )
         return GDNState(
-            slot_state.restore(state.recurrent, snapshots.recurrent, *rows),
-            slot_state.restore(state.window, snapshots.window, *rows),
+            restore(state.recurrent, snapshots.recurrent), restore(state.window, snapshots.window)
         )
 
 
@@ -138,10 +145,10 @@ class Trees:
         """Returns the trees pruned to a verify budget."""
         assert self.weights is not None  # set for drafted trees
         ranked = verify_budget.log_acceptance(self.parents, self.weights, calibration)
-        kept = verify_budget.prune_to_budget(
+        tokens, parents, num_nodes = verify_budget.prune_to_budget(
             self.tokens, self.parents, self.num_nodes, ranked, rows
         )
-        return Trees(*kept, self.forced)
+        return Trees(tokens, parents, num_nodes, self.forced)
 
     def joined(
         self,
@@ -156,11 +163,10 @@ class Trees:
         assert self.weights is not None  # set for drafted trees
         ranked = verify_budget.log_acceptance(self.parents, self.weights, calibration)
         grown = DraftedTrees(self.tokens, self.parents, self.num_nodes, ranked)
-        found = merge_drafts.merge(
+        merged = merge_drafts.merge(
             grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows
         )
-        trees = (found.tokens, found.parents, found.num_nodes)
-        return Trees(*trees, self.forced, origins=found)
+        return Trees(merged.tokens, merged.parents, merged.num_nodes, self.forced, origins=merged)
 
     def accepting(
         self,
@@ -179,8 +185,9 @@ class Trees:
         """
         walked = self.num_nodes
         if rates is not None:
-            trees = (self.tokens, self.parents, self.num_nodes)
-            choices, walked = acceptance.simulate(*trees, choices, rates, seeds, lengths)
+            choices, walked = acceptance.simulate(
+                self.tokens, self.parents, self.num_nodes, choices, rates, seeds, lengths
+            )
         choices, forced = acceptance.force_chain(self.tokens, self.num_nodes, choices, self.forced)
         return choices, np.where(self.forced, forced, walked)
 
@@ -198,7 +205,7 @@ def put(state: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> None:
 
 @dataclass(frozen=True)
 class PenaltyRanking:
-    """Ranking of a drafter's children with the penalties of the target; see `eagle.Rank`.
+    """Ranking of a drafter's children with the penalties of the target; see `tree_growth.Rank`.
 
     Attributes:
       sampling, slots, lengths: Those of the batch's rows.
@@ -277,7 +284,8 @@ def allowed_of(
     if mask is None:
         return None
     rows = mask.index[index]
-    return grammar_bitmask.allowed(mask.bits, rows.reshape(-1), vocab).reshape(*rows.shape, vocab)
+    allowed = grammar_bitmask.allowed(mask.bits, rows.reshape(-1), vocab)
+    return allowed.reshape((*rows.shape, vocab))
 
 
 def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
@@ -288,10 +296,10 @@ def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
 
 def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
     """Returns the trees by field name of the result."""
-    found = {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
+    by_name = {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
     if trees.origins is not None:
-        found |= {"drafted": trees.origins.drafted, "copied": trees.origins.copied}
-    return found
+        by_name |= {"drafted": trees.origins.drafted, "copied": trees.origins.copied}
+    return by_name
 
 
 def logprob_fields(

@@ -26,12 +26,16 @@ def chosen(
     )
     lengths = state.lengths[batch.slots]
     positions = lengths[:, None] + draft_tree.depths(trees.parents) + 1
-    rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
+    flat, at = logits.reshape(B * N, vocab), positions.reshape(-1)
     mask = None if allowed is None else allowed.reshape(B * N, vocab)
     if trees.drafted is None:
-        return sampling.choose(*rows, mask).ids.reshape(B, N)
+        return sampling.choose(flat, seen, at, batch.sampling, request, mask).ids.reshape(B, N)
     choices, _ = acceptance.rejection_sample(
-        *rows,
+        flat,
+        seen,
+        at,
+        batch.sampling,
+        request,
         row_of=np.arange(B * N).reshape(B, N),
         tokens=trees.tokens,
         num_nodes=trees.num_nodes,

@@ -94,8 +94,17 @@ def attention_layer(
     k = layers.apply_rotary(k, angles.cos, angles.sin)
     k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
     v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
-    sees = (rows.first, rows.until, rows.window)
-    out = attend(q, k_pages, v_pages, rows.page_table, rows.request, *sees, heads.scale)
+    out = attend(
+        q,
+        k_pages,
+        v_pages,
+        rows.page_table,
+        rows.request,
+        rows.first,
+        rows.until,
+        rows.window,
+        heads.scale,
+    )
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return out.reshape(len(qkv), -1), k_pages, v_pages

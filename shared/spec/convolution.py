@@ -116,17 +116,16 @@ def layer(
       The residual stream, its norm for the next layer or for the output, and the KV.
     """
     read, added = _around(sizes, block, weights, "attention", number, normed)
-    own, nothing = (
-        (sizes, sizes.attention, weights, "layer.", number),
-        NormedStream(np.zeros_like(x)),
+    no_stream = NormedStream(np.zeros_like(x))
+    mixed, kv = model.attention_layer(
+        sizes, sizes.attention, weights, "layer.", number, read, no_stream, rows, kv
     )
-    mixed, kv = model.attention_layer(*own, read, nothing, rows, kv)
     x, normed = added(mixed.rows, x, weights["layer.post_attention_norm"][number])
     read, added = _around(sizes, block, weights, "mlp", number, normed)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
-    fed = linear.product(linear.silu_and_mul_linear(NormedStream(read), None, gate_up), down)
+    mlp = linear.product(linear.silu_and_mul_linear(NormedStream(read), None, gate_up), down)
     norms = [*weights["layer.input_norm"], weights["final_norm"]]
-    return *added(fed, x, norms[number + 1]), kv
+    return *added(mlp, x, norms[number + 1]), kv
 
 
 def _around(

@@ -21,10 +21,11 @@ from shared.models.config import ModelConfig
 from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
 from shared.spec.attention import AttentionRows
 from shared.spec.attention_layer import Heads, write_kv
-from shared.spec.eagle import HeadWeights, Tree, embedding
+from shared.spec.eagle import HeadWeights, embedding
 from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Hidden, Weights
 from shared.spec.sampling import over_tokens
+from shared.spec.tree_growth import DraftRequests, Tree
 
 Chain = tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
 """Draft tokens of each request, and the log weight of each."""
@@ -65,16 +66,17 @@ def extend(
       read: Result of `context` for these rows.
       kv: Pools of all layers.
     """
-    keys, pools = config.attention.key_size, []
+    keys, k_pools, v_pools = config.attention.key_size, [], []
     angles, heads = model.angles(config.attention, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
         weight = model.matrix(weights, "layer.attention.inputs", layer)
         norms = model.head_norms(config, weights, "layer.", layer)
         assert norms is not None  # required for DFlash
         written = linear.product(read, weight, weight.num_outputs - 2 * keys)
-        pool = (kv.k[layer], kv.v[layer])
-        pools.append(write_kv(written, heads, norms, angles, rows, *pool))
-    return KV(*(np.stack(pool) for pool in zip(*pools, strict=True)))
+        k, v = write_kv(written, heads, norms, angles, rows, kv.k[layer], kv.v[layer])
+        k_pools.append(k)
+        v_pools.append(v)
+    return KV(np.stack(k_pools), np.stack(v_pools))
 
 
 def block_rows(
@@ -103,9 +105,18 @@ def block_rows(
         elif window is not None:
             first = np.maximum(start, positions - window + 1)
             until = np.minimum(until, positions + window)
-        until = np.where(is_real, until, 0)
-        where = (request, positions, positions, first, until, no_window, is_real)
-        rows.append(AttentionRows(*where, page_table))
+        rows.append(
+            AttentionRows(
+                request=request,
+                positions=positions,
+                places=positions,
+                first=first,
+                until=np.where(is_real, until, 0),
+                window=no_window,
+                is_real=is_real,
+                page_table=page_table,
+            )
+        )
     return rows
 
 
@@ -136,16 +147,17 @@ def fill(
     x = layers.embed_tokens(embedding(weights, target), tokens.reshape(-1), None)
     if block.conv is not None:
         out = model.norm(sizes, x, weights["layer.input_norm"][0])
-        for layer, seen in enumerate(rows):
-            x, out, kv = convolution.layer(sizes, block, weights, layer, x, out, seen, kv)
+        for layer, layer_rows in enumerate(rows):
+            x, out, kv = convolution.layer(sizes, block, weights, layer, x, out, layer_rows, kv)
         return out.reshape(len(newest), block.size, -1), kv
     stream = NormedStream(x)
-    for layer, seen in enumerate(rows):
+    for layer, layer_rows in enumerate(rows):
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
-        given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)
-        stream, kv = model.attention_layer(sizes, *given)
-        fed = sizes.layers[layer].mlp
-        stream = model.feed(sizes, fed, weights, "layer.", layer, layer, stream)
+        stream, kv = model.attention_layer(
+            sizes, sizes.attention, weights, "layer.", layer, y, stream, layer_rows, kv
+        )
+        mlp = sizes.layers[layer].mlp
+        stream = model.feed(sizes, mlp, weights, "layer.", layer, layer, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
 
@@ -188,47 +200,27 @@ class BlockHeadDrafter:
         """Applies the function `extend` to the bound head."""
         return extend(self.layer, self.head.weights, rows, read, kv)
 
-    def draft(
-        self,
-        kv: KV,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
-        max_drafts: Int[np.ndarray, " B"],
-        page_table: Int[np.ndarray, "B table"],
-        depth: int,
-        choose: Choose,
-    ) -> Tree:
+    def draft(self, kv: KV, requests: DraftRequests, depth: int, choose: Choose) -> Tree:
         """Drafts a chain for each request; does not change the pools.
 
         Args:
           kv: Draft KV of the head.
-          newest, lengths: Newest token of each request, and its position.
-          draft_from: First position with draft KV.
-          max_drafts: Maximum number of draft tokens per request.
-          page_table: Pages of each request.
+          requests: Requests of the step.
           depth: S, the number of the block's first draft tokens to use. The whole block is always
             computed, because its rows attend to all of it.
           choose: Selects the draft tokens.
         """
-        hidden = self.filled(kv, newest, lengths, draft_from, page_table)
+        hidden = self.filled(kv, requests)
         drafts, edges = choose(hidden, self.scores(hidden, depth))
-        chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
+        chains = draft_tree.chains(drafts, requests.newest, requests.max_drafts, requests.can_draft)
         return (*chains, verify_budget.chain_weights(edges))
 
-    def filled(
-        self,
-        kv: KV,
-        newest: Int[np.ndarray, " B"],
-        lengths: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
-        page_table: Int[np.ndarray, "B table"],
-    ) -> Float[np.ndarray, "B size hidden"]:
+    def filled(self, kv: KV, requests: DraftRequests) -> Float[np.ndarray, "B size hidden"]:
         """Computes the hidden states of each request's block; does not change the pools."""
         config = self.head.config
         assert config.block is not None  # a DFlash head has a block
-        rows = block_rows(config.block, lengths, draft_from, page_table)
-        hidden, _ = fill(config, self.head.weights, self.target, newest, rows, kv)
+        rows = block_rows(config.block, requests.lengths, requests.draft_from, requests.page_table)
+        hidden, _ = fill(config, self.head.weights, self.target, requests.newest, rows, kv)
         return hidden
 
     def scores(
@@ -238,6 +230,6 @@ class BlockHeadDrafter:
         config = self.head.config
         assert config.block is not None  # a DFlash head has a block
         first = config.block.first_slot
-        given = (config, self.head.weights, self.target)
-        scored = [scores(*given, hidden[:, slot]) for slot in range(first, first + depth)]
+        weights, slots = self.head.weights, range(first, first + depth)
+        scored = [scores(config, weights, self.target, hidden[:, slot]) for slot in slots]
         return np.stack(scored, axis=1)

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 
 from shared.drafts.config import DraftConfig
 from shared.spec import layers
-from shared.spec.eagle import HeadWeights, Rank
+from shared.spec.eagle import HeadWeights
+from shared.spec.tree_growth import Rank
 
 NEVER = -1e30
 """Logit of a token that is not a candidate. Its probability is 0 next to any candidate, but the

@@ -8,6 +8,7 @@ probability of each draft token before verification.
 Source: DSpark, arXiv:2607.05147.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,10 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.spec import layers
-from shared.spec.eagle import HeadWeights, Rank
+from shared.spec.eagle import HeadWeights
 from shared.spec.model import Hidden
 from shared.spec.sampling import over_tokens
+from shared.spec.tree_growth import Rank
 
 Rows = Float[np.ndarray, "B rank"]
 
@@ -60,12 +62,12 @@ def mix(
     if markov.kind == VANILLA:
         return Mixed(before, before, state)
     if markov.kind == GATED:
-        gate = layers.sigmoid(_linear(weights, "markov.mix", hidden, before))
+        gate = layers.sigmoid(_linear(weights, "markov.mix", [hidden, before]))
         return Mixed(before, gate * before, state)
-    mixed = _linear(weights, "markov.mix", state, before, hidden)
-    kept, candidate, out = np.split(mixed, 3, axis=1)
-    kept = layers.sigmoid(kept)
-    return Mixed(before, np.tanh(out), kept * state + (1 - kept) * np.tanh(candidate))
+    mixed = _linear(weights, "markov.mix", [state, before, hidden])
+    update, candidate, out = np.split(mixed, 3, axis=1)
+    update = layers.sigmoid(update)
+    return Mixed(before, np.tanh(out), update * state + (1 - update) * np.tanh(candidate))
 
 
 def bias(config: DraftConfig, weights: HeadWeights, factors: Rows) -> Float[np.ndarray, "B vocab"]:
@@ -88,15 +90,15 @@ def confidence(
       markov, weights: Config and weights of the head.
       hidden, before: See `mix` and `Mixed`.
     """
-    read = (hidden, before) if markov.confidence_sees_previous else (hidden,)
-    return -layers.softplus(-_linear(weights, "confidence", *read))[:, 0]
+    inputs = [hidden, before] if markov.confidence_sees_previous else [hidden]
+    return -layers.softplus(-_linear(weights, "confidence", inputs))[:, 0]
 
 
 def _linear(
-    weights: HeadWeights, name: str, *read: Float[np.ndarray, "B _"]
+    weights: HeadWeights, name: str, inputs: Sequence[Float[np.ndarray, "B _"]]
 ) -> Float[np.ndarray, "B outputs"]:
     """Applies a linear layer to the concatenated inputs."""
-    return layers.linear(np.concatenate(read, axis=1), weights[name]) + weights[f"{name}_bias"]
+    return layers.linear(np.concatenate(inputs, axis=1), weights[name]) + weights[f"{name}_bias"]
 
 
 def chain(

@@ -12,35 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig
-from shared.spec import draft_tree, layers, model
+from shared.spec import layers, model
 from shared.spec.attention import AttentionRows
-from shared.spec.draft_tree import Level, TreeShape
+from shared.spec.draft_tree import TreeShape
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import NormedStream
 from shared.spec.model import KV, Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
+from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree, grow
 
-Logits = Float[np.ndarray, "R vocab"]
-Tokens = Int[np.ndarray, " R"]
 HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
 Head = Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, Logits, KV]]
 """Draft head bound to its weights. Inputs: rows, each row's next token, image embeddings that
 replace some token embeddings, each row's hidden state, and the head's KV. Outputs: the hidden state
 for the next draft step, the logits, and the KV."""
-
-Rank = Callable[
-    [Float[np.ndarray, "B k vocab"], Int[np.ndarray, "B k path"]],
-    tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]],
-]
-"""Selects the children of nodes. Inputs: their logits, and the draft tokens on the path to each
-node (without the root). Outputs: the best tokens, best first, and the log weights of their edges.
-"""
 
 
 def mtp(
@@ -63,10 +54,10 @@ def mtp(
       hidden: Hidden states after the model's final norm; while drafting, after the MTP layer's own.
       kv: KV of the MTP layer.
     """
-    fed = layers.embed_tokens(weights["embed"], tokens, shown)
-    fed = model.norm(config, fed, weights["mtp.embedding_norm"])
+    embeds = layers.embed_tokens(weights["embed"], tokens, shown)
+    embeds = model.norm(config, embeds, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
-    x = layers.linear(np.concatenate([fed, normed], axis=1), weights["mtp.fc"])
+    x = layers.linear(np.concatenate([embeds, normed], axis=1), weights["mtp.fc"])
     y = model.norm(config, x, weights["mtp.layer.input_norm"][0])
     x, kv = _decoder_layer(config, weights, "mtp.layer.", x, y, rows, kv)
     out = model.norm(config, x, weights["mtp.final_norm"])
@@ -95,8 +86,8 @@ def eagle(
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    fed = layers.embed_tokens(embedding(weights, target), tokens, shown)
-    x = _fc(weights, np.concatenate([fed, hidden], axis=1))
+    embeds = layers.embed_tokens(embedding(weights, target), tokens, shown)
+    x = _fc(weights, np.concatenate([embeds, hidden], axis=1))
     x, kv = _layers(config.layer, weights, x, x, rows, kv)
     return x, model.logits(config.layer, target, x), kv
 
@@ -149,10 +140,10 @@ def eagle3(
     Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
     """
     layer = config.layer
-    fed = layers.embed_tokens(embedding(weights, target), tokens, shown)
-    fed = model.norm(layer, fed, weights["layer.input_norm"][0])
+    embeds = layers.embed_tokens(embedding(weights, target), tokens, shown)
+    embeds = model.norm(layer, embeds, weights["layer.input_norm"][0])
     normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
-    y, x = np.concatenate([fed, normed], axis=1), normed if config.norm_residual else hidden
+    y, x = np.concatenate([embeds, normed], axis=1), normed if config.norm_residual else hidden
     x, kv = _layers(layer, weights, x, y, rows, kv)
     out = model.norm(layer, x, weights["final_norm"])
     if config.own_lm_head:
@@ -226,12 +217,11 @@ def _layers(
     stream = NormedStream(x)
     for place, each in enumerate(config.layers[1:]):
         y = model.norm(config, stream.rows, weights["later.input_norm"][place])
-        attention, where = each.mixer, ("later.", place)
-        assert isinstance(attention, AttentionConfig)  # heads have only attention layers
+        assert isinstance(each.mixer, AttentionConfig)  # heads have only attention layers
         stream, pools = model.attention_layer(
-            config, attention, weights, *where, y, stream, rows, pools
+            config, each.mixer, weights, "later.", place, y, stream, rows, pools
         )
-        stream = model.feed(config, each.mlp, weights, *where, place, stream)
+        stream = model.feed(config, each.mlp, weights, "later.", place, place, stream)
     k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
     return stream.rows, KV(k, v)
 
@@ -246,10 +236,10 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """Computes one layer with the residual `x`, whose attention reads `y`."""
-    given = (config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv)
-    stream, kv = model.attention_layer(config, *given)
-    fed = config.draft_layer.mlp
-    return model.feed(config, fed, weights, prefix, 0, 0, stream).rows, kv
+    stream, kv = model.attention_layer(
+        config, config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv
+    )
+    return model.feed(config, config.draft_layer.mlp, weights, prefix, 0, 0, stream).rows, kv
 
 
 @dataclass(frozen=True)
@@ -283,9 +273,16 @@ def extend_rows(
     is_real = step < counts[request]
     positions = np.where(is_real, lengths[request] + step, 0)
     until = np.where(is_real, positions + 1, 0)
-    window = np.zeros((B * W, 0), bool)
-    first = draft_from[request]
-    return AttentionRows(request, positions, positions, first, until, window, is_real, page_table)
+    return AttentionRows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=until,
+        window=np.zeros((B * W, 0), bool),
+        is_real=is_real,
+        page_table=page_table,
+    )
 
 
 def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: Rank) -> DraftInput:
@@ -301,28 +298,11 @@ def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: 
     return DraftInput(tokens[:, 0], weights[:, 0], hidden[last])
 
 
-Expand = Callable[[AttentionRows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
-"""Runs a drafter on the nodes of a level. Inputs: their rows and tokens, and the row of each node's
-parent in the previous expansion (first: its request). Outputs: their logits, and the KV."""
-
-Tree = tuple[
-    Int[np.ndarray, "B N"],
-    Int[np.ndarray, "B N"],
-    Int[np.ndarray, " B"],
-    Float[np.ndarray, "B N"],
-]
-"""Result of `draft_tree.keep_best`: tokens, parents, node counts and path weights."""
-
-
 def draft(
     head: Head,
     kv: KV,
     relay: DraftInput,
-    newest: Int[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Rank,
 ) -> tuple[Tree, KV]:
@@ -331,13 +311,10 @@ def draft(
 
     Args:
       head: The draft head.
-      kv: The head's KV, complete from `draft_from` to the length.
-      relay: Draft input with at least k candidates. It is invalid if `draft_from` equals the
-        length; that request gets its root only.
-      newest, lengths: Token of the root, and its position.
-      draft_from: First position with draft KV.
-      max_drafts: Maximum number of draft tokens per request.
-      page_table: Pages of each request.
+      kv: The head's KV.
+      relay: Draft input with at least k candidates. It is invalid for a request without draft KV,
+        which gets its root only.
+      requests: Requests of the step.
       shape: Shape of the trees.
       rank: Selects each node's k children.
 
@@ -356,92 +333,4 @@ def draft(
         return logits, kv
 
     first = (relay.tokens[:, : shape.width], relay.weights[:, : shape.width])
-    bounds = (lengths, draft_from, max_drafts, page_table)
-    return grow(expand, kv, first, newest, *bounds, shape, rank, 0)
-
-
-def grow(
-    expand: Expand,
-    kv: KV,
-    first: tuple[Int[np.ndarray, "B k"], Float[np.ndarray, "B k"]],
-    newest: Int[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
-    shape: TreeShape,
-    rank: Rank,
-    root_rows: int,
-) -> tuple[Tree, KV]:
-    """Grows draft trees level by level with any drafter.
-
-    Expansion s (from 1) runs the drafter on the k nodes of its frontier, at position `lengths +
-    root_rows + s - 1`. It writes draft KV from `lengths + root_rows + (s - 1) k` on. A node attends
-    to the draft KV from `draft_from` to the length, to the root's row if there is one, and to its
-    ancestors and itself.
-
-    Args:
-      expand: The drafter.
-      kv: The drafter's KV, complete from `draft_from` to the length.
-      first: The root's children and their log weights; invalid if `draft_from` equals the length.
-      newest, lengths, draft_from, max_drafts, page_table, shape, rank: See `draft`.
-      root_rows: 1 if the drafter has written a row for the root, at the length; else 0.
-
-    Returns:
-      The trees, and the drafter's KV.
-    """
-    tokens, weights = first
-    B, k = tokens.shape
-    can_draft = draft_from < lengths
-    levels = [(tokens, weights, np.zeros((B, k), np.int32))]
-    level = _first_level(tokens, weights, shape, root_rows)
-    for s in range(1, shape.depth):
-        where = (lengths, draft_from, can_draft, page_table)
-        rows = _expansion_rows(level.sees, s, *where, root_rows)
-        logits, kv = expand(rows, level.tokens.reshape(-1), level.parents.reshape(-1), kv)
-        ids, edges = rank(logits.reshape(B, k, -1), level.paths)
-        parents, weights, level = draft_tree.next_level(level, ids, edges, s, root_rows)
-        levels.append((ids.reshape(B, k * k), weights, parents))
-    ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*levels, strict=True))
-    limits = (max_drafts, can_draft, shape.nodes)
-    return draft_tree.keep_best(newest, ids, weights, parents, *limits), kv
-
-
-def _first_level(
-    tokens: Int[np.ndarray, "B k"],
-    weights: Float[np.ndarray, "B k"],
-    shape: TreeShape,
-    root_rows: int,
-) -> Level:
-    B, k = tokens.shape
-    sees = np.zeros((B, k, root_rows + k * (shape.depth - 1)), bool)
-    sees[:, :, :root_rows] = True
-    sees |= np.arange(sees.shape[2]) == root_rows + np.arange(k)[:, None]
-    return Level(
-        tokens=tokens,
-        weights=weights,
-        parents=np.repeat(np.arange(B)[:, None], k, axis=1),
-        numbers=np.tile(np.arange(1, k + 1), (B, 1)),
-        paths=tokens[:, :, None],
-        sees=sees,
-    )
-
-
-def _expansion_rows(
-    sees: Bool[np.ndarray, "B k window"],
-    s: int,
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    can_draft: Bool[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
-    root_rows: int,
-) -> AttentionRows:
-    B, k, _ = sees.shape
-    request = np.repeat(np.arange(B), k)
-    is_real = can_draft[request]
-    length = np.where(is_real, lengths[request], 0)
-    positions = length + root_rows + s - 1
-    places = length + root_rows + (s - 1) * k + np.tile(np.arange(k), B)
-    window = sees.reshape(B * k, -1) & is_real[:, None]
-    first = draft_from[request]
-    return AttentionRows(request, positions, places, first, length, window, is_real, page_table)
+    return grow(expand, kv, first, requests, shape, rank, root_rows=0)

@@ -119,8 +119,9 @@ def verify(
     states, outputs = [], []
     for node in range(q.shape[1]):
         before = state if node == 0 else np.stack(states)[parents[:, node], rows]
-        token = (x[:, node] for x in (q, k, v, log_decay, beta))
-        after, output = step(before, *token)
+        after, output = step(
+            before, q[:, node], k[:, node], v[:, node], log_decay[:, node], beta[:, node]
+        )
         states.append(after)
         outputs.append(output)
     return np.stack(outputs, axis=1)

@@ -62,7 +62,7 @@ def prefill(
     slots: Int[np.ndarray, " B"],
     row_starts: Int[np.ndarray, " B1"],
 ) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN prefill: applies `mamba_state.gdn_prefill` to one layer.
+    """GDN prefill: applies `gdn_state.gdn_prefill` to one layer.
 
     Args:
       inputs: Output of the input projection.
@@ -72,10 +72,15 @@ def prefill(
       slots: Slots of the requests.
       row_starts: First flat row of each request, and the end.
     """
-    held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new = gdn_prefill(inputs, weights, sizes, *held, row_starts)
     recurrent, window = states.recurrent.copy(), states.window.copy()
-    recurrent[layer, slots], window[layer, slots] = new
+    out, recurrent[layer, slots], window[layer, slots] = gdn_prefill(
+        inputs,
+        weights,
+        sizes,
+        states.recurrent[layer, slots],
+        states.window[layer, slots],
+        row_starts,
+    )
     return out, GDNState(recurrent, window)
 
 
@@ -88,10 +93,18 @@ def verify(
     slots: Int[np.ndarray, " B"],
     nodes: TreeNodes,
 ) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
-    """GDN tree verification: applies `mamba_state.gdn_verify_tree` to one layer; see `prefill`."""
-    held = (states.recurrent[layer, slots], states.window[layer, slots])
-    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    return gdn_verify_tree(inputs, weights, sizes, *held, *where)
+    """GDN tree verification: applies `gdn_state.gdn_verify_tree` to one layer; see `prefill`."""
+    return gdn_verify_tree(
+        inputs,
+        weights,
+        sizes,
+        states.recurrent[layer, slots],
+        states.window[layer, slots],
+        nodes.parents,
+        nodes.row_of,
+        nodes.request,
+        nodes.node,
+    )
 
 
 def decode(
@@ -102,13 +115,13 @@ def decode(
     layer: int,
     slots: Int[np.ndarray, " B"],
 ) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN decode: applies `mamba_state.gdn_decode` to one layer; `commit` updates the convolution
+    """GDN decode: applies `gdn_state.gdn_decode` to one layer; `commit` updates the convolution
     windows.
     """
-    held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, new, _ = gdn_decode(inputs, weights, sizes, *held)
     recurrent = states.recurrent.copy()
-    recurrent[layer, slots] = new
+    out, recurrent[layer, slots], _ = gdn_decode(
+        inputs, weights, sizes, states.recurrent[layer, slots], states.window[layer, slots]
+    )
     return out, GDNState(recurrent, states.window)
 
 
@@ -122,14 +135,14 @@ def commit(
     save_after: Int[np.ndarray, " B"],
     save: Int[np.ndarray, " B"],
 ) -> tuple[GDNState, GDNState]:
-    """State commit: applies `mamba_state.replay` to all layers, or only the windows of advanced
+    """State commit: applies `gdn_state.replay` to all layers, or only the windows of advanced
     states.
 
     Args:
       states, snapshots: States of all slots, and all snapshots.
       kept: Replay inputs of a verify step; for advanced states, the convolution inputs.
       slots: Slots of the requests.
-      path, counts, save_after: See `mamba_state.replay`.
+      path, counts, save_after: See `gdn_state.replay`.
       save: Snapshot to write for each request; 0 for none.
     """
     before = take(states, slots)

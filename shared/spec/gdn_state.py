@@ -35,9 +35,7 @@ class GDNState:
 
 @dataclass(frozen=True)
 class ReplayInputs:
-    """Replay inputs: what a verify step stores of its nodes in all GDN layers, exactly as it used
-    them.
-    """
+    """Inputs of a verify step's nodes in all GDN layers, stored unchanged for state replay."""
 
     k: Float[np.ndarray, "L B N H K"]
     v: Float[np.ndarray, "L B N H V"]
@@ -125,8 +123,9 @@ def replay(
     )
     recurrent = saved = state.recurrent
     for i in range(path.shape[1]):
-        token = (x[:, :, i] for x in (k, v, log_decay, beta))
-        after = gated_delta.update(recurrent, *token)
+        after = gated_delta.update(
+            recurrent, k[:, :, i], v[:, :, i], log_decay[:, :, i], beta[:, :, i]
+        )
         recurrent = np.where(np.greater(counts, i)[None, :, None, None, None], after, recurrent)
         saved = np.where(np.equal(save_after, i + 1)[None, :, None, None, None], recurrent, saved)
     passed = (save_after >= 1) & (save_after <= counts)
@@ -178,9 +177,10 @@ def gdn_prefill(
     recurrent, window, out = recurrent.copy(), window.copy(), np.zeros_like(z)
     for row, (start, stop) in enumerate(pairwise(row_starts)):
         windows = chain_windows(window[row], channels[start:stop])
-        qkv = _heads_of(conv(windows[:-1], channels[start:stop], weights.conv), sizes)
-        gates = (log_decay[start:stop], beta[start:stop])
-        recurrent[row], out[start:stop] = gated_delta.chunked(recurrent[row], *qkv, *gates)
+        q, k, v = _heads_of(conv(windows[:-1], channels[start:stop], weights.conv), sizes)
+        recurrent[row], out[start:stop] = gated_delta.chunked(
+            recurrent[row], q, k, v, log_decay[start:stop], beta[start:stop]
+        )
         window[row] = windows[-1]
     return _normed(out, z, weights), recurrent, window
 
@@ -217,7 +217,9 @@ def gdn_verify_tree(
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     log_decay, beta = (gate[row_of] for gate in gates)
     out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
-    kept = ReplayInputs(*(x[None] for x in (k, v, log_decay, beta, before)))
+    kept = ReplayInputs(
+        k=k[None], v=v[None], log_decay=log_decay[None], beta=beta[None], inputs=before[None]
+    )
     return _normed(out[request, node], z, weights), kept
 
 
@@ -230,9 +232,9 @@ def gdn_decode(
 ) -> tuple[Float[np.ndarray, "B values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
     """GDN decode: same as `gdn_prefill`, for one row per request, by the recurrence itself."""
     channels, z, b, a = split_inputs(inputs, sizes)
-    qkv = _heads_of(conv(window, channels, weights.conv), sizes)
-    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
-    recurrent, out = gated_delta.step(recurrent, *qkv, *gates)
+    q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    recurrent, out = gated_delta.step(recurrent, q, k, v, log_decay, beta)
     window = np.concatenate([window[:, 1:], channels[:, None]], axis=1)
     return _normed(out, z, weights), recurrent, window
 

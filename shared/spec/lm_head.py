@@ -114,5 +114,4 @@ def rank(
     """
     logits = scores(projection)
     by_node = logits.reshape(len(positions), -1, logits.shape[1])
-    how = (keys, stream, width, is_sampled, columns)
-    return sampling.rank(by_node, seen, positions, params, *how)
+    return sampling.rank(by_node, seen, positions, params, keys, stream, width, is_sampled, columns)

@@ -44,7 +44,7 @@ class NgramTrees:
 
 @dataclass(frozen=True)
 class DraftedTrees:
-    """Trees of a model-based drafter; for `weights` see `verify_rows.rank_weights`."""
+    """Trees of a model-based drafter; for `weights` see `verify_budget.log_acceptance`."""
 
     tokens: Int[np.ndarray, "B D"]
     parents: Int[np.ndarray, "B D"]
@@ -107,7 +107,7 @@ def merge(
       max_drafts: Maximum number of nodes per request, without the root.
       nodes: N, maximum nodes of a tree.
       depth: Maximum depth of n-gram nodes below the root.
-      rows: Verify budget of all trees, see `verify_rows.prune_to_budget`.
+      rows: Verify budget of all trees, see `verify_budget.prune_to_budget`.
     """
     B, D = grown.tokens.shape
     M = copies.tokens.shape[1]
@@ -130,10 +130,12 @@ def merge(
     is_candidate = np.isfinite(weights[:, 1:])
     most = np.minimum(max_drafts, is_candidate.sum(axis=1))
     numbers = np.tile(np.arange(1, D + M, dtype=np.int32), (B, 1))
-    kept = draft_tree.keep_best(
+    best, best_parents, num_best, best_weights = draft_tree.keep_best(
         np.zeros(B, np.int32), numbers, weights[:, 1:], parents[:, 1:], most, most > 0, nodes
     )
-    chosen, joined_parents, num_nodes = verify_budget.prune_to_budget(*kept, rows)
+    chosen, joined_parents, num_nodes = verify_budget.prune_to_budget(
+        best, best_parents, num_best, best_weights, rows
+    )
     at = np.arange(B)[:, None], chosen
     is_draft = chosen > 0
     return MergedTrees(

@@ -248,17 +248,17 @@ def mix(
       qkv: The layer's projection.
       rows, kv: Positions and visibility of the rows, and pools of the stack.
     """
-    norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    heads, turn = Heads.of(attention), angles(attention, rows)
+    norms, heads = head_norms(config, weights, prefix, layer), Heads.of(attention)
     if norms is not None and attention.norms_all_heads:
         qkv, norms = full_width_qk_norm(qkv, heads, norms), None
     if attention.query_scaling_beta:
-        grown = layers.query_scaling(
+        factors = layers.query_scaling(
             rows.positions, attention.query_scaling_beta, attention.rotary.original_context
         )
-        qkv = scale_queries(qkv, heads, grown)
-    seen = with_sliding_window(rows, attention.window)
-    out, k, v = mix_heads(qkv, heads, norms, turn, seen, *pools)
+        qkv = scale_queries(qkv, heads, factors)
+    visible = with_sliding_window(rows, attention.window)
+    cos_sin = angles(attention, rows)
+    out, k, v = mix_heads(qkv, heads, norms, cos_sin, visible, kv.k[layer], kv.v[layer])
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 
@@ -442,8 +442,8 @@ class VerifyGDN:
         """Returns the replay inputs of all layers, stacked."""
         if self._kept:
             names = [field.name for field in fields(ReplayInputs)]
-            joined = (np.concatenate([getattr(x, n) for x in self._kept]) for n in names)
-            return ReplayInputs(*joined)
+            layers_of = {name: [getattr(each, name) for each in self._kept] for name in names}
+            return ReplayInputs(**{name: np.concatenate(x) for name, x in layers_of.items()})
         gates = np.zeros((0, *self._parents.shape, 0), np.float32)
         heads_of = np.zeros((*gates.shape, 0), np.float32)
         return ReplayInputs(heads_of, heads_of, gates, gates, gates)

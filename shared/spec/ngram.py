@@ -315,9 +315,15 @@ def learn_outputs(
 ) -> NgramState:
     """Inserts the tokens that a step has committed: the first `counts` of each row."""
     B, W = tokens.shape
-    held = memory.tails[slots]
-    before, is_real = windows(held, tokens), np.arange(W) < counts[:, None]
-    flat = before.reshape(B * W, WINDOW), tokens.reshape(-1), np.repeat(scopes, W, axis=0)
-    table, tails = insert(memory.table, *flat, is_real.reshape(-1)), memory.tails.copy()
-    tails[slots] = update_tails(held, tokens, counts)
+    old_tails = memory.tails[slots]
+    before, is_real = windows(old_tails, tokens), np.arange(W) < counts[:, None]
+    table = insert(
+        memory.table,
+        before.reshape(B * W, WINDOW),
+        tokens.reshape(-1),
+        np.repeat(scopes, W, axis=0),
+        is_real.reshape(-1),
+    )
+    tails = memory.tails.copy()
+    tails[slots] = update_tails(old_tails, tokens, counts)
     return NgramState(tails, table)

@@ -67,8 +67,9 @@ def commit(
     is_output = before[:, None] + 1 + place >= prompt_length[:, None]
     is_counted = place < counts[:, None]
     owners = np.broadcast_to(slots[:, None], tokens.shape)
-    flat = (x.reshape(-1) for x in (owners, tokens, is_output, is_counted))
-    seen = count(seen, *flat)
+    seen = count(
+        seen, owners.reshape(-1), tokens.reshape(-1), is_output.reshape(-1), is_counted.reshape(-1)
+    )
     last = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     newest[slots] = np.where(counts > 0, last, newest[slots])
     lengths[slots] = before + counts

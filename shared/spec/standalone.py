@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from shared.models.config import ModelConfig
-from shared.spec import attention, eagle, gdn_state, model
+from shared.spec import attention, eagle, gdn_state, model, tree_growth
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
-from shared.spec.eagle import Logits, Rank, Tokens, Tree
 from shared.spec.gdn_state import GDNState
 from shared.spec.model import KV
+from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +113,13 @@ def extend(
       counts: Number of real tokens of each path.
       draft_from: First position with draft KV.
       page_table: Pages of each request.
-      save_after: See `mamba_state.replay`.
+      save_after: See `gdn_state.replay`.
 
     Returns:
-      The KV, then the results of `mamba_state.replay`.
+      The KV, then the results of `gdn_state.replay`.
     """
     B, W = tokens.shape
-    rows = eagle.extend_rows(lengths, counts, draft_from, page_table, W - 1)
+    rows = eagle.extend_rows(lengths, counts, draft_from, page_table, depth=W - 1)
     state = context_of(state, draft_from, lengths)
     place = np.arange(W)
     parents = np.tile(np.maximum(place - 1, 0), (B, 1))
@@ -137,11 +137,7 @@ def draft(
     small: SmallModel,
     kv: KV,
     state: GDNState,
-    newest: Int[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Rank,
 ) -> tuple[Tree, KV]:
@@ -149,10 +145,10 @@ def draft(
 
     Args:
       small: The draft model.
-      kv, state: Its KV and states, complete from `draft_from` to the length; the states do not
+      kv, state: Its KV and states, which do not include the newest token; the states do not
         change.
-      newest: Token of the root, which neither of them includes yet.
-      lengths, draft_from, max_drafts, page_table, shape: See `eagle.draft`.
+      requests: Requests of the step.
+      shape: Shape of the trees.
       rank: Selects each node's k children.
 
     Returns:
@@ -167,14 +163,14 @@ def draft(
         logits, kv, state = _step(small, kv, before, rows, tokens)
         return logits, kv
 
-    B = len(newest)
-    can_draft = np.less(draft_from, lengths).astype(np.int32)
-    rows = eagle.extend_rows(lengths, can_draft, draft_from, page_table, 0)
-    logits, kv = expand(rows, newest, np.arange(B), kv)
+    B, counts = len(requests.newest), requests.can_draft.astype(np.int32)
+    rows = eagle.extend_rows(
+        requests.lengths, counts, requests.draft_from, requests.page_table, depth=0
+    )
+    logits, kv = expand(rows, requests.newest, np.arange(B), kv)
     ids, weights = rank(logits[:, None], np.zeros((B, 1, 0), np.int32))
-    bounds = (lengths, draft_from, max_drafts, page_table)
     first = (ids[:, 0], weights[:, 0])
-    return eagle.grow(expand, kv, first, newest, *bounds, shape, rank, 1)
+    return tree_growth.grow(expand, kv, first, requests, shape, rank, root_rows=1)
 
 
 def _step(

@@ -19,6 +19,7 @@ from shared.drafts.dflash_config import BlockConfig
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, gumbel_noise, model, sampling
+from shared.spec.tree_growth import DraftRequests
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import (
     BLOCKS,
@@ -158,8 +159,14 @@ def test_block_drafts_form_chain_below_newest_token():
         return logits.argmax(axis=2), logits.max(axis=2)
 
     kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)
-    where = (np.array([5, 8]), np.array([3, 4]), np.array([0, 4]), np.array([2, 3]))
-    tokens, parents, num_nodes, _ = drafter.draft(kv, *where, np.array([[1], [2]]), 3, choose)
+    requests = DraftRequests(
+        newest=np.array([5, 8]),
+        lengths=np.array([3, 4]),
+        draft_from=np.array([0, 4]),
+        max_drafts=np.array([2, 3]),
+        page_table=np.array([[1], [2]]),
+    )
+    tokens, parents, num_nodes, _ = drafter.draft(kv, requests, 3, choose)
     np.testing.assert_array_equal(parents, [[0, 0, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(num_nodes, [3, 1])  # a limit of 2; nothing to draft from
     np.testing.assert_array_equal(tokens[:, 0], [5, 8])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shared.spec import attention, draft_tree, eagle, model, sampling
+from shared.spec.tree_growth import DraftRequests
 from tests.support.tiny_models import tiny_model
 
 LENGTHS = np.array([7, 3])
@@ -41,8 +42,9 @@ class Drafting:
     def draft(self, max_drafts: int) -> tuple[np.ndarray, ...]:
         newest = self.tokens[np.cumsum(LENGTHS) - 1]
         shape = draft_tree.TreeShape(nodes=8, depth=4, width=3, rows=16)
-        where = (newest, LENGTHS, self.draft_from, np.full(2, max_drafts), TABLE)
-        tree, kv = eagle.draft(self.head, self.kv, self.relay, *where, shape, self.rank)
+        limits = np.full(2, max_drafts)
+        requests = DraftRequests(newest, LENGTHS, self.draft_from, limits, TABLE)
+        tree, kv = eagle.draft(self.head, self.kv, self.relay, requests, shape, self.rank)
         return (*tree, kv)
 
     def along(self, request: int, path: np.ndarray) -> np.ndarray:

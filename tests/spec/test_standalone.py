@@ -16,9 +16,10 @@ import pytest
 
 from shared.boundary.backend import Backend
 from shared.reference import drafters
-from shared.spec import attention, draft_tree, eagle, sampling, standalone
+from shared.spec import attention, draft_tree, eagle, sampling, standalone, tree_growth
 from shared.spec import model as model_spec
 from shared.spec.gdn_state import GDNState
+from shared.spec.tree_growth import DraftRequests
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
 from tests.support.implementations import Implementation
@@ -73,8 +74,9 @@ class Drafting:
 
     def draft(self, max_drafts: int) -> tuple[Any, ...]:
         shape = draft_tree.TreeShape(nodes=8, depth=4, width=3, rows=16)
-        where = (self.newest, LENGTHS, self.draft_from, np.full(2, max_drafts), TABLE)
-        tree, kv = standalone.draft(self.small, self.kv, self.state, *where, shape, self.rank)
+        limits = np.full(2, max_drafts)
+        requests = DraftRequests(self.newest, LENGTHS, self.draft_from, limits, TABLE)
+        tree, kv = standalone.draft(self.small, self.kv, self.state, requests, shape, self.rank)
         return (*tree, kv)
 
     def along(self, request: int, path: np.ndarray) -> np.ndarray:
@@ -317,21 +319,21 @@ def no_extend(patch: pytest.MonkeyPatch) -> None:
 def root_at_a_wrong_position(patch: pytest.MonkeyPatch) -> None:
     healthy = eagle.extend_rows
 
-    def rows(*arguments: Any) -> attention.AttentionRows:
-        found = healthy(*arguments)
-        return found if arguments[4] else replace(found, positions=found.positions + 1)
+    def rows(*arguments: Any, depth: int) -> attention.AttentionRows:
+        rows = healthy(*arguments, depth)
+        return rows if depth else replace(rows, positions=rows.positions + 1)
 
     patch.setattr(eagle, "extend_rows", rows)
 
 
 def nodes_at_the_heads_positions(patch: pytest.MonkeyPatch) -> None:
-    healthy = eagle._expansion_rows
+    healthy = tree_growth._expansion_rows
 
     def rows(*arguments: Any) -> attention.AttentionRows:
         found = healthy(*arguments)
         return replace(found, positions=found.positions - 1)
 
-    patch.setattr(eagle, "_expansion_rows", rows)
+    patch.setattr(tree_growth, "_expansion_rows", rows)
 
 
 def nodes_start_from_the_requests_state(patch: pytest.MonkeyPatch) -> None:

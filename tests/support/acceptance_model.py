@@ -17,6 +17,7 @@ from shared.spec import acceptance, draft_tree, eagle, sampling
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
 from shared.spec.model import KV
+from shared.spec.tree_growth import DraftRequests
 
 TREE = TreeShape(nodes=16, depth=4, width=4, rows=16)
 CHAIN = TreeShape.chain(4, 1)
@@ -185,11 +186,7 @@ def _trees(
         head,
         KV(no_kv, no_kv),
         relay,
-        newest,
-        ones,
-        0 * ones,
-        all_nodes,
-        ones[:, None],
+        DraftRequests(newest, ones, 0 * ones, all_nodes, ones[:, None]),
         drafter.shape,
         rank,
     )

@@ -18,6 +18,7 @@ from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.spec import attention, eagle, gdn_state, layers, model, sampling
 from shared.spec.draft_tree import TreeShape
+from shared.spec.tree_growth import DraftRequests
 
 PAGE_SIZE = 16
 NUM_PAGES = 20
@@ -254,9 +255,9 @@ class SpecHead:
         hidden, logits = self.extend(tokens, reads)
         rank, length = partial(_most_likely, shape.width), np.array([len(tokens)])
         relay = eagle.relay_of(hidden, logits, length - 1, rank)
-        limits = (np.array([0]), np.array([shape.nodes - 1]))
-        where = (tokens[-1:], length, *limits, TABLE)
-        return eagle.draft(self._head, self._kv, relay, *where, shape, rank)[0][:3]
+        most = np.array([shape.nodes - 1])
+        requests = DraftRequests(tokens[-1:], length, np.array([0]), most, TABLE)
+        return eagle.draft(self._head, self._kv, relay, requests, shape, rank)[0][:3]
 
     def _rows(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
         starts, first = np.array([0, len(tokens)]), np.array([first_position])

@@ -17,7 +17,9 @@ from shared.engine.grammar import GrammarState
 from shared.engine.planner import Planner
 from shared.engine.request import Request
 from shared.engine.rows import Chunk, ScheduledRows
+from shared.reference import backend as reference
 from shared.reference.backend import Batch, ReferenceBackend
+from shared.reference.device_state import DeviceState
 from shared.spec import (
     acceptance,
     attention,
@@ -68,15 +70,15 @@ def prefills_overtake_decodes(patch: Patch) -> None:
 
 
 def newest_token_lags(patch: Patch) -> None:
-    healthy = ReferenceBackend._commit
+    healthy = reference.commit
 
-    def commit(backend: ReferenceBackend, batch: Batch, *arguments: Any) -> Any:
-        before = backend.state.newest.copy()
-        passed = healthy(backend, batch, *arguments)
-        backend.state.newest[:] = before
+    def commit(state: DeviceState, batch: Batch, *arguments: Any) -> Any:
+        before = state.newest.copy()
+        passed = healthy(state, batch, *arguments)
+        state.newest[:] = before
         return passed
 
-    patch.setattr(ReferenceBackend, "_commit", commit)
+    patch.setattr(reference, "commit", commit)
 
 
 def length_off_by_one(patch: Patch) -> None:
@@ -127,11 +129,11 @@ def stale_state_after_zero_accepts(patch: Patch) -> None:
 
 
 def full_page_rewritten(patch: Patch) -> None:
-    def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
-        backend.state.kv.v[:, batch.page_table[:, 2]] *= np.float32(0.5)
+    def spoil(result: Any, state: DeviceState, batch: Batch, *rest: Any) -> Any:
+        state.kv.v[:, batch.page_table[:, 2]] *= np.float32(0.5)
         return result
 
-    after(patch, ReferenceBackend, "_commit", spoil)
+    after(patch, reference, "commit", spoil)
 
 
 def scratch_of_a_step_too_small(patch: Patch) -> None:

@@ -1,0 +1,74 @@
+"""Commit of a step's accepted tokens to the slots: KV, GDN states, lengths and token counts."""
+
+from functools import partial
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from shared.reference import ngram
+from shared.reference.device_state import DeviceState
+from shared.reference.rows import Batch, put, take
+from shared.spec import attention, gdn_state, slot_state
+from shared.spec.draft_tree import TreeShape
+from shared.spec.model import KV
+
+
+def commit(
+    state: DeviceState,
+    batch: Batch,
+    shape: TreeShape,
+    kv: KV,
+    kept: gdn_state.ReplayInputs,
+    path: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+    tokens: Int[np.ndarray, "B W"],
+) -> Bool[np.ndarray, " B"]:
+    """Commits the accepted path to the slots.
+
+    Args:
+      state: State of all slots, which changes.
+      batch: Rows of the step.
+      shape: Shape of the step's trees; after a plain step the draft KV has a gap.
+      kv: Pools after the forward pass.
+      kept: Replay inputs of the nodes.
+      path, counts: Accepted path of each row, and its number of nodes.
+      tokens: Output tokens of each row.
+
+    Returns:
+      True for rows with a snapshot taken.
+    """
+    lengths = state.lengths[batch.slots]
+    move = partial(
+        attention.compact_accepted_kv,
+        page_table=batch.page_table,
+        lengths=lengths,
+        path=path,
+        counts=counts,
+    )
+    state.kv = KV(move(kv.k), move(kv.v))
+    after, snapshots, passed = gdn_state.replay(
+        take(state.delta, batch.slots),
+        kept,
+        path,
+        counts,
+        batch.snapshots.save_at - lengths,
+    )
+    passed &= batch.snapshots.save != 0
+    put(state.delta, batch.slots, after)
+    put(state.snapshots, batch.snapshots.save[passed], take(snapshots, passed))
+    state.lengths, state.newest, state.seen, draft_from = slot_state.commit(
+        lengths=state.lengths,
+        newest=state.newest,
+        seen=state.seen,
+        draft_from=state.draft_from if shape.is_plain else None,
+        slots=batch.slots,
+        before=lengths,
+        tokens=tokens,
+        counts=counts,
+        prompt_length=batch.sampling.prompt_length,
+    )
+    if draft_from is not None:  # no draft extend in this step: a gap in the draft KV
+        state.draft_from = draft_from
+    if state.texts is not None:
+        state.texts = ngram.learn_outputs(state.texts, batch, tokens, counts)
+    return passed
