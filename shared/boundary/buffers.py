@@ -278,15 +278,26 @@ def plan_in(
     """Returns the plan stored in a buffer, as views."""
     at = plan_layout(program, capacity).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
-    snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
-    rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
     mask = (
         GrammarBitmask(at["mask_bits"], at["mask_index"])
         if program.has(ProgramFeature.MASK)
         else None
     )
     texts = NgramScopes(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
-    return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask, texts)
+    return StepPlan(
+        program=program,
+        buffer=buffer,
+        work=_work(program, at),
+        slots=at["slots"],
+        page_table=at["page_table"],
+        starts=at["starts"],
+        draft_from=at["draft_from"],
+        reports=at["reports"],
+        sampling=sampling,
+        snapshots=Snapshots(at["restore"], at["save"], at["save_at"]),
+        mask=mask,
+        texts=texts,
+    )
 
 
 def _work(

@@ -297,7 +297,8 @@ class PrefixCache:
             end = request.length - 1
             self._note_hole(standing, end - num_tokens, end)
         if saved:
-            self._hold_state(standing, *standing.pending)
+            position, snapshot = standing.pending
+            self._hold_state(standing, position, snapshot)
             standing.pending = (0, NO_SNAPSHOT)
 
     def _note_hole(self, standing: CacheLease, start: int, end: int) -> None:
@@ -348,8 +349,15 @@ class PrefixCache:
             return
         pages = self.allocator.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
-        known = (request.tenant, standing.node, tokens, pages, whole, request.images)
-        standing.node = self.tree.insert(*known, is_running=is_running)
+        standing.node = self.tree.insert(
+            request.tenant,
+            standing.node,
+            tokens,
+            pages,
+            whole,
+            request.images,
+            is_running=is_running,
+        )
 
     def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:
         """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""

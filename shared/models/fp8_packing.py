@@ -122,17 +122,17 @@ def pack(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N 
         raise ValueError(f"inputs must be a multiple of {FP8_BLOCK}, got {inputs}")
     if fp8.has_nan(codes):
         raise ValueError("FP8 weights must not contain NaN")
-    blocks = codes.reshape(*stack, outputs, -1, _PARTS, FP8_BLOCK // _PARTS)
+    blocks = codes.reshape((*stack, outputs, -1, _PARTS, FP8_BLOCK // _PARTS))
     words = np.ascontiguousarray(blocks.swapaxes(-1, -2)).view("<i4")
-    return words.astype(np.int32, copy=False).reshape(*stack, outputs, inputs // _PARTS)
+    return words.astype(np.int32, copy=False).reshape((*stack, outputs, inputs // _PARTS))
 
 
 def unpack(words: Int32[np.ndarray, "*stack N words"]) -> UInt8[np.ndarray, "*stack N K"]:
     """Returns the FP8 values in the order of the inputs; the inverse of `pack`."""
     *stack, outputs, count = words.shape
     blocks = words.astype("<i4").view(np.uint8)
-    blocks = blocks.reshape(*stack, outputs, -1, FP8_BLOCK // _PARTS, _PARTS)
-    return blocks.swapaxes(-1, -2).reshape(*stack, outputs, count * _PARTS)
+    blocks = blocks.reshape((*stack, outputs, -1, FP8_BLOCK // _PARTS, _PARTS))
+    return blocks.swapaxes(-1, -2).reshape((*stack, outputs, count * _PARTS))
 
 
 def widened(

@@ -61,7 +61,7 @@ class CheckpointTensor:
 
     def index(self, run: tuple[int, int]) -> tuple[slice, ...]:
         """Returns the index of a range in the tensor."""
-        return (*[slice(None)] * self.axis, slice(*run))
+        return (*[slice(None)] * self.axis, slice(run[0], run[1]))
 
 
 @dataclass(frozen=True)

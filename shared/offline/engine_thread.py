@@ -63,8 +63,7 @@ class EngineThread:
         self._thread = threading.Thread(
             target=self._loop.run, args=(start,), name="tandem-engine", daemon=True
         )
-        release = (_release, self._loop, self._thread, self._pid)
-        self._unclosed = weakref.finalize(self, *release)
+        self._unclosed = weakref.finalize(self, _release, self._loop, self._thread, self._pid)
         self._thread.start()
         started = self._loop.started.get()
         if isinstance(started, BaseException):

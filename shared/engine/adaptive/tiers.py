@@ -36,7 +36,8 @@ class Tier:
     @classmethod
     def of(cls, shape: TreeShape, batch: int) -> Tier:
         """Returns the tier of a program's shape."""
-        return cls(*shape.tree, shape.rows / (batch * shape.nodes))
+        share = shape.rows / (batch * shape.nodes)
+        return cls(shape.nodes, shape.depth, shape.width, share)
 
     @classmethod
     def parse(cls, name: str) -> Tier:
@@ -62,7 +63,7 @@ class Tier:
     def shape(self, batch: int) -> TreeShape:
         """Returns the shape in a batch bucket; each request has at least the row of its root."""
         rows = max(batch, round(batch * self.nodes * self.share))
-        return TreeShape(*self.tree, rows)
+        return TreeShape(self.nodes, self.depth, self.width, rows)
 
     @property
     def is_off(self) -> bool:

@@ -298,16 +298,14 @@ class AdaptiveNgramController:
         while self._landings:
             landing = self._landings.popleft()
             flight, rows, result = landing.flight, landing.rows, landing.result
-            where = flight.batch, len(rows.requests)
+            batch, num_rows = flight.batch, len(rows.requests)
             if flight.tier != self._asleep:
-                self.costs.observe(*where, flight.tier, landing.seconds)
-            self.costs.observe(*where, self._asleep, landing.disabled)
+                self.costs.observe(batch, num_rows, flight.tier, landing.seconds)
+            self.costs.observe(batch, num_rows, self._asleep, landing.disabled)
             if not flight.follows:
                 self.sleep.on_gain(self._gain(landing))
             if self._trace is not None:
-                self._trace.step(
-                    flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
-                )
+                self._trace.step(batch, flight.tier, rows, result, flight.hopes, landing.seconds)
             if landing.made is not None:
                 self._score(landing.made, rows.requests, result)
 

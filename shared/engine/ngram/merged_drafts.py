@@ -256,8 +256,8 @@ class MergedDraftController:
         count = int(result.num_nodes[row])
         parents, drafts = (each[row, 1:count].tolist() for each in (result.parents, result.drafts))
         path, origins = accepted_path(drafts, parents, tokens[:-1]), origins_of(rows, result, row)
-        levels = drafter_levels(parents, [origin == DRAFT for origin in origins], path)
-        self.worth.learn(*levels)
+        drafted, by_drafter = drafter_levels(parents, [each == DRAFT for each in origins], path)
+        self.worth.learn(drafted, by_drafter)
         self.drafts.update(origins)
         self.accepted.update(origins[node - 1] for node in path)
 
