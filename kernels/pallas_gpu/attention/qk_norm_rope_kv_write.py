@@ -147,7 +147,7 @@ def projected_of(
 
 def _place_kernel(
     projected, _, layer_ref, table_ref, written, kv_ref, q_ref, *, gated, turning, interpret
-):  # fmt: skip
+):
     """One program per block of rows and head, the query heads first."""
     (R, width), (k_heads, D) = projected.rows.shape, kv_ref.shape[4:]
     q_heads = (width // D - 2 * k_heads) // (1 + gated)
@@ -174,9 +174,18 @@ def _place_kernel(
         start = (q_heads * (1 + gated) + head - q_heads) * D
         k = turned_head(projected.k_norm, start, is_real)
         write_pair(
-            projected.rows, kv_ref, table_ref, layer, row, request, place, is_real,
-            head - q_heads, start, k,
-        )  # fmt: skip
+            projected.rows,
+            kv_ref,
+            table_ref,
+            layer,
+            row,
+            request,
+            place,
+            is_real,
+            head - q_heads,
+            start,
+            k,
+        )
 
 
 def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_in, head, start, k):

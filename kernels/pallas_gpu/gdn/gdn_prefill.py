@@ -182,9 +182,18 @@ def prefill(
 
 
 def _rows_kernel(
-    projected_ref, conv_ref, window_ref, layer_ref, requests, keys_ref, v_ref, *,
-    rows, digits, interpret,
-):  # fmt: skip
+    projected_ref,
+    conv_ref,
+    window_ref,
+    layer_ref,
+    requests,
+    keys_ref,
+    v_ref,
+    *,
+    rows,
+    digits,
+    interpret,
+):
     """One program per block of rows of a chunk, and query, key or value head."""
     (R, _, V), key_heads, K = v_ref.shape, keys_ref.shape[1] // 3, keys_ref.shape[2]
     head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
@@ -253,9 +262,17 @@ def _first_chunk(start, request):
 
 
 def _prepare_kernel(
-    projected_ref, weights, layer_ref, requests, rows, solved_ref, reach_ref, total_ref, *,
+    projected_ref,
+    weights,
+    layer_ref,
+    requests,
+    rows,
+    solved_ref,
+    reach_ref,
+    total_ref,
+    *,
     interpret,
-):  # fmt: skip
+):
     """One program per value head and chunk."""
     H, key_heads = total_ref.shape[1], rows.keys.shape[1] // 3
     first_gate = projected_ref.shape[1] - 2 * H
@@ -306,7 +323,7 @@ def _keys(keys_ref, key_head, row, is_row):
 
 def _carry_kernel(
     _, projected_ref, layer_ref, requests, rows, chunks, held, read_ref, *, columns, interpret
-):  # fmt: skip
+):
     """One program per block of state columns, value head and request."""
     states, snapshots = held
     R, (H, K, V), C = rows.v.shape[0], states.recurrent.shape[2:], states.window.shape[3]
@@ -391,9 +408,18 @@ def _carry_kernel(
 
 
 def _norm_kernel(
-    projected_ref, weights, layer_ref, requests, read_ref, out_ref, *,
-    rows, eps, digits, interpret,
-):  # fmt: skip
+    projected_ref,
+    weights,
+    layer_ref,
+    requests,
+    read_ref,
+    out_ref,
+    *,
+    rows,
+    eps,
+    digits,
+    interpret,
+):
     """One program per block of rows and value head."""
     R, H, V = read_ref.shape
     C = projected_ref.shape[1] - H * V - 2 * H

@@ -152,10 +152,21 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
 def _attend_kernel(
-    q_at, gate_at, out_at, pool, rows, num_rows, num_requests, columns, scale,
-    heads: tl.constexpr, order: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
+    q_at,
+    gate_at,
+    out_at,
+    pool,
+    rows,
+    num_rows,
+    num_requests,
+    columns,
+    scale,
+    heads: tl.constexpr,
+    order: tl.constexpr,
+    lanes: tl.constexpr,
+    unroll: tl.constexpr,
     is_launched: tl.constexpr,
-):  # fmt: skip
+):
     """One program per KV head, block of rows and request."""
     if is_launched:
         gdc_wait()
@@ -199,9 +210,15 @@ def _attend_kernel(
 
 @triton.jit
 def clear_padding(
-    begin, out_at, num_rows, turns, head, group: tl.constexpr, k_heads: tl.constexpr,
+    begin,
+    out_at,
+    num_rows,
+    turns,
+    head,
+    group: tl.constexpr,
+    k_heads: tl.constexpr,
     D: tl.constexpr,
-):  # fmt: skip
+):
     """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
     column = columns_of(D)
     zeros = tl.zeros(column.shape, out_at.dtype.element_ty)
@@ -214,7 +231,7 @@ def clear_padding(
 @triton.jit
 def _sum_positions(
     q, seen, low, high, heads: tl.constexpr, order: tl.constexpr, unroll: tl.constexpr
-):  # fmt: skip
+):
     """Accumulates positions [low, high): tiles into splits, splits into spans, spans in total."""
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
@@ -259,9 +276,7 @@ def _sum_positions(
 
 
 @triton.jit
-def _add_tiles(
-    q, seen, begin, stop, end, high, sums, heads: tl.constexpr, order: tl.constexpr
-):  # fmt: skip
+def _add_tiles(q, seen, begin, stop, end, high, sums, heads: tl.constexpr, order: tl.constexpr):
     """Adds tiles that are not fully visible to all rows to a span, split by split."""
     lanes: tl.constexpr = q.shape[0]
     split_sums = no_split(lanes, heads.D, order.ones)
@@ -390,9 +405,7 @@ def fold(sums, more):
 
 
 @triton.jit
-def finish(
-    sums, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr
-):  # fmt: skip
+def finish(sums, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr):
     """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     column, keep = columns_of(D)[None, :], in_head(is_lane[:, None], D)
     out = sums.value / tl.maximum(sums.total, 1e-30)[:, None]

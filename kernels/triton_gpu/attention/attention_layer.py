@@ -363,9 +363,16 @@ def _mix_kernel(
             stop_unit = tl.where(bounds.low < high, tl.cdiv(high, unit), units.base)
             per_span = tl.where(by_span, 1 << 20, order.span // split)
             sums = combine(
-                parts, place_of_lane, units.base, stop_unit, per_span, units.stride, lanes, D,
+                parts,
+                place_of_lane,
+                units.base,
+                stop_unit,
+                per_span,
+                units.stride,
+                lanes,
+                D,
                 cut.unroll,
-            )  # fmt: skip
+            )
     if is_last:
         if new_rows > 1:
             sees_bad = visible(place, first, until, window, order.nodes) & is_bad[None, :]
@@ -423,7 +430,7 @@ def _sum_share(
 @triton.jit
 def _close(
     i, end, sums, u_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
-):  # fmt: skip
+):
     """Merges a split into its unit after its last tile, and stores a unit after its last split."""
     lanes: tl.constexpr = sums.peak.shape[0]
     after, is_last = (i + 1) * order.tile, i + 1 == end

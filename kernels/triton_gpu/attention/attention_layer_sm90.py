@@ -149,9 +149,24 @@ def mix_described(
 
 @gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns", "counters"])
 def _mix_described_kernel(
-    q_at, k_of, v_of, table_at, seen, bounds_at, out_at, gate_at, left, num_rows, num_requests,
-    columns, counters, scale, heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
-):  # fmt: skip
+    q_at,
+    k_of,
+    v_of,
+    table_at,
+    seen,
+    bounds_at,
+    out_at,
+    gate_at,
+    left,
+    num_rows,
+    num_requests,
+    columns,
+    counters,
+    scale,
+    heads: gl.constexpr,
+    cut: gl.constexpr,
+    is_launched: gl.constexpr,
+):
     """One program per block of pairs and value columns of a KV head, request, and share."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     request, share = gl.program_id(1), gl.program_id(2)
@@ -203,15 +218,40 @@ def _mix_described_kernel(
         [
             (
                 attend_pairs,
-                (queries.index(0), ones, ring, block, pairs, own, stored, left, num_rows, counters,
-                 scale, heads, cut, is_launched),
+                (
+                    queries.index(0),
+                    ones,
+                    ring,
+                    block,
+                    pairs,
+                    own,
+                    stored,
+                    left,
+                    num_rows,
+                    counters,
+                    scale,
+                    heads,
+                    cut,
+                    is_launched,
+                ),
             ),
             (
                 copy_tiles,
-                (k_of, v_of, ring, table_at + request * columns, columns, begin, end,
-                 block.head * heads.D, block.part * cut.width, heads, cut),
+                (
+                    k_of,
+                    v_of,
+                    ring,
+                    table_at + request * columns,
+                    columns,
+                    begin,
+                    end,
+                    block.head * heads.D,
+                    block.part * cut.width,
+                    heads,
+                    cut,
+                ),
             ),
         ],
         [1],
         [COPYING_REGISTERS],
-    )  # fmt: skip
+    )

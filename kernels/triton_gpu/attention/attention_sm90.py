@@ -118,9 +118,21 @@ def attend_described(
 
 @gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
 def _attend_described_kernel(
-    q_at, k_of, v_of, table_at, seen, out_at, gate_at, num_rows, num_requests, columns, scale,
-    heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
-):  # fmt: skip
+    q_at,
+    k_of,
+    v_of,
+    table_at,
+    seen,
+    out_at,
+    gate_at,
+    num_rows,
+    num_requests,
+    columns,
+    scale,
+    heads: gl.constexpr,
+    cut: gl.constexpr,
+    is_launched: gl.constexpr,
+):
     """One program per KV head, two blocks of pairs (one for a 256-wide head), and request."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     blocks: gl.constexpr = cut.groups // cut.parts
@@ -154,30 +166,81 @@ def _attend_described_kernel(
         [
             (
                 _attend_block,
-                (queries, ones, ring, seen, stored, request, head, number, begin, end, scale, 0,
-                 heads, cut),
+                (
+                    queries,
+                    ones,
+                    ring,
+                    seen,
+                    stored,
+                    request,
+                    head,
+                    number,
+                    begin,
+                    end,
+                    scale,
+                    0,
+                    heads,
+                    cut,
+                ),
             ),
             (
                 _attend_block,
-                (queries, ones, ring, seen, stored, request, head, number, begin, end, scale, 1,
-                 heads, cut),
+                (
+                    queries,
+                    ones,
+                    ring,
+                    seen,
+                    stored,
+                    request,
+                    head,
+                    number,
+                    begin,
+                    end,
+                    scale,
+                    1,
+                    heads,
+                    cut,
+                ),
             ),
             (
                 copy_tiles,
-                (k_of, v_of, ring, table_at + request * columns, columns, begin, end,
-                 head * heads.D, 0, heads, cut),
+                (
+                    k_of,
+                    v_of,
+                    ring,
+                    table_at + request * columns,
+                    columns,
+                    begin,
+                    end,
+                    head * heads.D,
+                    0,
+                    heads,
+                    cut,
+                ),
             ),
         ],
         [WARPS, 1],
         [_MULTIPLYING_REGISTERS, COPYING_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def _attend_block(
-    queries, ones, ring, seen, stored, request, head, number, begin, end, scale,
-    which: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr,
-):  # fmt: skip
+    queries,
+    ones,
+    ring,
+    seen,
+    stored,
+    request,
+    head,
+    number,
+    begin,
+    end,
+    scale,
+    which: gl.constexpr,
+    heads: gl.constexpr,
+    cut: gl.constexpr,
+):
     """Accumulates the visible positions of a block in one warpgroup, and writes the result."""
     blocks: gl.constexpr = cut.groups // cut.parts
     block = WarpgroupPairs(

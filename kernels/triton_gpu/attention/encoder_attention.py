@@ -97,9 +97,16 @@ def bidirectional_attention(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend_kernel(
-    laid_at, out_at, count_at, num_rows, scale,
-    sizes: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    laid_at,
+    out_at,
+    count_at,
+    num_rows,
+    scale,
+    sizes: tl.constexpr,
+    tile: tl.constexpr,
+    lanes: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of rows and head."""
     if is_launched:
         gdc_wait()

@@ -145,9 +145,15 @@ def attend_all_described(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _attend_all_described_kernel(
-    main_of, beside_of, out_at, count_at, num_rows, scale, cut: gl.constexpr,
+    main_of,
+    beside_of,
+    out_at,
+    count_at,
+    num_rows,
+    scale,
+    cut: gl.constexpr,
     is_launched: gl.constexpr,
-):  # fmt: skip
+):
     """One program per `groups` blocks of 64 rows, and head."""
     groups: gl.constexpr = cut.groups
     stages: gl.constexpr = cut.stages
@@ -228,8 +234,16 @@ def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
 
 @gluon.jit
 def _attend_block(
-    ring, out_at, first, num_rows, count, scale, head, which: gl.constexpr, cut: gl.constexpr,
-):  # fmt: skip
+    ring,
+    out_at,
+    first,
+    num_rows,
+    count,
+    scale,
+    head,
+    which: gl.constexpr,
+    cut: gl.constexpr,
+):
     """Accumulates all patches for the 64 rows of a warpgroup, and writes the result."""
     last = gl.cdiv(count, TILE) - 1
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=gl.SliceLayout(1, wide(TILE)))

@@ -36,9 +36,15 @@ def lay(
 
 @triton.jit
 def _lay_kernel(
-    qkv_at, cos_at, sin_at, count_at, out_at,
-    sizes: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    qkv_at,
+    cos_at,
+    sin_at,
+    count_at,
+    out_at,
+    sizes: tl.constexpr,
+    block: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per row: its rotated queries and keys, and its values."""
     if is_launched:
         gdc_wait()

@@ -164,9 +164,17 @@ def projected_of(
 
 @triton.jit(do_not_specialize=["num_rows", "columns"])
 def _place_kernel(
-    projected, pool, written, q_at, num_rows, columns, heads: tl.constexpr, turning: tl.constexpr,
-    rows: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    projected,
+    pool,
+    written,
+    q_at,
+    num_rows,
+    columns,
+    heads: tl.constexpr,
+    turning: tl.constexpr,
+    rows: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of rows and head, the query heads first."""
     if is_launched:
         gdc_wait()
@@ -212,18 +220,14 @@ def write_pair(
 
 
 @triton.jit
-def with_mrope(
-    projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
-):  # fmt: skip
+def with_mrope(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr):
     """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32."""
     fetched = fetch(projected, norm_at, offset, row, is_in, heads, turning)
     return turn(fetched, projected.eps, heads, turning)
 
 
 @triton.jit
-def fetch(
-    projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
-):  # fmt: skip
+def fetch(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr):
     """Loads the inputs of `turn`; each column comes with its RoPE partner."""
     D: tl.constexpr = heads.D
     half: tl.constexpr = turning.half

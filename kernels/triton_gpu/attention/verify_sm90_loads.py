@@ -59,9 +59,15 @@ def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
 
 @gluon.jit
 def _bits(
-    window_at, start, stop, block, begin: gl.constexpr, group: gl.constexpr, nodes: gl.constexpr,
+    window_at,
+    start,
+    stop,
+    block,
+    begin: gl.constexpr,
+    group: gl.constexpr,
+    nodes: gl.constexpr,
     lanes: gl.constexpr,
-):  # fmt: skip
+):
     """Packs 32 nodes of each pair's window, from `begin` on, into a bit mask."""
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
     if nodes <= begin:
@@ -90,9 +96,7 @@ def queries_of(q_at, block, seen, heads: gl.constexpr):
 
 
 @gluon.jit
-def shared_memory(
-    k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr
-):  # fmt: skip
+def shared_memory(k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr):
     """Allocates the queries of `blocks` blocks, the ones, and the K/V pipeline of a program."""
     stages: gl.constexpr = cut.stages
     v_tiles: gl.constexpr = stages * cut.copied + (cut.groups if cut.groups > 1 else 0)
@@ -129,9 +133,18 @@ def clear_padding(out_at, begin, num_rows, turns, head, heads: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(
-    k_of, v_of, ring, table_at, columns, begin, end, column, v_column, heads: gl.constexpr,
+    k_of,
+    v_of,
+    ring,
+    table_at,
+    columns,
+    begin,
+    end,
+    column,
+    v_column,
+    heads: gl.constexpr,
     cut: gl.constexpr,
-):  # fmt: skip
+):
     """Loads the tiles of a share into free pipeline stages (producer)."""
     page: gl.constexpr = heads.page
     copied: gl.constexpr = cut.copied

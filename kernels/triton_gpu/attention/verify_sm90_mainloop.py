@@ -162,9 +162,21 @@ class VerifyTileConfig(NamedTuple):
 
 @gluon.jit
 def attend_pairs(
-    queries, ones, ring, block, pairs, own, stored, left, num_rows, counters, scale,
-    heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
-):  # fmt: skip
+    queries,
+    ones,
+    ring,
+    block,
+    pairs,
+    own,
+    stored,
+    left,
+    num_rows,
+    counters,
+    scale,
+    heads: gl.constexpr,
+    cut: gl.constexpr,
+    is_launched: gl.constexpr,
+):
     """Accumulates a share; the last program to arrive combines the spans and writes the result."""
     peak, total, sums = no_sums(cut.width)
     stride = num_rows * heads.q_heads
@@ -197,7 +209,7 @@ def attend_pairs(
 @gluon.jit
 def sum_span(
     queries, ones, ring, pairs, own, begin, end, scale, which: gl.constexpr, cut: gl.constexpr
-):  # fmt: skip
+):
     """Accumulates the program's tiles of a span in one warpgroup: tiles, splits, then the span."""
     of_scores: gl.constexpr = wide(TILE)
     of_values: gl.constexpr = wide(cut.width)
@@ -383,7 +395,7 @@ def _span_at(place, part, heads: gl.constexpr, cut: gl.constexpr):
 @gluon.jit
 def _store_span(
     left, part, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
-):  # fmt: skip
+):
     keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
     gl.store(left.sums + _span_at(place, part, heads, cut), sums, mask=keep)
     gl.store(left.peaks + place, peak, mask=is_one)

@@ -81,10 +81,20 @@ def commit(
 
 @triton.jit(do_not_specialize=["num_requests", "num_states", "num_snapshots"])
 def _commit_kernel(
-    states, snapshots, kept, paths, num_requests, num_states, num_snapshots,
-    path_length: tl.constexpr, nodes: tl.constexpr, sizes: tl.constexpr, columns: tl.constexpr,
-    advances: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    states,
+    snapshots,
+    kept,
+    paths,
+    num_requests,
+    num_states,
+    num_snapshots,
+    path_length: tl.constexpr,
+    nodes: tl.constexpr,
+    sizes: tl.constexpr,
+    columns: tl.constexpr,
+    advances: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of state columns of a value head, request and layer."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
@@ -142,9 +152,7 @@ def _commit_kernel(
 
 
 @triton.jit
-def _window_after(
-    window_at, inputs_at, path_at, taken, lane, channel, is_one, C: tl.constexpr
-):  # fmt: skip
+def _window_after(window_at, inputs_at, path_at, taken, lane, channel, is_one, C: tl.constexpr):
     """Returns rows `taken` to `taken + 3` of the old conv state and the path's inputs."""
     place = taken + lane
     is_new, is_old = is_one & (place >= WINDOW), is_one & (place < WINDOW)

@@ -166,9 +166,20 @@ def verify(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def _verify_kernel(
-    projected_at, out_at, weights, states, requests, kept, scratch, num_rows, num_requests,
-    sizes: tl.constexpr, work: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    projected_at,
+    out_at,
+    weights,
+    states,
+    requests,
+    kept,
+    scratch,
+    num_rows,
+    num_requests,
+    sizes: tl.constexpr,
+    work: tl.constexpr,
+    digits: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of state columns of a value head, and request.
 
     It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
@@ -284,9 +295,17 @@ def _verify_kernel(
 
 @triton.jit
 def _finish(
-    projected_at, out_at, read_at, weights, head, start, count, sizes: tl.constexpr,
-    rows: tl.constexpr, digits: tl.constexpr,
-):  # fmt: skip
+    projected_at,
+    out_at,
+    read_at,
+    weights,
+    head,
+    start,
+    count,
+    sizes: tl.constexpr,
+    rows: tl.constexpr,
+    digits: tl.constexpr,
+):
     """Applies the gated norm to a head's outputs, `rows` nodes at a time."""
     V: tl.constexpr = sizes.V
     column, weight = tl.arange(0, V)[None, :], tl.load(weights.norm + tl.arange(0, V))[None, :]

@@ -171,9 +171,18 @@ def prefill(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _rows_kernel(
-    projected_at, weights, states, requests, chunks, num_requests, lanes: tl.constexpr,
-    rows: tl.constexpr, sizes: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    projected_at,
+    weights,
+    states,
+    requests,
+    chunks,
+    num_requests,
+    lanes: tl.constexpr,
+    rows: tl.constexpr,
+    sizes: tl.constexpr,
+    digits: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of rows of a chunk, and query, key or value head."""
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
@@ -237,9 +246,15 @@ def _first_chunk(start, request):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _prepare_kernel(
-    projected_at, weights, requests, chunks, num_requests, lanes: tl.constexpr,
-    sizes: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    projected_at,
+    weights,
+    requests,
+    chunks,
+    num_requests,
+    lanes: tl.constexpr,
+    sizes: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per value head and chunk."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
@@ -293,9 +308,15 @@ def _keys(at, is_row, apart: tl.constexpr):
 
 @triton.jit
 def _carry_kernel(
-    projected_at, states, snapshots, requests, chunks, sizes: tl.constexpr, columns: tl.constexpr,
+    projected_at,
+    states,
+    snapshots,
+    requests,
+    chunks,
+    sizes: tl.constexpr,
+    columns: tl.constexpr,
     is_launched: tl.constexpr,
-):  # fmt: skip
+):
     """One program per block of state columns, value head and request."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
