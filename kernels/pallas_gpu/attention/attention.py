@@ -166,8 +166,8 @@ def _attend_kernel(
     # heads.
     block = blocks - 1 - block
     group = q_ref.shape[1] // kv_ref.shape[4]
-    turn = request * blocks + block
-    clear_padding(starts_ref, out_ref, head, turn, group, q_ref.shape[2], blocks)
+    index = request * blocks + block
+    clear_padding(starts_ref, out_ref, head, index, group, q_ref.shape[2], blocks)
     start, stop = starts_ref[request], starts_ref[request + 1]
 
     @pl.when(start + lax.div(block * lanes, group) < stop)
@@ -176,9 +176,9 @@ def _attend_kernel(
         row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
         lane_row = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
         first, until = pltriton.load(first_ref.at[lane_row]), pltriton.load(until_ref.at[lane_row])
-        reach = table_ref.shape[1] * kv_ref.shape[3]
+        capacity = table_ref.shape[1] * kv_ref.shape[3]
         low = jnp.min(jnp.minimum(first, until))
-        high = jnp.minimum(jnp.max(until) + order.nodes, reach)
+        high = jnp.minimum(jnp.max(until) + order.nodes, capacity)
         D = q_ref.shape[2]
         q = load_head(q_ref.at[lane_row[:, None], q_head[:, None], columns_of(D)[None, :]], D)
         seen = VisibleRange(
@@ -196,20 +196,20 @@ def _attend_kernel(
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)
 
 
-def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
+def clear_padding(starts_ref, out_ref, head, index, group, D, programs):
     """Writes zeros to a KV head's outputs in the padding rows, which are strided over programs."""
     R, requests = out_ref.shape[0], starts_ref.shape[0] - 1
-    begin, turns = starts_ref[requests] + turn, requests * programs
+    begin, stride = starts_ref[requests] + index, requests * programs
     column = outside(columns_of(D), D, out_ref.shape[1])
     zeros = jnp.zeros(column.shape, out_ref.dtype)
 
     def clear(number, _):
         for member in range(group):
             columns = (head * group + member) * D + column
-            at = out_ref.at[begin + number * turns, columns]
+            at = out_ref.at[begin + number * stride, columns]
             pltriton.store(at, zeros, mask=is_in_head(D))
 
-    lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
+    lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), stride), clear, None)
 
 
 def _sum_positions(q, seen, low, high, order, unroll):
@@ -337,10 +337,10 @@ def _add_masked(q, seen, i, high, sums, order):
         weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
         # 0 x NaN is NaN: non-finite values are set to 0, and the rows that attend to them get NaN.
         v = load(which=1, pages=pages, position=position)
-        spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
-        v = jnp.where(spoiled[:, None] == 0, v, jnp.zeros_like(v))
-        harmed = jnp.max(jnp.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
-        return jnp.where(harmed[:, None] == 0, sums.value, jnp.nan), highest, weights, v
+        is_nonfinite = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
+        v = jnp.where(is_nonfinite[:, None] == 0, v, jnp.zeros_like(v))
+        gets_nan = jnp.max(jnp.where(sees, is_nonfinite[None, :], 0), axis=1)  # [lanes]
+        return jnp.where(gets_nan[:, None] == 0, sums.value, jnp.nan), highest, weights, v
 
     def none():
         lanes, D = q.shape

@@ -121,9 +121,9 @@ def attention_layer(
     of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
-            _mix_kernel,
+            _attention_layer_kernel,
             order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
-            making=_Making(k_norm is not None, q is not None, gated, eps, digits),
+            settings=_ProjectionSettings(k_norm is not None, q is not None, gated, eps, digits),
             sizes=sizes,
             interpret=interpret,
         ),
@@ -165,14 +165,14 @@ class _LayerRows(NamedTuple):
     window: Any
 
 
-class _New(NamedTuple):
+class _NewRows(NamedTuple):
     """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
 
     places: jax.Array
     is_bad: jax.Array
 
 
-class _Making(NamedTuple):
+class _ProjectionSettings(NamedTuple):
     """Settings of QK norm, RoPE and the KV write; `is_placed` if `place` has already run."""
 
     has_norms: bool
@@ -222,9 +222,9 @@ class _Share(NamedTuple):
     is_alone: jax.Array | None
 
 
-def _mix_kernel(
+def _attention_layer_kernel(
     projected, _, __, layer_ref, table_ref, bounds_ref, rows, q_ref, kv_ref, arrivals_ref, out_ref,
-    parts, *, order, making, sizes, interpret,
+    parts, *, order, settings, sizes, interpret,
 ):  # fmt: skip
     """One program per block of lanes of a KV head, request, and share of its positions."""
     counter, request, number = (pl.program_id(axis) for axis in range(3))
@@ -259,16 +259,16 @@ def _mix_kernel(
             is_new = written < stop
             place = pltriton.load(rows.places.at[written], mask=is_new, other=0)
             is_new &= pltriton.load(rows.is_real.at[written], mask=is_new, other=0) != 0
-            norming = (making.has_norms, making.eps, making.digits)
+            norming = (settings.has_norms, settings.eps, settings.digits)
             turning = Turning(projected.cos.shape[1], *norming, D)
             fetch_of = partial(fetch, projected, layer=layer, turning=turning)
-            start_of_head = q_head * ((1 + making.gated) * D)
+            start_of_head = q_head * ((1 + settings.gated) * D)
             of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
             fetch_q = partial(fetch_of, norm_ref=projected.q_norm, **of_queries)
             # With few programs, before the KV write of some of them; else registers are scarce.
-            is_early = sizes.splits == 1 and not making.is_placed
+            is_early = sizes.splits == 1 and not settings.is_placed
             fetched = fetch_q() if is_early else None
-            column = (sizes.q_heads * (1 + making.gated) + head) * D
+            column = (sizes.q_heads * (1 + settings.gated) + head) * D
 
             def write():
                 is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
@@ -280,7 +280,7 @@ def _mix_kernel(
                 )  # fmt: skip
                 _barrier(interpret)  # read by other threads than the writers
 
-            if making.is_placed:
+            if settings.is_placed:
                 at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
                 q = load_head(q_ref.at[at], D)
             else:
@@ -298,7 +298,7 @@ def _mix_kernel(
             def store(unit, sums):
                 store_partial(parts, unit - base, row, q_head, sums, row < stop)
 
-            new = _New(places=place, is_bad=is_bad)
+            new = _NewRows(places=place, is_bad=is_bad)
             own_sums = _sum_share(
                 q, seen, window, new, bounds, page, share, order, sizes, store=store
             )
@@ -306,10 +306,10 @@ def _mix_kernel(
             def end(sums):
                 if sizes.max_rows > 1:
                     seen_new = visible(place, first, until, window, order.nodes) & is_bad[None, :]
-                    is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
-                    values = jnp.where(is_harmed[:, None], jnp.nan, sums.value)
+                    gets_nan = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
+                    values = jnp.where(gets_nan[:, None], jnp.nan, sums.value)
                     sums = sums._replace(value=values)
-                gate_ref = projected.rows if making.gated else None
+                gate_ref = projected.rows if settings.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
 
             def end_if_last():
@@ -328,14 +328,14 @@ def _mix_kernel(
                 pl.when(~share.is_alone)(end_if_last)
 
 
-def _share(number, reach, bounds, order, sizes):
+def _share(number, capacity, bounds, order, sizes):
     """Returns the share of the attended or written positions that a program processes."""
-    high = jnp.minimum(bounds.seen_until + order.nodes, reach)
+    high = jnp.minimum(bounds.seen_until + order.nodes, capacity)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:
         by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.most_parts
-        unit = _either(by_span, order.span, order.split)
-        fewest = _either(by_span, 1, sizes.splits)
+        unit = _select(by_span, order.span, order.split)
+        fewest = _select(by_span, 1, sizes.splits)
     begin = lax.div(jnp.minimum(bounds.low, bounds.new_from), unit)
     end = pl.cdiv(jnp.maximum(high, bounds.new_until), unit)
     end = jnp.maximum(end, begin + 1)  # at least one, for zeros if no position is visible
@@ -362,7 +362,7 @@ def _share(number, reach, bounds, order, sizes):
     )
 
 
-def _either(condition, one, other):
+def _select(condition, one, other):
     """Selects one of two integers; Pallas gives a select of constants the type of its condition."""
     return other + condition.astype(jnp.int32) * (one - other)
 
@@ -383,12 +383,12 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
     whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
 
     def add(i, carry):
-        number, sums, *of_unit = carry
+        number, sums, *unit_sums = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        return number, *close(i, add_whole(q, seen, position, pages, sums, order), *of_unit)
+        return number, *close(i, add_whole(q, seen, position, pages, sums, order), *unit_sums)
 
     def add_masked(i, carry):
-        number, sums, *of_unit = carry
+        number, sums, *unit_sums = carry
         position, pages, number = pages_of(seen, number, i, tile)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
         if order.nodes > 0:
@@ -406,21 +406,21 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         v = load(which=1)
         weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
-        return number, *close(i, add_tile(sums, highest, weights, v), *of_unit)
+        return number, *close(i, add_tile(sums, highest, weights, v), *unit_sums)
 
     def close(i, *sums):
         ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
         return lax.cond(ends_split, partial(close_split, i), lambda *x: x, *sums)
 
-    def close_split(i, sums, *of_unit):
+    def close_split(i, sums, *unit_sums):
         sums = sums._replace(total=sums.total.max(axis=1))
-        if not of_unit:
+        if not unit_sums:
             stored(i, sums)
             return (nothing,)
         ends_unit = (lax.rem((i + 1) * tile, share.unit) == 0) | (i + 1 == end)
         if share.is_alone is not None:
             ends_unit &= ~share.is_alone
-        sums = fold(*of_unit, sums)
+        sums = fold(*unit_sums, sums)
         return nothing, lax.cond(ends_unit, partial(stored, i), lambda x: x, sums)
 
     def stored(i, sums):
@@ -428,8 +428,8 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
         return SoftmaxState.nothing(lanes, D)
 
     nothing = SoftmaxState.nothing(lanes, D, order.ones)
-    of_unit = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
-    summed = lax.fori_loop(begin, whole, add, (number, nothing, *of_unit))
+    unit_sums = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
+    summed = lax.fori_loop(begin, whole, add, (number, nothing, *unit_sums))
     return lax.fori_loop(whole, end, add_masked, summed)[-1]
 
 
@@ -438,7 +438,7 @@ def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
     end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
     per_span = order.span // order.split
     if sizes.may_span:
-        per_span = _either(share.by_span, 1 << 20, per_span)
+        per_span = _select(share.by_span, 1 << 20, per_span)
     unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * pl.next_power_of_2(parts.sums.shape[3]))))
     return combine(parts, row, q_head, begin, end, per_span, unroll, interpret)
 

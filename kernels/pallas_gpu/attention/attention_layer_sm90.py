@@ -57,7 +57,7 @@ class LayerRefs(NamedTuple):
       pool: Keys and values of all layers, one row per position.
       layer, table, starts, bounds: See `attention_layer`.
       pairs: `first`, `until` and the two window masks of the pairs of each block.
-      sights: Range of positions that are visible to all pairs of each block.
+      visible_to_all: Range of positions that are visible to all pairs of each block.
       sums, peaks, totals: Partial results of spans.
     """
 
@@ -69,7 +69,7 @@ class LayerRefs(NamedTuple):
     starts: Any
     bounds: Any
     pairs: Any
-    sights: Any
+    visible_to_all: Any
     out: Any
     sums: Any
     peaks: Any
@@ -158,11 +158,11 @@ def mix_described(
         gated=gate is not None,
     )
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
-    pairs, sights = _pairs_of(row_starts, first, until, window, work)
+    pairs, visible_to_all = _pairs_of(row_starts, first, until, window, work)
     numbers = Hk * work.parts * work.blocks
     of, single = jax.ShapeDtypeStruct, jnp.float32
-    out, *left = plgpu.kernel(
-        functools.partial(_mix_described_kernel, work=work),
+    out, *partials = plgpu.kernel(
+        functools.partial(_attention_layer_sm90_kernel, work=work),
         out_type=(
             of((R, Hq, D), q.dtype),
             of((spans, B, numbers, LANES, width), single),
@@ -177,12 +177,12 @@ def mix_described(
         kernel_name="mix_described",
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts, bounds),
-        *(pairs, sights),
+        *(pairs, visible_to_all),
     )
     out = out.reshape(R, Hq * D)
     if spans == 1:
         return out
-    return _combined(out, q if gate is None else gate, left, bounds, row_starts, columns, work)
+    return _combined(out, q if gate is None else gate, partials, bounds, row_starts, columns, work)
 
 
 def _pairs_of(row_starts, first, until, window, work):
@@ -192,14 +192,14 @@ def _pairs_of(row_starts, first, until, window, work):
     row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)
     each = [x[row].astype(jnp.int32) for x in (first, until, *words_of(window))]
     pairs = jnp.stack(each, axis=2).reshape(-1, len(each), LANES)
-    sights = jnp.stack([each[0].max(axis=2), each[1].min(axis=2)], axis=2)
-    return pairs, sights.reshape(-1, 2)
+    visible_to_all = jnp.stack([each[0].max(axis=2), each[1].min(axis=2)], axis=2)
+    return pairs, visible_to_all.reshape(-1, 2)
 
 
-def _share(number, bounds, has_rows, reach, work):
+def _share(number, bounds, has_rows, capacity, work):
     """Returns the share of program `number`."""
     low, _, seen_until, *_ = bounds
-    high = jnp.minimum(seen_until + work.nodes, reach)
+    high = jnp.minimum(seen_until + work.nodes, capacity)
     base = lax.div(low, work.span)
     spans = jnp.maximum(pl.cdiv(high, work.span) - base, 1)
     each = pl.cdiv(spans, jnp.minimum(work.programs, spans))
@@ -210,7 +210,7 @@ def _share(number, bounds, has_rows, reach, work):
     return SplitRange(begin=begin, end=end, base=base, is_alone=spans == 1, is_one=is_one)
 
 
-def _mix_described_kernel(*refs, work, **shared):
+def _attention_layer_sm90_kernel(*refs, work, **shared):
     """One program per block of rows and two warpgroup columns of KV heads, request, and share."""
     refs, shared = LayerRefs(*refs), VerifyBuffers(**shared)
     number, request = lax.axis_index("number"), lax.axis_index("request")
@@ -218,8 +218,8 @@ def _mix_described_kernel(*refs, work, **shared):
     pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     bounds = [refs.bounds[request, i] for i in range(refs.bounds.shape[1])]
     row, stop = refs.starts[request] + block * work.rows, refs.starts[request + 1]
-    reach = refs.table.shape[1] * work.page
-    share = _share(share_number, bounds, row < stop, reach, work)
+    capacity = refs.table.shape[1] * work.page
+    share = _share(share_number, bounds, row < stop, capacity, work)
 
     @pl.when(group == GROUPS)
     def _copy():
@@ -243,10 +243,10 @@ def _mix_described_kernel(*refs, work, **shared):
         def _():
             fetch_queries(refs, shared, group, own, work)
             index = request * work.blocks + block
-            sight = _sight_of(refs, index, bounds)
+            mask = _mask_of(refs, index, bounds)
 
             def add(span, _):
-                sums = sum_span(shared, share, span, group, sight, work)
+                sums = sum_span(shared, share, span, group, mask, work)
 
                 @pl.when(~share.is_alone)
                 def _store():
@@ -264,40 +264,40 @@ def _mix_described_kernel(*refs, work, **shared):
                 write_result(refs, shared, group, own, sums, work)
 
 
-def _sight_of(refs, index, bounds):
+def _mask_of(refs, index, bounds):
     """Returns the mask of the pairs of a block."""
     _, seen_from, seen_until, new_from, _ = bounds
     return PairMask(
         pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
-        whole_from=refs.sights[index, 0],
-        whole_until=jnp.minimum(refs.sights[index, 1], new_from),
+        whole_from=refs.visible_to_all[index, 0],
+        whole_until=jnp.minimum(refs.visible_to_all[index, 1], new_from),
         old_from=seen_from,
         old_until=jnp.minimum(seen_until, new_from),
     )
 
 
-def _combined(out, gate, left, bounds, row_starts, columns, work):
+def _combined(out, gate, partials, bounds, row_starts, columns, work):
     """Combines the spans that programs have stored, and finishes the rows of these requests."""
-    _, B, numbers, *_ = left[0].shape
+    _, B, numbers, *_ = partials[0].shape
     return pl.pallas_call(
-        functools.partial(_combine_kernel, reach=columns * work.page, work=work),
+        functools.partial(_combine_kernel, capacity=columns * work.page, work=work),
         grid=(numbers, B),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="combine_spans",
-    )(out, gate, *left, bounds, row_starts)
+    )(out, gate, *partials, bounds, row_starts)
 
 
 def _combine_kernel(
-    _, gate_ref, sums_ref, peaks_ref, totals_ref, bounds_ref, starts_ref, out_ref, *, reach, work
+    _, gate_ref, sums_ref, peaks_ref, totals_ref, bounds_ref, starts_ref, out_ref, *, capacity, work
 ):
     """One program per block of pairs and value columns of a KV head, and request."""
     number, request = pl.program_id(0), pl.program_id(1)
     part, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
     low = bounds_ref[request, 0]
-    high = jnp.minimum(bounds_ref[request, 2] + work.nodes, reach)
+    high = jnp.minimum(bounds_ref[request, 2] + work.nodes, capacity)
     spans = pl.cdiv(high, work.span) - lax.div(low, work.span)
     start, stop = starts_ref[request] + block * work.rows, starts_ref[request + 1]
 

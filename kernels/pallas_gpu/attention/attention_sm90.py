@@ -59,8 +59,8 @@ class PrefillRefs(NamedTuple):
       pool: Keys and values of all layers, one row per position.
       layer, table, starts: See `attention`.
       pairs: `first`, `until` and the window masks of all (row, query head) pairs.
-      sights: Bounds of each block, without windows: first visible position of any row and the end,
-        and the range of positions that are visible to all rows.
+      block_bounds: Bounds of each block, without windows: first visible position of any row and the
+        end, and the range of positions that are visible to all rows.
     """
 
     q: Any
@@ -70,7 +70,7 @@ class PrefillRefs(NamedTuple):
     table: Any
     starts: Any
     pairs: Any
-    sights: Any
+    block_bounds: Any
     out: Any
 
 
@@ -139,7 +139,7 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
     # Blocks past the last row read up to this many more pairs.
     pairs = jnp.pad(pairs, ((0, 0), (0, 2 * LANES)))
     out = plgpu.kernel(
-        functools.partial(_attend_described_kernel, work=work),
+        functools.partial(_attention_sm90_kernel, work=work),
         out_type=jax.ShapeDtypeStruct((R, Hq, D), q.dtype),
         grid=(len(page_table), work.blocks * work.parts // GROUPS, Hk),
         grid_names=("request", "number", "head"),
@@ -150,27 +150,27 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
         kernel_name="attend_described",
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts),
-        *(pairs, _sights_of(row_starts, first, until, work)),
+        *(pairs, _block_bounds_of(row_starts, first, until, work)),
     )
     return out.reshape(R, Hq * D)
 
 
-def _sights_of(row_starts, first, until, work):
+def _block_bounds_of(row_starts, first, until, work):
     """Returns the mask bounds of the rows of each block; a block without rows has no positions."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     row = start + jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(work.rows)
     is_one, row = row < stop, jnp.minimum(row, len(first) - 1)
     first, until, most = first[row], until[row], jnp.iinfo(jnp.int32).max
-    sights = [
+    block_bounds = [
         jnp.where(is_one, jnp.minimum(first, until), most).min(axis=2),
         jnp.where(is_one, until, 0).max(axis=2),
         jnp.where(is_one, first, 0).max(axis=2),
         jnp.where(is_one, until, most).min(axis=2),
     ]
-    return jnp.stack(sights, axis=2).astype(jnp.int32)
+    return jnp.stack(block_bounds, axis=2).astype(jnp.int32)
 
 
-def _attend_described_kernel(*refs, work, **shared):
+def _attention_sm90_kernel(*refs, work, **shared):
     """One program per request, two blocks of rows (one for a 256-wide head), and KV head."""
     refs, shared = PrefillRefs(*refs), VerifyBuffers(**shared)
     request, head = lax.axis_index("request"), lax.axis_index("head")
@@ -194,18 +194,18 @@ def _attend_described_kernel(*refs, work, **shared):
         column = 0 if work.is_shared else group * work.width
         own = WarpgroupTile(head=head, column=column, row=start + block * work.rows, stop=stop)
         num_requests = refs.starts.shape[0] - 1
-        turn = request * work.blocks + block
-        begin, turns = refs.starts[num_requests] + turn, num_requests * work.blocks
-        clear_padding(refs, shared, group, own, begin, turns, work)
+        index = request * work.blocks + block
+        begin, stride = refs.starts[num_requests] + index, num_requests * work.blocks
+        clear_padding(refs, shared, group, own, begin, stride, work)
 
         @pl.when(share.is_one)
         def _():
             fetch_queries(refs, shared, group, own, work)
             at = pl.ds(own.row * work.group, LANES)
-            sight = PairMask(
+            mask = PairMask(
                 pairs=loaded_pairs(refs.pairs.at[i, at] for i in range(refs.pairs.shape[0])),
-                whole_from=refs.sights[request, block, 2],
-                whole_until=refs.sights[request, block, 3],
+                whole_from=refs.block_bounds[request, block, 2],
+                whole_until=refs.block_bounds[request, block, 3],
                 old_from=0,
                 old_until=0,
             )
@@ -213,7 +213,7 @@ def _attend_described_kernel(*refs, work, **shared):
             # Separate loop: within a span the total over spans is not used and may leave the
             # registers.
             def add(span, sums):
-                return folded(sums, sum_span(shared, share, span, group, sight, work))
+                return folded(sums, sum_span(shared, share, span, group, mask, work))
 
             sums = lax.fori_loop(*spans_of(share, work), add, nothing(work.width))
             write_result(refs, shared, group, own, sums, work)
@@ -222,7 +222,7 @@ def _attend_described_kernel(*refs, work, **shared):
 def _share(refs, request, block, has_rows, work):
     """Returns the tiles that any row of a program attends to."""
     lows, highs = (
-        [refs.sights[request, block + i, which] for i in range(work.spare or 1)]
+        [refs.block_bounds[request, block + i, which] for i in range(work.spare or 1)]
         for which in range(2)
     )
     low, high = functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)

@@ -54,12 +54,12 @@ def bidirectional_attention(
     if tiles.described and takes(qkv, D, tile):
         rows = pl.cdiv(R, tiles.groups * tile) * tiles.groups * tile
         laid = lay(qkv, cos, sin, count, rows, sizes, interpret=interpret)
-        how = {"heads": sizes.heads, "scale": scale * LOG2_E, "tiles": tiles}
-        return attend_all_described(laid, count, R, **how)
+        settings = {"heads": sizes.heads, "scale": scale * LOG2_E, "tiles": tiles}
+        return attend_all_described(laid, count, R, **settings)
     laid = lay(qkv, cos, sin, count, R, sizes, interpret=interpret)
-    how = {"sizes": sizes, "tile": tile, "scale": scale * LOG2_E, "lanes": tiles.lanes}
+    settings = {"sizes": sizes, "tile": tile, "scale": scale * LOG2_E, "lanes": tiles.lanes}
     return pl.pallas_call(
-        functools.partial(_attend_kernel, **how),
+        functools.partial(_attend_kernel, **settings),
         grid=(pl.cdiv(R, tiles.lanes), sizes.heads),
         out_shape=jax.ShapeDtypeStruct((R, columns // 3), qkv.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -123,13 +123,13 @@ def _add_tile(q, rows, sizes, tile, i, sums):
     values in one of the languages on an H100.
     """
     patch = i * tile + lax.iota(jnp.int32, tile)
-    behind = jnp.where(patch < rows.count, 0.0, NEGATIVE)
+    padding_bias = jnp.where(patch < rows.count, 0.0, NEGATIVE)
     patch = jnp.minimum(patch, rows.count - 1)
     keys = _blocks(rows.laid_ref, patch, sizes.heads + rows.head, sizes)
     scores = pltriton.dot(q[0], keys[0].T, **EXACT)
     for mine, theirs in zip(q[1:], keys[1:], strict=True):
         scores += pltriton.dot(mine, theirs.T, **EXACT)
-    scores = scores * rows.scale + behind[None, :]
+    scores = scores * rows.scale + padding_bias[None, :]
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
     weights = jnp.exp2(scores - highest[:, None]).astype(q[0].dtype)
     decay = jnp.exp2(sums.peak - highest)[:, None]

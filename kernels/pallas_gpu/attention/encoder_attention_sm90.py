@@ -130,7 +130,7 @@ def attend_all_described(
     # Mosaic GPU drops a dimension of size 1, and with it the offset along it.
     shape = max(num_rows, 2), heads * (MAIN + REST)
     out = plgpu.kernel(
-        functools.partial(_attend_all_described_kernel, work=work),
+        functools.partial(_encoder_attention_sm90_kernel, work=work),
         out_type=jax.ShapeDtypeStruct(shape, laid.dtype),
         grid=(heads, len(laid) // (tiles.groups * LANES)),
         grid_names=("head", "block"),
@@ -167,7 +167,7 @@ def _shared_of(work):
     )
 
 
-def _attend_all_described_kernel(*refs, work, **shared):
+def _encoder_attention_sm90_kernel(*refs, work, **shared):
     """One program per head, and `groups` blocks of 64 rows."""
     refs, shared = EncoderRefs(*refs), EncoderBuffers(**shared)
     head, group = lax.axis_index("head"), lax.axis_index("group")
@@ -194,11 +194,11 @@ def _copy_tiles(refs, shared, first, tiles, head, work):
     """Loads the warpgroups' queries, then tiles of keys and values into free stages (producer)."""
     heads = work.heads
 
-    def copy(row, number, to, to_rest, come):
+    def copy(row, number, to, to_rest, barrier):
         for begin, block in ((0, to), (3 * heads * MAIN, to_rest)):
             columns = block.shape[1]
             tile = refs.laid.at[pl.ds(row, TILE), pl.ds(begin + number * columns, columns)]
-            plgpu.copy_gmem_to_smem(tile, block, come)
+            plgpu.copy_gmem_to_smem(tile, block, barrier)
 
     for group in range(work.groups):
         to, to_rest = shared.q.at[group], shared.q_rest.at[group]
@@ -211,9 +211,9 @@ def _copy_tiles(refs, shared, first, tiles, head, work):
         def _wait():
             plgpu.barrier_wait(shared.is_free.at[slot])
 
-        come, row = shared.come.at[slot], i * TILE
-        copy(row, heads + head, shared.k.at[slot], shared.k_rest.at[slot], come)
-        copy(row, 2 * heads + head, shared.v.at[slot], shared.v_beside.at[slot], come)
+        barrier, row = shared.come.at[slot], i * TILE
+        copy(row, heads + head, shared.k.at[slot], shared.k_rest.at[slot], barrier)
+        copy(row, 2 * heads + head, shared.v.at[slot], shared.v_beside.at[slot], barrier)
 
     lax.fori_loop(0, tiles, copy_tile, None)
 
@@ -233,7 +233,7 @@ def _sums_of(shared, group, count, tiles, work):
     """Accumulates all patches for the 64 rows of a warpgroup."""
     zeros = plgpu.layout_cast(jnp.zeros((LANES, TILE), jnp.float32), LAYOUT)
 
-    def with_scores(i, meanwhile):
+    def compute_scores(i, meanwhile):
         """Computes the scores of a tile while `meanwhile` runs."""
         slot = lax.rem(i, work.stages)
         plgpu.barrier_wait(shared.come.at[slot])
@@ -247,38 +247,40 @@ def _sums_of(shared, group, count, tiles, work):
 
         return pl.run_scoped(multiply, plgpu.ACC((LANES, TILE), jnp.float32))
 
-    def weighed(scores, peak):
+    def softmax_weights(scores, peak):
         highest = jnp.maximum(peak, scores.max(axis=1))
         weights = flushed_power_of_two(scores - beside(highest, TILE)).astype(jnp.bfloat16)
         return highest, weights, flushed_power_of_two(peak - highest, _OF_ROWS)
 
-    def with_values(i, sums, highest, weights, decay):
+    def add_values(i, sums, highest, weights, decay):
         slot = lax.rem(i, work.stages)
-        begun = (product_of(x, beside(decay, x.shape[1])) for x in (sums.main, sums.beside))
+        scaled = (product_of(x, beside(decay, x.shape[1])) for x in (sums.main, sums.beside))
 
         def multiply(main_ref, beside_ref):
             plgpu.wgmma(main_ref, weights, shared.v.at[slot])
             plgpu.wgmma(beside_ref, weights, shared.v_beside.at[slot])
 
         of_main, of_beside = pl.run_state(lambda refs: multiply(*refs))(
-            tuple(plgpu.ACC.init(x) for x in begun)
+            tuple(plgpu.ACC.init(x) for x in scaled)
         )
         plgpu.barrier_arrive(shared.is_free.at[slot])
         return EncoderSoftmaxState(highest, of_main, of_beside)
 
     def add(i, carry):
         scores, sums = carry
-        how, following = with_scores(i + 1, lambda: weighed(times(scores, work.scale), sums.peak))
-        return following, with_values(i, sums, *how)
+        tile_weights, next_scores = compute_scores(
+            i + 1, lambda: softmax_weights(times(scores, work.scale), sums.peak)
+        )
+        return next_scores, add_values(i, sums, *tile_weights)
 
     plgpu.barrier_wait(shared.queries_come)
-    _, scores = with_scores(0, lambda: None)
+    _, scores = compute_scores(0, lambda: None)
     scores, sums = lax.fori_loop(0, tiles - 1, add, (scores, _nothing()))
     # The last patch is repeated to the end of its tile, with weight 0.
     patch = plgpu.broadcasted_iota(jnp.int32, (LANES, TILE), 1, layout=LAYOUT)
-    behind = jnp.where(patch + (tiles - 1) * TILE < count, zeros, zeros + NEGATIVE)
-    scores = sum_of(times(scores, work.scale), behind)
-    return with_values(tiles - 1, sums, *weighed(scores, sums.peak))
+    padding_bias = jnp.where(patch + (tiles - 1) * TILE < count, zeros, zeros + NEGATIVE)
+    scores = sum_of(times(scores, work.scale), padding_bias)
+    return add_values(tiles - 1, sums, *softmax_weights(scores, sums.peak))
 
 
 def _write(refs, shared, group, first, head, sums):

@@ -62,10 +62,10 @@ def _lay_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
     place = jnp.where(is_beside, main + lax.rem(of_beside, beside_block), place)
     inside = (column < sizes.width) & (place < jnp.where(is_rest, D, main))
     x = load(qkv_ref, head * D + place, inside)
-    is_turned, is_first = inside & (head < 2 * heads), place < half
+    is_rotated, is_first = inside & (head < 2 * heads), place < half
     pair = jnp.where(is_first, place, place - half)
-    y = load(qkv_ref, head * D + jnp.where(is_first, place + half, pair), is_turned)
-    cos, sin = load(cos_ref, pair, is_turned), load(sin_ref, pair, is_turned)
+    y = load(qkv_ref, head * D + jnp.where(is_first, place + half, pair), is_rotated)
+    cos, sin = load(cos_ref, pair, is_rotated), load(sin_ref, pair, is_rotated)
     out = jnp.where(is_first, x * cos - y * sin, x * cos + y * sin)
     out = jnp.where(head < 2 * heads, out, jnp.where(is_beside & (place == D), 1.0, x))
     inside = column < sizes.width

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-_HELD = 8192  # row elements that a program moves
+_MOVED_ELEMENTS = 8192  # row elements that a program moves
 
 
 def commit(
@@ -23,9 +23,9 @@ def commit(
     """Same as `shared.spec.attention.compact_accepted_kv`; window pages are not shared."""
     (B, W), (P, page, H, D) = path.shape, pages.shape[-4:]
     pools, lanes = pages.reshape(-1, P, page, H * D), pl.next_power_of_2(W)
-    columns = min(pl.next_power_of_2(H * D), max(1, _HELD // lanes))
+    columns = min(pl.next_power_of_2(H * D), max(1, _MOVED_ELEMENTS // lanes))
     moved = pl.pallas_call(
-        functools.partial(_commit_kernel, lanes=lanes, columns=columns, interpret=interpret),
+        functools.partial(_compact_kernel, lanes=lanes, columns=columns, interpret=interpret),
         grid=(pl.cdiv(H * D, columns), len(pools), B),
         out_shape=jax.ShapeDtypeStruct(pools.shape, pools.dtype),
         input_output_aliases={0: 0},
@@ -36,7 +36,7 @@ def commit(
     return moved.reshape(pages.shape)
 
 
-def _commit_kernel(
+def _compact_kernel(
     _, table_ref, lengths_ref, path_ref, counts_ref, pools_ref, *, lanes, columns, interpret
 ):
     """One program per block of columns, pool and request; rows that stay in place are skipped."""

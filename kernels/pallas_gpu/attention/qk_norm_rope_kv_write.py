@@ -154,14 +154,14 @@ def _place_kernel(
     row = early(pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), interpret)
     is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
 
-    def turned_head(norm_ref, start, is_in):
-        return with_mrope(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
+    def load_head_of(norm_ref, start, is_in):
+        return load_rotated(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
 
     if q_ref is not None:
 
         @pl.when(head < q_heads)
         def _():
-            q = turned_head(projected.q_norm, head * ((1 + gated) * D), is_row)
+            q = load_head_of(projected.q_norm, head * ((1 + gated) * D), is_row)
             at = jnp.where(is_row, row, R)[:, None]  # out of bounds, for the interpreter
             at = q_ref.at[at, head, columns_of(D)[None, :]]
             pltriton.store(at, q.astype(q_ref.dtype), mask=in_head(is_row[:, None], D))
@@ -172,7 +172,7 @@ def _place_kernel(
         request = pltriton.load(written.request.at[row], mask=is_real, other=0)
         place = pltriton.load(written.places.at[row], mask=is_real, other=0)
         start = (q_heads * (1 + gated) + head - q_heads) * D
-        k = turned_head(projected.k_norm, start, is_real)
+        k = load_head_of(projected.k_norm, start, is_real)
         write_pair(
             projected.rows,
             kv_ref,
@@ -204,7 +204,7 @@ def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_
         pltriton.store(kv_ref.at[layer, which, number, place, head, column], x, mask=keep)
 
 
-def with_mrope(projected, norm_ref, layer, row, start, is_in, turning):
+def load_rotated(projected, norm_ref, layer, row, start, is_in, turning):
     """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32.
 
     `start` is the head's first column.
@@ -225,8 +225,8 @@ def fetch(projected, norm_ref, layer, row, start, is_in, turning):
 
     x, other = (load(projected.rows, start[:, None] + at, keep) for at in (column, partner))
     angle = jnp.where(column < half, column, column - half)
-    is_turned = keep & (column < 2 * half)
-    cos, sin = (load(ref, angle, is_turned) for ref in (projected.cos, projected.sin))
+    is_rotated = keep & (column < 2 * half)
+    cos, sin = (load(ref, angle, is_rotated) for ref in (projected.cos, projected.sin))
     x_norm = other_norm = None
     if turning.has_norms:
         lead = (layer,) if len(norm_ref.shape) == 2 else ()
@@ -245,8 +245,8 @@ def turn(fetched, turning):
         scale = lax.rsqrt(mean + turning.eps)[:, None]
         x, other = x * scale * fetched.x_norm, other * scale * fetched.other_norm
     column = columns_of(turning.D)[None, :]
-    turned_x = x * fetched.cos + jnp.where(column < turning.half, -other, other) * fetched.sin
-    return jnp.where(column < 2 * turning.half, turned_x, x)
+    rotated = x * fetched.cos + jnp.where(column < turning.half, -other, other) * fetched.sin
+    return jnp.where(column < 2 * turning.half, rotated, x)
 
 
 def early(x, interpret):

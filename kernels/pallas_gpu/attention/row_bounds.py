@@ -47,7 +47,7 @@ def compute_row_bounds(
     """
     B = len(row_starts) - 1
     bounds, arrivals = pl.pallas_call(
-        functools.partial(_reach_kernel, rows=pl.next_power_of_2(max_rows)),
+        functools.partial(_row_bounds_kernel, rows=pl.next_power_of_2(max_rows)),
         grid=(B,),
         out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads * BLOCKS)],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
@@ -57,7 +57,7 @@ def compute_row_bounds(
     return bounds, arrivals
 
 
-def _reach_kernel(
+def _row_bounds_kernel(
     starts_ref, places_ref, first_ref, until_ref, real_ref, bounds_ref, arrivals_ref, *, rows
 ):
     """One program per request."""

@@ -72,7 +72,7 @@ def shared_of(work):
         layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(LINE_BYTES)
         return plgpu.SMEM(shape, kind, transforms=layout)
 
-    come = plgpu.Barrier(num_arrivals=work.copied, num_barriers=work.stages)
+    barrier = plgpu.Barrier(num_arrivals=work.copied, num_barriers=work.stages)
     return VerifyBuffers(
         queries=block(GROUPS, LANES, work.width),
         ones=block(LANES, TILE),
@@ -81,8 +81,8 @@ def shared_of(work):
         lines=plgpu.SMEM((GROUPS, LANES, work.width), kind),
         bad=plgpu.SMEM((GROUPS, 2, TILE), jnp.int32),
         lines_come=plgpu.Barrier(num_arrivals=work.rows * work.pieces, num_barriers=GROUPS),
-        keys_come=come,
-        values_come=come,
+        keys_come=barrier,
+        values_come=barrier,
         is_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=work.stages),
         is_ready=plgpu.Barrier(num_arrivals=GROUPS),
     )
@@ -91,25 +91,25 @@ def shared_of(work):
 def fetch_queries(refs, shared, group, own, work):
     """Loads the queries of a warpgroup, writes the ones, and waits for the other warpgroup."""
     queries = lambda row, heads, columns: refs.q.at[row, heads, columns]  # noqa: E731
-    shared.queries[group] = _fetched(queries, refs, shared, group, own, work)
+    shared.queries[group] = _load_rows(queries, refs, shared, group, own, work)
     shared.ones[...] = plgpu.layout_cast(jnp.ones((LANES, TILE), jnp.bfloat16), LAYOUT)
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.is_ready)
     plgpu.barrier_wait(shared.is_ready)
 
 
-def _fetched(line_of, refs, shared, group, own, work):
+def _load_rows(line_of, refs, shared, group, own, work):
     """Loads the rows of a block; rows past the end repeat the last row of all."""
-    lines, come = shared.lines.at[group], shared.lines_come.at[group]
+    lines, barrier = shared.lines.at[group], shared.lines_come.at[group]
 
     def fetch(i, _):
         each, first = lax.div(i, work.pieces), lax.rem(i, work.pieces) * work.piece
         row = jnp.minimum(own.row + each, refs.q.shape[0] - 1)
         line = lines.at[pl.ds(i * work.piece, work.piece)]
-        plgpu.copy_gmem_to_smem(line_of(row, *own.at(work, first, work.piece)), line, come)
+        plgpu.copy_gmem_to_smem(line_of(row, *own.at(work, first, work.piece)), line, barrier)
 
     lax.fori_loop(0, work.rows * work.pieces, fetch, None)
-    plgpu.barrier_wait(come)
+    plgpu.barrier_wait(barrier)
     return plgpu.load(lines, layout=LAYOUT, optimized=False)
 
 
@@ -119,7 +119,7 @@ def write_result(refs, shared, group, own, sums, work):
     out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
     if work.gated:
         gates = lambda row, heads, columns: refs.gate.at[row, heads, 1, columns]  # noqa: E731
-        gate = _fetched(gates, refs, shared, group, own, work).astype(jnp.float32)
+        gate = _load_rows(gates, refs, shared, group, own, work).astype(jnp.float32)
         out = divided(out, 1.0 + flushed_power_of_two(times(gate, -LOG2_E)))
     lines[...] = out.astype(jnp.bfloat16)
     plgpu.commit_smem()
@@ -132,8 +132,8 @@ def write_result(refs, shared, group, own, sums, work):
     plgpu.wait_smem_to_gmem(0)
 
 
-def clear_padding(refs, shared, group, own, begin, turns, work):
-    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
+def clear_padding(refs, shared, group, own, begin, stride, work):
+    """Writes zeros to a KV head's outputs in every `stride`-th row from `begin` on."""
     lines, num_rows = shared.lines.at[group], refs.out.shape[0]
 
     @pl.when(begin < num_rows)
@@ -143,9 +143,9 @@ def clear_padding(refs, shared, group, own, begin, turns, work):
 
         def clear(i, _):
             line = lines.at[pl.ds(0, work.group)]
-            plgpu.copy_smem_to_gmem(line, refs.out.at[(begin + i * turns, *own.at(work))])
+            plgpu.copy_smem_to_gmem(line, refs.out.at[(begin + i * stride, *own.at(work))])
 
-        lax.fori_loop(0, pl.cdiv(num_rows - begin, turns), clear, None)
+        lax.fori_loop(0, pl.cdiv(num_rows - begin, stride), clear, None)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -155,14 +155,14 @@ def copy_tiles(refs, shared, share, request, first_column, work):
     layer = refs.layer[0]
 
     def copy(i, number):
-        turn = i - share.begin
-        slot = lax.rem(turn, work.stages)
+        step = i - share.begin
+        slot = lax.rem(step, work.stages)
 
-        @pl.when(turn >= work.stages)
+        @pl.when(step >= work.stages)
         def _wait():
             plgpu.barrier_wait(shared.is_free.at[slot])
 
-        for which, come in enumerate((shared.keys_come, shared.values_come)):
+        for which, barrier in enumerate((shared.keys_come, shared.values_come)):
             page = (layer * 2 + which) * work.pages + number
             line = page * work.page + lax.rem(i, per_page) * TILE
             for part in range(work.copied):
@@ -170,7 +170,7 @@ def copy_tiles(refs, shared, share, request, first_column, work):
                 tile = refs.pool.at[pl.ds(line, TILE), pl.ds(column, work.width)]
                 keys, values = (slot, part), slot * work.copied + part
                 to = shared.values.at[values] if which else shared.keys.at[keys]
-                plgpu.copy_gmem_to_smem(tile, to, come.at[slot])
+                plgpu.copy_gmem_to_smem(tile, to, barrier.at[slot])
         return page_at(i + 1)
 
     def page_at(i):

@@ -158,20 +158,20 @@ def spans_of(share, work):
     return lax.div(share.begin, each), pl.cdiv(share.end, each)
 
 
-def sum_span(shared, share, span, group, sight, work):
+def sum_span(shared, share, span, group, mask, work):
     """Accumulates the program's tiles of a span in one warpgroup: tiles, splits, then the span."""
 
     def add(i, carry):
         split, sums = carry
-        turn = i - share.begin
-        slot = lax.rem(turn, work.stages)
+        step = i - share.begin
+        slot = lax.rem(step, work.stages)
         own = 0 if work.copied == 1 else group
         keys, number = shared.keys.at[slot], slot * work.copied + own
-        is_partly = (i * TILE < sight.whole_from) | ((i + 1) * TILE > sight.whole_until)
+        is_partly = (i * TILE < mask.whole_from) | ((i + 1) * TILE > mask.whole_until)
         plgpu.barrier_wait(shared.values_come.at[slot])
         value, number = lax.cond(
             is_partly,
-            lambda value: _without_bad(value, number, shared, group, i, sight, work),
+            lambda value: _zero_nonfinite(value, number, shared, group, i, mask, work),
             lambda value: (value, number),
             split.value,
         )
@@ -192,7 +192,7 @@ def sum_span(shared, share, span, group, sight, work):
         scores = times(scores, work.scale)
         scores = lax.cond(
             is_partly,
-            lambda scores: jnp.where(_sees(sight.pairs, i, work.nodes), scores, NEGATIVE),
+            lambda scores: jnp.where(_sees(mask.pairs, i, work.nodes), scores, NEGATIVE),
             lambda scores: scores,
             scores,
         )
@@ -274,7 +274,7 @@ def _sees(pairs, i, nodes):
     return is_seen
 
 
-def _without_bad(value, number, shared, group, i, sight, work):
+def _zero_nonfinite(value, number, shared, group, i, mask, work):
     """Sets non-finite values of a tile to 0, because 0 x NaN is NaN.
 
     The accumulators of pairs that attend to them get NaN. Old positions (`old_from` to `old_until`)
@@ -285,26 +285,26 @@ def _without_bad(value, number, shared, group, i, sight, work):
     for column in range(0, work.width, _PART):
         part = values_ref.at[:, pl.ds(column, _PART)]
         v = plgpu.load(part, layout=LAYOUT).astype(jnp.float32)
-        of_part = jnp.where(jnp.abs(v) < jnp.inf, 0, 1).max(axis=1)
-        bad = of_part if bad is None else jnp.maximum(bad, of_part)
+        bad_in_part = jnp.where(jnp.abs(v) < jnp.inf, 0, 1).max(axis=1)
+        bad = bad_in_part if bad is None else jnp.maximum(bad, bad_in_part)
     position = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=LAYOUT).max(axis=1)
     position += i * TILE
-    is_old = (position >= sight.old_from) & (position < sight.old_until)
-    is_gone = jnp.where(is_old, 0, bad)
-    bad_ref[0] = is_gone
+    is_old = (position >= mask.old_from) & (position < mask.old_until)
+    is_zeroed = jnp.where(is_old, 0, bad)
+    bad_ref[0] = is_zeroed
     across = plgpu.load(bad_ref.at[0], layout=_OF_COLUMNS, optimized=False)
     across = lax.broadcast_in_dim(across, (LANES, TILE), [1])
     bad_ref[1] = across.max(axis=1)  # equal for all pairs
 
-    def take_out(value):
-        left = work.stages * work.copied + group if work.is_shared else number
+    def zero_positions(value):
+        tile = work.stages * work.copied + group if work.is_shared else number
         for column in range(0, work.width, _PART):
             at = slice(None), pl.ds(column, _PART)
             v = plgpu.load(values_ref.at[at], layout=LAYOUT)
-            clean = jnp.where(beside(is_gone, v.shape[1]) > 0, jnp.zeros_like(v), v)
-            shared.values.at[left].at[at][...] = clean
+            clean = jnp.where(beside(is_zeroed, v.shape[1]) > 0, jnp.zeros_like(v), v)
+            shared.values.at[tile].at[at][...] = clean
         plgpu.commit_smem()
-        is_harmed = jnp.where(_sees(sight.pairs, i, work.nodes), across, 0).max(axis=1)
-        return jnp.where(beside(is_harmed, work.width) > 0, jnp.nan, value), left
+        gets_nan = jnp.where(_sees(mask.pairs, i, work.nodes), across, 0).max(axis=1)
+        return jnp.where(beside(gets_nan, work.width) > 0, jnp.nan, value), tile
 
-    return lax.cond(bad_ref[1, 0] > 0, take_out, lambda value: (value, number), value)
+    return lax.cond(bad_ref[1, 0] > 0, zero_positions, lambda value: (value, number), value)

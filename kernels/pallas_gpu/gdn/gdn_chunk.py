@@ -16,39 +16,39 @@ NOTHING = -100.0  # base-2 log of the smallest decay; smaller ones count as 0
 _HIGH_BITS = -65536  # bits of a float32 that a bfloat16 keeps
 
 
-def inverse_of(among):
-    """Returns the inverse of I + `among`, where `among` is strictly lower triangular.
+def inverse_of(lower):
+    """Returns the inverse of I + `lower`, where `lower` is strictly lower triangular.
 
     The diagonal blocks are inverted first, all at once; pairs of blocks are then merged into blocks
     of twice the size. With keys of unit length the entries of an inverse are at most 1, which does
-    not hold for powers of `among`.
+    not hold for powers of `lower`.
     """
-    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
-    return _joined(inverse, among, 2 * _BLOCK)
+    inverse = _merge_blocks(_inverse_of_blocks(lower), lower, _BLOCK)
+    return _merge_blocks(inverse, lower, 2 * _BLOCK)
 
 
-def _joined(inverse, among, size):
+def _merge_blocks(inverse, lower, size):
     """Merges inverses of blocks of `size` rows into inverses of blocks of twice the size."""
     row, column = lax.iota(jnp.int32, CHUNK)[:, None], lax.iota(jnp.int32, CHUNK)[None, :]
     is_pair = lax.div(row, 2 * size) == lax.div(column, 2 * size)
     is_between = is_pair & (lax.div(row, size) != lax.div(column, size))
-    between = _product(jnp.where(is_between, among, 0.0), inverse)
+    between = _product(jnp.where(is_between, lower, 0.0), inverse)
     return inverse - _product(inverse, between)
 
 
-def _inverse_of_blocks(among):
+def _inverse_of_blocks(lower):
     """Returns the inverse of the diagonal blocks by forward substitution."""
     row, column = (lax.iota(jnp.int32, _BLOCK)[at] for at in (_MIDDLE, _LAST))
     block = lax.iota(jnp.int32, _BLOCKS)
     is_own = block[:, None, None, None] == block[None, None, :, None]
-    whole = among.reshape(_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)
+    whole = lower.reshape(_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)
     # Sums of one number and zeros, here and below, which are exact in any order.
     blocks = jnp.sum(jnp.where(is_own, whole, 0.0), axis=2)
     inverse = jnp.where(row == column, 1.0, 0.0) + jnp.zeros_like(blocks)
     for i in range(_BLOCK - 1):
-        share = jnp.sum(jnp.where(column == i, blocks, 0.0), axis=2)
+        factor = jnp.sum(jnp.where(column == i, blocks, 0.0), axis=2)
         known = jnp.sum(jnp.where(row == i, inverse, 0.0), axis=1)
-        inverse -= share[:, :, None] * known[:, None, :]
+        inverse -= factor[:, :, None] * known[:, None, :]
     return jnp.where(is_own, inverse[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
 
 

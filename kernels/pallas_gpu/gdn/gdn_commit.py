@@ -60,18 +60,18 @@ def commit(
       The states and the snapshots after the writes.
     """
     columns = min(tiles.commit_columns, recurrent.shape[4])
-    held = (States(recurrent, window), States(saved_recurrent, saved_window))
+    caches = (States(recurrent, window), States(saved_recurrent, saved_window))
     *fields, inputs = kept
     states, snapshots = pl.pallas_call(
         partial(_commit_kernel, columns=columns, interpret=interpret),
         grid=(recurrent.shape[2] * (recurrent.shape[4] // columns), len(slots), len(recurrent)),
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held),
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), caches),
         input_output_aliases={number: number for number in range(4)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.commit_warps, num_stages=1),
         interpret=interpret,
         name="commit_states",
     )(
-        held,
+        caches,
         Paths(slots=slots, nodes=path, counts=counts, save_after=save_after, save=save),
         kept_of(fields, inputs),
     )
@@ -91,7 +91,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
     state_at = states.recurrent.at[layer, slot, head, :, column]
     saved_at = snapshots.recurrent.at[layer, save, head, :, column]
 
-    def follow():
+    def replay():
         """Advances the recurrent state along the path."""
 
         def advance(i, state):
@@ -120,7 +120,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
         channel = channel + program * per_program
         is_one = is_one & (channel < C)
 
-        def after(taken):
+        def window_after(taken):
             """Returns rows `taken` to `taken + 3` of the old conv state and the path's inputs."""
             place = taken + lane
             is_new, is_old = is_one & (place >= WINDOW), is_one & (place < WINDOW)
@@ -132,12 +132,12 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
             at = states.window.at[layer, slot, place, channel]
             return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
 
-        new = after(count)
+        new = window_after(count)
 
         @pl.when(is_saved)
         def _():
             at = snapshots.window.at[layer, save, lane, channel]
-            pltriton.store(at, after(save_after), mask=is_one)
+            pltriton.store(at, window_after(save_after), mask=is_one)
 
         barrier(interpret)  # other threads may still read what this one overwrites
         pltriton.store(states.window.at[layer, slot, lane, channel], new, mask=is_one)
@@ -145,7 +145,7 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
     @pl.when(count > 0)
     def _():
         if kept.k is not None:
-            follow()
+            replay()
         else:
             pl.when(is_saved)(save_state)
         move_window()

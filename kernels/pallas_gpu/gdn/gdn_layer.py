@@ -46,7 +46,7 @@ from kernels.tiles import GDNLayerTiles
 ROWS = 4
 """Rows normalised at once; more would take registers from the recurrence."""
 
-Owner = TypeVar("Owner", bound=NamedTuple)
+Record = TypeVar("Record", bound=NamedTuple)
 
 
 class GDNRequests(NamedTuple):
@@ -145,24 +145,24 @@ def verify(
     results["out"] = of((R, H * V), projected.dtype)
     *fields, inputs = kept
     written = {name: x for name, x in kept_of(fields, inputs)._asdict().items() if x is not None}
-    counted = {"arrivals": arrivals}
-    (counted if advances else reads)["recurrent"] = recurrent
+    updated = {"arrivals": arrivals}
+    (updated if advances else reads)["recurrent"] = recurrent
     main = (min(tiles.columns, V), tiles.warps)
     if tiles.prepare_warps:
         if advances:
             rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}
             rows |= dict.fromkeys(("log_decay", "beta"), single((1, B, N, H)))
         done = launch(V, tiles.prepare_warps, reads, rows, written)
-        done |= launch(*main, reads | done, results, counted)
+        done |= launch(*main, reads | done, results, updated)
     else:
-        done = launch(*main, reads, rows | results, written | counted)
+        done = launch(*main, reads, rows | results, written | updated)
     kept = tuple(done[name] for name in written)
     return done["out"], done.get("recurrent", recurrent), kept, done["arrivals"]
 
 
-def _of(owner: type[Owner], refs: dict[str, Any]) -> Owner:
+def _record_of(record: type[Record], refs: dict[str, Any]) -> Record:
     """Builds a record from references by field name; unused fields are None."""
-    return owner._make(refs.get(name) for name in owner._fields)
+    return record._make(refs.get(name) for name in record._fields)
 
 
 def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, interpret):
@@ -173,11 +173,11 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     """
     refs, prepares, recurs = reads | makes | writes, "inputs" in writes, "out" in makes
     weights, states, requests = (
-        _of(GDNLayerWeights, refs),
-        _of(States, refs),
-        _of(GDNRequests, refs),
+        _record_of(GDNLayerWeights, refs),
+        _record_of(States, refs),
+        _record_of(GDNRequests, refs),
     )
-    kept, scratch = _of(NodeReplay, refs), _of(Scratch, refs)
+    kept, scratch = _record_of(NodeReplay, refs), _record_of(Scratch, refs)
     projected_ref = refs["projected"]
     (_, N, H, K), V, first_gate = scratch.q.shape, weights.norm.shape[-1], states.window.shape[3]
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
@@ -189,7 +189,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     keeps = not (advances and recurs)
     span, column = pl.ds(part * columns, columns), part * columns + lax.iota(jnp.int32, columns)
     # In plain decoding the replay fields have one layer.
-    place = HeadState(layer=0 if advances else layer, request=request, head=head, columns=span)
+    head_state = HeadState(layer=0 if advances else layer, request=request, head=head, columns=span)
 
     def prepare():
         """Computes q, k, v and gates of all nodes, and stores the inputs of the convolution."""
@@ -224,16 +224,16 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
             pltriton.store(scratch.q.at[(*at, head, key[None, :])], q, mask=keep)
         k = unit(convolve((key_heads + key_head) * K, key, keeps_key), digits)
         if keeps:
-            pltriton.store(kept.k.at[(place.layer, *at, head, key[None, :])], k, mask=keep)
+            pltriton.store(kept.k.at[(head_state.layer, *at, head, key[None, :])], k, mask=keep)
         v = convolve(2 * key_heads * K + head * V, column)
         gate = first_gate + H * V + head
         b, a = (pltriton.load(projected_ref.at[row, gate + each]) for each in (0, H))
         a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
         log_decay, beta = gates(b, a, a_log, dt_bias)
         if keeps:
-            pltriton.store(kept.v.at[(place.layer, *at, head, column[None, :])], v, mask=keep)
+            pltriton.store(kept.v.at[(head_state.layer, *at, head, column[None, :])], v, mask=keep)
             for ref, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
-                pltriton.store(ref.at[place.layer, request, node, head], x, mask=is_node)
+                pltriton.store(ref.at[head_state.layer, request, node, head], x, mask=is_node)
         return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
 
     def recur(prepared):
@@ -246,7 +246,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         else:
             if prepares:
                 barrier(interpret)  # read by other threads than the writers
-            visit_node = partial(visit, scratch, kept, place)
+            visit_node = partial(visit, scratch, kept, head_state)
             if requests.parents is None:
                 state = lax.fori_loop(0, count, visit_node, state_at[...])
             else:

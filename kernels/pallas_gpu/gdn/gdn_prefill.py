@@ -64,7 +64,7 @@ class ChunkOutputs(NamedTuple):
     """Outputs of the second kernel by chunk."""
 
     solved: Any
-    reach: Any
+    scores: Any
     total: Any
 
 
@@ -151,7 +151,7 @@ def prefill(
         (H, places),
         ChunkOutputs(
             solved=half((places, H, 2, CHUNK, CHUNK)),
-            reach=half((places, H, CHUNK, CHUNK)),
+            scores=half((places, H, CHUNK, CHUNK)),
             total=single((places, H, CHUNK)),
         ),
         name="delta_prepare",
@@ -268,7 +268,7 @@ def _prepare_kernel(
     requests,
     rows,
     solved_ref,
-    reach_ref,
+    scores_ref,
     total_ref,
     *,
     interpret,
@@ -302,12 +302,12 @@ def _prepare_kernel(
         decay = share_of(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
         decay = jnp.where(is_seen, decay, 0.0)
         q, *k = _keys(rows.keys, key_head, at[:, None], is_row[:, None])
-        high, low = turned = [x.T for x in k]
-        reach = (dot(q, low) + dot(q, high)) * decay
-        reach_ref[chunk, head] = reach.astype(jnp.bfloat16)
-        among = add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
-        among = jnp.where(row[:, None] > column[None, :], among, 0.0)
-        for place, part in enumerate(parts_of(inverse_of(among) * beta[None, :])):
+        high, low = transposed = [x.T for x in k]
+        scores = (dot(q, low) + dot(q, high)) * decay
+        scores_ref[chunk, head] = scores.astype(jnp.bfloat16)
+        lower = add_product(jnp.zeros_like(decay), k, transposed) * decay * beta[:, None]
+        lower = jnp.where(row[:, None] > column[None, :], lower, 0.0)
+        for place, part in enumerate(parts_of(inverse_of(lower) * beta[None, :])):
             solved_ref[chunk, head, place] = part
 
 
@@ -351,20 +351,20 @@ def _carry_kernel(
         q, *k = _keys(rows.keys, key_head, at, is_row)
         v = pltriton.load(rows.v.at[at, head, column], mask=is_row, other=0.0)
         total, end = chunks.total[place, head], chunks.total[place, head, CHUNK - 1]
-        carried, (high, low) = share_of(total)[:, None], parts_of(state)
-        known = add_product(nothing, k, (high, low))
-        out = (dot(q, low) + dot(q, high)) * carried
+        decay_from_start, (high, low) = share_of(total)[:, None], parts_of(state)
+        predicted = add_product(nothing, k, (high, low))
+        out = (dot(q, low) + dot(q, high)) * decay_from_start
         solved = (chunks.solved[place, head, 0], chunks.solved[place, head, 1])
-        stored = add_product(nothing, solved, parts_of(v - known * carried))
+        stored = add_product(nothing, solved, parts_of(v - predicted * decay_from_start))
         high, low = parts_of(stored)
-        reach = chunks.reach[place, head]
-        out = out + dot(reach, low) + dot(reach, high)
+        scores = chunks.scores[place, head]
+        out = out + dot(scores, low) + dot(scores, high)
         # A row that is not written gets an index out of bounds, for the interpreter.
         pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
-        left = parts_of(stored * share_of(end - total)[:, None])
-        state = add_product(state * share_of(end), [x.T for x in k], left)
-        is_now = is_saved & (jnp.minimum((i + 1) * CHUNK, count) == save_after)
-        pl.when(is_now)(lambda: pltriton.store(saved_state_at, state))
+        update = parts_of(stored * share_of(end - total)[:, None])
+        state = add_product(state * share_of(end), [x.T for x in k], update)
+        is_saved_now = is_saved & (jnp.minimum((i + 1) * CHUNK, count) == save_after)
+        pl.when(is_saved_now)(lambda: pltriton.store(saved_state_at, state))
         return state
 
     state = lax.fori_loop(0, pl.cdiv(count, CHUNK), advance, state)

@@ -179,9 +179,9 @@ def _attend_kernel(
     # heads.
     blocks = tl.num_programs(1)
     head, block, request = tl.program_id(0), blocks - 1 - tl.program_id(1), tl.program_id(2)
-    turn, turns = request * blocks + block, num_requests * blocks
+    index, stride = request * blocks + block, num_requests * blocks
     padding = tl.load(rows.starts + num_requests)
-    clear_padding(padding + turn, out_at, num_rows, turns, head, group, k_heads, D)
+    clear_padding(padding + index, out_at, num_rows, stride, head, group, k_heads, D)
     start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
     if start + block * lanes // group >= stop:
         return
@@ -213,16 +213,16 @@ def clear_padding(
     begin,
     out_at,
     num_rows,
-    turns,
+    stride,
     head,
     group: tl.constexpr,
     k_heads: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
+    """Writes zeros to a KV head's outputs in every `stride`-th row from `begin` on."""
     column = columns_of(D)
     zeros = tl.zeros(column.shape, out_at.dtype.element_ty)
-    for row in range(begin, num_rows, turns):
+    for row in range(begin, num_rows, stride):
         for member in tl.static_range(group):
             place = (row * k_heads + head.to(tl.int64)) * group + member
             store_head(out_at + place * D + column, zeros, D)
@@ -369,10 +369,10 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
         weights = tl.where(sees, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
         # 0 x NaN is NaN: non-finite values are set to 0, and the rows that attend to them get NaN.
         v = tl.load(seen.v + offset, mask=keep, other=0.0)
-        spoiled = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
-        v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
-        harmed = tl.max(tl.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
-        values = tl.where(harmed[:, None] == 0, values, float("nan"))
+        is_nonfinite = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
+        v = tl.where(is_nonfinite[:, None] == 0, v, tl.zeros_like(v))
+        gets_nan = tl.max(tl.where(sees, is_nonfinite[None, :], 0), axis=1)  # [lanes]
+        values = tl.where(gets_nan[:, None] == 0, values, float("nan"))
     sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
     return add_tile(sums, highest, weights, v)
 

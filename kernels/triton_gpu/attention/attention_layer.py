@@ -68,7 +68,7 @@ class LayerRows(NamedTuple):
     window: Any
 
 
-class New(NamedTuple):
+class NewRows(NamedTuple):
     """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
 
     places: Any
@@ -201,7 +201,7 @@ def attention_layer(
     peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
     out = projected.new_empty((R, Hq * D))
     programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
-    _mix_kernel[(blocks * Hk, B, programs)](
+    _attention_layer_kernel[(blocks * Hk, B, programs)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
         LayerRequests(bounds=bounds, arrivals=arrivals),
@@ -242,7 +242,7 @@ def attention_layer(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
-def _mix_kernel(
+def _attention_layer_kernel(
     projected, pool, requests, rows, q_at, out_at, parts, num_rows, num_requests, columns, scale,
     most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr, cut: tl.constexpr,
     is_launched: tl.constexpr,
@@ -338,7 +338,7 @@ def _mix_kernel(
         until=until,
         scale=scale,
     )
-    new_places = New(places=place, is_bad=is_bad)
+    new_places = NewRows(places=place, is_bad=is_bad)
     units = Units(
         parts=parts,
         place=place_of_lane,
@@ -376,8 +376,8 @@ def _mix_kernel(
     if is_last:
         if new_rows > 1:
             sees_bad = visible(place, first, until, window, order.nodes) & is_bad[None, :]
-            is_harmed = tl.max(sees_bad.to(tl.int32), axis=1) > 0
-            values = tl.where(is_harmed[:, None], float("nan"), sums.value)
+            gets_nan = tl.max(sees_bad.to(tl.int32), axis=1) > 0
+            values = tl.where(gets_nan[:, None], float("nan"), sums.value)
             sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
 
@@ -395,7 +395,7 @@ def _sum_share(
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
     tile: tl.constexpr = order.tile
-    sums, u_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
+    sums, unit_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     # Tiles without new positions that are fully visible to all lanes need no mask.
@@ -404,7 +404,7 @@ def _sum_share(
     for i in range(begin, whole):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D)
-        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
+        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
     for i in range(whole, end):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
@@ -423,13 +423,13 @@ def _sum_share(
         highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
         weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
         sums = add_tile(sums, highest, weights, v)
-        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
-    return u_sums
+        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
+    return unit_sums
 
 
 @triton.jit
 def _close(
-    i, end, sums, u_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
+    i, end, sums, unit_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
 ):
     """Merges a split into its unit after its last tile, and stores a unit after its last split."""
     lanes: tl.constexpr = sums.peak.shape[0]
@@ -437,13 +437,13 @@ def _close(
     if (after % order.split == 0) | is_last:
         at = (i * order.tile // units.length - units.base) * units.stride + units.place
         if may_gather:
-            u_sums = fold_split(u_sums, sums)
+            unit_sums = fold_split(unit_sums, sums)
             if ((after % units.length == 0) | is_last) & (not units.is_alone):
-                store_partial(units.parts, at, u_sums, units.is_lane, D)
-                u_sums = no_sums(lanes, D)
+                store_partial(units.parts, at, unit_sums, units.is_lane, D)
+                unit_sums = no_sums(lanes, D)
         else:
             total = tl.max(sums.total, axis=1)
             done = SoftmaxState(value=sums.value, peak=sums.peak, total=total)
             store_partial(units.parts, at, done, units.is_lane, D)
         sums = no_split(lanes, D, order.ones)
-    return sums, u_sums
+    return sums, unit_sums

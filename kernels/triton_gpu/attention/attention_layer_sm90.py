@@ -35,7 +35,7 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     ONES,
     TILE,
     WARPS,
-    Left,
+    SpanPartials,
     SplitRange,
     StoredLayout,
     VerifyTileConfig,
@@ -111,7 +111,7 @@ def mix_described(
     peaks, totals = q.new_empty((2, spans, R, Hq), dtype=torch.float32)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     keys, values = (x.view(-1, Hk * D) for x in kv[layer])
-    _mix_described_kernel[(Hk * blocks * parts, B, min(tiles.programs, spans))](
+    _attention_layer_sm90_kernel[(Hk * blocks * parts, B, min(tiles.programs, spans))](
         q,
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
@@ -121,7 +121,7 @@ def mix_described(
         ),
         bounds,
         *(out, gate),
-        Left(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
+        SpanPartials(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
         num_rows=R,
         num_requests=B,
         columns=columns,
@@ -148,7 +148,7 @@ def mix_described(
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns", "counters"])
-def _mix_described_kernel(
+def _attention_layer_sm90_kernel(
     q_at,
     k_of,
     v_of,
@@ -157,7 +157,7 @@ def _mix_described_kernel(
     bounds_at,
     out_at,
     gate_at,
-    left,
+    partials,
     num_rows,
     num_requests,
     columns,
@@ -226,7 +226,7 @@ def _mix_described_kernel(
                     pairs,
                     own,
                     stored,
-                    left,
+                    partials,
                     num_rows,
                     counters,
                     scale,

@@ -83,7 +83,7 @@ def attend_described(
     programs = triton.cdiv(max_rows * (Hq // Hk), own)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     keys, values = (x.view(-1, Hk * D) for x in kv[layer])
-    _attend_described_kernel[(Hk, programs, B)](
+    _attention_sm90_kernel[(Hk, programs, B)](
         q,
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
@@ -117,7 +117,7 @@ def attend_described(
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
-def _attend_described_kernel(
+def _attention_sm90_kernel(
     q_at,
     k_of,
     v_of,

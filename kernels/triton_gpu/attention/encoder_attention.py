@@ -169,7 +169,7 @@ def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr)
     beside_block: tl.constexpr = sizes.beside_block
     width: tl.constexpr = sizes.heads * (3 * main_block + 2 * rest_block + beside_block)
     patch = i * tile + tl.arange(0, tile)
-    behind = tl.where(patch < rows.count, 0.0, NEGATIVE)
+    padding_bias = tl.where(patch < rows.count, 0.0, NEGATIVE)
     line = tl.minimum(patch, rows.count - 1).to(tl.int64)[:, None] * width
     k = tl.load(rows.k + line + tl.arange(0, main_block)[None, :])
     # "ieee": float32 stays float32, no tf32
@@ -177,7 +177,7 @@ def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr, tile: tl.constexpr)
     if rest > 0:
         k_rest = tl.load(rows.k_rest + line + tl.arange(0, rest_block)[None, :])
         scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
-    scores = scores * rows.scale + behind[None, :]
+    scores = scores * rows.scale + padding_bias[None, :]
     highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - highest[:, None]).to(q.dtype)
     decay = tl.exp2(sums.peak - highest)[:, None]

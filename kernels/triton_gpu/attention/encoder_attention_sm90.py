@@ -66,7 +66,7 @@ class EncoderPipeline(NamedTuple):
     is_free: Any
 
 
-class Weighed(NamedTuple):
+class TileWeights(NamedTuple):
     """Softmax weights of a tile, new maximum score, and factor of the previous accumulator."""
 
     peak: Any
@@ -127,7 +127,7 @@ def attend_all_described(
         layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
         blocks.append(TensorDescriptor.from_tensor(laid, [TILE.value, columns], layout))
     R, groups = len(out), tiles.groups
-    _attend_all_described_kernel[(triton.cdiv(R, groups * LANES.value), heads)](
+    _encoder_attention_sm90_kernel[(triton.cdiv(R, groups * LANES.value), heads)](
         *(*blocks, out, count, R),
         scale=scale,
         cut=EncoderTileConfig(
@@ -144,7 +144,7 @@ def attend_all_described(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _attend_all_described_kernel(
+def _encoder_attention_sm90_kernel(
     main_of,
     beside_of,
     out_at,
@@ -214,22 +214,22 @@ def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
     heads: gl.constexpr = cut.heads
     rests: gl.constexpr = 3 * heads * MAIN
     padded: gl.constexpr = MAIN + BESIDE
-    come = ring.queries_come.index(0)
-    mbarrier.expect(come, groups * LANES * padded * 2)
+    barrier = ring.queries_come.index(0)
+    mbarrier.expect(barrier, groups * LANES * padded * 2)
     for i in gl.static_range(groups):
         row = first + i * LANES
-        copy_tile(main_of, [row, head * MAIN], come, ring.q.index(i))
-        copy_tile(beside_of, [row, rests + head * BESIDE], come, ring.q_rest.index(i))
+        copy_tile(main_of, [row, head * MAIN], barrier, ring.q.index(i))
+        copy_tile(beside_of, [row, rests + head * BESIDE], barrier, ring.q_rest.index(i))
     for i in range(0, gl.cdiv(count, TILE)):
         slot = i % cut.stages
         mbarrier.wait(ring.is_free.index(slot), ((i // cut.stages) & 1) ^ 1)
-        come = ring.come.index(slot)
-        mbarrier.expect(come, 2 * TILE * padded * 2)
+        barrier = ring.come.index(slot)
+        mbarrier.expect(barrier, 2 * TILE * padded * 2)
         row, key, value = i * TILE, heads + head, 2 * heads + head
-        copy_tile(main_of, [row, key * MAIN], come, ring.k.index(slot))
-        copy_tile(beside_of, [row, rests + key * BESIDE], come, ring.k_rest.index(slot))
-        copy_tile(main_of, [row, value * MAIN], come, ring.v.index(slot))
-        copy_tile(beside_of, [row, rests + value * BESIDE], come, ring.v_beside.index(slot))
+        copy_tile(main_of, [row, key * MAIN], barrier, ring.k.index(slot))
+        copy_tile(beside_of, [row, rests + key * BESIDE], barrier, ring.k_rest.index(slot))
+        copy_tile(main_of, [row, value * MAIN], barrier, ring.v.index(slot))
+        copy_tile(beside_of, [row, rests + value * BESIDE], barrier, ring.v_beside.index(slot))
 
 
 @gluon.jit
@@ -255,17 +255,17 @@ def _attend_block(
     for i in range(0, last):
         slot = (i + 1) % cut.stages
         mbarrier.wait(ring.come.index(slot), ((i + 1) // cut.stages) & 1)
-        following = _scores_of(ring, which, slot)
-        weighed = _weighed(scores * scale, peak)
-        peak = weighed.peak
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(following,))
-        main, beside = _with_values(ring, main, beside, weighed, i % cut.stages)
+        next_scores = _scores_of(ring, which, slot)
+        tile_weights = _softmax_weights(scores * scale, peak)
+        peak = tile_weights.peak
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
+        main, beside = _add_values(ring, main, beside, tile_weights, i % cut.stages)
         mbarrier.arrive(ring.is_free.index(i % cut.stages), count=1)
     # The last patch is repeated to the end of its tile, with weight 0.
     patch = last * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, wide(TILE)))
-    behind = gl.where(patch < count, 0.0, NEGATIVE)
-    weighed = _weighed(scores * scale + behind[None, :], peak)
-    main, beside = _with_values(ring, main, beside, weighed, last % cut.stages)
+    padding_bias = gl.where(patch < count, 0.0, NEGATIVE)
+    tile_weights = _softmax_weights(scores * scale + padding_bias[None, :], peak)
+    main, beside = _add_values(ring, main, beside, tile_weights, last % cut.stages)
     column = gl.arange(0, BESIDE, layout=gl.SliceLayout(0, wide(BESIDE)))
     total = gl.max(gl.where((column == REST)[None, :], beside, 0.0), axis=1)
     weight = gl.maximum(total, 1e-30)
@@ -286,22 +286,22 @@ def _scores_of(ring, which: gl.constexpr, slot):
 
 
 @gluon.jit
-def _weighed(scores, peak):
+def _softmax_weights(scores, peak):
     """Computes the softmax weights of a tile, and the factor of the previous accumulator."""
     highest = gl.maximum(peak, gl.max(scores, axis=1))
     weights = gl.exp2(scores - highest[:, None]).to(gl.bfloat16)
-    return Weighed(peak=highest, weights=weights, decay=gl.exp2(peak - highest))
+    return TileWeights(peak=highest, weights=weights, decay=gl.exp2(peak - highest))
 
 
 @gluon.jit
-def _with_values(ring, main, beside, weighed, slot):
+def _add_values(ring, main, beside, tile_weights, slot):
     """Adds the weighted values of a tile to the accumulator."""
-    decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(MAIN)))
+    decay = gl.convert_layout(tile_weights.decay, gl.SliceLayout(1, wide(MAIN)))
     main = main * decay[:, None]
-    decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(BESIDE)))
+    decay = gl.convert_layout(tile_weights.decay, gl.SliceLayout(1, wide(BESIDE)))
     beside = beside * decay[:, None]
-    for_main = gl.convert_layout(weighed.weights, gl.DotOperandLayout(0, wide(MAIN), 2))
-    for_beside = gl.convert_layout(weighed.weights, gl.DotOperandLayout(0, wide(BESIDE), 2))
+    for_main = gl.convert_layout(tile_weights.weights, gl.DotOperandLayout(0, wide(MAIN), 2))
+    for_beside = gl.convert_layout(tile_weights.weights, gl.DotOperandLayout(0, wide(BESIDE), 2))
     main = warpgroup_mma(for_main, ring.v.index(slot), main, is_async=True)
     beside = warpgroup_mma(for_beside, ring.v_beside.index(slot), beside, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(main, beside))

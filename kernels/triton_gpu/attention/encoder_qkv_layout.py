@@ -29,8 +29,8 @@ def lay(
     """
     laid = qkv.new_empty((rows, sizes.width))
     block = triton.next_power_of_2(sizes.width)
-    how = {"sizes": sizes, "block": block, "num_warps": 8, **launching(qkv)}
-    _lay_kernel[(rows,)](qkv, cos, sin, count, laid, **how)
+    settings = {"sizes": sizes, "block": block, "num_warps": 8, **launching(qkv)}
+    _lay_kernel[(rows,)](qkv, cos, sin, count, laid, **settings)
     return laid
 
 
@@ -73,12 +73,12 @@ def _lay_kernel(
     inside = (column < width) & (place < tl.where(is_rest, D, main))
     start = qkv_at + patch * (3 * heads * D)
     x = tl.load(start + head * D + place, mask=inside, other=0.0).to(tl.float32)
-    is_turned, is_first = inside & (head < 2 * heads), place < half
+    is_rotated, is_first = inside & (head < 2 * heads), place < half
     pair = tl.where(is_first, place, place - half)
     other = tl.where(is_first, place + half, pair)
-    y = tl.load(start + head * D + other, mask=is_turned, other=0.0).to(tl.float32)
-    cos = tl.load(cos_at + patch * half + pair, mask=is_turned, other=0.0)
-    sin = tl.load(sin_at + patch * half + pair, mask=is_turned, other=0.0)
+    y = tl.load(start + head * D + other, mask=is_rotated, other=0.0).to(tl.float32)
+    cos = tl.load(cos_at + patch * half + pair, mask=is_rotated, other=0.0)
+    sin = tl.load(sin_at + patch * half + pair, mask=is_rotated, other=0.0)
     out = tl.where(is_first, x * cos - y * sin, x * cos + y * sin)
     out = tl.where(head < 2 * heads, out, tl.where(is_beside & (place == D), 1.0, x))
     tl.store(out_at + row * width + column, out.to(out_at.dtype.element_ty), mask=column < width)

@@ -5,7 +5,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_HELD = 8192  # row elements that a program moves
+_MOVED_ELEMENTS = 8192  # row elements that a program moves
 
 
 def commit(
@@ -24,10 +24,10 @@ def commit(
         raise ValueError("the pools must be contiguous")
     (B, W), (P, page, H, D) = path.shape, pages.shape[-4:]
     lanes = triton.next_power_of_2(W)
-    columns = min(triton.next_power_of_2(H * D), max(1, _HELD // lanes))
+    columns = min(triton.next_power_of_2(H * D), max(1, _MOVED_ELEMENTS // lanes))
     pools = pages.numel() // (P * page * H * D)
     rows = (x.contiguous() for x in (page_table, lengths, path, counts))
-    _commit_kernel[(triton.cdiv(H * D, columns), pools, B)](
+    _compact_kernel[(triton.cdiv(H * D, columns), pools, B)](
         *(pages, *rows, P, page_table.shape[1]),
         steps=W,
         page=page,
@@ -39,7 +39,7 @@ def commit(
 
 
 @triton.jit(do_not_specialize=["num_pages", "table_columns"])
-def _commit_kernel(
+def _compact_kernel(
     pages_at,
     table_at,
     lengths_at,

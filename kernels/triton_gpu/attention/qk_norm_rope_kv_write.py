@@ -186,7 +186,7 @@ def _place_kernel(
     offset = row.to(tl.int64) * (heads.q_heads * each + 2 * heads.k_heads * D)
     if head < heads.q_heads:
         offset += head * each
-        q = with_mrope(projected, projected.q_norm, offset, row, is_row, heads, turning)
+        q = load_rotated(projected, projected.q_norm, offset, row, is_row, heads, turning)
         at = (row.to(tl.int64) * heads.q_heads + head)[:, None] * D + columns_of(D)[None, :]
         tl.store(q_at + at, q.to(q_at.dtype.element_ty), mask=in_head(is_row[:, None], D))
     else:
@@ -208,7 +208,7 @@ def write_pair(
     """
     D: tl.constexpr = heads.D
     offset = offset + (heads.q_heads * (1 + heads.gated) + head) * D
-    k = with_mrope(projected, projected.k_norm, offset, row, is_in, heads, turning)
+    k = load_rotated(projected, projected.k_norm, offset, row, is_in, heads, turning)
     column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     values_at = projected.rows + (offset + heads.k_heads * D)[:, None] + column
     v = tl.load(values_at, mask=keep, other=0.0)
@@ -220,7 +220,9 @@ def write_pair(
 
 
 @triton.jit
-def with_mrope(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr):
+def load_rotated(
+    projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
+):
     """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32."""
     fetched = fetch(projected, norm_at, offset, row, is_in, heads, turning)
     return turn(fetched, projected.eps, heads, turning)
@@ -237,9 +239,9 @@ def fetch(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: 
     x = tl.load(projected.rows + offset[:, None] + column, mask=keep, other=0.0)
     other = tl.load(projected.rows + offset[:, None] + partner, mask=keep, other=0.0)
     angle = row.to(tl.int64)[:, None] * half + tl.where(column < half, column, column - half)
-    is_turned = keep & (column < 2 * half)
-    cos = tl.load(projected.cos + angle, mask=is_turned, other=0.0)
-    sin = tl.load(projected.sin + angle, mask=is_turned, other=0.0)
+    is_rotated = keep & (column < 2 * half)
+    cos = tl.load(projected.cos + angle, mask=is_rotated, other=0.0)
+    sin = tl.load(projected.sin + angle, mask=is_rotated, other=0.0)
     x_norm, other_norm = cos, sin  # not read without norms
     if turning.has_norms:
         x_norm, other_norm = load_head(norm_at + column, D), load_head(norm_at + partner, D)
@@ -256,8 +258,8 @@ def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
         x = x * scale * fetched.x_norm
         other = other * scale * fetched.other_norm
     column = columns_of(heads.D)[None, :]
-    turned_x = x * fetched.cos + tl.where(column < turning.half, -other, other) * fetched.sin
-    return tl.where(column < 2 * turning.half, turned_x, x)
+    rotated = x * fetched.cos + tl.where(column < turning.half, -other, other) * fetched.sin
+    return tl.where(column < 2 * turning.half, rotated, x)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def compute_row_bounds(
     bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
     arrivals = row_starts.new_empty((B, k_heads * BLOCKS), dtype=torch.int32)
     rows = (x.contiguous() for x in (row_starts, places, first, until, is_real))
-    _reach_kernel[(B,)](
+    _row_bounds_kernel[(B,)](
         *rows,
         bounds,
         arrivals,
@@ -60,7 +60,7 @@ def compute_row_bounds(
 
 
 @triton.jit
-def _reach_kernel(
+def _row_bounds_kernel(
     starts_at,
     places_at,
     first_at,

@@ -119,14 +119,14 @@ def shared_memory(k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl
 
 
 @gluon.jit
-def clear_padding(out_at, begin, num_rows, turns, head, heads: gl.constexpr):
-    """Writes zeros to a KV head's outputs in every `turns`-th row from `begin` on."""
+def clear_padding(out_at, begin, num_rows, stride, head, heads: gl.constexpr):
+    """Writes zeros to a KV head's outputs in every `stride`-th row from `begin` on."""
     size: gl.constexpr = heads.q_heads // heads.k_heads * heads.D
     line: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     block: gl.constexpr = triton.next_power_of_2(size)
     column = gl.arange(0, block, layout=line)
     zeros = gl.zeros((block,), out_at.dtype.element_ty, layout=line)
-    for row in range(begin, num_rows, turns):
+    for row in range(begin, num_rows, stride):
         place = (row * heads.k_heads + head).to(gl.int64) * size
         gl.store(out_at + place + column, zeros, mask=column < size)
 
@@ -149,20 +149,20 @@ def copy_tiles(
     page: gl.constexpr = heads.page
     copied: gl.constexpr = cut.copied
     # TMA coordinates have 32 bits; page numbers may have more.
-    number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
+    page_number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
     for i in range(begin, end):
         after = gl.minimum((i + 1) * TILE // page, columns - 1)
-        following = gl.load(table_at + after).to(gl.int32)
-        turn = i - begin
-        slot = turn % cut.stages
-        mbarrier.wait(ring.is_free.index(slot), ((turn // cut.stages) & 1) ^ 1)
-        line = number * page + i * TILE % page
-        come = ring.keys_come.index(slot)
-        mbarrier.expect(come, TILE * heads.D * 2)
-        copy_tile(k_of, [line, column], come, ring.k_tiles.index(slot))
-        come = ring.values_come.index(slot)
-        mbarrier.expect(come, TILE * cut.width * copied * 2)
+        next_page = gl.load(table_at + after).to(gl.int32)
+        step = i - begin
+        slot = step % cut.stages
+        mbarrier.wait(ring.is_free.index(slot), ((step // cut.stages) & 1) ^ 1)
+        line = page_number * page + i * TILE % page
+        barrier = ring.keys_come.index(slot)
+        mbarrier.expect(barrier, TILE * heads.D * 2)
+        copy_tile(k_of, [line, column], barrier, ring.k_tiles.index(slot))
+        barrier = ring.values_come.index(slot)
+        mbarrier.expect(barrier, TILE * cut.width * copied * 2)
         for part in gl.static_range(copied):
             at = [line, column + v_column + part * cut.width]
-            copy_tile(v_of, at, come, ring.v_tiles.index(slot * copied + part))
-        number = following
+            copy_tile(v_of, at, barrier, ring.v_tiles.index(slot * copied + part))
+        page_number = next_page

@@ -120,7 +120,7 @@ class StoredLayout(NamedTuple):
     starts: Any
 
 
-class Left(NamedTuple):
+class SpanPartials(NamedTuple):
     """Split-KV partial results of programs.
 
     Attributes:
@@ -169,7 +169,7 @@ def attend_pairs(
     pairs,
     own,
     stored,
-    left,
+    partials,
     num_rows,
     counters,
     scale,
@@ -186,21 +186,21 @@ def attend_pairs(
         peak, total, sums = sum_span(queries, ones, ring, pairs, own, begin, end, scale, 0, cut)
         if not own.is_alone:
             place = pairs.place + (unit - own.base) * stride
-            _store_span(left, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
+            _store_span(partials, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
     if is_launched:
         # Not earlier: programs of the next kernel must not take registers that warps exchange.
         gdc_launch_dependents()
     is_last = own.is_alone & (own.sharing > 0)
     if (not own.is_alone) & (own.sharing > 0):
         _barrier()
-        counter = left.arrivals + block.request * counters + gl.program_id(0)
+        counter = partials.arrivals + block.request * counters + gl.program_id(0)
         is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
         if is_last:
             gl.store(counter, 0)
             peak, total, sums = no_sums(cut.width)
             for unit in range(0, own.units):
                 place = pairs.place + unit * stride
-                more = _load_span(left, block.part, place, pairs.is_one, heads, cut)
+                more = _load_span(partials, block.part, place, pairs.is_one, heads, cut)
                 peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
     if is_last:
         finish(stored, block, total, sums, heads, cut)
@@ -219,22 +219,24 @@ def sum_span(
     s_peak, s_total, s_sums = _no_split(cut.width)
     zero = gl.zeros((LANES, TILE), gl.float32, layout=of_scores)
     for i in range(begin, end):
-        turn = i - own.begin
-        slot = turn % cut.stages
-        phase = (turn // cut.stages) & 1
+        step = i - own.begin
+        slot = step % cut.stages
+        phase = (step // cut.stages) & 1
         keys = ring.k_tiles.index(slot)
         v_slot = slot * cut.copied + which % cut.copied
         is_partly = (i * TILE < own.whole_from) | ((i + 1) * TILE > own.whole_until)
         if is_partly:
             mbarrier.wait(ring.values_come.index(slot), phase)
             values = ring.v_tiles.index(v_slot)
-            is_gone = _bad_lines(values, i * TILE, own, cut.width)
-            if gl.max(is_gone, 0) > 0:
+            is_zeroed = _nonfinite_positions(values, i * TILE, own, cut.width)
+            if gl.max(is_zeroed, 0) > 0:
                 if cut.groups > 1:
                     v_slot = cut.stages * cut.copied + which + 0 * slot
-                rest = ring.v_tiles.index(v_slot)
-                is_harmed = _take_out(values, rest, is_gone, i * TILE, pairs, cut.width, cut.nodes)
-                s_sums = gl.where(_beside(is_harmed, cut.width) > 0, float("nan"), s_sums)
+                cleaned = ring.v_tiles.index(v_slot)
+                gets_nan = _zero_positions(
+                    values, cleaned, is_zeroed, i * TILE, pairs, cut.width, cut.nodes
+                )
+                s_sums = gl.where(_beside(gets_nan, cut.width) > 0, float("nan"), s_sums)
         mbarrier.wait(ring.keys_come.index(slot), phase)
         scores = warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
@@ -348,7 +350,7 @@ def _sees(position, pairs, nodes: gl.constexpr):
 
 
 @gluon.jit
-def _bad_lines(values, begin, own, D: gl.constexpr):
+def _nonfinite_positions(values, begin, own, D: gl.constexpr):
     """Returns the mask of a tile's positions with a non-finite value, without old positions.
 
     0 x NaN is NaN: such values are set to 0, and the pairs that attend to them get NaN. Old
@@ -365,22 +367,22 @@ def _bad_lines(values, begin, own, D: gl.constexpr):
 
 
 @gluon.jit
-def _take_out(values, rest, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
-    """Writes a tile to `rest` with some positions set to 0; returns pairs that attend to them."""
+def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
+    """Writes a tile to `cleaned` with some positions set to 0; returns the pairs that see them."""
     lines: gl.constexpr = lines_of(_PART)
     for i in gl.static_range(D // _PART):
         part = values.slice(i * _PART, _PART, dim=1).load(lines)
-        part = gl.where(is_gone[:, None] > 0, 0.0, part).to(gl.bfloat16)
-        rest.slice(i * _PART, _PART, dim=1).store(part)
+        part = gl.where(is_zeroed[:, None] > 0, 0.0, part).to(gl.bfloat16)
+        cleaned.slice(i * _PART, _PART, dim=1).store(part)
     fence_async_shared()
     _barrier()
-    is_harmed = gl.zeros((LANES,), gl.int32, layout=gl.SliceLayout(1, wide(TILE)))
+    gets_nan = gl.zeros((LANES,), gl.int32, layout=gl.SliceLayout(1, wide(TILE)))
     number = gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
     for i in range(0, TILE):
         position = begin + i + gl.zeros((1,), gl.int32, layout=gl.SliceLayout(0, wide(TILE)))
-        if gl.max(gl.where(number == i, is_gone, 0), 0) > 0:
-            is_harmed |= gl.max(_sees(position, pairs, nodes).to(gl.int32), 1)
-    return is_harmed
+        if gl.max(gl.where(number == i, is_zeroed, 0), 0) > 0:
+            gets_nan |= gl.max(_sees(position, pairs, nodes).to(gl.int32), 1)
+    return gets_nan
 
 
 @gluon.jit
@@ -394,19 +396,19 @@ def _span_at(place, part, heads: gl.constexpr, cut: gl.constexpr):
 
 @gluon.jit
 def _store_span(
-    left, part, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
+    partials, part, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
 ):
     keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    gl.store(left.sums + _span_at(place, part, heads, cut), sums, mask=keep)
-    gl.store(left.peaks + place, peak, mask=is_one)
-    gl.store(left.totals + place, total, mask=is_one)
+    gl.store(partials.sums + _span_at(place, part, heads, cut), sums, mask=keep)
+    gl.store(partials.peaks + place, peak, mask=is_one)
+    gl.store(partials.totals + place, total, mask=is_one)
 
 
 @gluon.jit
-def _load_span(left, part, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
+def _load_span(partials, part, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
     keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    at = left.sums + _span_at(place, part, heads, cut)
+    at = partials.sums + _span_at(place, part, heads, cut)
     sums = gl.load(at, mask=keep, other=0.0, cache_modifier=".cg")
-    peak = gl.load(left.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
-    total = gl.load(left.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")
+    peak = gl.load(partials.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
+    total = gl.load(partials.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")
     return peak, total, sums

@@ -17,28 +17,28 @@ _HIGH_BITS = tl.constexpr(-65536)  # bits of a float32 that a bfloat16 keeps
 
 
 @triton.jit
-def inverse_of(among):
-    """Returns the inverse of I + `among`, where `among` is strictly lower triangular.
+def inverse_of(lower):
+    """Returns the inverse of I + `lower`, where `lower` is strictly lower triangular.
 
     The diagonal blocks are inverted first, all at once; pairs of blocks are then merged into blocks
     of twice the size. With keys of unit length the entries of an inverse are at most 1, which does
-    not hold for powers of `among`.
+    not hold for powers of `lower`.
     """
-    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
-    return _joined(inverse, among, 2 * _BLOCK)
+    inverse = _merge_blocks(_inverse_of_blocks(lower), lower, _BLOCK)
+    return _merge_blocks(inverse, lower, 2 * _BLOCK)
 
 
 @triton.jit
-def _joined(inverse, among, size: tl.constexpr):
+def _merge_blocks(inverse, lower, size: tl.constexpr):
     """Merges inverses of blocks of `size` rows into inverses of blocks of twice the size."""
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-    between = _product(tl.where(is_between, among, 0.0), inverse)
+    between = _product(tl.where(is_between, lower, 0.0), inverse)
     return inverse - _product(inverse, between)
 
 
 @triton.jit
-def _inverse_of_blocks(among):
+def _inverse_of_blocks(lower):
     """Returns the inverse of the diagonal blocks by forward substitution."""
     row = tl.arange(0, _BLOCK)[None, :, None]
     column = tl.arange(0, _BLOCK)[None, None, :]
@@ -47,14 +47,14 @@ def _inverse_of_blocks(among):
         tl.arange(0, _BLOCKS)[None, None, :, None],
     )
     is_own = block == other
-    whole = tl.reshape(among, (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
+    whole = tl.reshape(lower, (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
     # Sums of one number and zeros, here and below, which are exact in any order.
     blocks = tl.sum(tl.where(is_own, whole, 0.0), 2)
     inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(blocks)
     for i in tl.static_range(_BLOCK - 1):
-        share = tl.sum(tl.where(column == i, blocks, 0.0), 2)
+        factor = tl.sum(tl.where(column == i, blocks, 0.0), 2)
         known = tl.sum(tl.where(row == i, inverse, 0.0), 1)
-        inverse -= share[:, :, None] * known[:, None, :]
+        inverse -= factor[:, :, None] * known[:, None, :]
     whole = tl.where(is_own, inverse[:, :, None, :], 0.0)
     return tl.reshape(whole, (SIZE, SIZE))
 

@@ -60,7 +60,7 @@ class ChunkOutputs(NamedTuple):
     keys: Any
     v: Any
     solved: Any
-    reach: Any
+    scores: Any
     total: Any
     read: Any
 
@@ -127,7 +127,7 @@ def prefill(
         keys=half(R, 3 * sizes.key_heads * sizes.K),
         v=single(R, H, V),
         solved=half(places, H, 2, CHUNK, CHUNK),
-        reach=half(places, H, CHUNK, CHUNK),
+        scores=half(places, H, CHUNK, CHUNK),
         total=single(places, H, CHUNK),
         read=single(R, H, V),
     )
@@ -287,12 +287,12 @@ def _prepare_kernel(
     in_keys = (at[:, None] * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :]
     q, k_high, k_low = _keys(chunks.keys + in_keys, is_row[:, None], key_heads * K)
     high, low = tl.trans(k_high), tl.trans(k_low)
-    reach = (tl.dot(q, low) + tl.dot(q, high)) * decay
+    scores = (tl.dot(q, low) + tl.dot(q, high)) * decay
     square = row[:, None] * SIZE + column[None, :]
-    tl.store(chunks.reach + place * (SIZE * SIZE) + square, reach.to(tl.bfloat16))
-    among = add_product(tl.zeros_like(decay), k_high, k_low, high, low) * decay * beta[:, None]
-    among = tl.where(row[:, None] > column[None, :], among, 0.0)
-    high, low = parts_of(inverse_of(among) * beta[None, :])
+    tl.store(chunks.scores + place * (SIZE * SIZE) + square, scores.to(tl.bfloat16))
+    lower = add_product(tl.zeros_like(decay), k_high, k_low, high, low) * decay * beta[:, None]
+    lower = tl.where(row[:, None] > column[None, :], lower, 0.0)
+    high, low = parts_of(inverse_of(lower) * beta[None, :])
     solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
     tl.store(solved_at, high)
     tl.store(solved_at + SIZE * SIZE, low)
@@ -345,7 +345,7 @@ def _carry_kernel(
     square = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     place = _first_chunk(start, request).to(tl.int64) * H + head
     solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
-    reach_at = chunks.reach + (place * (SIZE * SIZE) + square)
+    scores_at = chunks.scores + (place * (SIZE * SIZE) + square)
     total_at = chunks.total + place * SIZE
     at = start.to(tl.int64) + row[:, None]
     keys_at = chunks.keys + ((at * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :])
@@ -358,16 +358,16 @@ def _carry_kernel(
         v = tl.load(v_at, mask=is_row, other=0.0)
         total = tl.load(total_at + row)
         end = tl.load(total_at + SIZE - 1)
-        carried = share_of(total)[:, None]
+        decay_from_start = share_of(total)[:, None]
         high, low = parts_of(state)
-        known = add_product(nothing, k_high, k_low, high, low)
-        out = (tl.dot(q, low) + tl.dot(q, high)) * carried
+        predicted = add_product(nothing, k_high, k_low, high, low)
+        out = (tl.dot(q, low) + tl.dot(q, high)) * decay_from_start
         solved_high, solved_low = tl.load(solved_at), tl.load(solved_at + SIZE * SIZE)
-        high, low = parts_of(v - known * carried)
+        high, low = parts_of(v - predicted * decay_from_start)
         stored = add_product(nothing, solved_high, solved_low, high, low)
         high, low = parts_of(stored)
-        reach = tl.load(reach_at)
-        out = out + tl.dot(reach, low) + tl.dot(reach, high)
+        scores = tl.load(scores_at)
+        out = out + tl.dot(scores, low) + tl.dot(scores, high)
         tl.store(read_at, out, mask=is_row)
         high, low = parts_of(stored * share_of(end - total)[:, None])
         state = add_product(state * share_of(end), tl.trans(k_high), tl.trans(k_low), high, low)
@@ -377,7 +377,7 @@ def _carry_kernel(
         v_at += SIZE * H * V
         read_at += SIZE * H * V
         solved_at += 2 * H * SIZE * SIZE
-        reach_at += H * SIZE * SIZE
+        scores_at += H * SIZE * SIZE
         total_at += H * SIZE
     if (count == 0) & (not is_saved):
         return
