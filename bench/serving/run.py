@@ -16,6 +16,7 @@ import math
 import shlex
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from rich.console import Console
 from bench.common.environment import write_results
 from bench.common.server import prompt_count, server_options, url_of
 from bench.common.waiting import progress
-from bench.serving import html_report as serving_page
 from bench.serving import table as serving_table
 from bench.serving.client import Client, NoServer, Run, run_load
 from bench.serving.metrics import summary
@@ -167,5 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         write_results(options.out, found)
     if options.html:
-        options.html.write_text(serving_page.page(found), encoding="utf-8")
+        # The report imports matplotlib, which other runs do not need.
+        report = import_module("bench.serving.html_report")
+        options.html.write_text(report.page(found), encoding="utf-8")
     return 1 if found["summary"]["errors"] else 0

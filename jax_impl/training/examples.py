@@ -27,6 +27,7 @@ from jax_impl.training.lines import for_template, read_line
 from shared import children
 from shared.text.chat_template import Conversation, TemplateError
 from shared.text.tokenizer import Tokenizer
+from shared.text.tool_messages import read_functions
 
 WIDTH_STEP = 64
 """Rows are padded to multiples of it; chunked GDN prefill requires multiples of its chunk."""
@@ -219,14 +220,10 @@ def _conversation(name: str, example: dict[str, Any]) -> Conversation:
     variables = example.get("chat_template_kwargs") or {}
     if not isinstance(tools, list):
         raise ValueError(f"{name}: tools must be a list of objects")
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str()}}:
-                pass
-            case _:
-                raise ValueError(
-                    f"{name}: a tool must have a function with a name, got {tool!r:.80}"
-                )
+    try:
+        read_functions(tools)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     if not isinstance(variables, dict):
         raise ValueError(f"{name}: chat_template_kwargs must be an object")
     try:

@@ -14,15 +14,15 @@ def connection_fault(error: Exception) -> str:
     Ray reports a wrong token and an absent cluster by the same exception, so the address is
     tried: if something listens, the cluster runs and did not accept this process.
     """
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if type(error).__name__ == "AuthenticationError":
         return f"--distributed-executor-backend ray found no authentication token for Ray; {TOKEN}"
-    if "version mismatch" in said.lower():
+    if "version mismatch" in message.lower():
         return (
-            f"--distributed-executor-backend ray found another version of Ray ({said}); "
+            f"--distributed-executor-backend ray found another version of Ray ({message}); "
             "install the cluster's versions of Ray and Python"
         )
-    if found := _ADDRESS.search(said):
+    if found := _ADDRESS.search(message):
         host, port = found[1], int(found[2])
         if _answers(host, port):
             return (
@@ -33,12 +33,12 @@ def connection_fault(error: Exception) -> str:
             f"--distributed-executor-backend ray: no Ray runs at {host}:{port}; start one "
             "there with ray start --head, or set RAY_ADDRESS"
         )
-    if "could not find any running ray" in said.lower():
+    if "could not find any running ray" in message.lower():
         return (
             "--distributed-executor-backend ray found no running Ray on this host; start one "
             "with ray start --head, set RAY_ADDRESS, or remove the flag"
         )
-    return f"--distributed-executor-backend ray could not join Ray: {said}"
+    return f"--distributed-executor-backend ray could not join Ray: {message}"
 
 
 def _answers(host: str, port: int) -> bool:

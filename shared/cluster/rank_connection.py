@@ -34,26 +34,26 @@ def accept_rank_connection(
     """
     until = time.monotonic() + CALL_BACK_S
     listener.setblocking(False)
-    heard: dict[socket.socket, bytes] = {}
+    pending: dict[socket.socket, bytes] = {}
     try:
         while time.monotonic() < until:
-            ready = _ready([listener, *heard])
+            ready = _ready([listener, *pending])
             if not ready and (how := ending()) is not None:
                 raise ConfigError(f"--distributed-executor-backend ray: a rank on {host} {how}")
             for each in ready:
                 if each is listener:
-                    heard |= _accepted(listener)
+                    pending |= _accepted(listener)
                     continue
-                before = heard.pop(each)
-                said = before + _received(each, len(secret) - len(before))
-                if before != said and len(said) < len(secret):
-                    heard[each] = said  # incomplete: a secret must not be guessed in parts
-                elif hmac.compare_digest(said, secret):
+                before = pending.pop(each)
+                received = before + _received(each, len(secret) - len(before))
+                if before != received and len(received) < len(secret):
+                    pending[each] = received  # incomplete: a secret must not be guessed in parts
+                elif hmac.compare_digest(received, secret):
                     return each
                 else:
                     each.close()
     finally:
-        for each in heard:
+        for each in pending:
             each.close()
     raise ConfigError(
         f"--distributed-executor-backend ray: the rank on {host} did not connect within "

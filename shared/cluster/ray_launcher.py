@@ -158,14 +158,14 @@ class RayLauncher:
 
 
 class RayProcess:
-    """Process of a rank, with its actor; see `shared.process.tp.launchers.RankProcess`."""
+    """Process of a rank, with its actor; see `shared.process.tp.launchers.WorkerProcess`."""
 
     def __init__(self, actor: Any, host: str) -> None:
         self.host = host
-        self._actor, self._letter, self._asked = actor, "", None
+        self._actor, self._letter, self._pending = actor, "", None
 
     def ending(self, timeout_s: float) -> str | None:
-        """See `shared.process.tp.launchers.RankProcess`."""
+        """See `shared.process.tp.launchers.WorkerProcess`."""
         until = time.monotonic() + timeout_s
         while True:
             try:
@@ -176,23 +176,23 @@ class RayProcess:
                 return "was lost with its Ray actor"
             if code is not None:
                 by = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
-                return by or f"ended with code {code}"
+                return by or f"exited with code {code}"
             if time.monotonic() >= until:
                 return None
             time.sleep(0.05)
 
     def is_stopped(self) -> bool:
-        """See `shared.process.tp.launchers.RankProcess`; the last known state, without waiting."""
-        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+        """See `shared.process.tp.launchers.WorkerProcess`; returns the last known state."""
+        if self._pending is not None and ray.wait([self._pending], timeout=0)[0]:
             try:
-                self._letter = ray.get(self._asked)[1]
+                self._letter = ray.get(self._pending)[1]
             except ray.exceptions.RayError:
                 self._letter = ""  # the end of its socket reports its end
-            self._asked = None
-        if self._asked is None:
-            self._asked = self._actor.state.remote()
+            self._pending = None
+        if self._pending is None:
+            self._pending = self._actor.state.remote()
         return self._letter in ("T", "t")
 
     def kill(self) -> None:
-        """See `shared.process.tp.launchers.RankProcess`."""
+        """See `shared.process.tp.launchers.WorkerProcess`."""
         ray.kill(self._actor)

@@ -18,7 +18,6 @@ from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.late_platform import LatePlatform
 from shared.offline.messages import (
     for_template,
-    read_functions,
     read_tools,
     read_variables,
 )
@@ -46,6 +45,7 @@ from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import GrammarRequest, ToolCallSpec
 from shared.text.tokenizer import Detokenizer, is_text
 from shared.text.tool_call_grammar import arguments_schema
+from shared.text.tool_messages import read_functions
 
 Prompt = str | Iterable[int]
 Params = SamplingParams | Iterable[SamplingParams] | None

@@ -112,21 +112,6 @@ def read_variables(given: Any) -> dict[str, Any]:
     return as_json(given or {}, "chat_template_kwargs")
 
 
-def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
-    """Returns the functions of the tools.
-
-    Raises:
-      ValueError: A tool has no function with a name.
-    """
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str()}}:
-                pass
-            case _:
-                raise ValueError(f"a tool must have a function with a name, got {tool!r:.80}")
-    return [tool["function"] for tool in tools]
-
-
 def _read_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not is_text(function.get("name")):

@@ -1,7 +1,7 @@
 """The log of both processes: lines on stderr, as text or as JSON objects.
 
-A line has a time, a level, a message and fields. A field never holds what a request says or is
-answered, unless the start was told to log that.
+A line has a time, a level, a message and fields. No field contains prompts or outputs, unless the
+server was started with `--log-requests`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ REPEAT_S = 10.0
 MAX_KINDS = 256
 
 log = logging.getLogger("tandem")
-"""The project's own lines; those of libraries are logged from `warning` on."""
+"""Logger of the project; lines of libraries are logged from level `warning` on."""
 
 
 def set_up(observing: ObservingOptions) -> None:
-    """Decides what is logged from now on, and in which form."""
+    """Configures level and format of the log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimitFilter())
     handler.setFormatter(JsonLines() if observing.log_format == "json" else TextLines())
@@ -32,7 +32,7 @@ def set_up(observing: ObservingOptions) -> None:
 
 
 def set_level(level: str) -> None:
-    """Decides what is logged in a process that may have a log of its own, and prints it if not."""
+    """Sets the level in a process that may have its own log; adds a handler if it has none."""
     log.setLevel(level.upper())
     if not log.hasHandlers():
         handler = logging.StreamHandler()
@@ -41,17 +41,17 @@ def set_level(level: str) -> None:
 
 
 def info(message: str, **fields: Any) -> None:
-    """A line for who watches the server."""
+    """Logs a line with fields at level `info`."""
     log.info(message, extra={"fields": fields}, stacklevel=2)
 
 
 def report(sentence: str, **facts: Any) -> None:
-    """Logs a sentence with numbers, which a JSON line has as fields as well."""
+    """Logs a sentence; a JSON line also has its numbers as fields."""
     log.info(sentence, extra={"facts": facts}, stacklevel=2)
 
 
 def log_always(message: str, **fields: Any) -> None:
-    """A line that every level shows: it says where the server is."""
+    """Logs a line at every level, such as the address of the server."""
     level = log.level
     try:
         log.setLevel(logging.INFO)
@@ -61,18 +61,18 @@ def log_always(message: str, **fields: Any) -> None:
 
 
 class RateLimitFilter(logging.Filter):
-    """Lets a warning or an error through once in `REPEAT_S`, so that no client can fill a disk.
+    """Filter that passes equal warnings and errors once per `REPEAT_S`, to bound the log's size.
 
-    The next one of its kind says how many were left out. Those of a kind have the same text, or an
-    exception of the same type from the same place.
+    The next equal line reports the number of suppressed lines. Lines are equal if they have the
+    same text, or an exception of the same type from the same line of code.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[object, tuple[float, int]] = {}  # when it was let through, how many since
+        self._seen: dict[object, tuple[float, int]] = {}  # time of the last line, suppressed since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the line is written."""
+        """Returns True if the line is written."""
         if record.levelno < logging.WARNING:
             return True
         now, kind = time.monotonic(), _kind(record)
@@ -101,10 +101,10 @@ def _kind(record: logging.LogRecord) -> object:
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: `time`, `level`, `message`, fields, facts, and the `exception` if any."""
+    """One JSON object per line: `time`, `level`, `message`, fields, facts, and any `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line of JSON; what JSON cannot hold is written as its `str`."""
+        """Returns a line of JSON; values without a JSON form are written as their `str`."""
         line = {**_head(record), "message": record.getMessage(), **_fields(record)}
         line |= getattr(record, "facts", {})
         if record.exc_info:
@@ -113,10 +113,10 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for a reader; what a field says is written so that it cannot begin a line."""
+    """Text lines; values of fields are escaped, so that they cannot start a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and those of an exception after it."""
+        """Returns the line, followed by the traceback of an exception."""
         fields = (f"{name}={json.dumps(v, default=str)}" for name, v in _fields(record).items())
         line = " ".join([*_head(record).values(), record.getMessage(), *fields])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

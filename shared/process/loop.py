@@ -2,7 +2,7 @@
 HTTP server.
 
 The server is a child process with an inherited socket. The loop reads messages between two steps
-and sends one frame per step; it never blocks on a full socket. If one process ends, the other sees
+and sends one frame per step; it never blocks on a full socket. If one process ends, the other reads
 the end of the socket and ends too.
 """
 
@@ -84,7 +84,7 @@ class HostEngine(Protocol):
         ...
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose output stopped after `num_tokens` tokens; otherwise like `abort`."""
+        """Ends a request after `num_tokens` output tokens; otherwise the same as `abort`."""
         ...
 
     def step(self) -> list[Event]:

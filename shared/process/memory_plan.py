@@ -49,7 +49,7 @@ WAYS_OUT = {
     "n-grams": "lower --speculative-ngram-capacity, or ",
     "corpora": "lower --speculative-ngram-external-corpus-max-tokens, or ",
 }
-"""Advice by the line of the plan that takes the most."""
+"""Advice by the largest line of the plan."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def plan(
     costs: ProgramCosts,
     as_w8a16: Callable[[], InWords] = dict,
     as_w8a8: frozenset[str] = frozenset(),
-    tower: VisionEncoder | None = None,
+    vision: VisionEncoder | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -128,7 +128,7 @@ def plan(
       as_w8a16: Returns the parameters that can be stored as packed FP8. Only called if kernels can
         use them: for bfloat16 on a GPU without `as_w8a8`; it reads all scales.
       as_w8a8: Parameters used as W8A8.
-      tower: Vision encoder; None for text-only serving.
+      vision: Vision encoder; None for text-only serving.
 
     Raises:
       ConfigError: The limits contradict each other, or exceed the memory.
@@ -138,7 +138,7 @@ def plan(
         raise ConfigError("--fp8-activations requires bfloat16; add --dtype bfloat16")
     keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not as_w8a8
     found = as_w8a16() if keeps_words else {}
-    images = None if tower is None else image_pool(tower, settled)
+    images = None if vision is None else image_pool(vision, settled)
     sizing = PageCountSearch(settled, model, drafts, device, costs, found, as_w8a8, images)
     return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
@@ -209,8 +209,8 @@ class PageCountSearch:
         return num_bytes
 
     def max_pages(self) -> int:
-        """Returns the given number of pages, or enough for every request's whole context, or as
-        many as fit.
+        """Returns the given number of pages; without one, enough for the whole context of every
+        request, or the largest number that fits.
         """
         page_size, total = self.settled.page_size, self.settled.options.engine.max_total_tokens
         needed = pages_for(self.settled, 2)
@@ -236,9 +236,9 @@ class PageCountSearch:
         pool = "" if engine.max_total_tokens is None else "--max-total-tokens, "
         largest = max(plan.lines, key=lambda line: line.num_bytes)
         raise ConfigError(
-            f"the memory plan needs {plan.total_bytes:,} bytes, the most of them for "
-            f"{largest.name} ({largest.num_bytes:,}), and may take {self._may_take:,} "
-            f"(--mem-fraction-static {engine.mem_fraction_static:g} of what is free on the "
+            f"the memory plan needs {plan.total_bytes:,} bytes, most of them for "
+            f"{largest.name} ({largest.num_bytes:,}), and may use {self._may_take:,} "
+            f"(--mem-fraction-static {engine.mem_fraction_static:g} of the free memory of the "
             f"{self.device.name}); {WAYS_OUT.get(largest.name, '')}lower {pool}"
             "--max-running-requests or --chunked-prefill-size"
         )
@@ -279,10 +279,10 @@ def _lines(
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_single or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
-        yield MemoryPlanEntry("mailboxes", "of all ranks, shared", num_bytes)
+        yield MemoryPlanEntry("all-gather buffers", "shared by all ranks", num_bytes)
     if blueprint.on_gpu and not blueprint.ranks.is_single:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
-        yield MemoryPlanEntry("mailboxes", "written by the other ranks", num_bytes)
+        yield MemoryPlanEntry("all-gather buffers", "written by the other ranks", num_bytes)
     if (table := blueprint.capacity.texts) is not None:
         yield _table_line(table, blueprint.capacity.num_slots)
     elif options.speculative.copies_text and not blueprint.on_gpu:
@@ -306,20 +306,20 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
     if (token_map := drafts.token_map) is not None:
         rows = _of_rank([draft_head(blueprint.config, token_map)], blueprint)
-        line = _weights_line("draft rows", blueprint.dtype, rows, {})
-        detail = f"{len(token_map):,} of the head's {blueprint.config.vocab:,} rows, and their ids"
+        line = _weights_line("draft LM head", blueprint.dtype, rows, {})
+        detail = f"{len(token_map):,} of the LM head's {blueprint.config.vocab:,} rows, with ids"
         num_bytes = line.num_bytes + 4 * len(token_map)
         yield MemoryPlanEntry(line.name, detail, num_bytes)
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
     if blueprint.capacity.images is not None:
-        yield _tower_line(blueprint, blueprint.capacity.images)
+        yield _vision_line(blueprint, blueprint.capacity.images)
 
 
-def _tower_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
+def _vision_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the vision encoder, which is replicated on all ranks."""
-    return _weights_line("vision tower", blueprint.dtype, tower_parameters(images.vision), {})
+    return _weights_line("vision encoder", blueprint.dtype, tower_parameters(images.vision), {})
 
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parameter]:
@@ -371,12 +371,12 @@ def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     if drafter is not None:
         yield from _state_lines("draft ", drafter.model, drafter.num_gated_delta_layers, blueprint)
     yield MemoryPlanEntry(
-        "seen", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4
+        "token counts", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4
     )
     relay = slots * 12
     if drafter is not None and drafter.has_draft_input:
         relay += slots * (capacity.max_width * 8 + drafter.model.hidden * item)
-    yield MemoryPlanEntry("relay", f"{slots} slots", relay)
+    yield MemoryPlanEntry("draft inputs", f"{slots} slots", relay)
 
 
 def _image_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
@@ -386,20 +386,20 @@ def _image_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanE
     detail = f"{images.num_rows - 1} image tokens, and a scratch row"
     if most := most_begun(blueprint.capacity.programs, vision):
         num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
-        detail += f"; {most} patches of an image that is encoded in several steps"
-    return MemoryPlanEntry("image rows", detail, num_bytes)
+        detail += f"; {most} patches of a partly encoded image"
+    return MemoryPlanEntry("encoder cache", detail, num_bytes)
 
 
 def _state_lines(
-    whose: str, model: ModelConfig, num_layers: int, blueprint: BackendSpec
+    prefix: str, model: ModelConfig, num_layers: int, blueprint: BackendSpec
 ) -> Iterator[MemoryPlanEntry]:
     if not num_layers:
         return
     capacity = blueprint.capacity
     request_bytes = num_layers * state_layer_bytes(model, blueprint.item_bytes)
     for name, count in (("state", capacity.num_slots), ("snapshots", capacity.num_snapshots)):
-        detail = f"{count - 1} x {request_bytes:,} bytes, and a sink"
-        yield MemoryPlanEntry(f"{whose}{name}", detail, count * request_bytes)
+        detail = f"{count - 1} x {request_bytes:,} bytes, and a scratch slot"
+        yield MemoryPlanEntry(f"{prefix}{name}", detail, count * request_bytes)
 
 
 def _buffer_line(capacity: BackendLimits) -> MemoryPlanEntry:
@@ -446,4 +446,4 @@ def _workspace_lines(blueprint: BackendSpec, costs: ProgramCosts) -> Iterator[Me
     for name, works in groups.items():
         programs = [p for p in blueprint.capacity.programs if p.work in works]
         widest = max((costs.workspace(p, blueprint) for p in programs), default=0)
-        yield MemoryPlanEntry(name, "the widest step, estimated", widest)
+        yield MemoryPlanEntry(name, "widest step, estimated", widest)

@@ -100,7 +100,7 @@ class CheckedModel:
       model: Config of the target.
       checkpoint: Files of the target.
       draft_files: The drafter and its files.
-      tower: The vision encoder; None for text-only serving.
+      tower: Vision encoder; None for text-only serving.
       as_w8a8: Names of the parameters used as W8A8.
       defaults: Defaults of omitted sampling fields.
       grammars: Grammar compiler; None without structured output.

@@ -1,6 +1,6 @@
 """Profiling of decode steps at startup, with real steps on random prompts.
 
-Random prompts fill as many slots as a batch has rows, and each shape decodes some steps. With an
+Random prompts fill one slot per row of the batch, and each shape decodes some steps. With an
 MoE model outputs are sampled with different seeds: greedy outputs soon repeat, and similar rows use
 the same experts, which is faster than real outputs. Other models decode greedily, because sampling
 takes time on a CPU. No state remains on the device: every request resets its slot in its prefill.

@@ -61,30 +61,30 @@ DEFAULTS = {
 
 
 def resolve(
-    told: Options, model: ModelConfig, drafts: DrafterSpec, device: Device, are_compiled: bool
+    options: Options, model: ModelConfig, drafts: DrafterSpec, device: Device, are_compiled: bool
 ) -> ResolvedConfig:
     """Resolves the options that the command line left open.
 
     Args:
-      told: Options of the command line.
+      options: Options of the command line.
       model: Config of the target.
       drafts: Drafter on the device.
       device: The device.
       are_compiled: True if each program is compiled at startup.
     """
     are_few = are_compiled and device.kind == "cpu"
-    defaults, engine = DEFAULTS[device.kind], told.engine
+    defaults, engine = DEFAULTS[device.kind], options.engine
     block = drafts.block.nodes if drafts.block else None
-    draft = told.speculative.settled(model.drafts_trees, block)
-    candidates = _candidates(told, draft, block, are_few)
+    draft = options.speculative.settled(model.drafts_trees, block)
+    candidates = _candidates(options, draft, block, are_few)
     page_size = engine.page_size or defaults.page_size
-    copies = told.ngram.num_copies if draft.joins_copies else 0
+    copies = options.ngram.num_copies if draft.joins_copies else 0
     deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
     in_flight = (engine.steps_in_flight + 1) * (deepest + 1)
     return ResolvedConfig(
-        options=told,
-        dtype=defaults.dtype if told.model.dtype == "auto" else told.model.dtype,
-        context_length=told.model.context_length or model.context_length,
+        options=options,
+        dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
+        context_length=options.model.context_length or model.context_length,
         page_size=page_size,
         max_running_requests=engine.max_running_requests or defaults.max_running_requests,
         prefill_chunk_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
@@ -104,12 +104,12 @@ def _interval(page_size: int, in_flight: int) -> int:
 
 
 def _candidates(
-    told: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
+    options: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
 ) -> tuple[Candidate, ...]:
     """Returns the draft shapes of adaptive speculation: those of its file, or default ones."""
-    if not told.adaptive.speculative_adaptive or draft.joins_copies:
+    if not options.adaptive.speculative_adaptive or draft.joins_copies:
         return ()
-    candidates = told.candidates or default_candidates(
+    candidates = options.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
         has_trees=draft.drafter in TREE_ALGORITHMS,

@@ -56,7 +56,7 @@ def start_serving(
             ):
                 logs.info(note)
             backend = ready(start, ranked, console)
-            watchdog.standing = ranked.progress_report
+            watchdog.ranks_progress = ranked.progress_report
             named = WatchedBackend(backend, watchdog)
             engine = make_engine(named, start.memory)
             engine.metrics.show(ranked.gauges)

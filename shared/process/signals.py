@@ -67,11 +67,11 @@ class StopSignals:
         self._numbers, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno())
-        asked = (signal.SIGINT, signal.SIGTERM)  # shells ignore SIGINT in background jobs
+        always = (signal.SIGINT, signal.SIGTERM)  # shells ignore SIGINT in background jobs
         self._taken = [
             each
             for each in STOP_SIGNALS
-            if each in asked or signal.getsignal(each) is not signal.SIG_IGN
+            if each in always or signal.getsignal(each) is not signal.SIG_IGN
         ]
         for number in self._taken:
             signal.signal(number, self._handle)

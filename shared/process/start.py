@@ -30,7 +30,7 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.model_check import CheckedModel, WeightSource, check_model
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
-"""Words in the names of GPUs whose tensor cores support the FP8 x FP8 products of the kernels."""
+"""Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
 LoadCall = Callable[[BackendSpec, Any, DraftFiles, Callable[[int], None]], Backend]
 
 
@@ -115,7 +115,7 @@ def prepare(options: Options, platform: Platform) -> ValidatedStartup:
 
 
 def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
-    """Plans a startup whose flags and files are checked, before memory is allocated.
+    """Plans a startup with checked flags and files, before memory is allocated.
 
     Raises:
       ConfigError: The device or its framework does not support the options.
@@ -174,7 +174,7 @@ def _refuse_graph_flags(options: Options) -> None:
 
 
 def _check_map(drafts: DrafterSpec, width: int) -> None:
-    """Checks that a token map has at least as many tokens as a node may have children."""
+    """Checks that a token map has a token for each child that a node may have."""
     if drafts.token_map is not None and len(drafts.token_map) < width:
         raise ConfigError(
             f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of "

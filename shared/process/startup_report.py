@@ -20,7 +20,8 @@ from shared.process import logs
 from shared.process.memory_plan import MemoryPlan
 
 READ_PER_S = 4.2e12
-"""Bytes of an H200's memory, and what several of them add to a layer: measured on two."""
+"""Memory bandwidth of an H200 in bytes per second, and the time in seconds that an all-gather
+adds to a layer, measured on two H200s."""
 GATHERED_S = 22e-6
 
 
@@ -37,24 +38,24 @@ def start_notes(
         )
     if named := str(defaults):
         yield f"sampling defaults from generation_config.json: {named}"
-    told = memory.settled.options
-    others = unapplied(told.model.model_path)
-    if others and told.server.sampling_defaults == "model":
+    options = memory.settled.options
+    others = unapplied(options.model.model_path)
+    if others and options.server.sampling_defaults == "model":
         yield f"generation_config.json also sets {', '.join(others)}, which is not applied"
-    if told.model.is_dummy:
+    if options.model.is_dummy:
         yield "warning: dummy weights (--load-format dummy); outputs are meaningless"
-    if memory.blueprint.config.tied != config_from_folder(told.model.model_path).tied:
+    if memory.blueprint.config.tied != config_from_folder(options.model.model_path).tied:
         yield (
             "lm_head.weight differs from the embedding and is used, although config.json "
             "has tie_word_embeddings: true"
         )
-    yield from told.reasons
-    if told.model.chat_template is not None:
-        yield f"chat template: {told.model.chat_template}"
-    yield from tokenizer_notes(Path(told.model.model_path))
-    yield from head_notes(told)
+    yield from options.reasons
+    if options.model.chat_template is not None:
+        yield f"chat template: {options.model.chat_template}"
+    yield from tokenizer_notes(Path(options.model.model_path))
+    yield from head_notes(options)
     yield from rank_notes(memory)
-    simulated = told.speculative.speculative_simulate_accept_length
+    simulated = options.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
             "warning: acceptance is simulated (--speculative-simulate-accept-length "
@@ -71,9 +72,9 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
         )
 
 
-def head_notes(told: Options) -> Iterator[str]:
+def head_notes(options: Options) -> Iterator[str]:
     """Yields a note for each ambiguity in a draft head's config.json that no flag resolves."""
-    draft = told.speculative
+    draft = options.speculative
     if (
         draft.head_path
         and not draft.drafts_with_a_model
@@ -83,7 +84,7 @@ def head_notes(told: Options) -> Iterator[str]:
 
 
 def rank_notes(memory: MemoryPlan) -> Iterator[str]:
-    """That several GPUs are not faster than one, where a row reads few weights."""
+    """Yields a note if several GPUs are not faster than one, because a layer has few weights."""
     config, count = memory.blueprint.config, memory.blueprint.ranks.count
     if count == 1 or not memory.blueprint.on_gpu:
         return

@@ -27,7 +27,7 @@ class Watchdog:
     Attributes:
       doing: Description of the current call.
       timeout_s: Maximum seconds of a call.
-      standing: Returns the progress of other ranks, for messages.
+      ranks_progress: Returns the progress of other ranks, for messages.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class Watchdog:
           timeout_s: Maximum seconds of a call.
         """
         self.doing, self.timeout_s = "a step", timeout_s
-        self.standing: Callable[[], str] = str
+        self.ranks_progress: Callable[[], str] = str
         self._began = None
         self._end: Callable[[str], None] = _end_start
         self._ending = threading.Lock()
@@ -59,9 +59,8 @@ class Watchdog:
         From here on `fail` ends the process with `end`.
 
         Args:
-          wait_for_end: Waits at most a number of seconds; returns True if the process was asked to
-            end.
-          end: Ends the process at once; receives the failure, or None after a request to end.
+          wait_for_end: Waits at most a number of seconds; returns True after a stop signal.
+          end: Ends the process at once; receives the failure, or None after a stop signal.
         """
         self._end = end
         threading.Thread(target=self._watch, args=(wait_for_end, end), daemon=True).start()
@@ -88,11 +87,12 @@ class Watchdog:
             if self._lasts() > self.timeout_s:
                 faulthandler.dump_traceback(file=sys.stderr)
                 self.fail(
-                    f"{self.doing} did not finish within {self.timeout_s:g} s{self.standing()}"
+                    f"{self.doing} did not finish within {self.timeout_s:g} s"
+                    f"{self.ranks_progress()}"
                 )
                 return
-        told = time.monotonic()
-        while self._lasts() < STOP_WAIT_S and time.monotonic() - told < END_WAIT_S:
+        stopped = time.monotonic()
+        while self._lasts() < STOP_WAIT_S and time.monotonic() - stopped < END_WAIT_S:
             time.sleep(CHECK_S / 5)
         if self._began is None:  # not in a step: the traceback shows the position
             faulthandler.dump_traceback(file=sys.stderr)

@@ -15,6 +15,21 @@ from typing import Any
 Message = dict[str, Any]
 
 
+def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
+    """Returns the functions of the tools.
+
+    Raises:
+      ValueError: A tool has no function with a name.
+    """
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str()}}:
+                pass
+            case _:
+                raise ValueError(f"a tool must have a function with a name, got {tool!r:.80}")
+    return [tool["function"] for tool in tools]
+
+
 class Arguments(dict[str, Any]):
     """Arguments of a call: an object whose string is its JSON text."""
 

@@ -192,9 +192,8 @@ def test_dflash_block_sets_shape_and_memory_plan():
     row = 4 * 2 * layer.attention.num_kv_heads * layer.attention.head_size
     assert sizes["draft KV"] == layer.num_layers * row * capacity.num_pages * capacity.page_size
     assert sizes["draft weights"] == 4 * sum(array.size for array in HEAD.weights.values())
-    assert (
-        sizes["relay"] == capacity.num_slots * 3 * 4
-    )  # no draft input: only the fields of all slots
+    # Without draft inputs the line has only the fields of all slots.
+    assert sizes["draft inputs"] == capacity.num_slots * 3 * 4
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from shared.offline.messages import (
     PLAIN_FIELDS,
     ROLES,
     for_template,
-    read_functions,
     read_tools,
     read_variables,
 )
 from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.chat_messages import AssistantMessage, TextMessage, ToolMessage
 from shared.server.protocol.openai_types import ChatPrompt
+from shared.text.tool_messages import read_functions
 
 FUNCTION = {"name": "weather", "arguments": '{"city": "Rome"}'}
 CALL = {"id": "1", "type": "function", "function": FUNCTION}

@@ -74,8 +74,8 @@ def test_memory_plan_equals_array_bytes(case):
     assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
     relay = (4 + 4) * capacity.max_width + item * MODEL.hidden
     has_relay = "NEXTN" in line or "EAGLE3" in line
-    assert sizes["relay"] == capacity.num_slots * (has_relay * relay + 3 * 4)
-    assert sizes["seen"] == capacity.num_slots * MODEL.vocab * 4
+    assert sizes["draft inputs"] == capacity.num_slots * (has_relay * relay + 3 * 4)
+    assert sizes["token counts"] == capacity.num_slots * MODEL.vocab * 4
     weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
     assert sizes["weights"] == bytes_of(weights)
     assert memory.total_bytes == sum(sizes.values()) <= device.free_bytes
@@ -145,7 +145,7 @@ def test_max_request_tokens_equals_scheduler_limit(case):
         (
             ["--mem-fraction-static", "0.01", "--max-total-tokens", "262144"],
             CPU,
-            r"may take 85,899,345 \(--mem-fraction-static 0.01 of what is free on the CPU\)",
+            r"may use 85,899,345 \(--mem-fraction-static 0.01 of the free memory of the CPU\)",
         ),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "268435456"],

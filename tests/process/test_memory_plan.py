@@ -35,7 +35,16 @@ from torch_impl import platform as torch_platform
 from torch_impl.weights import load
 
 ROOT = Path(__file__).resolve().parents[2]
-STATE = ("KV", "draft KV", "state", "snapshots", "draft state", "draft snapshots", "seen", "relay")
+STATE = (
+    "KV",
+    "draft KV",
+    "state",
+    "snapshots",
+    "draft state",
+    "draft snapshots",
+    "token counts",
+    "draft inputs",
+)
 
 
 def prompt_workspace(lines: dict[str, int]) -> int:
@@ -368,7 +377,7 @@ def test_tp_memory_plan_includes_symmetric_buffers(name):
     )
     flags = ["--model-path", str(ROOT / "models" / "random"), "--tp-size", "2"]
     start = prepare(parse(flags), gpu)
-    (line,) = (line for line in start.memory.lines if line.name == "mailboxes")
+    (line,) = (line for line in start.memory.lines if line.name == "all-gather buffers")
     assert line.num_bytes == device_mailbox_bytes(2) > 2 * 2 * BLOCK_BYTES
     (note,) = rank_notes(start.memory)
     assert "each layer reads only 0 MB of weights" in note

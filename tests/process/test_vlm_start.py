@@ -75,10 +75,10 @@ def test_vision_encoder_memory_equals_plan(folder):
     backend = start.load(PLATFORMS["torch"], read.append)
     assert sum(read) == start.num_bytes, "the progress ends with the last byte"
     planned, other = sizes(start), sizes(without)
-    assert planned.keys() - other.keys() == {"vision tower", "image rows"}
-    assert tensor_bytes(backend.state.images) == planned["image rows"]
-    assert tower_bytes(start) == planned["vision tower"]
-    same = {"KV", "state", "weights", "seen", "relay", "decode workspace"}
+    assert planned.keys() - other.keys() == {"vision encoder", "encoder cache"}
+    assert tensor_bytes(backend.state.images) == planned["encoder cache"]
+    assert tower_bytes(start) == planned["vision encoder"]
+    same = {"KV", "state", "weights", "token counts", "draft inputs", "decode workspace"}
     assert all(planned[line] == other[line] for line in same)
     assert planned["plans and results"] > other["plans and results"]
     backend.close()
@@ -93,7 +93,7 @@ def tower_bytes(start: ValidatedStartup) -> int:
 def test_every_rank_holds_whole_vision_encoder(folder):
     alone, shared = sizes(started(folder)), sizes(started(folder, "--tp-size 2"))
     assert shared["weights"] < alone["weights"]
-    assert all(shared[line] == alone[line] for line in ("vision tower", "image rows"))
+    assert all(shared[line] == alone[line] for line in ("vision encoder", "encoder cache"))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
@@ -110,7 +110,7 @@ def test_memory_plan_covers_partially_encoded_image(folder, monkeypatch):
     start = started(folder)
     backend = start.load(PLATFORMS["torch"], lambda num_bytes: None)
     assert backend.state.images.begun is not None
-    assert tensor_bytes(backend.state.images) == sizes(start)["image rows"]
+    assert tensor_bytes(backend.state.images) == sizes(start)["encoder cache"]
     backend.close()
 
 
@@ -122,8 +122,8 @@ def test_image_flags_bound_images_and_encoder_cache(folder):
     assert below.images.processor.smart_resize(600, 600) == (16, 16)
     pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.images
     assert pool.num_rows == 501
-    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["image rows"]
-    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["image rows"]
+    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["encoder cache"]
+    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["encoder cache"]
     assert more - less == 100 * 64 * 4
 
 
@@ -178,4 +178,4 @@ def test_dummy_checkpoint_has_vision_encoder_by_config(folder):
     assert start.checkpoint.has_tower
     assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_tower
     start.load(PLATFORMS["torch"], lambda num_bytes: None).close()
-    assert tower_bytes(start) == sizes(start)["vision tower"]
+    assert tower_bytes(start) == sizes(start)["vision encoder"]

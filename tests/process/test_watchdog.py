@@ -50,7 +50,7 @@ def test_watchdog_reason_names_waited_step():
 
 def test_watchdog_reason_includes_rank_progress():
     watchdog = Watchdog(TIMEOUT_S)
-    watchdog.standing = lambda: "; rank 1 has ended 4 steps"
+    watchdog.ranks_progress = lambda: "; rank 1 has ended 4 steps"
     ended = Ended(watchdog)
     with watchdog.watched():
         reason = ended.reasons.get(timeout=10)

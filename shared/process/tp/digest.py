@@ -20,7 +20,7 @@ def digest_of(start: ValidatedStartup) -> str:
     """
     blueprint = start.memory.blueprint
     opened = (start.checkpoint, start.draft_files.checkpoint)
-    said = (
+    parts = (
         blueprint.config,
         blueprint.drafts,
         blueprint.capacity,
@@ -31,7 +31,7 @@ def digest_of(start: ValidatedStartup) -> str:
         sorted(blueprint.as_w8a8),
         [_sampled(path) for each in opened if isinstance(each, Checkpoint) for path in each.files],
     )
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _sampled(path: Path) -> str:

@@ -43,24 +43,24 @@ class DriverBackend:
         """
         indices = [self._indices[program] for program in programs if program in self._indices]
         if len(indices) == len(programs):  # otherwise rank 0 raises the error
-            self._followers.tell("prepare", indices)
+            self._followers.send("prepare", indices)
         begun: list[Program] = []
-        told = 0
+        reported = 0
 
-        def tell() -> None:
-            nonlocal told
+        def report() -> None:
+            nonlocal reported
             slowest = min([each.begun for each in self._followers.ranks], default=len(begun))
-            while told < min(len(begun), slowest):
-                progress(begun[told])
-                told += 1
+            while reported < min(len(begun), slowest):
+                progress(begun[reported])
+                reported += 1
 
         def begin(program: Program) -> None:
             begun.append(program)
             self._followers.check()
-            tell()
+            report()
 
         self._own.prepare(programs, begin)
-        self._followers.wait_until(lambda each: each.phase == SERVING, "ready", tell)
+        self._followers.wait_until(lambda each: each.phase == SERVING, "ready", report)
         self._shared.wait_at_most(EXCHANGE_S)
 
     def launch(self, program: Program) -> LaunchMode:

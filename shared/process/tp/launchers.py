@@ -38,7 +38,7 @@ class WorkerProcess(Protocol):
         ...
 
     def is_stopped(self) -> bool:
-        """Tells whether a signal has stopped it."""
+        """Returns True if a signal has stopped it."""
         ...
 
     def kill(self) -> None:
@@ -154,12 +154,13 @@ def set_parent_death_signal() -> None:
 def gpu_of(environment: Mapping[str, str], on_host: int, rank: int) -> str | None:
     """Returns the value of CUDA_VISIBLE_DEVICES for a rank: the GPU at its index.
 
-    A rank sees only its own GPU. Memory handles identify a GPU whether or not a process sees it, so
-    ranks need not see each other's.
+    Only its own GPU is visible to a rank. Memory handles also identify GPUs that are not visible,
+    so ranks need no access to each other's.
 
     Args:
       environment: Environment of the engine.
-      on_host: GPUs of this host.
+      on_host: Number of GPUs of this host.
+      rank: Rank number.
 
     Returns:
       None if no GPU is usable.

@@ -1,6 +1,4 @@
-"""Shared memory of the ranks: the broadcast of step plans, and mailboxes for collectives on a
-host.
-"""
+"""Shared memory of the ranks: broadcast of step plans, and all-gather buffers of a host."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class PlanBroadcast:
         self._mailboxes = None if self._far else ShmAllGather.create(count, wait_s=START_EXCHANGE_S)
         meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
         self.ranks = TPGroup(0, count, self._mailboxes, meeting)
-        self._tell()
+        self._send_locations()
 
     def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
         """Broadcasts a plan to the worker ranks.
@@ -64,13 +62,13 @@ class PlanBroadcast:
         self.written += 1
         if self._ring is not None:
             try:
-                asleep = self._ring.write(message, timeout_s)
+                waiting = self._ring.write(message, timeout_s)
             except RingFullError as error:
                 late = self._here[error.reader]
                 raise RankError(
                     f"{late.name} received no plan for {timeout_s:g} s while {late.at()}"
                 ) from error
-            for reader in asleep:
+            for reader in waiting:
                 self._here[reader].link.send("wake")
         for each in self._far:
             each.link.send("step", message.tobytes())
@@ -91,7 +89,7 @@ class PlanBroadcast:
         if self._ring is not None:
             self._ring.close()
 
-    def _tell(self) -> None:
+    def _send_locations(self) -> None:
         boxes = None if self._mailboxes is None else [*self._mailboxes.__reduce__()[1]]
         ring = None if self._ring is None else path_in(self._ring.descriptor)
         for reader, each in enumerate(self._here):

@@ -1,9 +1,9 @@
 """Shared-memory ring buffer that broadcasts step plans to the worker ranks of a host.
 
 One process writes the slots in order and every reader reads all of them. A reader spins briefly on
-the sequence number, as the next plan is mostly imminent, and then sleeps on its socket; the writer
-learns which readers sleep. The memory is anonymous (memfd), so nothing remains however the
-processes end.
+the sequence number, because the next plan is usually imminent, and then blocks on its socket; a
+flag shows the writer which readers block. The memory is anonymous (memfd), so nothing remains
+however the processes end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Int32
 
 from shared.boundary.memory_fence import fence
 
-_LINE = 8  # words of 8 bytes in a cache line: what one process writes lies in lines of its own
+_LINE = 8  # words of 8 bytes in a cache line; each process writes to lines of its own
 _HEAD = 2 * _LINE  # number of readers, of slots and of a slot's words; then what was written
 _SLOT_HEAD = 2  # number of a message, and of its words
 _PAUSE_S = 50e-6
@@ -33,7 +33,7 @@ class RingFullError(RuntimeError):
     """
 
     def __init__(self, reader: int, taken: int) -> None:
-        super().__init__(f"reader {reader} has taken {taken} messages and takes no more")
+        super().__init__(f"reader {reader} has read {taken} messages and freed no slot in time")
         self.reader, self.taken = reader, taken
 
 
@@ -69,7 +69,7 @@ class Ring:
           timeout_s: Time limit of this wait.
 
         Returns:
-          Sleeping readers, which the caller must wake.
+          Blocked readers, which the caller must wake.
 
         Raises:
           RingFullError: No slot became free in time; nothing was written.
@@ -83,10 +83,10 @@ class Ring:
         slot = places.slot(number)
         places.data(slot)[: len(message)] = message
         self._words[slot + 1] = len(message)
-        fence()  # the message is there before its number is
+        fence()  # the message is written before its number
         self._words[slot] = number
         self._words[_LINE] = self.written = number
-        fence()  # who falls asleep after this has seen the number
+        fence()  # readers that set their flag after this read the number first
         return [each for each in range(places.readers) if self._words[places.reader(each) + 1]]
 
     def taken(self, reader: int) -> int:
@@ -160,10 +160,9 @@ class Reader:
                 return None
 
     def fall_asleep(self) -> Int32[np.ndarray, " words"] | None:
-        """Asks to be woken for the next message, unless it has come meanwhile, which this returns.
+        """Sets the flag that requests a wake-up; returns the next message if it has arrived.
 
-        One that comes after this wakes the reader: either it is seen here, or the writer sees that
-        the reader sleeps.
+        A later message wakes the reader: either this call reads it, or the writer reads the flag.
         """
         self._words[self._own + 1] = 1
         fence()
@@ -172,7 +171,7 @@ class Reader:
         return message
 
     def wake_up(self) -> None:
-        """Sleeps no more."""
+        """Clears the flag that requests a wake-up."""
         self._words[self._own + 1] = 0
 
 
@@ -186,7 +185,7 @@ class _Places:
         self._all = np.frombuffer(words, np.int32)
 
     def reader(self, reader: int) -> int:
-        """Returns the index of a reader's count of messages read; its sleep flag follows."""
+        """Returns the index of a reader's count of messages read; its wake-up flag follows."""
         return _HEAD + reader * _LINE
 
     def slot(self, number: int) -> int:

@@ -73,7 +73,7 @@ class TPStartup:
             self._check_others(rank_module)
         if self._count > 1 and rank_module is not None:
             self._followers = Workers(_launcher(options), self._count, rank_module, on_failure)
-            self._followers.tell("options", _values(with_whole_paths(options)))
+            self._followers.send("options", _values(with_whole_paths(options)))
 
     def _check_others(self, rank_module: str | None) -> None:
         """Rejects an executor backend that has no worker ranks to place."""
@@ -124,23 +124,23 @@ class TPStartup:
         followers, shared = self._followers, self._shared
         if followers is None or shared is None:
             return start.load(self._find_platform(), progress)
-        own = told = 0
+        own = reported = 0
 
-        def tell() -> None:
-            nonlocal told
+        def report() -> None:
+            nonlocal reported
             slowest = min(own, *(each.loaded for each in followers.ranks))
-            if slowest > told:
-                progress(slowest - told)
-                told = slowest
+            if slowest > reported:
+                progress(slowest - reported)
+                reported = slowest
 
         def add(num_bytes: int) -> None:
             nonlocal own
             own += num_bytes
             followers.check()
-            tell()
+            report()
 
         backend = start.load(self._find_platform(), add)
-        followers.wait_until(lambda each: each.is_loaded, "done with loading", tell)
+        followers.wait_until(lambda each: each.is_loaded, "done with loading", report)
         shared.opened()
         return DriverBackend(backend, followers, shared)
 
@@ -195,7 +195,7 @@ class TPStartup:
                 )
             free[each.name] = each.free_bytes = num_bytes // (hosts[host] if kind == "cpu" else 1)
         free_bytes = self._least(free)
-        followers.tell("memory", free_bytes)
+        followers.send("memory", free_bytes)
         return replace(own, free_bytes=free_bytes)
 
     def _least(self, free: Mapping[str, int]) -> int:
@@ -217,7 +217,7 @@ def tp_startup(
     rank_module: str | None,
     on_failure: Callable[[str], None],
 ) -> Iterator[TPStartup]:
-    """Starts several ranks, whose processes are killed on an error."""
+    """Starts several ranks; their processes are killed on an error."""
     start = TPStartup(options, find_platform, rank_module, on_failure)
     try:
         yield start
@@ -237,7 +237,7 @@ def _launcher(options: Options) -> Launcher:
 
 def _values(options: Options) -> dict[str, object]:
     """Returns the explicitly set options by name, for `Options.from_values` in another process."""
-    told: dict[str, object] = {}
+    flags: dict[str, object] = {}
     for part in PARTS:
-        told |= asdict(getattr(options, part))
-    return {name: told[name] for name in options.explicit_flags}
+        flags |= asdict(getattr(options, part))
+    return {name: flags[name] for name in options.explicit_flags}

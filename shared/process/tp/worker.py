@@ -43,7 +43,7 @@ LOOK_S = 0.002
 """Time to spin for the next plan before sleeping, on a GPU host; on a CPU the steps need the
 cores."""
 
-TELL_S = 0.2  # between two progress reports
+REPORT_S = 0.2  # between two progress reports
 EXIT_LOST, EXIT_FAILED = 3, 1
 
 
@@ -98,17 +98,17 @@ class Rank:
         self._reader = self._open(ring, reader)
         self._mailboxes = None if boxes is None else ShmAllGather(*boxes)
         self._at("loading")
-        told = loaded = 0.0
+        reported = loaded = 0.0
 
-        def tell(num_bytes: int) -> None:
-            nonlocal told, loaded
+        def report(num_bytes: int) -> None:
+            nonlocal reported, loaded
             loaded += num_bytes
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
                 self._link.send("loaded", int(loaded))
 
         ranks = TPGroup(self._rank, self._count, self._mailboxes, meeting)
-        backend = start.of_rank(ranks).load(platform, tell)
+        backend = start.of_rank(ranks).load(platform, report)
         self._link.send("loaded", int(loaded))
         self._at(LOADED)
         return backend

@@ -1,10 +1,10 @@
 """Messages between the engine process and a worker rank, over a stream socket.
 
-Each is a frame of `shared.process.ipc_messages`, whose first entry is the kind of the message.
+Each is a frame of `shared.process.ipc_messages`; its first entry is the kind of the message.
 
 - to a worker, in this order: `options` (explicitly set options, by name), `memory` (free bytes that
   every rank assumes), `share` (path of the ring, or None if plans are sent over this socket; path,
-  bytes of an exchange and timeout in seconds of the mailboxes, or None; rendezvous address of ranks
+  bytes and timeout in seconds of the shared-memory all-gather, or None; rendezvous address of ranks
   on several hosts, or None), `prepare` (program indices); then any number of `wake` and `step` (a
   plan, without a ring), and `close` (number of plans sent).
 - from a worker: `beat` (heartbeat once a second: plans received, steps ended), `phase` (current

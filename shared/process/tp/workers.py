@@ -17,7 +17,7 @@ from shared.options.flags import ConfigError
 from shared.process.tp.launchers import REAP_S, Launcher, WorkerProcess
 from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError
 
-CHECK_S = 0.5  # between two looks at which process is stopped
+CHECK_S = 0.5  # interval of the check for stopped processes
 STOPPED_S = 3.0
 """Time that a process may be stopped by a signal."""
 
@@ -48,9 +48,9 @@ class Worker:
       loaded: Bytes of weights loaded.
       begun: Programs whose preparation has begun.
       taken, ended: Plans received, and steps ended.
-      heard: Time of the last message, by the monotonic clock.
+      last_message_s: Time of the last message, by the monotonic clock.
       free_bytes: Free bytes of its device; of main memory, its share among the ranks of the host.
-      stands_since: Time when it was first found stopped; None while it runs.
+      stopped_since_s: Time when it was first found stopped; None while it runs.
     """
 
     rank: int
@@ -63,8 +63,8 @@ class Worker:
     begun: int = 0
     taken: int = 0
     ended: int = 0
-    heard: float = field(default_factory=time.monotonic)
-    stands_since: float | None = None
+    last_message_s: float = field(default_factory=time.monotonic)
+    stopped_since_s: float | None = None
     free_bytes: int = 0
 
     @property
@@ -74,12 +74,12 @@ class Worker:
 
     @property
     def is_loaded(self) -> bool:
-        """Tells whether its weights are loaded."""
+        """True if its weights are loaded."""
         return self.phase in (LOADED, PREPARING, SERVING)
 
     def take(self, kind: str, *fields: Any) -> None:
         """Updates the state from a message."""
-        self.heard = time.monotonic()
+        self.last_message_s = time.monotonic()
         match kind:
             case "phase":
                 (self.phase,) = fields
@@ -125,7 +125,7 @@ class Workers:
         """
         self.count, self.failure, self.on_failure = count, None, on_failure
         self.address = launcher.address
-        self._refusal: str | None = None
+        self._rejection: str | None = None
         self._launcher, self._changed = launcher, threading.Condition()
         self._is_closing = False
         self.ranks: list[Worker] = []
@@ -138,7 +138,7 @@ class Workers:
             raise
         threading.Thread(target=self._listen, name="ranks", daemon=True).start()
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         """Sends a message to all ranks."""
         for each in self.ranks:
             each.link.send(*message)
@@ -180,13 +180,13 @@ class Workers:
           ConfigError: A rank has rejected the start.
           RankError: A rank is lost.
         """
-        if self._refusal is not None:
-            raise ConfigError(self._refusal)
+        if self._rejection is not None:
+            raise ConfigError(self._rejection)
         if self.failure is not None:
             raise RankError(self.failure)
 
     def lost_within(self, seconds: float) -> bool:
-        """Tells whether a rank is lost, or becomes lost within these seconds."""
+        """Returns True if a rank is lost, or becomes lost within these seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self.failure is not None, seconds)
 
@@ -207,7 +207,7 @@ class Workers:
           plans: Step plans sent.
         """
         self._is_closing = True
-        self.tell("close", plans)
+        self.send("close", plans)
 
     def close(self) -> None:
         """Waits for the end of all ranks, and kills those that exceed the time limit."""
@@ -224,27 +224,27 @@ class Workers:
         self._launcher.close()
 
     def _listen(self) -> None:
-        """Receives from all ranks until none is left."""
+        """Receives from all ranks until all have ended."""
         open_ranks, looked = list(self.ranks), time.monotonic()
         while open_ranks:
             readable, _, _ = select.select([each.link for each in open_ranks], [], [], CHECK_S)
             for each in [each for each in open_ranks if each.link in readable]:
                 try:
-                    self._hear(each)
+                    self._receive(each)
                 except LinkEndedError:
                     open_ranks.remove(each)
                     self._lose(each)
             if time.monotonic() - looked > CHECK_S:
-                self._look(open_ranks)
+                self._check_alive(open_ranks)
                 looked = time.monotonic()
 
-    def _hear(self, follower: Worker) -> None:
+    def _receive(self, follower: Worker) -> None:
         for kind, *fields in follower.link.receive(0):
             if kind == "failed":
                 self.fail(f"{follower.name} failed while {follower.at()}: {fields[0]}")
             elif kind == "refused":
                 with self._changed:
-                    self._refusal = self._refusal or f"{follower.name}: {fields[0]}"
+                    self._rejection = self._rejection or f"{follower.name}: {fields[0]}"
                     self._changed.notify_all()
             else:
                 with self._changed:
@@ -252,20 +252,20 @@ class Workers:
                     self._changed.notify_all()
 
     def _lose(self, follower: Worker) -> None:
-        if not (self._is_closing or self._refusal):
+        if not (self._is_closing or self._rejection):
             ending = follower.process.ending(REAP_S) or "closed its connection"
             self.fail(f"{follower.name} {ending} while {follower.at()}")
 
-    def _look(self, open_ranks: Sequence[Worker]) -> None:
+    def _check_alive(self, open_ranks: Sequence[Worker]) -> None:
         """Detects ranks that are stopped or silent."""
         now = time.monotonic()
         for each in open_ranks:
             if not each.process.is_stopped():
-                each.stands_since = None
-            elif each.stands_since is None:
-                each.stands_since = now
-            elif now - each.stands_since > STOPPED_S:
+                each.stopped_since_s = None
+            elif each.stopped_since_s is None:
+                each.stopped_since_s = now
+            elif now - each.stopped_since_s > STOPPED_S:
                 self.fail(f"{each.name} is stopped by a signal while {each.at()}")
-            silence = now - each.heard
+            silence = now - each.last_message_s
             if silence > BEAT_S + SILENCE_S[each.phase == SERVING]:
                 self.fail(f"{each.name} sent nothing for {silence:.0f} s while {each.at()}")
