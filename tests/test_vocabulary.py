@@ -15,25 +15,25 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 57,
-    "say of data": 47,
-    "ask, hear, want of data": 83,
+    "tell of data": 52,
+    "say of data": 43,
+    "ask, hear, want of data": 80,
     "refuse": 33,
     "refused by name": 0,
-    "stand": 21,
-    "lie": 20,
-    "is left": 22,
+    "stand": 20,
+    "lie": 19,
+    "is left": 20,
     "by lot": 0,
     "law": 13,
-    "mailbox": 27,
-    "tower": 22,
-    "that sees": 13,
+    "mailbox": 25,
+    "tower": 16,
+    "that sees": 9,
     "seen text": 0,
     "turns": 48,
     "promise": 1,
-    "asleep": 16,
-    "who, whose": 304,
-    "so many, as many": 50,
+    "asleep": 10,
+    "who, whose": 296,
+    "so many, as many": 48,
 }
 OPENING_CEILINGS = {
     "bench": 0,
@@ -47,7 +47,7 @@ OPENING_CEILINGS = {
 """Docstrings by top folder that open with a word of `OPENINGS`."""
 AS_CEILING = 3
 CLASS_NAME_CEILING = 16
-UNDOCUMENTED_CEILING = 164
+UNDOCUMENTED_CEILING = 163
 SPREAD_CEILINGS = {"# fmt: skip": 65, "f(*(a, b))": 95, "f(*name)": 873}
 
 
