@@ -56,8 +56,11 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ""}
 MACHINE_PATHS = re.compile("|".join(f"/{top}/" for top in ("work", "root", "home", "opt", "tmp")))
 REGISTRIES = re.compile(
     "|".join(map(re.escape, ("pypi" + ".org", "python" + "hosted", "pytorch" + ".org/whl")))
-    + "|" + re.escape("npmjs" + ".") + "|" + re.escape("../" + "shared")
-)  # fmt: skip
+    + "|"
+    + re.escape("npmjs" + ".")
+    + "|"
+    + re.escape("../" + "shared")
+)
 
 
 def modules(folder: str) -> set[Path]:

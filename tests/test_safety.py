@@ -19,11 +19,24 @@ UNPICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "
 HTTP_CLIENTS = {"requests", "httpx", "aiohttp", "urllib", "urllib3", "ftplib", "smtplib"}
 DOWNLOADS = {"huggingface_hub", "modelscope", "datasets"}
 CALLS = {
-    "eval", "exec", "compile", "__import__",
-    "torch.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-    "os.system", "os.popen", "runpy.run_path", "runpy.run_module", "joblib.load",
-    "socket.create_connection", "http.client", "http.client.HTTPConnection",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "torch.hub.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "os.system",
+    "os.popen",
+    "runpy.run_path",
+    "runpy.run_module",
+    "joblib.load",
+    "socket.create_connection",
+    "http.client",
+    "http.client.HTTPConnection",
+}
 KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 """Arguments that only False leaves harmless."""
 
@@ -47,7 +60,7 @@ ALLOWED = {
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
     ("shared/text/json_schema_refs.py", "urllib"): "the same of a pointer",
     ("shared/images/data_url.py", "urllib"): "the same of a data URL",
-}  # fmt: skip
+}
 
 
 def sources(folders: tuple[str, ...]) -> list[Path]:

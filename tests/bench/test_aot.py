@@ -50,7 +50,7 @@ threads: [2, 1, 1]  shared_memory: 0 bytes
     002: kCopy         [prev=001 (1)  | next=003 (1) ] kCopy
     003: kCustomKernel [prev=002 (1)  | sink         ] product__1 grid: [96, 1, 1] threads: \
 [128, 1, 1]  shared_memory: 122880 bytes
-"""  # fmt: skip
+"""
 POOL = "bf16[4,2,64,128,64]"
 HLO = f"""\
 %fused (p: {POOL}) -> {POOL} {{

@@ -31,8 +31,12 @@ def written(folder: Path, answers: list[str], score: float) -> lm_eval_runner.Li
 def test_compared_reports_score_and_answer_differences(tmp_path):
     first = written(tmp_path / "none", ["a", "b"], 0.5)
     assert lm_eval_runner.compared(first, first) == {
-        "drafts": "none", "score": 0.5, "count": 2, "differ": 0, "is_equal": True
-    }  # fmt: skip
+        "drafts": "none",
+        "score": 0.5,
+        "count": 2,
+        "differ": 0,
+        "is_equal": True,
+    }
     other = lm_eval_runner.compared(written(tmp_path / "NEXTN", ["a", "c"], 0.5), first)
     assert (other["differ"], other["is_equal"]) == (1, False)
     worse = lm_eval_runner.compared(written(tmp_path / "EAGLE3", ["a", "b"], 0.25), first)

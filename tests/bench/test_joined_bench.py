@@ -11,9 +11,12 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.spec.draft_tree import TreeShape
 
 COSTS = Costs(
-    drafted={1: 5.0, 8: 6.0}, fed={1: 4.5, 8: 5.0}, verified={1: 4.0, 4: 4.1, 12: 4.5, 32: 5.0},
-    nodes=4, waits=0.25,
-)  # fmt: skip
+    drafted={1: 5.0, 8: 6.0},
+    fed={1: 4.5, 8: 5.0},
+    verified={1: 4.0, 4: 4.1, 12: 4.5, 32: 5.0},
+    nodes=4,
+    waits=0.25,
+)
 CHAIN = TreeShape.chain(3, 1)
 JOINED = TreeShape(nodes=12, depth=8, width=1, rows=12, grown=CHAIN, copied=20)
 
@@ -37,9 +40,11 @@ def test_compared_divides_by_better_source():
     def line(drafts: str, per_step: float, **speeds: float) -> dict:
         same = {"backend": "torch", "batch": 1, "kind": "code", "texts": 7}
         return {
-            **same, "drafts": drafts, "tokens_per_step": per_step,
+            **same,
+            "drafts": drafts,
+            "tokens_per_step": per_step,
             "simulated_tokens_per_s": speeds,
-        }  # fmt: skip
+        }
 
     lines = [line("NEXTN", 4.0, A=100.0, B=50.0), line("NGRAM", 3.0, A=80.0, B=60.0)]
     (ratios,) = compared([*lines, line("NEXTN+NGRAM", 5.0, B=75.0)])

@@ -25,9 +25,16 @@ from tests.support.sm90_cases import (
 )
 
 DESCRIBED = DecodeAttentionTiles(
-    lanes=32, programs=4, splits=8, ones=64, placed=True, described=True, warps=4, stages=2,
+    lanes=32,
+    programs=4,
+    splits=8,
+    ones=64,
+    placed=True,
+    described=True,
+    warps=4,
+    stages=2,
     registers=0,
-)  # fmt: skip
+)
 CASES: dict[str, Callable[..., MixCase]] = {
     "trees": partial(tree_case, [16, 9, 1, 0, 16], [500, 130, 0, 65, 2040], nodes=16, columns=34),
     "chains": partial(

@@ -419,8 +419,9 @@ def test_norm_and_squares_match_spec(name: str, language: str) -> None:
     scaled, squares = beside(language, x, weight)
     np.testing.assert_array_equal(squares, chunks_of_squares(x))
     np.testing.assert_array_equal(scaled, x * weight)
-    (got,) = run(lambda x, weight, **how: module.rms_norm(x, weight, EPS, **how), x, weight,
-                 order=SQUARES)  # fmt: skip
+    (got,) = run(
+        lambda x, weight, **how: module.rms_norm(x, weight, EPS, **how), x, weight, order=SQUARES
+    )
     np.testing.assert_allclose(got, spec_layers.rms_norm(x, weight, EPS), rtol=1e-5, atol=1e-7)
     (got,) = run(lambda x, **how: module.rms_norm(x, None, EPS, **how), x, order=SQUARES)
     np.testing.assert_allclose(got, spec_layers.rms_norm(x, None, EPS), rtol=1e-5, atol=1e-7)

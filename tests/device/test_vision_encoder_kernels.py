@@ -35,8 +35,11 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 each_language = pytest.mark.parametrize("language", KERNELS)
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}  # sums have another order
-SMALL = replace(Tiles.load("pallas_gpu", MEASURED).encoder_attention.of(
-    item_bytes=2, rows=64, head_size=72), lanes=32, warps=4)  # fmt: skip
+SMALL = replace(
+    Tiles.load("pallas_gpu", MEASURED).encoder_attention.of(item_bytes=2, rows=64, head_size=72),
+    lanes=32,
+    warps=4,
+)
 
 ROWS = {
     "layer_norm": partial(layer_norm_arguments, R=3, size=200),
@@ -48,9 +51,14 @@ BFLOAT16 = {"x", "table", "qkv"}
 
 
 def run(
-    language: str, module: str, function: str, arguments: dict[str, Any], how: dict[str, Any],
-    dtype: str = "float32", options: dict[str, Any] | None = None,
-) -> np.ndarray:  # fmt: skip
+    language: str,
+    module: str,
+    function: str,
+    arguments: dict[str, Any],
+    how: dict[str, Any],
+    dtype: str = "float32",
+    options: dict[str, Any] | None = None,
+) -> np.ndarray:
     """Calls a kernel; what it gives is widened."""
     call: Callable[..., Any] = getattr(KERNELS[language][module], function)
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}

@@ -128,9 +128,7 @@ class TestProcessed:
     def test_penalties_distinguish_prompt_and_output(self) -> None:
         logits = np.array([[2, 2, 2, 2, -2]], np.float32)
         seen = np.array([[0, 1, 2, 5, 1]], np.int32)  # not, prompt, output, both (twice), prompt
-        sampling = neutral(
-            1, 5, repetition=f32(2), presence=f32(0.5), frequency=f32(0.25)
-        )  # fmt: skip
+        sampling = neutral(1, 5, repetition=f32(2), presence=f32(0.5), frequency=f32(0.25))
         got = process(spec, logits, seen, i32(9), sampling, None)
         assert got.tolist() == [[2, 1, 1 - 0.5 - 0.25, 1 - 0.5 - 0.5, -4]]
 
@@ -146,13 +144,14 @@ class TestProcessed:
     def test_bias_stop_ids_and_mask_precede_temperature(self) -> None:
         logits = np.array([[1, 2, 3, 4]], np.float32)
         sampling = neutral(
-            1, 4,
+            1,
+            4,
             temperature=f32(0.5),
             bias_ids=np.array([[0, 1, 0]], np.int32),
             bias_values=np.array([[5, -1, 0]], np.float32),
             stop_ids=np.array([[3, 3]], np.int32),
             min_length=i32(8),
-        )  # fmt: skip
+        )
         seen = np.zeros((1, 4), np.int32)
         early = process(spec, logits, seen, i32(7), sampling, None)
         assert early.tolist() == [[12, 2, 6, -np.inf]]

@@ -58,9 +58,13 @@ def simulated_capacity(
 
     def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
-            work=work, batch=batch, pages=pages, tokens=tokens, shape=shape,
+            work=work,
+            batch=batch,
+            pages=pages,
+            tokens=tokens,
+            shape=shape,
             extras=ProgramFeature.NONE,
-        )  # fmt: skip
+        )
 
     pages = context_length // page_size + 4
     decodes = [
@@ -68,10 +72,20 @@ def simulated_capacity(
     ]
     prefills = [program(StepKind.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
     return BackendLimits(
-        page_size=page_size, num_pages=1 + slots * pages, num_slots=1 + slots, num_snapshots=1,
-        programs=(*decodes, *prefills), overlap=overlap, context_length=context_length, vocab=16,
-        max_stop_ids=1, max_bias=1, max_logprobs=1, max_scores=0, accept_rule="exact",
-    )  # fmt: skip
+        page_size=page_size,
+        num_pages=1 + slots * pages,
+        num_slots=1 + slots,
+        num_snapshots=1,
+        programs=(*decodes, *prefills),
+        overlap=overlap,
+        context_length=context_length,
+        vocab=16,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+        max_scores=0,
+        accept_rule="exact",
+    )
 
 
 def with_host_drafts(capacity: BackendLimits, vocab: int) -> BackendLimits:
@@ -145,14 +159,20 @@ class _Clock:
         zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
         return Known(
             StepResult(
-                tokens=self._tokens(plan, counts), counts=counts.astype(np.int32),
-                failed=zeros, snapshot_saved=zeros, drafts=trees, parents=trees,
-                num_nodes=nodes.astype(np.int32), logprobs=None, scores=None,
+                tokens=self._tokens(plan, counts),
+                counts=counts.astype(np.int32),
+                failed=zeros,
+                snapshot_saved=zeros,
+                drafts=trees,
+                parents=trees,
+                num_nodes=nodes.astype(np.int32),
+                logprobs=None,
+                scores=None,
                 device_seconds=seconds,
             ),
             self._ends,
             self,
-        )  # fmt: skip
+        )
 
     def _decode_seconds(self, plan: StepPlan, nodes: np.ndarray) -> float:
         """Returns the cost of a decode step."""

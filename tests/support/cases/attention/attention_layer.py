@@ -241,7 +241,14 @@ CASES = {
             tree_case, [3, 2, 3], [1100, 509, 512], nodes=3, heads=(2, 1), page=64, columns=18
         ),
         "half precision": partial(
-            tree_case, [4, 3, 2], [70, 330, 0], nodes=4, heads=(8, 1), D=64, page=64, columns=6,
+            tree_case,
+            [4, 3, 2],
+            [70, 330, 0],
+            nodes=4,
+            heads=(8, 1),
+            D=64,
+            page=64,
+            columns=6,
             half=True,
         ),
         "heads of 80, gate, part turned": partial(
@@ -262,7 +269,7 @@ CASES = {
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
-}  # fmt: skip
+}
 
 # Heads and pages of an 8B model; its values are rounded to bfloat16.
 _MODEL = {"heads": (32, 8), "D": 128, "page": 64}
