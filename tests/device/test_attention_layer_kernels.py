@@ -78,8 +78,8 @@ def real(case: MixCase) -> slice:
 
 
 # Of Pallas: those of the first line are one program.
-COMPILED = ("trees", "nothing committed", "whole draft KV later", "request without rows")
-COMPILED += ("gate, part of the heads turned", "no norms, group of five", "half precision")
+COMPILED = ("trees", "nothing committed", "draft KV from an offset", "request without rows")
+COMPILED += ("gate, partial rotary", "no norms, group of five", "half precision")
 COMPILED += ("blocks", "blocks of windows")
 each_case = pytest.mark.parametrize(
     ("run", "name"), in_languages(CASES, COMPILED), indirect=["run"]
@@ -146,7 +146,7 @@ UNCUT = {"programs": 1, "splits": 1}
         slow("trees", 128, 64, {"splits": 2}),
         ("trees", 64, 2, {"programs": 3, "splits": 1}),
         slow("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
-        slow("gate, part of the heads turned", 64, 64, {"placed": True}),
+        slow("gate, partial rotary", 64, 64, {"placed": True}),
         slow("blocks", 64, 64, {"placed": True, "lanes": 16, "splits": 1}),
         slow("questions", 64, 2, {"placed": True, "programs": 8, "splits": 1}),
     ],

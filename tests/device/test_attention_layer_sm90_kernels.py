@@ -41,7 +41,7 @@ CASES: dict[str, Callable[..., MixCase]] = {
         prompt_case, [(500, 516), (130, 137), (0, 16), (700, 701)], draft_from=(0, 64, 0, 650)
     ),
     "blocks of pairs": partial(tree_case, [40, 33, 3], [200, 70, 129], nodes=40, columns=8),
-    "whole sight from some place on": partial(
+    "full attention from an offset": partial(
         tree_case, [16, 9, 16], [500, 130, 300], nodes=16, columns=10, draft_from=(100, 64, 290)
     ),
     "spans": partial(tree_case, [16, 5, 16], [5000, 2047, 4096], nodes=16, columns=80),

@@ -57,7 +57,7 @@ each_language = pytest.mark.parametrize("language", KERNELS)
 SMALL_CASES = [case for case in TABLE if not case.is_large]
 each_case = pytest.mark.parametrize("case", SMALL_CASES, ids=str)
 # Of Pallas: plain decoding, trees, and chains in the other sizes and precision.
-COMPILED = ("plain decoding", "trees", "chains of up to 4, own keys, in half precision")
+COMPILED = ("plain decoding", "trees", "chains of up to 4, unshared keys, half precision")
 
 
 def these(*names: str) -> pytest.MarkDecorator:
@@ -245,9 +245,9 @@ def sum_by_halves(x: np.ndarray) -> np.ndarray:
 
 
 CUT_OTHERWISE = {
-    "chains of up to 4, own keys, in half precision": WHOLE,
+    "chains of up to 4, unshared keys, half precision": WHOLE,
     **dict.fromkeys(("plain decoding", "chains of up to 5", "trees"), APART),
-    "nodes of one, own keys": APART,
+    "single nodes, unshared keys": APART,
 }
 
 

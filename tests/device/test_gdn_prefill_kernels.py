@@ -79,7 +79,7 @@ def heads_of(case: Case, out: np.ndarray, request: int) -> np.ndarray:
 
 
 # Of Pallas: several requests, and one that forgets.
-COMPILED = ("ragged", "tokens that forget all")
+COMPILED = ("ragged", "strong decay")
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
@@ -184,11 +184,11 @@ def test_gdn_prefill_nan_request_preserves_other_requests(language: str) -> None
 @a_language
 def test_gdn_prefill_bits_independent_of_tile_config(language: str) -> None:
     tiles = GDNPrefillTiles(columns=16, warps=8, stages=3, prepare_warps=8, rows=16, row_warps=1)
-    assert_equal(feed(language, CASES["own keys"], tiles), found(language, "own keys"))
+    assert_equal(feed(language, CASES["unshared keys"], tiles), found(language, "unshared keys"))
 
 
 @both_languages
-@pytest.mark.parametrize("name", in_pallas(["ragged", "tokens that forget all"], COMPILED[1:]))
+@pytest.mark.parametrize("name", in_pallas(["ragged", "strong decay"], COMPILED[1:]))
 def test_gdn_prefill_kernels_bitwise_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_arithmetic(monkeypatch)
     assert_equal(*(feed(language, CASES[name]) for language in KERNELS))
@@ -233,7 +233,7 @@ def test_gdn_prefill_kernels_same_signature_and_chunk() -> None:
 
 @both_languages
 def test_gdn_prefill_rejects_noncontiguous_states() -> None:
-    case = CASES["own keys"]
+    case = CASES["unshared keys"]
     given = {k: torch.tensor(x) for k, x in case.arrays().items()}
     given["recurrent"] = given["recurrent"].mT
     with pytest.raises(ValueError, match="must be contiguous"):

@@ -52,7 +52,7 @@ class Watch:
 
     def __init__(self, inner: AdaptiveController | AdaptiveNgramController) -> None:
         self.planned: list[tuple[int, int]] = []
-        self.told: list[tuple[int, int]] = []
+        self.reported: list[tuple[int, int]] = []
         rows_for, observe = inner.select_rows, inner.costs.observe
 
         def planning(ready, reserve):
@@ -61,24 +61,24 @@ class Watch:
             return rows
 
         def observing(batch: int, num_rows: int, tier: int, seconds: float | None) -> None:
-            if tier != asleep:
-                self.told.append((batch, tier))
+            if tier != disabled:
+                self.reported.append((batch, tier))
             observe(batch, num_rows, tier, seconds)
 
-        inner.select_rows, inner.costs.observe, asleep = planning, observing, None
+        inner.select_rows, inner.costs.observe, disabled = planning, observing, None
         if isinstance(inner, AdaptiveNgramController):
             # Times of disabled steps are collected, and reported as the median of several.
-            asleep, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.on_step
+            disabled, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.on_step
 
             def stepping(batch: int, seconds: float | None) -> float | None:
-                self.told.append((batch, asleep))
+                self.reported.append((batch, disabled))
                 return stepped(batch, seconds)
 
             sleep.on_step = stepping
 
-    def check(self, steps: dict[str, float], told: slice = EVERY) -> None:
+    def check(self, steps: dict[str, float], reported: slice = EVERY) -> None:
         """Checks that the controller received the times of its own steps only."""
-        assert self.told == self.planned[told]
+        assert self.reported == self.planned[reported]
         assert sum(steps.values()) == len(self.planned)
 
 
@@ -208,9 +208,9 @@ def test_grammar_with_adaptive_tiers_preserves_plain_output(
 
 
 SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
-SECONDS = {"awake": [1.0, 1.0, 1.1, 1.2], "asleep": [1.0, 9.0, 9.9, 0.9]}
+SECONDS = {"enabled": [1.0, 1.0, 1.1, 1.2], "disabled": [1.0, 9.0, 9.9, 0.9]}
 """Seconds of tiers without overlap, and last of plain steps with overlap."""
-TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
+REPORTED = {"enabled": slice(-1), "disabled": slice(1, None)}
 """Steps whose time is reported: it arrives after the next step, or at once if the host had waited.
 """
 
@@ -227,8 +227,8 @@ def test_grammar_with_adaptive_ngram_preserves_plain_output(state, plain):
     engine, outcomes = served(backend, GrammarController(capacity, inner, index))
     check(outcomes, plain_texts(plain, "qwen3_5", "NGRAM"))
     steps = tier_steps(engine)
-    watch.check(steps, TOLD[state])
-    assert bool(steps["disabled"]) is (state == "asleep")
+    watch.check(steps, REPORTED[state])
+    assert bool(steps["disabled"]) is (state == "disabled")
     backend.close()
 
 

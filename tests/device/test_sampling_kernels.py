@@ -114,7 +114,7 @@ def alone(logits: np.ndarray, sampling: spec.Sampling) -> dict[str, Any]:
 
 
 # Of Pallas: a choice and a ranking, which have all that the others have; another has the widest.
-COMPILED = ("choose, any rows, masked", "rank, sampled, own vocabulary")
+COMPILED = ("choose, any rows, masked", "rank, sampled, draft vocabulary")
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
@@ -157,7 +157,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize(("language", "width"), WIDTHS)
 def test_rank_kernel_every_width_matches_spec(width: int, language: str) -> None:
-    arguments = CASES["rank, own vocabulary"].arguments(seed=7) | {"width": width}
+    arguments = CASES["rank, draft vocabulary"].arguments(seed=7) | {"width": width}
     arguments["logits"][:, 0, 20:60] = arguments["logits"][:, 0, 19:20]  # ties in the ranking
     arguments["logits"][5, 1, 11] = np.nan  # of which the row is the first token, and means nothing
     want = spec.rank(**arguments)

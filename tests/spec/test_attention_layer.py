@@ -22,7 +22,7 @@ def real(case: MixCase) -> np.ndarray:
 
 
 def test_attention_layer_gate_multiplies_head_outputs() -> None:
-    case = CASES["gate, part of the heads turned"]
+    case = CASES["gate, partial rotary"]
     heads, D = case.heads, case.heads.head_size
     queries = case.qkv.shape[1] - 2 * heads.num_kv_heads * D
     pairs = case.qkv[:, :queries].reshape(len(case.qkv), -1, 2, D)
@@ -33,7 +33,7 @@ def test_attention_layer_gate_multiplies_head_outputs() -> None:
 
 
 def test_rotary_preserves_columns_beyond_rotary_width() -> None:
-    case = CASES["gate, part of the heads turned"]
+    case = CASES["gate, partial rotary"]
     turned, D = 2 * case.angles.cos.shape[1], case.heads.head_size
     still = replace(case, angles=spec.Angles(0 * case.angles.cos + 1, 0 * case.angles.sin))
     (_, keys, _), (_, others, _) = specified(case), specified(still)

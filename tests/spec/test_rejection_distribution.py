@@ -174,7 +174,7 @@ def _drafts_share_the_residuals_stream(was: Callable) -> Callable:
 
 REJECTION_FAULTS = {
     "q without filters": (acceptance, "draft_probs", _q_without_filters),
-    "residual is the target's law": (acceptance, "_decided", _residual(lambda p, _: p)),
+    "residual is the target distribution": (acceptance, "_decided", _residual(lambda p, _: p)),
     "residual without its sign": (acceptance, "_decided", _residual(lambda _, r: abs(r))),
     "drafts share the residual's stream": (
         sampling,

@@ -51,7 +51,7 @@ def test_process_and_choose_match_spec(implementation: Implementation) -> None:
 
 
 @each_implementation
-@pytest.mark.parametrize("is_own", [False, True], ids=["all tokens", "own vocabulary"])
+@pytest.mark.parametrize("is_own", [False, True], ids=["all tokens", "draft vocabulary"])
 @pytest.mark.parametrize("stream", [TARGET_STREAM, DRAFT_STREAM + 1])
 def test_rank_matches_spec(implementation: Implementation, stream: int, is_own: bool) -> None:
     ops, (B, k, vocab, width) = implementation("sampling"), (8, 3, 61, 4)

@@ -146,9 +146,9 @@ def deep_tree(count: int) -> list[int]:
 
 CASES = {
     "plain decoding": make([1, 1, 0, 1], 1, has_fields=False),
-    "nodes of one, own keys": make([1, 1], 1, OWN_KEYS),
+    "single nodes, unshared keys": make([1, 1], 1, OWN_KEYS),
     "chains of up to 5": make([5, 2, 0, 4, 3, 1], 5),
-    "chains of up to 4, own keys, in half precision": make([4, 3], 4, OWN_KEYS, half=True),
+    "chains of up to 4, unshared keys, half precision": make([4, 3], 4, OWN_KEYS, half=True),
     "trees": tree_case(),
     "a tree of 40 in half precision": make([40], 40, parents=[deep_tree(40)], half=True),
 }

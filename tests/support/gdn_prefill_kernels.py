@@ -132,9 +132,9 @@ RAGGED = (70, 1, 0, 130, 64, 2)
 SAVES = ((64, 3), (1, 5), (0, 2), (128, 0), (64, 1))
 CASES = {
     "ragged": make(RAGGED, saves=SAVES),
-    "keys that are alike": make(RAGGED, saves=SAVES, alike=0.9),
-    "tokens that forget all": make(RAGGED, saves=SAVES, most_gate=500),
-    "own keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
+    "similar keys": make(RAGGED, saves=SAVES, alike=0.9),
+    "strong decay": make(RAGGED, saves=SAVES, most_gate=500),
+    "unshared keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
     "a long prompt": make((512,), saves=((256, 1),), padding=0),
 }
 

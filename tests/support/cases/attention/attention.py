@@ -125,7 +125,7 @@ def _pools(
 SMALL: dict[str, Callable[..., Case]] = {
     "tree": partial(tree_case, num_nodes=[7, 4, 1], lengths=[30, 17, 119]),
     "nothing committed": partial(tree_case, num_nodes=[7, 1, 7], lengths=[0, 0, 64]),
-    "whole draft KV later": partial(
+    "draft KV from an offset": partial(
         tree_case, num_nodes=[5, 7, 2], lengths=[100, 90, 40], draft_from=(70, 90, 80)
     ),
     "request without rows": partial(tree_case, num_nodes=[4, 0, 2], lengths=[9, 0, 60]),

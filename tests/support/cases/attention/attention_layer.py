@@ -223,11 +223,11 @@ CASES = {
     for name, make in {
         "trees": partial(tree_case, [7, 4, 1], [30, 17, 105]),
         "nothing committed": partial(tree_case, [7, 1, 7], [0, 0, 64]),
-        "whole draft KV later": partial(
+        "draft KV from an offset": partial(
             tree_case, [5, 7, 2], [100, 90, 40], draft_from=(70, 90, 20)
         ),
         "request without rows": partial(tree_case, [4, 0, 2], [9, 0, 60]),
-        "gate, part of the heads turned": partial(
+        "gate, partial rotary": partial(
             tree_case, [2, 7, 3], [20, 5, 90], D=32, turned=12, gated=True
         ),
         "wide windows": partial(tree_case, [40, 3], [20, 70], nodes=40, heads=(2, 2)),
@@ -251,7 +251,7 @@ CASES = {
             columns=6,
             half=True,
         ),
-        "heads of 80, gate, part turned": partial(
+        "heads of 80, gate, partial rotary": partial(
             tree_case, [2, 7, 3], [20, 5, 90], D=80, turned=20, gated=True
         ),
         "heads of 96 in half precision": partial(

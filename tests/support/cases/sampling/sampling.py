@@ -177,9 +177,9 @@ _SMALL = {
     "any rows": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=False)),
     "any rows, masked": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=True)),
     "as the target": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
-    "own vocabulary": ("rank", partial(drafted_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
+    "draft vocabulary": ("rank", partial(drafted_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
     "sampled": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=False)),
-    "sampled, own vocabulary": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=True)),
+    "sampled, draft vocabulary": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=True)),
     "noise of its own": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=DRAFT_STREAM + 1)),
 }
 _RANKED = {
