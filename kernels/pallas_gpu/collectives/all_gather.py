@@ -19,12 +19,12 @@ from kernels.pallas_gpu.collectives.flag_protocol import (
     BLOCK_WARPS,
     MOST_BLOCKS,
     PeerView,
-    has_come,
-    instruct,
-    put_words,
-    raise_flags,
-    take_words,
-    taken,
+    apply_asm,
+    load_block_words,
+    load_head_word,
+    set_flags,
+    store_block_words,
+    wait_flag,
 )
 from kernels.peer_buffers import (
     LARGEST_WORDS_BYTES,
@@ -177,60 +177,60 @@ def missed(gather: AllGatherArgs, after: Shaped[jax.Array, "..."]) -> Int32[jax.
 def _missed_kernel(place_ref, _, out_ref, *, ranks):
     found = jnp.zeros((1,), jnp.int32)
     for rank in range(ranks):
-        word = taken(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
+        word = load_head_word(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
         found = jnp.where(found == 0, word, found)
     out_ref[...] = found
 
 
-def send_words(value: Any, place: Any, is_one: Any, link: PeerView) -> Any:
+def send_words(value: Any, place: Any, is_one: Any, peers: PeerView) -> Any:
     """Stores words in the buffers of all other ranks (LL protocol).
 
     Args:
       value: This rank's words.
       place: Index of each word among the words of a rank in this call.
       is_one: Mask of the valid words.
-      link: Symmetric buffers, as loaded by this program.
+      peers: Symmetric buffers, as loaded by this program.
 
     Returns:
       The words, as a dependency of what follows the stores.
     """
-    sent, at = value, place * 8 + link.first_word(link.rank)
-    for box in link.others:
-        sent = instruct(_SEND, 1, sent, *box, at, link.number, jnp.where(is_one, 1, 0))
+    sent, at = value, place * 8 + peers.first_word(peers.rank)
+    for box in peers.others:
+        sent = apply_asm(_SEND, 1, sent, *box, at, peers.number, jnp.where(is_one, 1, 0))
     return sent
 
 
 def receive_words(
-    store: Any, sent: Any, place: Any, is_one: Any, link: PeerView, pack: int
+    store: Any, sent: Any, place: Any, is_one: Any, peers: PeerView, pack: int
 ) -> None:
     """Polls the words of all other ranks and stores them.
 
     Args:
       store: Called with a rank and its words.
       sent: Result of `send_words`.
-      place, is_one, link: Same as for `send_words`.
+      place, is_one, peers: Same as for `send_words`.
       pack: Words that a thread polls at once; its number of words is a multiple.
     """
-    wait = jnp.where(is_one, link.looks, 0)
-    for distance in range(1, link.boxes.ranks):
-        peer = link.rank ^ distance
-        code, at = link.missing(peer), place * 8 + link.first_word(peer)
-        given = (*link.own, at, link.number, wait, code, sent)
-        store(peer, instruct(receive_text(_ADDRESS, pack), pack, *given))
+    wait = jnp.where(is_one, peers.max_polls, 0)
+    for distance in range(1, peers.boxes.ranks):
+        peer = peers.rank ^ distance
+        code, at = peers.missing(peer), place * 8 + peers.first_word(peer)
+        given = (*peers.own, at, peers.number, wait, code, sent)
+        store(peer, apply_asm(receive_text(_ADDRESS, pack), pack, *given))
 
 
-def share_tiles(
-    tiles: Sequence[GatherTile], row: Any, is_row: Any, link: PeerView, threads: int
+def all_gather_tiles(
+    tiles: Sequence[GatherTile], row: Any, is_row: Any, peers: PeerView, threads: int
 ) -> None:
     """All-gathers tiles of some rows: sends all of them, then stores them and the received ones.
 
     Args:
       tiles: Tiles of this rank.
       row, is_row: Rows of the tiles, and a mask of the valid ones.
-      link: Symmetric buffers, as loaded by this program.
+      peers: Symmetric buffers, as loaded by this program.
       threads: Number of threads of the program.
     """
-    begun = []
+    sent_tiles = []
     for tile in tiles:
         words = _words_of(tile.values)
         per_word = tile.values.shape[1] // words.shape[1]
@@ -238,18 +238,18 @@ def share_tiles(
         in_row = tile.columns // per_word
         is_word = is_row[:, None] & (word < in_row)[None, :]
         place = tile.first + row[:, None] * in_row + word[None, :]
-        sent = send_words(words, place, is_word, link)
+        sent = send_words(words, place, is_word, peers)
 
         def store(of, bits, every=tile.every, word=word, is_word=is_word, in_row=in_row):
             at_row = jnp.broadcast_to(row[:, None], bits.shape)
             at = jnp.broadcast_to(of * in_row + word[None, :], bits.shape)
             store_words(every, at_row, at, bits, is_word)
 
-        begun.append((store, sent, place, is_word))
-    link = link.counted()
-    for store, sent, *at in begun:
-        store(link.rank, sent)
-        receive_words(store, sent, *at, link, max(1, min(4, sent.size // threads)))
+        sent_tiles.append((store, sent, place, is_word))
+    peers = peers.counted()
+    for store, sent, *at in sent_tiles:
+        store(peers.rank, sent)
+        receive_words(store, sent, *at, peers, max(1, min(4, sent.size // threads)))
 
 
 def _words_of(tile):
@@ -298,14 +298,14 @@ def _bits(x):
 
 def _gather_kernel(*refs, parts, boxes, is_words, at_once):
     count = len(parts)
-    owns, (place_ref, _), outs = refs[:count], refs[count : count + 2], refs[count + 2 :]
-    link = PeerView.read(place_ref, boxes, sum(part.programs for part in parts))
-    share = _share_array if is_words else _share_blocks
-    for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
+    own_refs, (place_ref, _), outs = refs[:count], refs[count : count + 2], refs[count + 2 :]
+    peers = PeerView.read(place_ref, boxes, sum(part.programs for part in parts))
+    share = _gather_words if is_words else _gather_blocks
+    for part, own_ref, out_ref in zip(parts, own_refs, outs, strict=True):
         block = pl.program_id(0) - part.first_flag
 
         def run(own_ref=own_ref, out_ref=out_ref, block=block, part=part):
-            share(own_ref, out_ref, block, link, part, at_once)
+            share(own_ref, out_ref, block, peers, part, at_once)
 
         if count == 1:
             run()
@@ -313,53 +313,53 @@ def _gather_kernel(*refs, parts, boxes, is_words, at_once):
             pl.when((block >= 0) & (block < part.programs))(run)
 
 
-def _share_array(own_ref, out_ref, block, link, part, at_once):
+def _gather_words(own_ref, out_ref, block, peers, part, at_once):
     place = block * at_once + lax.iota(jnp.int32, at_once)
     is_one = place < part.rows * part.share
     row, word = lax.div(place, part.share), lax.rem(place, part.share)
-    sent = send_words(load_words(own_ref, row, word, is_one), part.first + place, is_one, link)
+    sent = send_words(load_words(own_ref, row, word, is_one), part.first + place, is_one, peers)
 
     def store(rank, bits):
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
 
-    store(link.rank, sent)
-    link = link.counted()
+    store(peers.rank, sent)
+    peers = peers.counted()
     pack = 4 if at_once >= 4 * 32 * _WORD_WARPS else 1
-    receive_words(store, sent, part.first + place, is_one, link, pack)
+    receive_words(store, sent, part.first + place, is_one, peers, pack)
 
 
-def _share_blocks(own_ref, out_ref, block, link, part, at_once):
+def _gather_blocks(own_ref, out_ref, block, peers, part, at_once):
     """All-gathers a program's blocks of an array with the flag protocol."""
-    boxes, rank, number = link.boxes, link.rank, link.number
+    boxes, rank, number = peers.boxes, peers.rank, peers.number
     ranks = boxes.ranks
     base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4
     steps = pl.cdiv(part.rows * part.share, part.programs * at_once)
 
-    def places(step):
+    def indices(step):
         place = (step * part.programs + block) * at_once + lax.iota(jnp.int32, at_once)
         row, word = lax.div(place, part.share), lax.rem(place, part.share)
         return place, row, word, place < part.rows * part.share
 
-    def put(step, kept):
-        place, row, word, is_one = places(step)
+    def send_step(step, stored):
+        place, row, word, is_one = indices(step)
         bits = load_words(own_ref, row, word, is_one)
-        bits = put_words(bits, base + rank * boxes.block_bytes, place, is_one, link)
+        bits = store_block_words(bits, base + rank * boxes.block_bytes, place, is_one, peers)
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
-        return kept | bits
+        return stored | bits
 
-    kept = lax.fori_loop(0, steps, put, jnp.zeros((at_once,), jnp.int32))
+    stored = lax.fori_loop(0, steps, send_step, jnp.zeros((at_once,), jnp.int32))
     flag = boxes.flags_at + (part.first_flag + block) * (ranks * 4)
-    after = raise_flags(flag, kept, link)
-    link = link.counted()
+    after = set_flags(flag, stored, peers)
+    peers = peers.counted()
     for distance in range(1, ranks):
         peer = rank ^ distance
-        is_here = has_come(peer, flag, after, link)
+        has_arrived = wait_flag(peer, flag, after, peers)
 
-        def take(step, _, peer=peer, is_here=is_here):
-            place, row, word, is_one = places(step)
+        def receive_step(step, _, peer=peer, has_arrived=has_arrived):
+            place, row, word, is_one = indices(step)
             at = base + peer * boxes.block_bytes
-            bits = take_words(at, place, jnp.where(is_one, is_here, 0), link)
+            bits = load_block_words(at, place, jnp.where(is_one, has_arrived, 0), peers)
             store_words(out_ref, row, peer * part.share + word, bits, is_one)
             return 0
 
-        lax.fori_loop(0, steps, take, 0)
+        lax.fori_loop(0, steps, receive_step, 0)

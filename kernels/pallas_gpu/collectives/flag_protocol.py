@@ -38,7 +38,7 @@ class PeerView(NamedTuple):
 
     Attributes:
       rank: This rank.
-      looks: Maximum polls for missing data; at most 1 after an error, so that the step ends soon.
+      max_polls: Polls for missing data; at most 1 after an error, so that the step ends soon.
       number: Sequence number of the call, over all steps; the first one is 1, and int32 wraps.
       own: Address of this rank's buffer.
       others: Addresses of the other ranks' buffers; entry i is of the rank `rank ^ (i + 1)`.
@@ -47,7 +47,7 @@ class PeerView(NamedTuple):
     """
 
     rank: Any
-    looks: Any
+    max_polls: Any
     number: Any
     own: Any
     others: Any
@@ -57,11 +57,11 @@ class PeerView(NamedTuple):
     @classmethod
     def read(cls, place: Any, boxes: BufferLayout, programs: int) -> "PeerView":
         """Loads the fields from a reference to `AllGatherArgs.place`."""
-        rank, looks = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
+        rank, max_polls = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
         every = [(place[2 * (rank ^ i)], place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)]
-        error, number = (_only(taken(*every[0], at)) for at in (0, SEQUENCE_OFFSET))
-        looks = jnp.where(error == 0, looks, jnp.minimum(looks, 1))
-        return cls(rank, looks, number + 1, every[0], every[1:], boxes, programs)
+        error, number = (_only(load_head_word(*every[0], at)) for at in (0, SEQUENCE_OFFSET))
+        max_polls = jnp.where(error == 0, max_polls, jnp.minimum(max_polls, 1))
+        return cls(rank, max_polls, number + 1, every[0], every[1:], boxes, programs)
 
     def counted(self) -> "PeerView":
         """Counts this program among those that have loaded the sequence number.
@@ -73,7 +73,7 @@ class PeerView(NamedTuple):
           The same view, as a dependency.
         """
         one = jnp.full((1,), self.number)
-        counted = instruct(_COUNT, 1, one, *self.own, SEQUENCE_OFFSET, self.programs)
+        counted = apply_asm(_COUNT, 1, one, *self.own, SEQUENCE_OFFSET, self.programs)
         return self._replace(number=_only(counted))
 
     def missing(self, rank: Any) -> Any:
@@ -86,26 +86,26 @@ class PeerView(NamedTuple):
         return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 
 
-def put_words(bits: Any, base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
+def store_block_words(bits: Any, base: Any, place: Any, is_one: Any, peers: PeerView) -> Any:
     """Stores words of a block in the buffers of all other ranks; returns them as a dependency."""
-    for box in link.others:
+    for box in peers.others:
         on = jnp.where(is_one, 1, 0)
-        bits = instruct(_PUT, 1, bits, *box, base + place * 4, link.number, on)
+        bits = apply_asm(_PUT, 1, bits, *box, base + place * 4, peers.number, on)
     return bits
 
 
-def take_words(base: Any, place: Any, is_one: Any, link: PeerView) -> Any:
+def load_block_words(base: Any, place: Any, is_one: Any, peers: PeerView) -> Any:
     """Loads words of a block whose flag is set."""
-    return instruct(_TAKE, 1, *link.own, base + place * 4, is_one)
+    return apply_asm(_TAKE, 1, *peers.own, base + place * 4, is_one)
 
 
-def raise_flags(flag: Any, kept: Any, link: PeerView) -> Any:
+def set_flags(flag: Any, kept: Any, peers: PeerView) -> Any:
     """Sets a program's flag on all other ranks, after all stores of the program.
 
     Args:
       flag: Byte offset of the program's flags.
       kept: A value that depends on the program's stores.
-      link: Symmetric buffers, as loaded by this program.
+      peers: Symmetric buffers, as loaded by this program.
 
     Returns:
       A dependency on the flags.
@@ -113,19 +113,19 @@ def raise_flags(flag: Any, kept: Any, link: PeerView) -> Any:
     thread = lax.iota(jnp.int32, 32 * BLOCK_WARPS)
     # A value that depends on the stores of all threads.
     after = thread * 0 + jnp.max(kept & 1)
-    for box in link.others:
+    for box in peers.others:
         on = jnp.where(thread == 0, 1, 0)
-        after = instruct(_RAISE, 1, after, *box, flag + link.rank * 4, link.number, on)
+        after = apply_asm(_RAISE, 1, after, *box, flag + peers.rank * 4, peers.number, on)
     return after
 
 
-def has_come(peer: Any, flag: Any, after: Any, link: PeerView) -> Any:
+def wait_flag(peer: Any, flag: Any, after: Any, peers: PeerView) -> Any:
     """Returns 1 if a rank has set its flag in time, else 0."""
-    code, at = link.missing(peer), flag + peer * 4
-    return jnp.min(instruct(_LOOK, 1, *link.own, at, link.number, link.looks, code, after))
+    code, at = peers.missing(peer), flag + peer * 4
+    return jnp.min(apply_asm(_LOOK, 1, *peers.own, at, peers.number, peers.max_polls, code, after))
 
 
-def instruct(text, pack, *operands):
+def apply_asm(text, pack, *operands):
     """Applies inline assembly to each word; scalar operands are broadcast."""
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in operands))
     given = [jnp.broadcast_to(x, shape).astype(jnp.int32) for x in operands]
@@ -139,9 +139,9 @@ def instruct(text, pack, *operands):
     return found
 
 
-def taken(low, high, place):
+def load_head_word(low, high, place):
     """Loads a word from the head of a symmetric buffer, as an array of one element."""
-    return instruct(_TAKE, 1, low, high, place, jnp.ones((1,), jnp.int32))
+    return apply_asm(_TAKE, 1, low, high, place, jnp.ones((1,), jnp.int32))
 
 
 def _only(one):

@@ -30,16 +30,16 @@ class SymmetricBuffer:
         # Never an argument of a program, so XLA neither moves nor reads them while ranks store.
         self._memory = [jax.block_until_ready(jax.device_put(zeros, x)) for x in devices]
 
-    def places(self, looks: int) -> list[np.ndarray]:
+    def places(self, max_polls: int) -> list[np.ndarray]:
         """Returns `AllGatherArgs.place` of each rank.
 
         Args:
-          looks: Maximum polls for missing data; with 0 nothing waits.
+          max_polls: Polls for missing data; with 0 nothing waits.
         """
         addresses = [x.unsafe_buffer_pointer() for x in self._memory]
         words = [(x >> shift) & 0xFFFFFFFF for x in addresses for shift in (0, 32)]
         return [
-            np.array([*words, rank, looks], np.uint32).view(np.int32)
+            np.array([*words, rank, max_polls], np.uint32).view(np.int32)
             for rank in range(len(self._devices))
         ]
 

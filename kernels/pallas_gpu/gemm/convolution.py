@@ -56,9 +56,8 @@ def behind(
 ) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
     """Implements `shared.spec.convolution.behind`.
 
-    Args:
-      norms: Stacked norm scales; `layer` selects the one that the residual stream is read through
-        next.
+    Stacked norm scales replace the norm; `layer` selects the one that the residual stream is read
+    through next.
     """
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(

@@ -28,7 +28,10 @@ def beside(
     """Computes the scaled rows and the sums of squares with which a residual stream begins.
 
     Args:
-      norms: Stacked norm scales; `layer` selects the one of the next norm.
+      x: Rows of the residual stream.
+      norms, layer: Stacked norm scales, and the index of the next norm.
+      order: Reduction order of squares.
+      interpret: Run on a CPU.
 
     Returns:
       The rows times the scale of the next norm, if it has one; and their sums of squares per chunk,

@@ -20,7 +20,7 @@ from kernels.pallas_gpu.collectives.all_gather import (
     AllGatherArgs,
     GatherTile,
     all_gather,
-    share_tiles,
+    all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
@@ -292,9 +292,9 @@ def _product_kernel(
     # Rows that are not stored get an index outside the array, which the interpreter requires.
     at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
     of_result = (at_row[:, None], at_column[None, :])
-    link = None
+    peers = None
     if boxes is not None:
-        link = PeerView.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
+        peers = PeerView.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
     # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early = rows <= 32
     squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
@@ -348,7 +348,7 @@ def _product_kernel(
     if left_refs is not None:
         store_partials(out, out_ref, given, left_refs, row, column, block)
         return
-    if link is not None:
+    if peers is not None:
         words = R * outputs * out.dtype.itemsize // 4
         shared = [GatherTile(read, block * tiles.columns, outputs, 0, scaled_ref)]
         if is_added:
@@ -358,7 +358,7 @@ def _product_kernel(
                     GatherTile(sums[:, None], block * parts + place, chunks, words, sums_ref)
                 )
             pltriton.store(out_ref.at[of_result], out, mask=is_inside)
-        share_tiles(shared, row, is_row, link, 32 * tiles.warps)
+        all_gather_tiles(shared, row, is_row, peers, 32 * tiles.warps)
         return
     pltriton.store(out_ref.at[of_result], out, mask=is_inside)
     if scaled_ref is not None:

@@ -94,7 +94,7 @@ class EpilogueOutputs:
         self._work, self._row, self._column = work, row, column
         self._refs = refs
         self._parts = shared.parts.at[group]
-        self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
+        self._loaded = [shared.loaded.at[group * PARTS + slot] for slot in range(PARTS)]
         self._line = shared.parts.shape[-1]
         downs = range(0, work.tiles.rows // work.groups, WIDE)
         # A result of one line must have no second one, not even out of bounds: Mosaic GPU drops a
@@ -122,7 +122,7 @@ class EpilogueOutputs:
             out = self._apply_epilogue(sums, down, at)
             part = self._parts.at[number % PARTS]
             if self._work.is_added:
-                plgpu.barrier_wait(self._come[number % PARTS])
+                plgpu.barrier_wait(self._loaded[number % PARTS])
                 out += plgpu.load(part, layout=_LAYOUT).astype(jnp.float32)
             else:
                 plgpu.wait_smem_to_gmem(PARTS - 1, wait_read_only=True)
@@ -264,7 +264,7 @@ class EpilogueOutputs:
         """Copies a part of the residual into the buffer of its sums."""
         slot = number % PARTS
         where = self._part_ref(self._added_ref, number)
-        plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._come[slot])
+        plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._loaded[slot])
 
     def _part_ref(self, ref, number):
         down, at = self._part_offsets[number]

@@ -80,9 +80,8 @@ def takes(
     A norm before and a residual after are not supported together, because the compiler may fuse a
     product with a sum here.
 
-    Args:
-      is_plain: There is neither a norm before, nor a gate, a bias or an LM-head epilogue after it,
-        as swap-AB tiles require. Their rows are fewer than a group of lines, or whole groups.
+    `is_plain` states that there is neither a norm before, nor a gate, a bias or an LM-head epilogue
+    after it, as swap-AB tiles require. Their rows are fewer than a group of lines, or whole groups.
     """
     line = LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
@@ -155,7 +154,7 @@ def described_product(
     _check(tiles, np.dtype(out_type))
     R, programs = num_rows or len(x), 1
     row_blocks = pl.cdiv(R, tiles.rows)
-    operands = {"x": _in_lines(x), "weights": weights, "layer": layer.reshape(1)}
+    operands = {"x": _pad_to_lines(x), "weights": weights, "layer": layer.reshape(1)}
     if row_scales is not None:
         _check_codes(tiles, first)
         operands |= {"scales": scales, "row_scales": row_scales}
@@ -174,21 +173,21 @@ def described_product(
     if bias is not None:
         operands["bias"] = bias
     results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
-    stands_beside = added is not None and (is_whole or tiles.swapped)
-    stands_beside &= tiles.columns % order.chunk == 0
+    fuses_next_norm = added is not None and (is_whole or tiles.swapped)
+    fuses_next_norm &= tiles.columns % order.chunk == 0
     if added is not None:
-        operands["added"] = _in_lines(added)
-    if stands_beside:
+        operands["added"] = _pad_to_lines(added)
+    if fuses_next_norm:
         if norm is not None:
             operands |= {"norms": norm, "norm_layer": norm_layer.reshape(1)}
             results["scaled"] = results["out"]
         results["sums"] = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
     if asks is not None:
-        asked, temperature = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
+        needed, temperature = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
         # The temperature of padding rows divides values that are never read.
-        asked = asked.reshape(-1, WIDE)
-        asked = (asked & LOGITS).max(axis=1) | (asked & GROUP_SUMEXP).max(axis=1)
-        operands |= {"asks": asked, "temperature": temperature}
+        needed = needed.reshape(-1, WIDE)
+        needed = (needed & LOGITS).max(axis=1) | (needed & GROUP_SUMEXP).max(axis=1)
+        operands |= {"asks": needed, "temperature": temperature}
         operands["tokens"] = asks.tokens
         results |= partial_shapes(len(temperature), N, tiles.columns)
     work = GemmTileWork(
@@ -217,7 +216,7 @@ def described_product(
         kernel_name="described_product",
     )(*operands.values())
     out = out[:R]
-    if stands_beside:
+    if fuses_next_norm:
         return out, None if norm is None else left[0][:R], left[-1], None
     if added is not None:
         return (out, *beside(out, norm, norm_layer, order=order), None)
@@ -254,7 +253,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
     first_scale(first, FP8_BLOCK, 1)
 
 
-def _in_lines(x):
+def _pad_to_lines(x):
     """Pads rows to whole groups of lines; fewer rows than a group are not padded."""
     spare = -len(x) % LINES if len(x) > LINES else 0
     return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
@@ -284,7 +283,7 @@ def _product_kernel(*refs, work, **shared):
     # A lone consumer warpgroup needs few registers, so another program can use the rest.
     is_alone = work.is_quantised and work.groups == 1
 
-    def place(i):
+    def tile_origin(i):
         # Concurrent programs share blocks of the weight; the rows are in the L2 cache anyway.
         block = program + i * programs
         row, column = lax.rem(block, work.row_blocks), lax.div(block, work.row_blocks)
@@ -300,7 +299,9 @@ def _product_kernel(*refs, work, **shared):
         layer = refs.layer[0]
 
         def copy(i, _):
-            copy_blocks(refs.x, refs.weights.at[layer], shared, work, i * work.steps, *place(i))
+            copy_blocks(
+                refs.x, refs.weights.at[layer], shared, work, i * work.steps, *tile_origin(i)
+            )
 
         lax.fori_loop(0, count, copy, None)
 
@@ -311,10 +312,10 @@ def _product_kernel(*refs, work, **shared):
 
         scales = None
         if work.has_squares:
-            scales = scales_from(refs, work, rows_of_group(place(0)[0]))
+            scales = scales_from(refs, work, rows_of_group(tile_origin(0)[0]))
 
         def multiply(i, _):
-            row, column = place(i)
+            row, column = tile_origin(i)
             row = rows_of_group(row)
             if work.tiles.swapped:
                 turned = SwappedResult(refs, shared, work, row, column)

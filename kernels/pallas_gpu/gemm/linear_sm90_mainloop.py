@@ -124,7 +124,7 @@ class GemmBuffers(NamedTuple):
       rows, weight: Rings of blocks; blocks of gate and up are consecutive.
       parts: Parts of the result, per warpgroup.
       full, free: Barriers of the rings: a block is loaded, and all consumers have used it.
-      come: Barriers of the parts: the residual is loaded.
+      loaded: Barriers of the parts: the residual is loaded.
       squares: Sums of squares of rows, for swap-AB tiles.
     """
 
@@ -133,7 +133,7 @@ class GemmBuffers(NamedTuple):
     parts: Any
     full: Any
     free: Any
-    come: Any
+    loaded: Any
     squares: Any = None
 
 
@@ -158,7 +158,7 @@ def ring_of(work, dtype, out_type):
         parts=parts,
         full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
         free=plgpu.Barrier(num_arrivals=work.groups, num_barriers=tiles.stages),
-        come=plgpu.Barrier(num_barriers=work.groups * PARTS),
+        loaded=plgpu.Barrier(num_barriers=work.groups * PARTS),
         **more,
     )
 

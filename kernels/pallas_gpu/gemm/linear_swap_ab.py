@@ -18,26 +18,26 @@ class SwappedResult:
 
     def __init__(self, refs, shared, work, row, column):
         self._refs, self._work, self._column = refs, work, column
-        self._parts, self._come, self._squares = shared.parts, shared.come.at[0], shared.squares
-        self._place = pl.ds(row, work.tiles.rows), pl.ds(column, WIDE)
+        self._parts, self._loaded, self._squares = shared.parts, shared.loaded.at[0], shared.squares
+        self._slices = pl.ds(row, work.tiles.rows), pl.ds(column, WIDE)
 
     def prepare(self):
         """Starts the load of the residual before the main loop."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self._work.is_added:
-            added_ref = self._refs.added.at[self._place]
-            plgpu.copy_gmem_to_smem(added_ref, self._parts.at[0], self._come)
+            added_ref = self._refs.added.at[self._slices]
+            plgpu.copy_gmem_to_smem(added_ref, self._parts.at[0], self._loaded)
 
     def store(self, sums):
         """Applies the epilogue and stores the result; out-of-bounds rows are not written."""
         refs, factor = self._refs, self._work.factor
         (out,) = sums if factor == 1 else (times(x, factor) for x in sums)
         if self._work.is_added:
-            plgpu.barrier_wait(self._come)
+            plgpu.barrier_wait(self._loaded)
             added = plgpu.load(self._parts.at[0].T, layout=LAYOUT, optimized=False)
             out += added.astype(jnp.float32)
         out = out.astype(refs.out.dtype)
-        self._send(out, 0, refs.out)
+        self._store_part(out, 0, refs.out)
         if refs.sums is None:
             return
         out = out.astype(jnp.float32)
@@ -45,7 +45,7 @@ class SwappedResult:
             at = refs.norms.at[refs.norm_layer[0], pl.ds(self._column, WIDE)]
             norm = plgpu.load(at, layout=LAYOUT.reduce(1), optimized=False).astype(jnp.float32)
             read = out * lax.broadcast_in_dim(norm, out.shape, [0])
-            self._send(read.astype(refs.scaled.dtype), 1, refs.scaled)
+            self._store_part(read.astype(refs.scaled.dtype), 1, refs.scaled)
         self._store_squares(out * out)
 
     def _store_squares(self, terms):
@@ -55,9 +55,9 @@ class SwappedResult:
         for row in range(self._refs.sums.shape[0]):
             self._refs.sums[row, lax.div(self._column, WIDE)] = self._squares[row]
 
-    def _send(self, values, number, ref):
+    def _store_part(self, values, number, ref):
         """Copies a part to its place in global memory."""
         part = self._parts.at[number]
         part.T[...] = values
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part, ref.at[self._place])
+        plgpu.copy_smem_to_gmem(part, ref.at[self._slices])

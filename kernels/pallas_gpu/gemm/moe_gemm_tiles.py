@@ -59,7 +59,13 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
     The weight is the wide side of the tensor core (swap-AB).
 
     Args:
+      x_ref: Rows, `[R, inputs]`.
+      row, is_row: Row of each lane, and a mask of the lanes that have one.
+      stored: Expert weights.
+      of_expert: Indices of the layer and of the expert.
+      output, is_output: Outputs to compute, and a mask of those in bounds.
       has_all: Whether all outputs are in bounds.
+      config: Tile config.
     """
     K = x_ref.shape[1]
     exact = {"precision": lax.Precision.HIGHEST}

@@ -165,8 +165,7 @@ def silu_and_mul_linear(
 ) -> Float[jax.Array, "all_slots inner"]:
     """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
-    Args:
-      expert_blocks: Expert blocks of `group`, if tiles are grouped.
+    Grouped tiles require the expert blocks of `group`.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // 2
     config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)

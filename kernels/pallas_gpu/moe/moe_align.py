@@ -92,7 +92,7 @@ def _group_kernel(_, ids_ref, arrivals_ref, expert_blocks, counts_ref, *, rows, 
     R, slots = ids_ref.shape
     expert, lane = pl.program_id(0), early(lanes_of(slots), interpret)
 
-    def look(number, count):
+    def scan(number, count):
         row = number * rows + lax.iota(jnp.int32, rows)
         keep = (row < R)[:, None] & (lane < slots)[None, :]
         ids = pltriton.load(ids_ref.at[row[:, None], lane[None, :]], mask=keep, other=-1)
@@ -104,7 +104,7 @@ def _group_kernel(_, ids_ref, arrivals_ref, expert_blocks, counts_ref, *, rows, 
         pltriton.store(expert_blocks.slots.at[expert, at], slot, mask=has_one > 0)
         return count + has_one.sum()
 
-    counts_ref[expert] = lax.fori_loop(0, pl.cdiv(R, rows), look, jnp.int32(0))
+    counts_ref[expert] = lax.fori_loop(0, pl.cdiv(R, rows), scan, jnp.int32(0))
     barrier(interpret)
     arrived = pltriton.atomic_add(arrivals_ref, (jnp.int32(0),), jnp.int32(1))
 
@@ -119,8 +119,8 @@ def _cut(counts_ref, expert_blocks, tile, interpret):
     (stored, R), most = expert_blocks.slots.shape, len(expert_blocks.counts)
     place = lanes_of(stored)
     expert = jnp.where(place == 0, stored - 1, place - 1)
-    again = partial(pltriton.load, volatile=not interpret)
-    count = again(counts_ref.at[expert], mask=place < stored, other=0)
+    load_volatile = partial(pltriton.load, volatile=not interpret)
+    count = load_volatile(counts_ref.at[expert], mask=place < stored, other=0)
     tiles = lax.div(count + (tile - 1), tile)
     end = jnp.cumsum(tiles)
 

@@ -206,16 +206,16 @@ def _choose(read, parts_ref, chosen, block, live, layer, config):
     spread, at_row = len(expert), jnp.where(is_row, row, R)
     load = partial(pltriton.load, other=0.0)
     # Volatile loads bypass the L1 cache: other programs have written the values.
-    again = partial(load, volatile=not config.interpret)
+    load_volatile = partial(load, volatile=not config.interpret)
     scale = scale_of(read.squares, row, is_live, hidden, config.eps, config.squares)
     logits = jnp.zeros((config.rows, spread), jnp.float32)
     gate = jnp.zeros((config.rows,), jnp.float32)
     keep = is_live[:, None] & is_expert[None, :]
     for segment in range(config.order.segments):
-        logits += again(parts_ref.at[segment, row[:, None], expert[None, :]], mask=keep)
+        logits += load_volatile(parts_ref.at[segment, row[:, None], expert[None, :]], mask=keep)
         if routing.is_gated:
             column = jnp.full(row.shape, routing.experts, jnp.int32)
-            gate += again(parts_ref.at[segment, row, column], mask=is_live)
+            gate += load_volatile(parts_ref.at[segment, row, column], mask=is_live)
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
     if routing.is_sigmoid:
         scores = 1.0 / (1.0 + jnp.exp2(-scores * LOG2_E))

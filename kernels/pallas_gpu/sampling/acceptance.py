@@ -76,12 +76,12 @@ def _follow_kernel(
 
     def go(level, carry):
         node, count, num_bad, path, emitted, rows = carry
-        is_here, is_step = lane == node, step == level
-        wanted = jnp.sum(jnp.where(is_here, choice, 0))
-        num_bad += jnp.sum((is_here & is_bad).astype(jnp.int32))
+        has_arrived, is_step = lane == node, step == level
+        wanted = jnp.sum(jnp.where(has_arrived, choice, 0))
+        num_bad += jnp.sum((has_arrived & is_bad).astype(jnp.int32))
         path = jnp.where(is_step, node, path)
         emitted = jnp.where(is_step, wanted, emitted)
-        rows = jnp.where(is_step, jnp.sum(jnp.where(is_here, row, 0)), rows)
+        rows = jnp.where(is_step, jnp.sum(jnp.where(has_arrived, row, 0)), rows)
         is_next = is_draft & (parent == node) & (token == wanted)
         following = jnp.min(jnp.where(is_next, lane, lanes))
         is_found = (following < lanes) & (level < depth)

@@ -115,11 +115,11 @@ def row_outputs(
     temperature = sampling.temperature[request]
     if is_warm_whole:
         is_edited |= temperature > 0
-    is_warm = (temperature > 0) & ~is_edited
+    is_sampled = (temperature > 0) & ~is_edited
     rest = (ARGMAX_ONLY, GROUP_SUMEXP, GROUP_SUMEXP_AND_LOGITS)[min(width, 2)]
-    asks = jnp.where(is_warm, GROUP_SUMEXP_AND_LOGITS, jnp.where(is_edited, LOGITS, rest))
+    asks = jnp.where(is_sampled, GROUP_SUMEXP_AND_LOGITS, jnp.where(is_edited, LOGITS, rest))
     tokens = jnp.asarray(num_tokens, jnp.int32).reshape(1)
-    return RowOutputs(asks.astype(jnp.int32), jnp.where(is_warm, temperature, 1.0), tokens)
+    return RowOutputs(asks.astype(jnp.int32), jnp.where(is_sampled, temperature, 1.0), tokens)
 
 
 def store_partials(out, out_ref, given, left_refs, row, column, block):

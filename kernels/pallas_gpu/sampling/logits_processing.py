@@ -81,8 +81,8 @@ class SamplingSizes(NamedTuple):
 
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
-      is_left: The LM head stored block partials, so rows with a temperature are searched like rows
-        with a filter.
+      has_partials: The LM head stored block partials, so rows with a temperature are searched like
+        rows with a filter.
     """
 
     vocab: int
@@ -96,7 +96,7 @@ class SamplingSizes(NamedTuple):
     has_columns: bool
     ranks: int
     share: int
-    is_left: bool = False
+    has_partials: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -162,7 +162,7 @@ def sizes_of(
     allowed: jax.Array | None,
     nodes: int,
     columns: jax.Array | None,
-    is_left: bool = False,
+    has_partials: bool = False,
     ranks: int = 1,
     share: int = 0,
 ) -> SamplingSizes:
@@ -180,7 +180,7 @@ def sizes_of(
         has_columns=columns is not None,
         ranks=ranks,
         share=share,
-        is_left=is_left,
+        has_partials=has_partials,
     )
 
 
@@ -190,7 +190,9 @@ def row_sampling(inputs, row, sizes):
     named = request if sizes.nodes else row  # positions and keys are per request or per row
     temperature = inputs.temperature[request]
     is_filtered = (inputs.top_p[request] < 1) | (inputs.top_k[request] < sizes.vocab)
-    is_filtered = (is_filtered | (inputs.min_p[request] > 0) | sizes.is_left) & (temperature > 0)
+    is_filtered = (is_filtered | (inputs.min_p[request] > 0) | sizes.has_partials) & (
+        temperature > 0
+    )
     has_penalty = (inputs.presence[request] != 0) | (inputs.frequency[request] != 0)
     has_penalty |= inputs.repetition[request] != 1
     biases = jnp.int32(0)
@@ -217,7 +219,7 @@ def ids_of(group):
     return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
 
 
-def is_own(ids, inputs, params, sizes):
+def candidate_mask(ids, inputs, params, sizes):
     """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share:
@@ -247,7 +249,7 @@ def words_at(noise, pairs, ids, inputs, sizes):
 
 def scores_of(ids, inputs, row, params, sizes):
     """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
-    inside, request = is_own(ids, inputs, params, sizes), params.request
+    inside, request = candidate_mask(ids, inputs, params, sizes), params.request
 
     def load(ref, ids):
         return pltriton.load(ref.at[row, jnp.where(inside, ids, 0)], mask=inside, other=0.0)
@@ -264,8 +266,8 @@ def scores_of(ids, inputs, row, params, sizes):
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
         asks = params.has_penalty | params.below_min_length | (params.biases > 0)
-        asked_until = asks.astype(jnp.int32) * sizes.vocab
-        tokens = pltriton.load(inputs.columns.at[ids], mask=ids < asked_until, other=0)
+        limit = asks.astype(jnp.int32) * sizes.vocab
+        tokens = pltriton.load(inputs.columns.at[ids], mask=ids < limit, other=0)
     x = lax.cond(
         params.has_penalty,
         lambda: _penalized(raw, tokens, inside, inputs, row, params, sizes),
@@ -335,7 +337,7 @@ def next_token(keys, ids, key, winner):
     return best, jnp.min(jnp.where(follows & (keys == best), ids, HIGHEST))
 
 
-def in_order(keys, ids, width, store):
+def store_sorted(keys, ids, width, store):
     """Stores the best tokens in order: calls `store` with a position, a key and an id."""
     first = first_token(keys, ids)
     store(0, *first)

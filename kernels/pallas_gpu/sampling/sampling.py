@@ -246,8 +246,8 @@ def _ranked(
     held = leaves if part is None else None
     given = (logits, seen, positions, sampling, request, allowed, columns, keys, stream, part)
     inputs = inputs_of(*given)
-    is_left = held is not None and tau is None
-    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, is_left, **of_ranks)
+    has_partials = held is not None and tau is None
+    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, has_partials, **of_ranks)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32

@@ -21,16 +21,16 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     LOWEST,
     PAIRS,
     SamplingInputs,
+    candidate_mask,
     has_bad,
     ids_of,
-    in_order,
-    is_own,
     key_of,
     row_sampling,
     score_of,
     scores_of,
     sharpness_of,
     store_groups,
+    store_sorted,
     total_of,
     words_at,
 )
@@ -131,7 +131,7 @@ def _process_own_tile(
             lambda: x + noise_of_words(words_at(params.noise, *named)),
             lambda: x,
         )
-        keys = jnp.where(is_own(ids, inputs, params, sizes), key_of(noisy), LOWEST)
+        keys = jnp.where(candidate_mask(ids, inputs, params, sizes), key_of(noisy), LOWEST)
         if tau is not None:
             store_groups(*at, noisy, keys, sharpness_of(params.temperature, tau))
         if is_scored:
@@ -235,7 +235,7 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
             of_row = (highest, norm, sharpness, inputs, sizes, tau)
             store_token(best, row, rank, key, winner, *of_row)
 
-        in_order(keys, ids, width, store)
+        store_sorted(keys, ids, width, store)
 
 
 def _rank_partials(row, inputs, partials, leaves, best, sizes, width, tau):
@@ -251,4 +251,4 @@ def _rank_partials(row, inputs, partials, leaves, best, sizes, width, tau):
     if width == 1:
         store(0, *best_of_partials(leaves, row))
     else:
-        in_order(*tokens_of_best(peaks, row, inputs, sizes, width), width, store)
+        store_sorted(*tokens_of_best(peaks, row, inputs, sizes, width), width, store)

@@ -15,12 +15,12 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     PAIRS,
     first_token,
     ids_of,
-    in_order,
     key_of,
     next_token,
     score_of,
     scores_of,
     store_groups,
+    store_sorted,
     tokens_of,
     weight_of,
     words_at,
@@ -127,6 +127,9 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
       source: Source of the logits.
       sharpness: Factor of the logits in weights.
       partials: Group sums and the best tokens of tiles, which are replaced.
+      width: Tokens per tile.
+      tau: Softness of the weights of sampled tokens; None: no weights.
+      groups: Groups of a tile.
 
     Returns:
       The best token's key.
@@ -150,9 +153,9 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
     def with_noise():
         _, x = scores_of(ids, source.inputs, row, source.params, sizes)
         token_keys = key_of(x)
-        stays = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
-        stays &= weight_of(x, support.highest, 1.0) >= support.smallest
-        x = jnp.where(stays, x, -jnp.inf)
+        passes = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
+        passes &= weight_of(x, support.highest, 1.0) >= support.smallest
+        x = jnp.where(passes, x, -jnp.inf)
         if partials.scores is not None:
             store_scores(partials.scores, x, ids, source.inputs, row, sizes)
         words = words_at(source.params.noise, pairs, ids, source.inputs, sizes)
@@ -188,7 +191,7 @@ def store_winners(winners_ref, row, tile, keys, ids, width):
         for part, value in enumerate(values):
             winners_ref[part, row, tile * width + rank] = value
 
-    in_order(keys, ids, width, store)
+    store_sorted(keys, ids, width, store)
 
 
 def tokens_of_best(peaks, row, inputs, sizes, width):

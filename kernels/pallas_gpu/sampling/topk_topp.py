@@ -287,8 +287,8 @@ def _tally_all(threshold, limit, bounds, source, memory):
 
     def goes_on(tally):
         chunk, count, _, sum = tally
-        is_left = chunk * lanes < source.sizes.vocab
-        return is_left & (count < bounds.most) & (number_of(sum) < bounds.weight)
+        has_partials = chunk * lanes < source.sizes.vocab
+        return has_partials & (count < bounds.most) & (number_of(sum) < bounds.weight)
 
     def add(chunk, count, ties, sum):
         ids, x, keys = _scores(chunk, lanes, source)

@@ -22,10 +22,10 @@ from kernels.pallas_gpu.collectives.flag_protocol import (
     BLOCK_WARPS,
     MOST_BLOCKS,
     PeerView,
-    has_come,
-    put_words,
-    raise_flags,
-    take_words,
+    load_block_words,
+    set_flags,
+    store_block_words,
+    wait_flag,
 )
 from kernels.pallas_gpu.sampling.gumbel_noise import log
 from kernels.pallas_gpu.sampling.logits_processing import (
@@ -34,11 +34,11 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     PAIRS,
     add_halves,
     carried,
-    in_order,
     no_sum,
     number_of,
     score_of,
     sharpness_of,
+    store_sorted,
     terms_of,
 )
 
@@ -106,10 +106,10 @@ def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
     """Stores this program's rows in all symmetric buffers and copies those of the other ranks."""
     out_ref, (R, share) = outs[-1], own_ref.shape
     programs = min(pl.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS)
-    link, block = PeerView.read(place_ref, boxes, programs), pl.program_id(0)
+    peers, block = PeerView.read(place_ref, boxes, programs), pl.program_id(0)
     count = jnp.minimum(jnp.maximum(rows_ref[R] - first, 0), most)
     steps = lax.div(count * share + programs * BLOCK_UNITS - 1, jnp.int32(programs * BLOCK_UNITS))
-    base = boxes.blocks_at + (link.number & 1) * (boxes.ranks * boxes.block_bytes)
+    base = boxes.blocks_at + (peers.number & 1) * (boxes.ranks * boxes.block_bytes)
 
     def places(step):
         place = (step * programs + block) * BLOCK_UNITS + lax.iota(jnp.int32, BLOCK_UNITS)
@@ -121,22 +121,22 @@ def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
     def put(step, kept):
         place, row, word, is_one = places(step)
         bits = load_words(own_ref, row, word, is_one)
-        bits = put_words(bits, base + link.rank * boxes.block_bytes, place, is_one, link)
-        store_words(out_ref, row, link.rank * share + word, bits, is_one)
+        bits = store_block_words(bits, base + peers.rank * boxes.block_bytes, place, is_one, peers)
+        store_words(out_ref, row, peers.rank * share + word, bits, is_one)
         return kept | bits
 
     kept = lax.fori_loop(0, steps, put, jnp.zeros((BLOCK_UNITS,), jnp.int32))
     flag = boxes.flags_at + block * (boxes.ranks * 4)
-    after = raise_flags(flag, kept, link)
-    link = link.counted()
+    after = set_flags(flag, kept, peers)
+    peers = peers.counted()
     for distance in range(1, boxes.ranks):
-        peer = link.rank ^ distance
-        is_here = has_come(peer, flag, after, link)
+        peer = peers.rank ^ distance
+        has_arrived = wait_flag(peer, flag, after, peers)
 
-        def take(step, done, peer=peer, is_here=is_here):
+        def take(step, done, peer=peer, has_arrived=has_arrived):
             place, row, word, is_one = places(step)
             at = base + peer * boxes.block_bytes
-            bits = take_words(at, place, jnp.where(is_one, is_here, 0), link)
+            bits = load_block_words(at, place, jnp.where(is_one, has_arrived, 0), peers)
             store_words(out_ref, row, peer * share + word, bits, is_one)
             return done
 
@@ -287,7 +287,7 @@ def _join_kernel(
         if totals_ref is not None:
             weights_ref[row, place] = (score_of(key) - highest) * sharpness - norm
 
-    in_order(keys, ids, width, store)
+    store_sorted(keys, ids, width, store)
 
 
 def _load_candidates(left_ref, row, ranks, width):

@@ -39,7 +39,7 @@ def _ancestors_kernel(parents_ref, reached_ref):
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     is_node = node < nodes
 
-    def goes_on(carry):
+    def is_climbing(carry):
         above, _, steps = carry
         return (jnp.max(above) > 0) & (steps < nodes)  # terminates also if the parents are no tree
 
@@ -50,7 +50,7 @@ def _ancestors_kernel(parents_ref, reached_ref):
 
     above = jnp.where(is_node, node, 0)
     start = above, above[:, None] == node[None, :], jnp.int32(0)
-    _, reached, _ = lax.while_loop(goes_on, climb, start)
+    _, reached, _ = lax.while_loop(is_climbing, climb, start)
     at = jnp.where(is_node, node, nodes)  # outside the array, for the interpreter
     keep = is_node[:, None] & is_node[None, :]
     pltriton.store(
@@ -182,9 +182,9 @@ def _rank(key, lane, count, key_at):
 
     def add(chunk, rank):
         other = chunk * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
-        theirs = jnp.where(other < count, key_at(other), LOWEST)
-        is_equal = (theirs[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
-        is_before = (theirs[None, :] > key[:, None]) | is_equal
+        other_keys = jnp.where(other < count, key_at(other), LOWEST)
+        is_equal = (other_keys[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+        is_before = (other_keys[None, :] > key[:, None]) | is_equal
         return rank + is_before.astype(jnp.int32).sum(axis=1)
 
     return lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), add, jnp.zeros(lane.shape, jnp.int32))

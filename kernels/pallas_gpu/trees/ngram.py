@@ -24,7 +24,7 @@ _RING = 32
 """N-gram starts that are followed along a path; the oldest are replaced."""
 
 
-class Held(NamedTuple):
+class NgramArrays(NamedTuple):
     """Arrays of an n-gram table."""
 
     tokens: Any
@@ -82,17 +82,17 @@ def insert(
     Int[jax.Array, " lengths"],
 ]:
     """Implements `shared.spec.ngram.insert`; the table is updated in place."""
-    held = Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
+    table = NgramArrays(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
     texts = NgramTexts(contexts=contexts, following=following, scopes=scopes, is_real=is_real)
     outputs = pl.pallas_call(
         functools.partial(_learn_kernel, interpret=interpret),
         grid=(_LENGTHS,),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held],
-        input_output_aliases={number: number for number in range(len(held))},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in table],
+        input_output_aliases={number: number for number in range(len(table))},
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="learn",
-    )(held, texts)
+    )(table, texts)
     return tuple(outputs)
 
 
@@ -117,7 +117,7 @@ def _learn_kernel(_, texts, tokens_ref, checks_ref, stamps_ref, clocks_ref, *, i
     place, count, groups = pl.program_id(0), texts.following.shape[0], tokens_ref.shape[1]
     length, clock = _length(place), clocks_ref[place]
 
-    def learn_some(part, _):
+    def insert_some(part, _):
         row = part * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
         is_in, at = row < count, jnp.minimum(row, count - 1)
         first = pltriton.load(texts.scopes.at[at, 0], mask=is_in, other=0)
@@ -145,7 +145,7 @@ def _learn_kernel(_, texts, tokens_ref, checks_ref, stamps_ref, clocks_ref, *, i
             pltriton.debug_barrier()
         return 0
 
-    lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), learn_some, 0)
+    lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), insert_some, 0)
     clocks_ref[place] = (clock + count) & _LATEST
 
 
@@ -165,7 +165,10 @@ def draft(
     Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"], Float[jax.Array, "B N"]
 ]:
     """Implements `shared.spec.ngram.draft`."""
-    B, held = len(contexts), Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
+    B, table = (
+        len(contexts),
+        NgramArrays(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
+    )
     shapes = ((B, nodes), jnp.int32), ((B, nodes), jnp.int32), ((B,), jnp.int32)
     outputs = pl.pallas_call(
         functools.partial(_draft_kernel, depth=depth, width=width),
@@ -174,7 +177,7 @@ def draft(
         compiler_params=pltriton.CompilerParams(num_warps=1 if nodes <= 16 else 4, num_stages=1),
         interpret=interpret,
         name="draft",
-    )(held, contexts, scopes, max_drafts)
+    )(table, contexts, scopes, max_drafts)
     return tuple(outputs)
 
 
@@ -188,15 +191,16 @@ def _row(values, is_row):
     return jnp.sum(jnp.where(is_row[:, None], values, 0), axis=0)
 
 
-def _entry(held, first, second, level, missing):
+def _entry(table, first, second, level, missing):
     """Looks up a sequence's n-grams: returns tokens and their ranking keys, -1 for misses.
 
     Args:
+      table: Arrays of the table.
       first, second: Hashes of the n-grams that start at each slot of the ring.
       level: Depth along the path.
       missing: Tokens missing before the start of the sequence.
     """
-    groups = held.tokens.shape[1]
+    groups = table.tokens.shape[1]
     ring, place, way = (lax.iota(jnp.int32, size) for size in (_RING, _LENGTHS, _WAYS))
     begin = _WINDOW + level - _length(place)
     is_at = ring[None, :] == (begin & (_RING - 1))[:, None]
@@ -204,16 +208,16 @@ def _entry(held, first, second, level, missing):
     check = _mix(jnp.sum(jnp.where(is_at, second[None, :], 0), axis=1))
     at = place[:, None], group[:, None], way[None, :]
     is_there = (begin >= missing)[:, None] & (way >= 0)[None, :]
-    token = pltriton.load(held.tokens.at[at], mask=is_there, other=0)
-    known = pltriton.load(held.checks.at[at], mask=is_there, other=0)
-    stamp = pltriton.load(held.stamps.at[at], mask=is_there, other=0)
+    token = pltriton.load(table.tokens.at[at], mask=is_there, other=0)
+    known = pltriton.load(table.checks.at[at], mask=is_there, other=0)
+    stamp = pltriton.load(table.stamps.at[at], mask=is_there, other=0)
     is_found = (token > 0) & (known == check[:, None])
-    age = jnp.minimum((held.clocks[place][:, None] - stamp) & _LATEST, _MOST_AGE)
+    age = jnp.minimum((table.clocks[place][:, None] - stamp) & _LATEST, _MOST_AGE)
     return token, jnp.where(is_found, place[:, None] * (_MOST_AGE + 1) + _MOST_AGE - age, -1)
 
 
 def _draft_kernel(
-    held,
+    table,
     contexts_ref,
     scopes_ref,
     most_ref,
@@ -262,15 +266,15 @@ def _draft_kernel(
         spent = jnp.sum(jnp.where(is_last, tree.costs, 0))
         absent = jnp.where(level < depth, missing, _NONE)  # the last level has no children
         hashes = _row(tree.firsts, is_last), _row(tree.seconds, is_last)
-        token, rank = _entry(held, *hashes, level, absent)
+        token, rank = _entry(table, *hashes, level, absent)
         open_costs, open_tokens = tree.open_costs, tree.open_tokens
-        for elders in range(width):
+        for sibling in range(width):
             best = jnp.max(jnp.max(rank, axis=1), axis=0)
             lane = jnp.where(rank == best, slot, _LENGTHS * _WAYS)
             found = _at(token, slot == jnp.min(jnp.min(lane, axis=1), axis=0))
             shorter = _LENGTHS - 1 - jnp.maximum(best, 0) // (_MOST_AGE + 1)
-            price = spent + 108 + 23 * shorter * shorter + 1232 * min(elders, 2)
-            is_child = is_last[:, None] & (child == elders)[None, :]
+            price = spent + 108 + 23 * shorter * shorter + 1232 * min(sibling, 2)
+            is_child = is_last[:, None] & (child == sibling)[None, :]
             open_costs = jnp.where(is_child, jnp.where(best >= 0, price, _NONE), open_costs)
             open_tokens = jnp.where(is_child, found - 1, open_tokens)
             rank = jnp.where(token == found, -1, rank)

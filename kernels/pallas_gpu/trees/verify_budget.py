@@ -50,7 +50,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
 
     _, depth, _ = lax.while_loop(is_below, climb, (start_node, 0 * start_node, jnp.int32(0)))
 
-    def is_on_the_way(carry):
+    def is_on_path(carry):
         _, depth, _ = carry
         return jnp.max(depth) > 0
 
@@ -65,7 +65,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
         return above, depth - 1, least
 
     start = start_node, depth, jnp.zeros(start_node.shape, jnp.float32)
-    *_, least = lax.while_loop(is_on_the_way, weigh, start)
+    *_, least = lax.while_loop(is_on_path, weigh, start)
     at = jnp.minimum(node, nodes)  # outside the array, for the interpreter
     pltriton.store(least_ref.at[request, at], least, mask=node < nodes)
 
@@ -81,7 +81,7 @@ def prune_to_budget(
     """Implements `shared.spec.verify_budget.prune_to_budget`."""
     B, N = tokens.shape
     outputs = pl.pallas_call(
-        functools.partial(_share_kernel, most=rows - B),
+        functools.partial(_share_kernel, budget=rows - B),
         grid=(B,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, N), (B, N), (B,))],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
@@ -100,7 +100,7 @@ def _share_kernel(
     kept_parents_ref,
     kept_nodes_ref,
     *,
-    most,
+    budget,
 ):
     """One program per request; nodes are its lanes."""
     request, (requests, nodes) = pl.program_id(0), tokens_ref.shape
@@ -112,16 +112,16 @@ def _share_kernel(
     def add(chunk, before):
         other = chunk * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
         is_in, of = other < count, jnp.minimum(other // nodes, requests - 1)
-        theirs = pltriton.load(weights_ref.at[of, other % nodes], mask=is_in, other=0.0)
+        other_weights = pltriton.load(weights_ref.at[of, other % nodes], mask=is_in, other=0.0)
         number = pltriton.load(num_nodes_ref.at[of], mask=is_in, other=0)
         is_draft = (other % nodes > 0) & (other % nodes < number)
-        is_equal = (theirs[None, :] == weight[:, None]) & (other[None, :] < at[:, None])
-        goes_before = (theirs[None, :] > weight[:, None]) | is_equal
-        return before + (goes_before & is_draft[None, :]).astype(jnp.int32).sum(axis=1)
+        is_equal = (other_weights[None, :] == weight[:, None]) & (other[None, :] < at[:, None])
+        is_before = (other_weights[None, :] > weight[:, None]) | is_equal
+        return before + (is_before & is_draft[None, :]).astype(jnp.int32).sum(axis=1)
 
     before = lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), add, 0 * node)
     is_draft = (node > 0) & (node < num_nodes_ref[request])
-    keep = (is_draft & (before < most)) | (node == 0)
+    keep = (is_draft & (before < budget)) | (node == 0)
     token = pltriton.load(tokens_ref.at[request, held], mask=keep, other=0)
     parent = pltriton.load(parents_ref.at[request, held], mask=keep, other=0)
     kept = keep.astype(jnp.int32).sum()

@@ -23,9 +23,9 @@ from kernels.triton_gpu.collectives.flag_protocol import (
     MOST_BLOCKS,
     PeerArgs,
     PeerLayout,
-    has_come,
-    looks_of,
-    raise_flags,
+    max_polls_of,
+    set_flags,
+    wait_flag,
 )
 
 _ADDRESS = 1
@@ -182,10 +182,10 @@ def advance_sequence(mail: PeerArgs, calls: int) -> None:
 
 
 @triton.jit(do_not_specialize=["calls"])
-def _tick_kernel(mail_at, clock_at, error_at, calls, ranks: tl.constexpr):
+def _tick_kernel(peers_at, clock_at, error_at, calls, ranks: tl.constexpr):
     gdc_wait()
-    rank = tl.load(mail_at + ranks).to(tl.int32)
-    own = tl.load(mail_at + rank).to(tl.pointer_type(tl.int32))
+    rank = tl.load(peers_at + ranks).to(tl.int32)
+    own = tl.load(peers_at + rank).to(tl.pointer_type(tl.int32))
     tl.store(error_at, tl.load(own, volatile=True))
     tl.store(clock_at, tl.load(clock_at) + calls)
 
@@ -197,14 +197,14 @@ def number_of(clock_at, call):
 
 
 @triton.jit
-def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr):
+def send_words(value, place, is_one, peers_at, rank, number, sizes: tl.constexpr):
     """Stores words in the buffers of all other ranks (LL protocol).
 
     Args:
       value: This rank's words.
       place: Index of each word among the words of a rank in this call.
       is_one: Mask of the valid words.
-      mail_at: Pointer to `PeerArgs.place`.
+      peers_at: Pointer to `PeerArgs.place`.
       rank: This rank. Its early load brings all of `PeerArgs.place` into the cache.
       number: Sequence number of the call.
       sizes: Sizes of the kernel, with a `PeerLayout` as `box`.
@@ -219,7 +219,7 @@ def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr)
         sent = tl.inline_asm_elementwise(
             _SEND,
             _SEND_KINDS,
-            [sent, tl.load(mail_at + (rank ^ distance)), place, number, is_one.to(tl.int32)],
+            [sent, tl.load(peers_at + (rank ^ distance)), place, number, is_one.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -234,7 +234,7 @@ def receive_words(
     sent,
     place,
     is_one,
-    mail_at,
+    peers_at,
     rank,
     number,
     call,
@@ -247,24 +247,24 @@ def receive_words(
       out_at: Pointers to the words of rank 0.
       step: Words between the results of consecutive ranks.
       sent: Result of `send_words`.
-      place, is_one, mail_at, rank, number, sizes: Same as for `send_words`.
+      place, is_one, peers_at, rank, number, sizes: Same as for `send_words`.
       call: Index of the all-gather in the step, for the error word.
       pack: Words that a thread polls at once; its number of words is a multiple.
     """
     ranks: tl.constexpr = sizes.box.ranks
-    own = tl.load(mail_at + rank)
-    looks = tl.where(is_one, looks_of(mail_at, own, ranks), 0)
+    own = tl.load(peers_at + rank)
+    max_polls = tl.where(is_one, max_polls_of(peers_at, own, ranks), 0)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
         at = place * 8 + _first_word(peer, number, sizes)
-        got = _received(own, at, number, looks, call * 16 + peer + 1, sent, pack)
+        got = _received(own, at, number, max_polls, call * 16 + peer + 1, sent, pack)
         tl.store(out_at + peer * step, got, mask=is_one)
 
 
 @triton.jit
-def rank_of(mail_at, sizes: tl.constexpr):
+def rank_of(peers_at, sizes: tl.constexpr):
     """Loads the rank of this process."""
-    return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
+    return tl.load(peers_at + sizes.box.ranks).to(tl.int32)
 
 
 @triton.jit
@@ -288,12 +288,12 @@ def _first_word(rank, number, sizes: tl.constexpr):
 
 
 @triton.jit
-def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
+def _received(box, place, number, max_polls, code, sent, pack: tl.constexpr):
     if pack == 4:
         got = tl.inline_asm_elementwise(
             _RECEIVE_4,
             _RECEIVE_KINDS_4,
-            [box, place, number, looks, code, sent],
+            [box, place, number, max_polls, code, sent],
             dtype=tl.int32,
             is_pure=False,
             pack=4,
@@ -302,7 +302,7 @@ def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
         got = tl.inline_asm_elementwise(
             _RECEIVE_2,
             _RECEIVE_KINDS_2,
-            [box, place, number, looks, code, sent],
+            [box, place, number, max_polls, code, sent],
             dtype=tl.int32,
             is_pure=False,
             pack=2,
@@ -311,7 +311,7 @@ def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
         got = tl.inline_asm_elementwise(
             _RECEIVE_1,
             _RECEIVE_KINDS_1,
-            [box, place, number, looks, code, sent],
+            [box, place, number, max_polls, code, sent],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -321,22 +321,22 @@ def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
 
 @triton.jit(do_not_specialize=["call"])
 def _words_kernel(
-    values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
+    values_at, out_at, sums_at, sums_out_at, peers_at, clock_at, call, sizes: tl.constexpr
 ):
-    rank = rank_of(mail_at, sizes)
+    rank = rank_of(peers_at, sizes)
     gdc_wait()
     number = number_of(clock_at, call)
     block = tl.program_id(0)
     first: tl.constexpr = sizes.rows * sizes.share
     if block < sizes.programs:
-        _share_array(values_at, out_at, block, 0, mail_at, rank, number, call, sizes.share, sizes)
+        _gather_words(values_at, out_at, block, 0, peers_at, rank, number, call, sizes.share, sizes)
     elif sizes.second_programs > 0:
-        _share_array(
+        _gather_words(
             sums_at,
             sums_out_at,
             block - sizes.programs,
             first,
-            mail_at,
+            peers_at,
             rank,
             number,
             call,
@@ -346,12 +346,12 @@ def _words_kernel(
 
 
 @triton.jit
-def _share_array(
+def _gather_words(
     own_at,
     out_at,
     block,
     first: tl.constexpr,
-    mail_at,
+    peers_at,
     rank,
     number,
     call,
@@ -361,17 +361,17 @@ def _share_array(
     place = block * sizes.at_once + tl.arange(0, sizes.at_once)
     is_one = place < sizes.rows * share
     value = tl.load(own_at + place, mask=is_one, other=0)
-    sent = send_words(value, first + place, is_one, mail_at, rank, number, sizes)
+    sent = send_words(value, first + place, is_one, peers_at, rank, number, sizes)
     gdc_launch_dependents()
     at = out_at + (place // share) * (sizes.box.ranks * share) + place % share
     tl.store(at + rank * share, value, mask=is_one)
     pack: tl.constexpr = 4 if sizes.at_once >= 512 else 1
-    receive_words(at, share, sent, first + place, is_one, mail_at, rank, number, call, pack, sizes)
+    receive_words(at, share, sent, first + place, is_one, peers_at, rank, number, call, pack, sizes)
 
 
 @triton.jit(do_not_specialize=["call"])
 def _blocks_kernel(
-    values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
+    values_at, out_at, sums_at, sums_out_at, peers_at, clock_at, call, sizes: tl.constexpr
 ):
     gdc_wait()
     gdc_launch_dependents()
@@ -380,13 +380,13 @@ def _blocks_kernel(
     # Whole units of eight bytes, so that the second array is aligned like the first.
     first: tl.constexpr = (sizes.rows * sizes.share * sizes.unit + 7) // 8 * 8
     if block < sizes.programs:
-        _share_blocks(
+        _gather_blocks(
             values_at,
             out_at,
             block,
             0,
             0,
-            mail_at,
+            peers_at,
             number,
             call,
             sizes.share,
@@ -394,13 +394,13 @@ def _blocks_kernel(
             sizes,
         )
     elif sizes.second_programs > 0:
-        _share_blocks(
+        _gather_blocks(
             sums_at,
             sums_out_at,
             block - sizes.programs,
             sizes.programs,
             first,
-            mail_at,
+            peers_at,
             number,
             call,
             sizes.second_share,
@@ -410,8 +410,8 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _share_blocks(
-    own_at, out_at, block, first_flag: tl.constexpr, first: tl.constexpr, mail_at, number, call,
+def _gather_blocks(
+    own_at, out_at, block, first_flag: tl.constexpr, first: tl.constexpr, peers_at, number, call,
     share: tl.constexpr, programs: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
     """All-gathers a program's blocks of an array with the flag protocol."""
@@ -419,8 +419,8 @@ def _share_blocks(
     block_bytes: tl.constexpr = sizes.box.block_bytes
     total: tl.constexpr = sizes.rows * share
     steps: tl.constexpr = (total + programs * sizes.at_once - 1) // (programs * sizes.at_once)
-    rank = tl.load(mail_at + ranks).to(tl.int32)
-    looks = looks_of(mail_at, tl.load(mail_at + rank), ranks)
+    rank = tl.load(peers_at + ranks).to(tl.int32)
+    max_polls = max_polls_of(peers_at, tl.load(peers_at + rank), ranks)
     base = sizes.box.blocks_at + (number & 1).to(tl.int64) * (ranks * block_bytes) + first
     lanes = tl.arange(0, sizes.at_once)
     for step in range(steps):
@@ -428,20 +428,20 @@ def _share_blocks(
         is_one = place < total
         value = tl.load(own_at + place, mask=is_one, other=0)
         for distance in tl.static_range(1, ranks):
-            box = tl.load(mail_at + (rank ^ distance)) + base + rank * block_bytes
+            box = tl.load(peers_at + (rank ^ distance)) + base + rank * block_bytes
             tl.store(box.to(tl.pointer_type(own_at.dtype.element_ty)) + place, value, mask=is_one)
         at = out_at + (place // share) * (ranks * share) + rank * share + place % share
         tl.store(at, value, mask=is_one)
     flag = sizes.box.flags_at + (first_flag + block) * (ranks * 4)
-    sent = raise_flags(flag, mail_at, rank, number, ranks)
-    box = tl.load(mail_at + rank)
+    sent = set_flags(flag, peers_at, rank, number, ranks)
+    box = tl.load(peers_at + rank)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
-        is_here = has_come(peer, flag, box, number, looks, call, sent)
-        landed = (box + base + peer * block_bytes).to(tl.pointer_type(own_at.dtype.element_ty))
+        has_arrived = wait_flag(peer, flag, box, number, max_polls, call, sent)
+        received_at = (box + base + peer * block_bytes).to(tl.pointer_type(own_at.dtype.element_ty))
         for step in range(steps):
             place = (step * programs + block) * sizes.at_once + lanes
             is_one = place < total
-            got = tl.load(landed + place, mask=is_one & is_here, other=-1, volatile=True)
+            got = tl.load(received_at + place, mask=is_one & has_arrived, other=-1, volatile=True)
             at = out_at + (place // share) * (ranks * share) + peer * share + place % share
             tl.store(at, got, mask=is_one)

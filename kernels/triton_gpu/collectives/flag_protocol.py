@@ -68,19 +68,19 @@ class PeerLayout(NamedTuple):
 
 
 @triton.jit
-def looks_of(mail_at, own, ranks: tl.constexpr):
+def max_polls_of(peers_at, own, ranks: tl.constexpr):
     """Loads the maximum polls for missing data; 1 after an error, so that the step ends soon."""
     missing = tl.load(own.to(tl.pointer_type(tl.int32)), volatile=True)
-    return tl.where(missing == 0, tl.load(mail_at + (ranks + 1)).to(tl.int32), 1)
+    return tl.where(missing == 0, tl.load(peers_at + (ranks + 1)).to(tl.int32), 1)
 
 
 @triton.jit
-def raise_flags(flag, mail_at, rank, number, ranks: tl.constexpr):
+def set_flags(flag, peers_at, rank, number, ranks: tl.constexpr):
     """Sets a program's flag on all other ranks, after all stores of the program.
 
     Args:
       flag: Byte offset of the program's flags.
-      mail_at: Pointer to `PeerArgs.place`.
+      peers_at: Pointer to `PeerArgs.place`.
       rank: This rank.
       number: Sequence number of the call.
       ranks: Number of ranks.
@@ -91,7 +91,7 @@ def raise_flags(flag, mail_at, rank, number, ranks: tl.constexpr):
     is_first = (tl.arange(0, 256) == 0).to(tl.int32)
     tl.debug_barrier()
     for distance in tl.static_range(1, ranks):
-        box = tl.load(mail_at + (rank ^ distance))
+        box = tl.load(peers_at + (rank ^ distance))
         tl.inline_asm_elementwise(
             _RAISE,
             _RAISE_KINDS,
@@ -104,13 +104,13 @@ def raise_flags(flag, mail_at, rank, number, ranks: tl.constexpr):
 
 
 @triton.jit
-def has_come(peer, flag, box, number, looks, call, sent):
+def wait_flag(peer, flag, box, number, max_polls, call, sent):
     """Returns whether a rank has set its flag in time."""
     # Every thread polls the flag, so that its later loads return the stored data.
     come = tl.inline_asm_elementwise(
         _LOOK,
         _LOOK_KINDS,
-        [box, flag + peer * 4, number, looks + sent * 0, call * 16 + peer + 1, sent],
+        [box, flag + peer * 4, number, max_polls + sent * 0, call * 16 + peer + 1, sent],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -68,9 +68,9 @@ class SymmetricBuffer:
         """Address of this rank's buffer in this process."""
         return self._address
 
-    def wait(self, looks: int) -> None:
+    def wait(self, max_polls: int) -> None:
         """Sets the maximum polls of later waits; with 0, the initial value, nothing waits."""
-        self.mail.place[self.boxes.ranks + 1] = looks
+        self.mail.place[self.boxes.ranks + 1] = max_polls
 
     def missing(self) -> PeerTimeout | None:
         """Waits for all launches, and returns the timeout of this rank, if any."""

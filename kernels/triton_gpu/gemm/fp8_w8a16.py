@@ -72,6 +72,8 @@ def widened(
     """Dequantises a weight in memory, for GEMMs that do not read packed FP8.
 
     Args:
+      words: Packed FP8, `[outputs, inputs / 4]`.
+      scales: Scales of packed FP8, see `shared.models.fp8_packing`.
       how: Launch options, see `launching` in `linear`.
     """
     outputs, count = words.shape

@@ -65,7 +65,10 @@ def add_blocks(
       acc, up: Accumulators. The second is for the up projection if the first is for the gate, or
         for the other half of the tile.
       x_at, weight_at: Descriptors; or pointers to the first block of the step, per element.
+      scales_at, row_scales_at: Pointers to the scales of the weight and of the rows.
       at, first_row, output: First input of the step, and first row and output of the tile.
+      num_rows: Number of rows.
+      sizes, config: Same as for the kernel of `linear`.
     """
     row = first_row + tl.arange(0, config.rows)
     is_row = row < num_rows

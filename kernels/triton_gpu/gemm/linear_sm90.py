@@ -99,10 +99,13 @@ def launch(
     """Launches the GEMM for arrays that `takes` accepts; writes the outputs of `args`.
 
     Args:
+      x, weight: Rows and weight.
+      args: Inputs of the prologue and the epilogue, and outputs.
       row_blocks, blocks: Row blocks of the result, and blocks in all.
       programs: Number of persistent programs.
       sizes, squares, config: Same as for the kernel of `linear`.
       warps: Consumer warps.
+      launching: Launch options, see `launching` in `linear`.
     """
 
     def described(array: Tensor, *shape: int) -> TensorDescriptor:

@@ -156,8 +156,7 @@ def silu_and_mul_linear(
 ) -> Float[Tensor, "all_slots inner"]:
     """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
-    Args:
-      expert_blocks: Expert blocks of `group`, if tiles are grouped.
+    Grouped tiles require the expert blocks of `group`.
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
     chunks = squares.shape[1]

@@ -73,12 +73,12 @@ def _follow_kernel(
     path, emitted, rows = tl.zeros((ways,), tl.int32), step * 0, step * 0
     num_bad = request * 0
     for level in range(depth + 1):
-        is_here, is_step = lane == node, step == level
-        wanted = tl.sum(tl.where(is_here, choice, 0))
-        num_bad += tl.sum((is_here & is_bad).to(tl.int32))
+        has_arrived, is_step = lane == node, step == level
+        wanted = tl.sum(tl.where(has_arrived, choice, 0))
+        num_bad += tl.sum((has_arrived & is_bad).to(tl.int32))
         path = tl.where(is_step, node, path)
         emitted = tl.where(is_step, wanted, emitted)
-        rows = tl.where(is_step, tl.sum(tl.where(is_here, row, 0)), rows)
+        rows = tl.where(is_step, tl.sum(tl.where(has_arrived, row, 0)), rows)
         is_next = is_draft & (parent == node) & (token == wanted)
         following = tl.min(tl.where(is_next, lane, lanes))
         is_found = (following < lanes) & (level < depth)

@@ -127,7 +127,7 @@ def row_outputs(
 def _asking_kernel(
     inputs,
     asks_at,
-    warmth_at,
+    temperature_at,
     tokens_at,
     num_tokens,
     sizes: tl.constexpr,
@@ -141,10 +141,10 @@ def _asking_kernel(
     is_edited = params.has_penalty | params.below_min_length | (params.biases > 0)
     if is_warm_whole:
         is_edited |= params.temperature > 0
-    is_warm = (params.temperature > 0) & (is_edited == 0)
+    is_sampled = (params.temperature > 0) & (is_edited == 0)
     asks = tl.where(is_edited, LOGITS, rest)
-    tl.store(asks_at + row, tl.where(is_warm, GROUP_SUMEXP_AND_LOGITS, asks))
-    tl.store(warmth_at + row, tl.where(is_warm, params.temperature, 1.0))
+    tl.store(asks_at + row, tl.where(is_sampled, GROUP_SUMEXP_AND_LOGITS, asks))
+    tl.store(temperature_at + row, tl.where(is_sampled, params.temperature, 1.0))
 
 
 @triton.jit

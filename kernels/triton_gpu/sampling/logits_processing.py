@@ -79,8 +79,8 @@ class SamplingSizes(NamedTuple):
 
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
-      is_left: The LM head stored block partials, so rows with a temperature are searched like rows
-        with a filter.
+      has_partials: The LM head stored block partials, so rows with a temperature are searched like
+        rows with a filter.
     """
 
     vocab: int
@@ -94,7 +94,7 @@ class SamplingSizes(NamedTuple):
     has_columns: bool
     ranks: int
     share: int
-    is_left: bool = False
+    has_partials: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -162,7 +162,7 @@ def sizes_of(
     allowed: Tensor | None,
     nodes: int,
     columns: Tensor | None,
-    is_left: bool = False,
+    has_partials: bool = False,
     ranks: int = 1,
     share: int = 0,
 ) -> SamplingSizes:
@@ -180,7 +180,7 @@ def sizes_of(
         has_columns=columns is not None,
         ranks=ranks,
         share=share,
-        is_left=is_left,
+        has_partials=has_partials,
     )
 
 
@@ -197,7 +197,7 @@ def row_sampling(inputs, row, sizes: tl.constexpr):
     is_filtered = (tl.load(inputs.top_p + request) < 1) | (
         tl.load(inputs.top_k + request) < sizes.vocab
     )
-    is_filtered = is_filtered | (tl.load(inputs.min_p + request) > 0) | sizes.is_left
+    is_filtered = is_filtered | (tl.load(inputs.min_p + request) > 0) | sizes.has_partials
     is_filtered &= temperature > 0
     has_penalty = (tl.load(inputs.presence + request) != 0) | (
         tl.load(inputs.frequency + request) != 0
@@ -230,7 +230,7 @@ def ids_of(group):
 
 
 @triton.jit
-def is_own(ids, inputs, params, sizes: tl.constexpr):
+def candidate_mask(ids, inputs, params, sizes: tl.constexpr):
     """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share > 0:
@@ -267,7 +267,7 @@ def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
 def scores_of(ids, inputs, row, params, sizes: tl.constexpr):
     """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
     request = params.request
-    inside, start = is_own(ids, inputs, params, sizes), row.to(tl.int64) * sizes.vocab
+    inside, start = candidate_mask(ids, inputs, params, sizes), row.to(tl.int64) * sizes.vocab
     if sizes.share == 0:
         raw = tl.load(inputs.logits + start + ids, mask=inside, other=0.0)
     elif params.is_filtered:
@@ -279,10 +279,10 @@ def scores_of(ids, inputs, row, params, sizes: tl.constexpr):
     x, tokens = raw, ids
     if sizes.has_columns:
         # Token counts and biases are loaded only for rows that use them.
-        asked_until = tl.where(
+        limit = tl.where(
             params.has_penalty | params.below_min_length | (params.biases > 0), sizes.vocab, 0
         )
-        tokens = tl.load(inputs.columns + ids, mask=ids < asked_until, other=0)
+        tokens = tl.load(inputs.columns + ids, mask=ids < limit, other=0)
     if params.has_penalty:
         seen = tl.load(
             inputs.counts + params.slot * sizes.target_vocab + tokens, mask=inside, other=0

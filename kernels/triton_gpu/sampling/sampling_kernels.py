@@ -16,10 +16,10 @@ from kernels.triton_gpu.sampling.logits_processing import (
     KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
+    candidate_mask,
     first_token,
     has_bad,
     ids_of,
-    is_own,
     key_of,
     next_token,
     row_sampling,
@@ -137,7 +137,7 @@ def _process_own_tile(
             store_scores(partials, x, ids, inputs, sizes)
         if params.temperature > 0:
             x = x + noise_of_words(words_at(params.noise, pairs, ids, inputs, sizes))
-        keys = tl.where(is_own(ids, inputs, params, sizes), key_of(x), LOWEST)
+        keys = tl.where(candidate_mask(ids, inputs, params, sizes), key_of(x), LOWEST)
         if tau is not None:
             store_groups(*places, x, keys, sharpness_of(params.temperature, tau))
         store_first(partials, tile, keys, ids, width)

@@ -45,6 +45,7 @@ def bracket_threshold(peaks, masses, bounds, source, sampled: tl.constexpr, size
       bounds: Result of `bounds_of`.
       source: Source of the logits.
       sampled: Maximum number of sampled tokens.
+      sizes: Sizes of the arrays.
     """
     weight, highest = bounds.weight, bounds.highest
     low, high = bounds.low, bounds.high
@@ -104,7 +105,11 @@ def _estimate(threshold, below, above, scale, bounds, tail):
     """Estimates bounds of the weight below a threshold and of the number of tokens above it.
 
     Args:
+      threshold: The threshold, as a logit.
       below, above: Weight of the sample up to the threshold, and number of its tokens above it.
+      scale: Number of tokens that each sampled token represents.
+      bounds: Result of `bounds_of`.
+      tail: Total weight minus the weight bound of the threshold.
     """
     below, above = scale * below, scale * above
     error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(threshold, bounds.highest, 1.0) * tail)

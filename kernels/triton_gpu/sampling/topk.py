@@ -118,8 +118,12 @@ def choose_in_tile(
       support: Filter of the row.
       source: Source of the logits.
       sharpness: Factor of the logits in weights.
-      partials: Of the row; group sums and the best tokens of tiles, which are replaced.
+      partials: Group sums of the row and the best tokens of its tiles, which are replaced.
       is_scored: Filtered logits are stored, without noise.
+      width: Tokens per tile.
+      tau: Softness of the weights of sampled tokens; None: no weights.
+      groups: Groups of a tile.
+      sizes: Sizes of the arrays.
 
     Returns:
       The best token's key.
@@ -128,20 +132,20 @@ def choose_in_tile(
     group = tile * groups + tl.arange(0, groups)
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
-    may_stay = (peaks >= threshold) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
+    may_pass = (peaks >= threshold) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
     if tau is None and not is_scored:  # no noise lifts other groups above the best token
-        may_stay &= score_of(peaks) + MOST_NOISE >= score_of(best)
+        may_pass &= score_of(peaks) + MOST_NOISE >= score_of(best)
     pairs, ids = ids_of(group)
     keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
     x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)
     # If fewer tokens pass than are requested, the excluded tokens of the first tile follow.
-    if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
+    if (tl.max(may_pass.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
         raw, x = scores_of(ids, inputs, source.row, source.params, sizes)
         token_keys = key_of(x)
-        stays = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
+        passes = (token_keys > threshold) | ((token_keys == threshold) & (ids < support.limit))
         if support.smallest > 0:
-            stays &= weight_of(x, highest, 1.0) >= support.smallest
-        x = tl.where(stays, x, -float("inf"))
+            passes &= weight_of(x, highest, 1.0) >= support.smallest
+        x = tl.where(passes, x, -float("inf"))
         words = words_at(source.params.noise, pairs, ids, inputs, sizes)
         may_win = tau is not None
         if tau is None:

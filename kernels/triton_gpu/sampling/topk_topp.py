@@ -140,6 +140,7 @@ def list_near(
       memory: The row's largest keys of groups, its list of keys and ids, and its notes.
       at_once: Groups per step.
       listed: Capacity of the list in tokens.
+      sizes: Sizes of the arrays.
     """
     notes_at, list_at = memory.notes, memory.near
     lanes: tl.constexpr = at_once * 2 * PAIRS
@@ -203,7 +204,7 @@ def find_threshold(
     Args:
       low, high: The bracket; all tokens inside are listed.
       bounds: Result of `bounds_of`.
-      source, memory, at_once, listed: See `list_near`.
+      source, memory, at_once, listed, sizes: See `list_near`.
     """
     notes_at, list_at = memory.notes, memory.near
     counted = tl.load(notes_at, volatile=True)
@@ -282,7 +283,10 @@ def _tally(
     """Counts the tokens above a threshold and sums their weights, until a bound is exceeded.
 
     Args:
+      threshold, limit: Key of the threshold, and an id bound of its tokens.
       known: Tokens near the threshold, of the row.
+      bounds: Result of `bounds_of`.
+      source, memory, at_once, listed, sizes: See `list_near`.
 
     Returns:
       Their count and their weight, and the number of tokens at the threshold with an id below the

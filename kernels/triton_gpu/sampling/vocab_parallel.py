@@ -21,9 +21,9 @@ from kernels.triton_gpu.collectives.flag_protocol import (
     BLOCK_WARPS,
     MOST_BLOCKS,
     PeerLayout,
-    has_come,
-    looks_of,
-    raise_flags,
+    max_polls_of,
+    set_flags,
+    wait_flag,
 )
 from kernels.triton_gpu.sampling.gumbel_noise import log
 from kernels.triton_gpu.sampling.logits_processing import (
@@ -83,11 +83,11 @@ def _filtered_kernel(
     row = tl.arange(0, lanes)
     is_row = row < num_rows
     request = row // nodes if nodes > 0 else tl.load(request_at + row, mask=is_row, other=0)
-    is_warm = tl.load(temperature_at + request, mask=is_row, other=0.0) > 0
+    is_sampled = tl.load(temperature_at + request, mask=is_row, other=0.0) > 0
     is_cut = tl.load(top_p_at + request, mask=is_row, other=1.0) < 1
     is_cut |= tl.load(top_k_at + request, mask=is_row, other=vocab) < vocab
     is_cut |= tl.load(min_p_at + request, mask=is_row, other=0.0) > 0
-    is_one = is_row & is_warm & is_cut
+    is_one = is_row & is_sampled & is_cut
     place = tl.cumsum(is_one.to(tl.int32), 0) - 1
     tl.store(found_at + place, row, mask=is_one)
     tl.store(found_at + num_rows, tl.sum(is_one.to(tl.int32)))
@@ -137,7 +137,7 @@ def _gather_kernel(
     own_at,
     out_at,
     rows_at,
-    mail_at,
+    peers_at,
     clock_at,
     call,
     num_rows,
@@ -152,9 +152,9 @@ def _gather_kernel(
     gdc_launch_dependents()
     number, block, programs = number_of(clock_at, call), tl.program_id(0), tl.num_programs(0)
     ranks: tl.constexpr = box.ranks
-    rank = tl.load(mail_at + ranks).to(tl.int32)
-    own = tl.load(mail_at + rank)
-    looks = looks_of(mail_at, own, ranks)
+    rank = tl.load(peers_at + ranks).to(tl.int32)
+    own = tl.load(peers_at + rank)
+    max_polls = max_polls_of(peers_at, own, ranks)
     count = tl.minimum(tl.maximum(tl.load(rows_at + num_rows) - first, 0), most)
     total, lanes = count * share, tl.arange(0, at_once)
     base = box.blocks_at + (number & 1).to(tl.int64) * (ranks * box.block_bytes)
@@ -165,21 +165,21 @@ def _gather_kernel(
         row = tl.load(rows_at + first + place // share, mask=is_one, other=0).to(tl.int64)
         value = tl.load(own_at + row * share + place % share, mask=is_one, other=0)
         for distance in tl.static_range(1, ranks):
-            to = tl.load(mail_at + (rank ^ distance)) + base + rank * box.block_bytes
+            to = tl.load(peers_at + (rank ^ distance)) + base + rank * box.block_bytes
             tl.store(to.to(kind) + place, value, mask=is_one)
         at = out_at + row * (ranks * share) + rank * share + place % share
         tl.store(at, value, mask=is_one)
     flag = box.flags_at + block * (ranks * 4)
-    sent = raise_flags(flag, mail_at, rank, number, ranks)
+    sent = set_flags(flag, peers_at, rank, number, ranks)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
-        is_here = has_come(peer, flag, own, number, looks, call, sent)
-        landed = (own + base + peer * box.block_bytes).to(kind)
+        has_arrived = wait_flag(peer, flag, own, number, max_polls, call, sent)
+        received_at = (own + base + peer * box.block_bytes).to(kind)
         for start in range(block * at_once, total, programs * at_once):
             place = start + lanes
             is_one = place < total
             row = tl.load(rows_at + first + place // share, mask=is_one, other=0).to(tl.int64)
-            got = tl.load(landed + place, mask=is_one & is_here, other=-1, volatile=True)
+            got = tl.load(received_at + place, mask=is_one & has_arrived, other=-1, volatile=True)
             at = out_at + row * (ranks * share) + peer * share + place % share
             tl.store(at, got, mask=is_one)
 

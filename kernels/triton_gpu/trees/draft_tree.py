@@ -150,8 +150,8 @@ def _next_level_kernel(
     key, rank = key_of(weight), tl.zeros((lanes,), tl.int32)
     for start in range(0, count, at_once):
         other = start + tl.arange(0, at_once)
-        theirs = tl.where(other < count, key_of(_sum(expanded, request, other, width)), LOWEST)
-        rank += _before(key, lane, theirs, other)
+        other_keys = tl.where(other < count, key_of(_sum(expanded, request, other, width)), LOWEST)
+        rank += _before(key, lane, other_keys, other)
     keep = is_in & (rank < width)
     at = request * width + rank
     token = tl.load(expanded.tokens + request * count + lane, mask=keep, other=0)
@@ -184,10 +184,10 @@ def _sum(expanded, request, lane, width: tl.constexpr):
 
 
 @triton.jit
-def _before(key, lane, theirs, other):
+def _before(key, lane, other_keys, other):
     """Counts the candidates among some others before each one; equal ones by the lower index."""
-    is_equal = (theirs[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
-    return tl.sum(((theirs[None, :] > key[:, None]) | is_equal).to(tl.int32), axis=1)
+    is_equal = (other_keys[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+    return tl.sum(((other_keys[None, :] > key[:, None]) | is_equal).to(tl.int32), axis=1)
 
 
 @triton.jit
@@ -286,10 +286,10 @@ def _keep_best_kernel(
         rank = lane * 0
         for start in range(0, count, at_once):
             other = start + tl.arange(0, at_once)
-            theirs = tl.load(
+            other_keys = tl.load(
                 candidates.weights + request * count + other, mask=other < count, other=0.0
             )
-            rank += _before(key, lane, tl.where(other < count, key_of(theirs), LOWEST), other)
+            rank += _before(key, lane, tl.where(other < count, key_of(other_keys), LOWEST), other)
         keep = is_in & (rank < num_drafts)
     else:
         keep = is_in & _is_best(key, num_drafts)

@@ -26,7 +26,7 @@ _RING = tl.constexpr(32)
 """N-gram starts that are followed along a path; the oldest are replaced."""
 
 
-class Held(NamedTuple):
+class NgramArrays(NamedTuple):
     """Arrays of an n-gram table."""
 
     tokens: Any
@@ -68,7 +68,7 @@ def insert(
     """Implements `shared.spec.ngram.insert`, in place."""
     given = (x.contiguous() for x in (contexts, following, scopes, is_real))
     _learn_kernel[(len(clocks),)](
-        Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
+        NgramArrays(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
         *given,
         *(len(following), tokens.shape[1]),
         at_once=_AT_ONCE,
@@ -93,14 +93,14 @@ def _length(place):
 
 @triton.jit(do_not_specialize=["count"])
 def _learn_kernel(
-    held, contexts_at, following_at, scopes_at, real_at, count, groups, at_once: tl.constexpr
+    table, contexts_at, following_at, scopes_at, real_at, count, groups, at_once: tl.constexpr
 ):
     """One program per length, which inserts in order, several tokens per step.
 
     The program has one warp, so its stores are ordered.
     """
     place = tl.program_id(0)
-    length, clock = _length(place), tl.load(held.clocks + place)
+    length, clock = _length(place), tl.load(table.clocks + place)
     for start in range(0, count, at_once):
         row = start + tl.arange(0, at_once)
         is_in = row < count
@@ -120,11 +120,11 @@ def _learn_kernel(
         later = (entry[:, None] == entry[None, :]) & (row[None, :] > row[:, None])
         is_last = tl.max((later & is_real[None, :]).to(tl.int32), axis=1) == 0
         is_kept = is_real & is_last
-        tl.store(held.tokens + entry, token, mask=is_kept)
-        tl.store(held.checks + entry, _mix(second), mask=is_kept)
-        tl.store(held.stamps + entry, (clock + row) & _LATEST, mask=is_kept)
+        tl.store(table.tokens + entry, token, mask=is_kept)
+        tl.store(table.checks + entry, _mix(second), mask=is_kept)
+        tl.store(table.stamps + entry, (clock + row) & _LATEST, mask=is_kept)
         tl.debug_barrier()
-    tl.store(held.clocks + place, (clock + count) & _LATEST)
+    tl.store(table.clocks + place, (clock + count) & _LATEST)
 
 
 def draft(
@@ -149,7 +149,7 @@ def draft(
     )
     children = triton.next_power_of_2(width)
     _draft_kernel[(B,)](
-        Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
+        NgramArrays(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
         *(x.contiguous() for x in (contexts, scopes, max_drafts)),
         *(trees, tokens.shape[1]),
         sizes=NgramSizes(
@@ -172,10 +172,11 @@ def _row(values, is_row):
 
 
 @triton.jit
-def _entry(held, first, second, level, missing, groups):
+def _entry(table, first, second, level, missing, groups):
     """Looks up a sequence's n-grams: returns tokens and their ranking keys, -1 for misses.
 
     Args:
+      table: Arrays of the table.
       first, second: Hashes of the n-grams that start at each slot of the ring.
       level: Depth along the path.
       missing: Tokens missing before the start of the sequence.
@@ -187,18 +188,18 @@ def _entry(held, first, second, level, missing, groups):
     check = _mix(tl.sum(tl.where(is_at, second[None, :], 0), axis=1))
     entry = ((place * groups + group) * _WAYS)[:, None] + way[None, :]
     is_there = (begin >= missing)[:, None] & (way >= 0)[None, :]
-    token = tl.load(held.tokens + entry, mask=is_there, other=0)
+    token = tl.load(table.tokens + entry, mask=is_there, other=0)
     is_found = (token > 0) & (
-        tl.load(held.checks + entry, mask=is_there, other=0) == check[:, None]
+        tl.load(table.checks + entry, mask=is_there, other=0) == check[:, None]
     )
-    stamp = tl.load(held.stamps + entry, mask=is_there, other=0)
-    clock = tl.load(held.clocks + place)
+    stamp = tl.load(table.stamps + entry, mask=is_there, other=0)
+    clock = tl.load(table.clocks + place)
     age = tl.minimum((clock[:, None] - stamp) & _LATEST, _MOST_AGE)
     return token, tl.where(is_found, place[:, None] * (_MOST_AGE + 1) + _MOST_AGE - age, -1)
 
 
 @triton.jit
-def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: tl.constexpr):
+def _draft_kernel(table, contexts_at, scopes_at, most_at, trees, groups, sizes: tl.constexpr):
     """One program per request, which grows its tree node by node."""
     lanes: tl.constexpr = sizes.lanes
     children: tl.constexpr = sizes.children
@@ -231,16 +232,16 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
         # The last level has no children.
         absent = tl.where(level < sizes.depth, missing, _NONE)
         token, rank = _entry(
-            held, _row(firsts, is_last), _row(seconds, is_last), level, absent, groups
+            table, _row(firsts, is_last), _row(seconds, is_last), level, absent, groups
         )
-        for elders in tl.static_range(0, width):
+        for sibling in tl.static_range(0, width):
             best = tl.max(tl.max(rank, axis=1), axis=0)
             lane = tl.where(rank == best, slot, _LENGTHS * _WAYS)
             lane = tl.min(tl.min(lane, axis=1), axis=0)
             found = tl.sum(tl.sum(tl.where(slot == lane, token, 0), axis=1), axis=0)
             shorter = _LENGTHS - 1 - tl.maximum(best, 0) // (_MOST_AGE + 1)
-            price = spent + 108 + 23 * shorter * shorter + 1232 * min(elders, 2)
-            is_child = is_last[:, None] & (child == elders)[None, :]
+            price = spent + 108 + 23 * shorter * shorter + 1232 * min(sibling, 2)
+            is_child = is_last[:, None] & (child == sibling)[None, :]
             open_costs = tl.where(is_child, tl.where(best >= 0, price, _NONE), open_costs)
             open_tokens = tl.where(is_child, found - 1, open_tokens)
             rank = tl.where(token == found, -1, rank)

@@ -93,7 +93,7 @@ def _share_kernel(
     kept_tokens_at,
     kept_parents_at,
     kept_nodes_at,
-    most,
+    budget,
     requests: tl.constexpr,
     nodes: tl.constexpr,
     lanes: tl.constexpr,
@@ -108,14 +108,14 @@ def _share_kernel(
     for start in range(0, count, at_once):
         other = start + tl.arange(0, at_once)
         is_in = other < count
-        theirs = tl.load(weights_at + other, mask=is_in, other=0.0)
+        other_weights = tl.load(weights_at + other, mask=is_in, other=0.0)
         of = tl.load(num_nodes_at + other // nodes, mask=is_in, other=0)
         is_draft = (other % nodes > 0) & (other % nodes < of)
-        is_equal = (theirs[None, :] == weight[:, None]) & (other[None, :] < at[:, None])
-        goes_before = (theirs[None, :] > weight[:, None]) | is_equal
-        before += tl.sum((goes_before & is_draft[None, :]).to(tl.int32), axis=1)
+        is_equal = (other_weights[None, :] == weight[:, None]) & (other[None, :] < at[:, None])
+        is_before = (other_weights[None, :] > weight[:, None]) | is_equal
+        before += tl.sum((is_before & is_draft[None, :]).to(tl.int32), axis=1)
     is_draft = (node > 0) & (node < tl.load(num_nodes_at + request))
-    keep = (is_draft & (before < most)) | (node == 0)
+    keep = (is_draft & (before < budget)) | (node == 0)
     place = _kept_before(keep, node, node)
     token = tl.load(tokens_at + at, mask=keep, other=0)
     parent = tl.load(parents_at + at, mask=keep, other=0)
