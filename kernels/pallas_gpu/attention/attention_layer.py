@@ -102,7 +102,7 @@ def attention_layer(
       ValueError: `tiles` limits registers, which is not supported in Pallas.
     """
     if tiles.registers:
-        raise ValueError("Pallas cannot bound the registers of a kernel")
+        raise ValueError("registers must be 0: Pallas does not support a limit")
     # Mosaic GPU's interpreter does not support inline PTX.
     if tiles.described and q is not None and not interpret and takes(q.shape[1], kv, tile):
         rows = (bounds, page_table, row_starts, first, until, window)
@@ -116,8 +116,8 @@ def attention_layer(
     programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
     pairs = max_rows * (Hq // Hk)
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
-    cut = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
-    sizes = _Sizes(Hq, max_rows, *cut, most_parts, splits > most_parts)
+    config = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
+    sizes = _Sizes(Hq, max_rows, *config, most_parts, splits > most_parts)
     of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(

@@ -136,7 +136,7 @@ def mix_described(
     group, width = Hq // Hk, min(D, COLUMNS)
     if tiles.stages * width > _MOST_STAGED:
         most = _MOST_STAGED // width
-        raise ValueError(f"heads of {D} have room for {most} stages, got {tiles.stages}")
+        raise ValueError(f"stages must be at most {most} for head size {D}, got {tiles.stages}")
     rows = min(LANES // group, max_rows)
     spans = pl.cdiv(columns * page, span)
     work = VerifyTileWork(

@@ -125,7 +125,7 @@ def attend_described(
     room = _MOST_STAGED // width - work.spare
     if 2 * work.stages * copied > room:
         most = room // (2 * copied)
-        raise ValueError(f"heads of {D} have room for {most} stages, got {work.stages}")
+        raise ValueError(f"stages must be at most {most} for head size {D}, got {work.stages}")
     return _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, work=work)
 
 

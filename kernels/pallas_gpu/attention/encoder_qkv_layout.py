@@ -30,6 +30,8 @@ def lay(
     Args:
       qkv, cos, sin, count: See `bidirectional_attention`.
       rows: Rows of the result; rows past the last patch repeat it.
+      sizes: Columns of the heads and their blocks.
+      interpret: Run on a CPU.
     """
     return pl.pallas_call(
         functools.partial(_lay_kernel, sizes=sizes),

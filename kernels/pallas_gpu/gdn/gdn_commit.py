@@ -54,6 +54,7 @@ def commit(
       saved_recurrent, saved_window: Snapshots of all layers.
       path, counts, save_after: See the specification.
       save: Snapshot index of each request; 0 for none.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:

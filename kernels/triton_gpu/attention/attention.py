@@ -262,7 +262,7 @@ def _sum_positions(
                 split_sums = add_whole(
                     q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D
                 )
-            # At compile time, if a loop step is a whole split.
+            # Known at compile time, if a loop step is a whole split.
             is_end = True
             if unroll < tiles:
                 is_end = (i + 1) * unroll % tiles == 0

@@ -223,7 +223,7 @@ def attention_layer(
         heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
         turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
-        cut=AttentionLayerConfig(
+        config=AttentionLayerConfig(
             lanes=lanes,
             blocks=blocks,
             splits=tiles.splits,
@@ -244,38 +244,38 @@ def attention_layer(
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
 def _attention_layer_kernel(
     projected, pool, requests, rows, q_at, out_at, parts, num_rows, num_requests, columns, scale,
-    most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr, cut: tl.constexpr,
-    is_launched: tl.constexpr,
+    most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr,
+    config: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per block of lanes of a KV head, request, and share of its positions."""
     q_heads: tl.constexpr = heads.q_heads
     k_heads: tl.constexpr = heads.k_heads
     D: tl.constexpr = heads.D
     gated: tl.constexpr = heads.gated
-    lanes: tl.constexpr = cut.lanes
-    new_rows: tl.constexpr = cut.new_rows
+    lanes: tl.constexpr = config.lanes
+    new_rows: tl.constexpr = config.new_rows
     split: tl.constexpr = order.split
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
-    head, block = tl.program_id(0) // cut.blocks, tl.program_id(0) % cut.blocks
+    head, block = tl.program_id(0) // config.blocks, tl.program_id(0) % config.blocks
     request, share = tl.program_id(1), tl.program_id(2)
     bounds = bounds_of(requests.bounds, request)
     start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
     num_real = tl.load(rows.starts + num_requests)
     high = tl.minimum(bounds.seen_until + order.nodes, columns * heads.page)
     by_span, unit = False, split
-    if cut.may_span:
+    if config.may_span:
         by_span = tl.cdiv(high, split) - bounds.low // split > most_parts
         unit = tl.where(by_span, order.span, split)
     begin = tl.minimum(bounds.low, bounds.new_from) // unit
     end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
     end = tl.maximum(end, begin + 1)  # at least one, for zeros if no position is visible
-    fewest = tl.where(by_span, 1, cut.splits)
+    fewest = tl.where(by_span, 1, config.splits)
     each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
     sharing = tl.where(start + block * lanes // group < stop, tl.cdiv(end - begin, each), 0)
     # A program with a whole request, within one span, keeps its accumulator in registers.
     is_alone = False
-    if cut.splits > 1:
+    if config.splits > 1:
         per_span = order.span // unit
         is_alone = (each == end - begin) & (begin // per_span == (end - 1) // per_span)
     if (share > 0) & (share >= sharing):
@@ -302,20 +302,20 @@ def _attention_layer_kernel(
     if share >= sharing:
         return
     # With few programs, before the KV write of some of them; else registers are scarce.
-    is_early: tl.constexpr = cut.splits == 1 and not cut.is_placed
+    is_early: tl.constexpr = config.splits == 1 and not config.is_placed
     head_place = lane_row.to(tl.int64) * width + q_head * ((1 + gated) * D)
     if is_early:
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if not cut.is_placed:  # noqa: SIM102 - a compile-time condition
+    if not config.is_placed:  # noqa: SIM102 - a compile-time condition
         if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
             is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # read by other threads than the writers
     place_of_lane = lane_row.to(tl.int64) * q_heads + q_head
-    if cut.is_placed:
+    if config.is_placed:
         q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
     else:
         if not is_early:
@@ -348,7 +348,7 @@ def _attention_layer_kernel(
         length=unit,
         is_alone=is_alone,
     )
-    may_gather: tl.constexpr = cut.may_span or cut.splits > 1
+    may_gather: tl.constexpr = config.may_span or config.splits > 1
     sums = _sum_share(
         q, seen, new_places, bounds, number, from_position, to_position, units, heads, order,
         may_gather,
@@ -356,7 +356,7 @@ def _attention_layer_kernel(
     is_last = is_alone
     if not is_alone:
         tl.debug_barrier()
-        counter = requests.arrivals + request * cut.counters + tl.program_id(0)
+        counter = requests.arrivals + request * config.counters + tl.program_id(0)
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
         if is_last:
             tl.store(counter, 0)
@@ -371,7 +371,7 @@ def _attention_layer_kernel(
                 units.stride,
                 lanes,
                 D,
-                cut.unroll,
+                config.unroll,
             )
     if is_last:
         if new_rows > 1:

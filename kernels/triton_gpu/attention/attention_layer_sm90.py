@@ -128,7 +128,7 @@ def mix_described(
         counters=arrivals.shape[1],
         scale=scale * LOG2_E.value,
         heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        cut=VerifyTileConfig(
+        config=VerifyTileConfig(
             groups=1,
             blocks=blocks,
             parts=parts,
@@ -164,18 +164,18 @@ def _attention_layer_sm90_kernel(
     counters,
     scale,
     heads: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """One program per block of pairs and value columns of a KV head, request, and share."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     request, share = gl.program_id(1), gl.program_id(2)
-    number = gl.program_id(0) // cut.parts
+    number = gl.program_id(0) // config.parts
     block = WarpgroupPairs(
         request=request,
-        head=number // cut.blocks,
-        number=number % cut.blocks,
-        part=gl.program_id(0) % cut.parts,
+        head=number // config.blocks,
+        number=number % config.blocks,
+        part=gl.program_id(0) % config.parts,
     )
     bounds_at += request * _BOUNDS
     low, seen_from = gl.load(bounds_at), gl.load(bounds_at + 1)
@@ -183,17 +183,17 @@ def _attention_layer_sm90_kernel(
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
     num_real = gl.load(seen.starts + num_requests)
     has_rows = start + block.number * LANES // group < stop
-    high = gl.minimum(seen_until + cut.nodes, columns * heads.page)
-    base = low // cut.span
-    spans = gl.maximum(gl.cdiv(high, cut.span) - base, 1)
+    high = gl.minimum(seen_until + config.nodes, columns * heads.page)
+    base = low // config.span
+    spans = gl.maximum(gl.cdiv(high, config.span) - base, 1)
     each = gl.cdiv(spans, gl.minimum(gl.num_programs(2), spans))
     sharing = gl.where(has_rows, gl.cdiv(spans, each), 0)
-    begin = gl.maximum(low, (base + share * each) * cut.span) // TILE
-    end = gl.cdiv(gl.minimum(high, (base + (share + 1) * each) * cut.span), TILE)
+    begin = gl.maximum(low, (base + share * each) * config.span) // TILE
+    end = gl.cdiv(gl.minimum(high, (base + (share + 1) * each) * config.span), TILE)
     end = gl.where((low < high) & (share < sharing), gl.maximum(end, begin), begin)
 
-    pairs = pairs_of(block, seen, heads, cut)
-    queries, ones, ring = shared_memory(k_of, v_of, 1, heads, cut)
+    pairs = pairs_of(block, seen, heads, config)
+    queries, ones, pipeline = shared_memory(k_of, v_of, 1, heads, config)
     if is_launched:
         gdc_wait()
     if (share == 0) & (block.number == 0) & (block.part == 0):
@@ -221,7 +221,7 @@ def _attention_layer_sm90_kernel(
                 (
                     queries.index(0),
                     ones,
-                    ring,
+                    pipeline,
                     block,
                     pairs,
                     own,
@@ -231,7 +231,7 @@ def _attention_layer_sm90_kernel(
                     counters,
                     scale,
                     heads,
-                    cut,
+                    config,
                     is_launched,
                 ),
             ),
@@ -240,15 +240,15 @@ def _attention_layer_sm90_kernel(
                 (
                     k_of,
                     v_of,
-                    ring,
+                    pipeline,
                     table_at + request * columns,
                     columns,
                     begin,
                     end,
                     block.head * heads.D,
-                    block.part * cut.width,
+                    block.part * config.width,
                     heads,
-                    cut,
+                    config,
                 ),
             ),
         ],

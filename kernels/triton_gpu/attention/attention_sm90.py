@@ -97,7 +97,7 @@ def attend_described(
         columns=columns,
         scale=scale * LOG2_E.value,
         heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        cut=VerifyTileConfig(
+        config=VerifyTileConfig(
             groups=GROUPS.value,
             blocks=programs * GROUPS.value // parts,
             parts=parts,
@@ -130,12 +130,12 @@ def _attention_sm90_kernel(
     columns,
     scale,
     heads: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """One program per KV head, two blocks of pairs (one for a 256-wide head), and request."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
-    blocks: gl.constexpr = cut.groups // cut.parts
+    blocks: gl.constexpr = config.groups // config.parts
     pairs: gl.constexpr = blocks * LANES
     # The last rows attend to most positions: their programs, the longest, start first for all
     # heads.
@@ -148,12 +148,12 @@ def _attention_sm90_kernel(
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
     if start + number * pairs // group >= stop:
         return
-    queries, ones, ring = shared_memory(k_of, v_of, blocks, heads, cut)
+    queries, ones, pipeline = shared_memory(k_of, v_of, blocks, heads, config)
     lane = number * pairs + gl.arange(0, pairs, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
     first, until = gl.load(seen.first + row), gl.load(seen.until + row)
     low = gl.min(gl.minimum(first, until), 0)
-    high = gl.minimum(gl.max(until, 0) + cut.nodes, columns * heads.page)
+    high = gl.minimum(gl.max(until, 0) + config.nodes, columns * heads.page)
     begin = low // TILE
     end = gl.where(low < high, gl.cdiv(high, TILE), begin)
     for i in gl.static_range(blocks):
@@ -169,7 +169,7 @@ def _attention_sm90_kernel(
                 (
                     queries,
                     ones,
-                    ring,
+                    pipeline,
                     seen,
                     stored,
                     request,
@@ -180,7 +180,7 @@ def _attention_sm90_kernel(
                     scale,
                     0,
                     heads,
-                    cut,
+                    config,
                 ),
             ),
             (
@@ -188,7 +188,7 @@ def _attention_sm90_kernel(
                 (
                     queries,
                     ones,
-                    ring,
+                    pipeline,
                     seen,
                     stored,
                     request,
@@ -199,7 +199,7 @@ def _attention_sm90_kernel(
                     scale,
                     1,
                     heads,
-                    cut,
+                    config,
                 ),
             ),
             (
@@ -207,7 +207,7 @@ def _attention_sm90_kernel(
                 (
                     k_of,
                     v_of,
-                    ring,
+                    pipeline,
                     table_at + request * columns,
                     columns,
                     begin,
@@ -215,7 +215,7 @@ def _attention_sm90_kernel(
                     head * heads.D,
                     0,
                     heads,
-                    cut,
+                    config,
                 ),
             ),
         ],
@@ -228,7 +228,7 @@ def _attention_sm90_kernel(
 def _attend_block(
     queries,
     ones,
-    ring,
+    pipeline,
     seen,
     stored,
     request,
@@ -239,17 +239,17 @@ def _attend_block(
     scale,
     which: gl.constexpr,
     heads: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Accumulates the visible positions of a block in one warpgroup, and writes the result."""
-    blocks: gl.constexpr = cut.groups // cut.parts
+    blocks: gl.constexpr = config.groups // config.parts
     block = WarpgroupPairs(
         request=request,
         head=head,
         number=number * blocks + which % blocks,
-        part=which % cut.parts,
+        part=which % config.parts,
     )
-    pairs = pairs_of(block, seen, heads, cut)
+    pairs = pairs_of(block, seen, heads, config)
     own = SplitRange(
         begin=begin,
         end=end,
@@ -262,13 +262,22 @@ def _attend_block(
         is_alone=True,
         sharing=1,
     )
-    peak, total, sums = no_sums(cut.width)
-    each: gl.constexpr = cut.span // TILE
+    peak, total, sums = no_sums(config.width)
+    each: gl.constexpr = config.span // TILE
     # Separate loop: within a span the total over spans is not used and may leave the registers.
     for span in range(begin // each, gl.cdiv(end, each)):
         first, until = gl.maximum(begin, span * each), gl.minimum(end, (span + 1) * each)
         more = sum_span(
-            queries.index(which % blocks), ones, ring, pairs, own, first, until, scale, which, cut
+            queries.index(which % blocks),
+            ones,
+            pipeline,
+            pairs,
+            own,
+            first,
+            until,
+            scale,
+            which,
+            config,
         )
         peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
-    finish(stored, block, total, sums, heads, cut)
+    finish(stored, block, total, sums, heads, config)

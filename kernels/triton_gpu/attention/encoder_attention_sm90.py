@@ -130,7 +130,7 @@ def attend_all_described(
     _encoder_attention_sm90_kernel[(triton.cdiv(R, groups * LANES.value), heads)](
         *(*blocks, out, count, R),
         scale=scale,
-        cut=EncoderTileConfig(
+        config=EncoderTileConfig(
             heads=heads,
             groups=groups,
             stages=tiles.described,
@@ -151,12 +151,12 @@ def _encoder_attention_sm90_kernel(
     count_at,
     num_rows,
     scale,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """One program per `groups` blocks of 64 rows, and head."""
-    groups: gl.constexpr = cut.groups
-    stages: gl.constexpr = cut.stages
+    groups: gl.constexpr = config.groups
+    stages: gl.constexpr = config.stages
     head, first = gl.program_id(1), gl.program_id(0) * groups * LANES
     if is_launched:  # no early launch of the next kernel: this one fills multiprocessors
         gdc_wait()
@@ -165,10 +165,10 @@ def _encoder_attention_sm90_kernel(
         for i in gl.static_range(groups):
             zeros = gl.zeros((LANES, MAIN), gl.float32, layout=wide(MAIN))
             beside = gl.zeros((LANES, BESIDE), gl.float32, layout=wide(BESIDE))
-            _store_block(out_at, first + i * LANES, num_rows, head, zeros, beside, cut)
+            _store_block(out_at, first + i * LANES, num_rows, head, zeros, beside, config)
         return
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = EncoderPipeline(
+    pipeline = EncoderPipeline(
         q=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, MAIN], main_of.layout),
         q_rest=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, BESIDE], beside_of.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, MAIN], main_of.layout),
@@ -179,62 +179,62 @@ def _encoder_attention_sm90_kernel(
         come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
         is_free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
     )
-    mbarrier.init(ring.queries_come.index(0), count=1)
+    mbarrier.init(pipeline.queries_come.index(0), count=1)
     for i in gl.static_range(stages):
-        mbarrier.init(ring.come.index(i), count=1)
-        mbarrier.init(ring.is_free.index(i), count=groups)
+        mbarrier.init(pipeline.come.index(i), count=1)
+        mbarrier.init(pipeline.is_free.index(i), count=groups)
     fence_async_shared()
     if groups == 2:
         gl.warp_specialize(
             [
-                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 0, cut)),
-                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 1, cut)),
-                (_copy, (main_of, beside_of, ring, first, count, head, cut)),
+                (_attend_block, (pipeline, out_at, first, num_rows, count, scale, head, 0, config)),
+                (_attend_block, (pipeline, out_at, first, num_rows, count, scale, head, 1, config)),
+                (_copy, (main_of, beside_of, pipeline, first, count, head, config)),
             ],
             [WARPS, 1],
-            [cut.more, cut.copying],
+            [config.more, config.copying],
         )
     else:
         gl.warp_specialize(
             [
-                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 0, cut)),
-                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 1, cut)),
-                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 2, cut)),
-                (_copy, (main_of, beside_of, ring, first, count, head, cut)),
+                (_attend_block, (pipeline, out_at, first, num_rows, count, scale, head, 0, config)),
+                (_attend_block, (pipeline, out_at, first, num_rows, count, scale, head, 1, config)),
+                (_attend_block, (pipeline, out_at, first, num_rows, count, scale, head, 2, config)),
+                (_copy, (main_of, beside_of, pipeline, first, count, head, config)),
             ],
             [WARPS, WARPS, 1],
-            [cut.more, cut.more, cut.copying],
+            [config.more, config.more, config.copying],
         )
 
 
 @gluon.jit
-def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
+def _copy(main_of, beside_of, pipeline, first, count, head, config: gl.constexpr):
     """Loads the warpgroups' queries, then tiles of keys and values into free stages (producer)."""
-    groups: gl.constexpr = cut.groups
-    heads: gl.constexpr = cut.heads
+    groups: gl.constexpr = config.groups
+    heads: gl.constexpr = config.heads
     rests: gl.constexpr = 3 * heads * MAIN
     padded: gl.constexpr = MAIN + BESIDE
-    barrier = ring.queries_come.index(0)
+    barrier = pipeline.queries_come.index(0)
     mbarrier.expect(barrier, groups * LANES * padded * 2)
     for i in gl.static_range(groups):
         row = first + i * LANES
-        copy_tile(main_of, [row, head * MAIN], barrier, ring.q.index(i))
-        copy_tile(beside_of, [row, rests + head * BESIDE], barrier, ring.q_rest.index(i))
+        copy_tile(main_of, [row, head * MAIN], barrier, pipeline.q.index(i))
+        copy_tile(beside_of, [row, rests + head * BESIDE], barrier, pipeline.q_rest.index(i))
     for i in range(0, gl.cdiv(count, TILE)):
-        slot = i % cut.stages
-        mbarrier.wait(ring.is_free.index(slot), ((i // cut.stages) & 1) ^ 1)
-        barrier = ring.come.index(slot)
+        slot = i % config.stages
+        mbarrier.wait(pipeline.is_free.index(slot), ((i // config.stages) & 1) ^ 1)
+        barrier = pipeline.come.index(slot)
         mbarrier.expect(barrier, 2 * TILE * padded * 2)
         row, key, value = i * TILE, heads + head, 2 * heads + head
-        copy_tile(main_of, [row, key * MAIN], barrier, ring.k.index(slot))
-        copy_tile(beside_of, [row, rests + key * BESIDE], barrier, ring.k_rest.index(slot))
-        copy_tile(main_of, [row, value * MAIN], barrier, ring.v.index(slot))
-        copy_tile(beside_of, [row, rests + value * BESIDE], barrier, ring.v_beside.index(slot))
+        copy_tile(main_of, [row, key * MAIN], barrier, pipeline.k.index(slot))
+        copy_tile(beside_of, [row, rests + key * BESIDE], barrier, pipeline.k_rest.index(slot))
+        copy_tile(main_of, [row, value * MAIN], barrier, pipeline.v.index(slot))
+        copy_tile(beside_of, [row, rests + value * BESIDE], barrier, pipeline.v_beside.index(slot))
 
 
 @gluon.jit
 def _attend_block(
-    ring,
+    pipeline,
     out_at,
     first,
     num_rows,
@@ -242,47 +242,49 @@ def _attend_block(
     scale,
     head,
     which: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Accumulates all patches for the 64 rows of a warpgroup, and writes the result."""
     last = gl.cdiv(count, TILE) - 1
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=gl.SliceLayout(1, wide(TILE)))
     main = gl.zeros((LANES, MAIN), gl.float32, layout=wide(MAIN))
     beside = gl.zeros((LANES, BESIDE), gl.float32, layout=wide(BESIDE))
-    mbarrier.wait(ring.queries_come.index(0), 0)
-    mbarrier.wait(ring.come.index(0), 0)
-    scores = warpgroup_mma_wait(num_outstanding=0, deps=(_scores_of(ring, which, 0),))
+    mbarrier.wait(pipeline.queries_come.index(0), 0)
+    mbarrier.wait(pipeline.come.index(0), 0)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(_scores_of(pipeline, which, 0),))
     for i in range(0, last):
-        slot = (i + 1) % cut.stages
-        mbarrier.wait(ring.come.index(slot), ((i + 1) // cut.stages) & 1)
-        next_scores = _scores_of(ring, which, slot)
+        slot = (i + 1) % config.stages
+        mbarrier.wait(pipeline.come.index(slot), ((i + 1) // config.stages) & 1)
+        next_scores = _scores_of(pipeline, which, slot)
         tile_weights = _softmax_weights(scores * scale, peak)
         peak = tile_weights.peak
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
-        main, beside = _add_values(ring, main, beside, tile_weights, i % cut.stages)
-        mbarrier.arrive(ring.is_free.index(i % cut.stages), count=1)
+        main, beside = _add_values(pipeline, main, beside, tile_weights, i % config.stages)
+        mbarrier.arrive(pipeline.is_free.index(i % config.stages), count=1)
     # The last patch is repeated to the end of its tile, with weight 0.
     patch = last * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, wide(TILE)))
     padding_bias = gl.where(patch < count, 0.0, NEGATIVE)
     tile_weights = _softmax_weights(scores * scale + padding_bias[None, :], peak)
-    main, beside = _add_values(ring, main, beside, tile_weights, last % cut.stages)
+    main, beside = _add_values(pipeline, main, beside, tile_weights, last % config.stages)
     column = gl.arange(0, BESIDE, layout=gl.SliceLayout(0, wide(BESIDE)))
     total = gl.max(gl.where((column == REST)[None, :], beside, 0.0), axis=1)
     weight = gl.maximum(total, 1e-30)
     main = main / gl.convert_layout(weight, gl.SliceLayout(1, wide(MAIN)))[:, None]
     beside = beside / weight[:, None]
-    _store_block(out_at, first + which * LANES, num_rows, head, main, beside, cut)
+    _store_block(out_at, first + which * LANES, num_rows, head, main, beside, config)
 
 
 @gluon.jit
-def _scores_of(ring, which: gl.constexpr, slot):
+def _scores_of(pipeline, which: gl.constexpr, slot):
     """Starts the WGMMAs of a warpgroup's queries and a tile of keys; returns pending scores."""
     zero = gl.zeros((LANES, TILE), gl.float32, layout=wide(TILE))
-    k, k_rest = ring.k.index(slot), ring.k_rest.index(slot)
+    k, k_rest = pipeline.k.index(slot), pipeline.k_rest.index(slot)
     scores = warpgroup_mma(
-        ring.q.index(which), k.permute((1, 0)), zero, use_acc=False, is_async=True
+        pipeline.q.index(which), k.permute((1, 0)), zero, use_acc=False, is_async=True
     )
-    return warpgroup_mma(ring.q_rest.index(which), k_rest.permute((1, 0)), scores, is_async=True)
+    return warpgroup_mma(
+        pipeline.q_rest.index(which), k_rest.permute((1, 0)), scores, is_async=True
+    )
 
 
 @gluon.jit
@@ -294,7 +296,7 @@ def _softmax_weights(scores, peak):
 
 
 @gluon.jit
-def _add_values(ring, main, beside, tile_weights, slot):
+def _add_values(pipeline, main, beside, tile_weights, slot):
     """Adds the weighted values of a tile to the accumulator."""
     decay = gl.convert_layout(tile_weights.decay, gl.SliceLayout(1, wide(MAIN)))
     main = main * decay[:, None]
@@ -302,24 +304,24 @@ def _add_values(ring, main, beside, tile_weights, slot):
     beside = beside * decay[:, None]
     for_main = gl.convert_layout(tile_weights.weights, gl.DotOperandLayout(0, wide(MAIN), 2))
     for_beside = gl.convert_layout(tile_weights.weights, gl.DotOperandLayout(0, wide(BESIDE), 2))
-    main = warpgroup_mma(for_main, ring.v.index(slot), main, is_async=True)
-    beside = warpgroup_mma(for_beside, ring.v_beside.index(slot), beside, is_async=True)
+    main = warpgroup_mma(for_main, pipeline.v.index(slot), main, is_async=True)
+    beside = warpgroup_mma(for_beside, pipeline.v_beside.index(slot), beside, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(main, beside))
 
 
 @gluon.jit
-def _store_block(out_at, first, num_rows, head, main, beside, cut: gl.constexpr):
+def _store_block(out_at, first, num_rows, head, main, beside, config: gl.constexpr):
     """Writes both blocks of 64 rows of a head."""
     at = out_at + head * (MAIN + REST)
-    _store(at, main, first, num_rows, MAIN, cut)
-    _store(at + MAIN, beside, first, num_rows, REST, cut)
+    _store(at, main, first, num_rows, MAIN, config)
+    _store(at + MAIN, beside, first, num_rows, REST, config)
 
 
 @gluon.jit
-def _store(at, x, first, num_rows, columns: gl.constexpr, cut: gl.constexpr):
+def _store(at, x, first, num_rows, columns: gl.constexpr, config: gl.constexpr):
     """Writes some columns of 64 rows."""
     lines: gl.constexpr = lines_of(x.shape[1])
-    hidden: gl.constexpr = cut.heads * (MAIN + REST)
+    hidden: gl.constexpr = config.heads * (MAIN + REST)
     row = first + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
     column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, lines))
     keep = (row < num_rows)[:, None] & (column < columns)[None, :]

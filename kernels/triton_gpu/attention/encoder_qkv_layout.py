@@ -26,6 +26,7 @@ def lay(
     Args:
       qkv, cos, sin, count: See `bidirectional_attention`.
       rows: Rows of the result; rows past the last patch repeat it.
+      sizes: Columns of the heads and their blocks.
     """
     laid = qkv.new_empty((rows, sizes.width))
     block = triton.next_power_of_2(sizes.width)

@@ -39,7 +39,7 @@ class RowVisibility(NamedTuple):
 
 
 @gluon.jit
-def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
+def pairs_of(block, seen, heads: gl.constexpr, config: gl.constexpr):
     """Loads the pairs of a block; spare pairs repeat the last row of the request."""
     group: gl.constexpr = heads.q_heads // heads.k_heads
     lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
@@ -52,8 +52,8 @@ def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
         is_one=start + lane // group < stop,
         first=gl.load(seen.first + row),
         until=gl.load(seen.until + row),
-        low=_bits(seen.window, start, stop, block.number, 0, group, cut.nodes, lanes),
-        high=_bits(seen.window, start, stop, block.number, 32, group, cut.nodes, lanes),
+        low=_bits(seen.window, start, stop, block.number, 0, group, config.nodes, lanes),
+        high=_bits(seen.window, start, stop, block.number, 32, group, config.nodes, lanes),
     )
 
 
@@ -96,26 +96,26 @@ def queries_of(q_at, block, seen, heads: gl.constexpr):
 
 
 @gluon.jit
-def shared_memory(k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr):
+def shared_memory(k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, config: gl.constexpr):
     """Allocates the queries of `blocks` blocks, the ones, and the K/V pipeline of a program."""
-    stages: gl.constexpr = cut.stages
-    v_tiles: gl.constexpr = stages * cut.copied + (cut.groups if cut.groups > 1 else 0)
+    stages: gl.constexpr = config.stages
+    v_tiles: gl.constexpr = stages * config.copied + (config.groups if config.groups > 1 else 0)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(gl.bfloat16, [blocks, LANES, heads.D], swizzled)
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], swizzled)
-    ring = KVPipeline(
+    pipeline = KVPipeline(
         k_tiles=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, heads.D], k_of.layout),
-        v_tiles=gl.allocate_shared_memory(gl.bfloat16, [v_tiles, TILE, cut.width], v_of.layout),
+        v_tiles=gl.allocate_shared_memory(gl.bfloat16, [v_tiles, TILE, config.width], v_of.layout),
         keys_come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
         values_come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
         is_free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
     )
     for i in gl.static_range(stages):
-        mbarrier.init(ring.keys_come.index(i), count=1)
-        mbarrier.init(ring.values_come.index(i), count=1)
-        mbarrier.init(ring.is_free.index(i), count=cut.groups)
-    return queries, ones, ring
+        mbarrier.init(pipeline.keys_come.index(i), count=1)
+        mbarrier.init(pipeline.values_come.index(i), count=1)
+        mbarrier.init(pipeline.is_free.index(i), count=config.groups)
+    return queries, ones, pipeline
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def clear_padding(out_at, begin, num_rows, stride, head, heads: gl.constexpr):
 def copy_tiles(
     k_of,
     v_of,
-    ring,
+    pipeline,
     table_at,
     columns,
     begin,
@@ -143,26 +143,26 @@ def copy_tiles(
     column,
     v_column,
     heads: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Loads the tiles of a share into free pipeline stages (producer)."""
     page: gl.constexpr = heads.page
-    copied: gl.constexpr = cut.copied
+    copied: gl.constexpr = config.copied
     # TMA coordinates have 32 bits; page numbers may have more.
     page_number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
     for i in range(begin, end):
         after = gl.minimum((i + 1) * TILE // page, columns - 1)
         next_page = gl.load(table_at + after).to(gl.int32)
         step = i - begin
-        slot = step % cut.stages
-        mbarrier.wait(ring.is_free.index(slot), ((step // cut.stages) & 1) ^ 1)
+        slot = step % config.stages
+        mbarrier.wait(pipeline.is_free.index(slot), ((step // config.stages) & 1) ^ 1)
         line = page_number * page + i * TILE % page
-        barrier = ring.keys_come.index(slot)
+        barrier = pipeline.keys_come.index(slot)
         mbarrier.expect(barrier, TILE * heads.D * 2)
-        copy_tile(k_of, [line, column], barrier, ring.k_tiles.index(slot))
-        barrier = ring.values_come.index(slot)
-        mbarrier.expect(barrier, TILE * cut.width * copied * 2)
+        copy_tile(k_of, [line, column], barrier, pipeline.k_tiles.index(slot))
+        barrier = pipeline.values_come.index(slot)
+        mbarrier.expect(barrier, TILE * config.width * copied * 2)
         for part in gl.static_range(copied):
-            at = [line, column + v_column + part * cut.width]
-            copy_tile(v_of, at, barrier, ring.v_tiles.index(slot * copied + part))
+            at = [line, column + v_column + part * config.width]
+            copy_tile(v_of, at, barrier, pipeline.v_tiles.index(slot * copied + part))
         page_number = next_page

@@ -164,7 +164,7 @@ class VerifyTileConfig(NamedTuple):
 def attend_pairs(
     queries,
     ones,
-    ring,
+    pipeline,
     block,
     pairs,
     own,
@@ -174,19 +174,21 @@ def attend_pairs(
     counters,
     scale,
     heads: gl.constexpr,
-    cut: gl.constexpr,
+    config: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """Accumulates a share; the last program to arrive combines the spans and writes the result."""
-    peak, total, sums = no_sums(cut.width)
+    peak, total, sums = no_sums(config.width)
     stride = num_rows * heads.q_heads
-    each: gl.constexpr = cut.span // TILE
+    each: gl.constexpr = config.span // TILE
     for unit in range(own.begin // each, gl.cdiv(own.end, each)):
         begin, end = gl.maximum(own.begin, unit * each), gl.minimum(own.end, (unit + 1) * each)
-        peak, total, sums = sum_span(queries, ones, ring, pairs, own, begin, end, scale, 0, cut)
+        peak, total, sums = sum_span(
+            queries, ones, pipeline, pairs, own, begin, end, scale, 0, config
+        )
         if not own.is_alone:
             place = pairs.place + (unit - own.base) * stride
-            _store_span(partials, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
+            _store_span(partials, block.part, place, pairs.is_one, peak, total, sums, heads, config)
     if is_launched:
         # Not earlier: programs of the next kernel must not take registers that warps exchange.
         gdc_launch_dependents()
@@ -197,91 +199,100 @@ def attend_pairs(
         is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
         if is_last:
             gl.store(counter, 0)
-            peak, total, sums = no_sums(cut.width)
+            peak, total, sums = no_sums(config.width)
             for unit in range(0, own.units):
                 place = pairs.place + unit * stride
-                more = _load_span(partials, block.part, place, pairs.is_one, heads, cut)
+                more = _load_span(partials, block.part, place, pairs.is_one, heads, config)
                 peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
     if is_last:
-        finish(stored, block, total, sums, heads, cut)
+        finish(stored, block, total, sums, heads, config)
 
 
 @gluon.jit
 def sum_span(
-    queries, ones, ring, pairs, own, begin, end, scale, which: gl.constexpr, cut: gl.constexpr
+    queries,
+    ones,
+    pipeline,
+    pairs,
+    own,
+    begin,
+    end,
+    scale,
+    which: gl.constexpr,
+    config: gl.constexpr,
 ):
     """Accumulates the program's tiles of a span in one warpgroup: tiles, splits, then the span."""
     of_scores: gl.constexpr = wide(TILE)
-    of_values: gl.constexpr = wide(cut.width)
+    of_values: gl.constexpr = wide(config.width)
     of_totals: gl.constexpr = wide(ONES)
     lanes: gl.constexpr = gl.SliceLayout(1, of_scores)
-    peak, total, sums = no_sums(cut.width)
-    s_peak, s_total, s_sums = _no_split(cut.width)
+    peak, total, sums = no_sums(config.width)
+    s_peak, s_total, s_sums = _no_split(config.width)
     zero = gl.zeros((LANES, TILE), gl.float32, layout=of_scores)
     for i in range(begin, end):
         step = i - own.begin
-        slot = step % cut.stages
-        phase = (step // cut.stages) & 1
-        keys = ring.k_tiles.index(slot)
-        v_slot = slot * cut.copied + which % cut.copied
+        slot = step % config.stages
+        phase = (step // config.stages) & 1
+        keys = pipeline.k_tiles.index(slot)
+        v_slot = slot * config.copied + which % config.copied
         is_partly = (i * TILE < own.whole_from) | ((i + 1) * TILE > own.whole_until)
         if is_partly:
-            mbarrier.wait(ring.values_come.index(slot), phase)
-            values = ring.v_tiles.index(v_slot)
-            is_zeroed = _nonfinite_positions(values, i * TILE, own, cut.width)
+            mbarrier.wait(pipeline.values_come.index(slot), phase)
+            values = pipeline.v_tiles.index(v_slot)
+            is_zeroed = _nonfinite_positions(values, i * TILE, own, config.width)
             if gl.max(is_zeroed, 0) > 0:
-                if cut.groups > 1:
-                    v_slot = cut.stages * cut.copied + which + 0 * slot
-                cleaned = ring.v_tiles.index(v_slot)
+                if config.groups > 1:
+                    v_slot = config.stages * config.copied + which + 0 * slot
+                cleaned = pipeline.v_tiles.index(v_slot)
                 gets_nan = _zero_positions(
-                    values, cleaned, is_zeroed, i * TILE, pairs, cut.width, cut.nodes
+                    values, cleaned, is_zeroed, i * TILE, pairs, config.width, config.nodes
                 )
-                s_sums = gl.where(_beside(gets_nan, cut.width) > 0, float("nan"), s_sums)
-        mbarrier.wait(ring.keys_come.index(slot), phase)
+                s_sums = gl.where(_beside(gets_nan, config.width) > 0, float("nan"), s_sums)
+        mbarrier.wait(pipeline.keys_come.index(slot), phase)
         scores = warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
         if is_partly:
             position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
-            scores = gl.where(_sees(position, pairs, cut.nodes), scores, NEGATIVE)
+            scores = gl.where(_sees(position, pairs, config.nodes), scores, NEGATIVE)
         highest = gl.maximum(s_peak, gl.max(scores, 1))
         # Before the first visible position, masked scores must not get the weight of the maximum.
         above = gl.where(highest == NEGATIVE, 0.0, highest)
         weights = gl.exp2(scores - above[:, None]).to(gl.bfloat16)
-        mbarrier.wait(ring.values_come.index(slot), phase)
+        mbarrier.wait(pipeline.values_come.index(slot), phase)
         decay = gl.exp2(s_peak - highest)
         s_peak = highest
         s_total = s_total * _beside(decay, ONES)
-        s_sums = s_sums * _beside(decay, cut.width)
+        s_sums = s_sums * _beside(decay, config.width)
         for_totals = gl.convert_layout(weights, gl.DotOperandLayout(0, of_totals, 2))
         for_values = gl.convert_layout(weights, gl.DotOperandLayout(0, of_values, 2))
         s_total = warpgroup_mma(for_totals, ones.permute((1, 0)), s_total, is_async=True)
-        s_sums = warpgroup_mma(for_values, ring.v_tiles.index(v_slot), s_sums, is_async=True)
+        s_sums = warpgroup_mma(for_values, pipeline.v_tiles.index(v_slot), s_sums, is_async=True)
         s_total, s_sums = warpgroup_mma_wait(num_outstanding=0, deps=(s_total, s_sums))
-        mbarrier.arrive(ring.is_free.index(slot), count=1)
-        if ((i + 1) * TILE % cut.split == 0) | (i + 1 == end):
+        mbarrier.arrive(pipeline.is_free.index(slot), count=1)
+        if ((i + 1) * TILE % config.split == 0) | (i + 1 == end):
             split_total = gl.convert_layout(gl.max(s_total, 1), lanes)
             peak, total, sums = fold(peak, total, sums, s_peak, split_total, s_sums)
-            s_peak, s_total, s_sums = _no_split(cut.width)
+            s_peak, s_total, s_sums = _no_split(config.width)
     return peak, total, sums
 
 
 @gluon.jit
-def finish(stored, block, total, sums, heads: gl.constexpr, cut: gl.constexpr):
+def finish(stored, block, total, sums, heads: gl.constexpr, config: gl.constexpr):
     """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     q_heads: gl.constexpr = heads.q_heads
     group: gl.constexpr = q_heads // heads.k_heads
-    lines: gl.constexpr = lines_of(cut.width)
+    lines: gl.constexpr = lines_of(config.width)
     starts_at = stored.starts + block.request
     lane = block.number * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
     row, q_head = gl.load(starts_at) + lane // group, block.head * group + lane % group
-    column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, lines))
-    column = (block.part * cut.width + column)[None, :]
+    column = gl.arange(0, config.width, layout=gl.SliceLayout(0, lines))
+    column = (block.part * config.width + column)[None, :]
     keep = (row < gl.load(starts_at + 1))[:, None] & (column >= 0)
-    out = sums / gl.maximum(_beside(total, cut.width), 1e-30)
+    out = sums / gl.maximum(_beside(total, config.width), 1e-30)
     if heads.gated:
-        at = row.to(gl.int64) * cut.lines + (2 * q_head + 1) * heads.D
+        at = row.to(gl.int64) * config.lines + (2 * q_head + 1) * heads.D
         gate = gl.load(stored.gate + at[:, None] + column, mask=keep, other=0.0)
-        gate = gl.convert_layout(gate, wide(cut.width)).to(gl.float32)
+        gate = gl.convert_layout(gate, wide(config.width)).to(gl.float32)
         out = out / (1.0 + gl.exp2(gate * -LOG2_E))
     out = gl.convert_layout(out.to(gl.bfloat16), lines)
     at = (row.to(gl.int64) * q_heads + q_head)[:, None] * heads.D + column
@@ -386,28 +397,28 @@ def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, n
 
 
 @gluon.jit
-def _span_at(place, part, heads: gl.constexpr, cut: gl.constexpr):
+def _span_at(place, part, heads: gl.constexpr, config: gl.constexpr):
     """Returns the offsets of a span's weighted values."""
-    of_values: gl.constexpr = wide(cut.width)
+    of_values: gl.constexpr = wide(config.width)
     place = gl.convert_layout(place, gl.SliceLayout(1, of_values)).to(gl.int64)
-    column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, of_values))
-    return place[:, None] * heads.D + (part * cut.width + column)[None, :]
+    column = gl.arange(0, config.width, layout=gl.SliceLayout(0, of_values))
+    return place[:, None] * heads.D + (part * config.width + column)[None, :]
 
 
 @gluon.jit
 def _store_span(
-    partials, part, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
+    partials, part, place, is_one, peak, total, sums, heads: gl.constexpr, config: gl.constexpr
 ):
-    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    gl.store(partials.sums + _span_at(place, part, heads, cut), sums, mask=keep)
+    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(config.width)))[:, None]
+    gl.store(partials.sums + _span_at(place, part, heads, config), sums, mask=keep)
     gl.store(partials.peaks + place, peak, mask=is_one)
     gl.store(partials.totals + place, total, mask=is_one)
 
 
 @gluon.jit
-def _load_span(partials, part, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
-    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    at = partials.sums + _span_at(place, part, heads, cut)
+def _load_span(partials, part, place, is_one, heads: gl.constexpr, config: gl.constexpr):
+    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(config.width)))[:, None]
+    at = partials.sums + _span_at(place, part, heads, config)
     sums = gl.load(at, mask=keep, other=0.0, cache_modifier=".cg")
     peak = gl.load(partials.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
     total = gl.load(partials.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")

@@ -47,6 +47,7 @@ def commit(
       saved_recurrent, saved_window: Snapshots of all layers.
       path, counts, save_after: See the specification.
       save: Snapshot index of each request; 0 for none.
+      tiles: Tile config.
 
     Raises:
       ValueError: States are not contiguous.
