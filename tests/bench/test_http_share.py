@@ -61,7 +61,7 @@ def test_cpu_and_waited_seconds_follow_process():
 
 
 def test_worded_gives_shape_tokenizer_of_model(tmp_path):
-    """It has the tokenizer's own tokens, and words for all that its vocabulary has behind them."""
+    """It has the tokenizer's own tokens, and words for the rest of its vocabulary."""
     folder = worded(SHAPE, http_overhead.DEMO, tmp_path / "shape")
     demo, found = Tokenizer.from_folder(http_overhead.DEMO), Tokenizer.from_folder(folder)
     assert demo is not None

@@ -55,7 +55,7 @@ assert before and not late, late
 
 @pytest.mark.parametrize("kind", WORK)
 def test_started_controller_compiles_nothing_in_steps(kind: str) -> None:
-    """In a process of its own: what other tests compiled would hide it."""
+    """The test has a process of its own: compilations of other tests would hide a failure."""
     script = COMMON + WORK[kind] + CHECK
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

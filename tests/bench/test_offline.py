@@ -42,7 +42,7 @@ SHORT = ["--input", "10", "--output", "40", "--steps", "4", "--dtype", "float32"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config.json, and those of its heads beside it."""
+    """A folder with a config.json, next to the folders of its heads."""
     folder, target = tmp_path_factory.mktemp("shapes"), tiny_model("qwen3_5", 0)[0]
     given = {
         "tiny": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),

@@ -18,7 +18,7 @@ def path(tmp_path_factory) -> Path:
 
 
 def test_policy_replay_scores_all_policies(path):
-    """Off, every tier and the oracle frame what the recorded policy reached."""
+    """Plain decoding, every tier and the oracle bound the recorded policy."""
     found = {score.name: score for score in policy_replay.scores(policy_replay.read(path))}
     tiers = {"none", "S1", "S3", "S7", "S5k4N16"}
     assert set(found) == tiers | {"adaptive", "greedy", "probe", "oracle"}

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
-"""Many times what the program takes; it is reached only by one that hangs."""
+"""Many times the duration of the program; only a hanging one reaches it."""
 
 INDEPENDENT_PROMPTS = """
 import jax

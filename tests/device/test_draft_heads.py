@@ -91,7 +91,7 @@ def capacity_of(vocab: int) -> BackendLimits:
 
 
 class Backends:
-    """Backends by framework and drafter, and what each has served."""
+    """Backends by framework and drafter, and their outcomes."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str, str], Backend] = {}

@@ -219,7 +219,7 @@ def test_every_field_with_draft_vocabulary_preserves_plain_output(algorithm, bac
 def test_every_sampling_param_set_by_some_field(backends):
     """The HTTP server sets every field of `SamplingParams`; a new field needs a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
-    # By choice, by the model, by the limit of drafts, and by what is no part of an answer.
+    # Set by choice, by the model, by the limit of drafts, and for traces.
     differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces", "grammar"}
     for name, case in CASES.items():
         kind = ChatRequest if case.base is TALK else CompletionRequest

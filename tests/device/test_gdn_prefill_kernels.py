@@ -241,7 +241,7 @@ def test_gdn_prefill_rejects_noncontiguous_states() -> None:
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:
-    """The operation that has the kernels, as on a GPU, and what it is called with."""
+    """Returns the operation with its kernels bound, as on a GPU, and its arguments."""
     impl = {"pallas": jax_impl, "triton": torch_impl}[language]
     bind_kernels(monkeypatch, impl.ops, KERNELS[language])
     ops = impl.ops.gdn.gdn_layer

@@ -122,7 +122,7 @@ def capacity_of(
 
 
 def requests_of(vocab: int) -> list[Request]:
-    """Two without a grammar that run to the end, and three with one beside them that end before."""
+    """Two requests without a grammar that run to the end, and three with one that end earlier."""
     rng = np.random.default_rng(22)
     asked = [
         (None, {"temperature": 0.0}),

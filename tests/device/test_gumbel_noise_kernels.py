@@ -22,7 +22,7 @@ if "triton" in KERNELS:
 
         @triton.jit
         def noise_kernel(words_at, out_at, lanes: tl.constexpr):
-            """The noise of words, and what it cannot reach."""
+            """The noise of words, and its upper bound."""
             lane = tl.arange(0, lanes)
             words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
             tl.store(out_at + lane, noise_of_words(words))

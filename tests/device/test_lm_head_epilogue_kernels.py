@@ -148,7 +148,7 @@ def test_lm_head_epilogue_choice_matches_full_logits(language: str, cut: str) ->
 
 
 def ranked_in_torch(arguments: dict[str, Any], width: int) -> Any:
-    """Children from what blocks leave, and from whole scores."""
+    """Returns children from the epilogue's partial results, and from full logits."""
     device, kernels = "cuda" if ON_GPU else "cpu", SimpleNamespace(**KERNELS["triton"])
 
     def leaf(x: Any) -> Any:

@@ -123,7 +123,7 @@ def inside_a_run(outcome: Outcome) -> int:
 
 @pytest.mark.parametrize(("how", "overlap"), [(GREEDY, 0), (SAMPLED, 2)], ids=["greedy", "sampled"])
 def test_stop_token_inside_accepted_run_ends_output(server, how, overlap):
-    """Traps: what a step accepted past the end of text came out, or was counted as usage."""
+    """Traps: tokens accepted after the end of the output are emitted, or counted as usage."""
     whole = server.alone(request(3, prompt(3, 30), **how))
     place = inside_a_run(whole)
     stop = {"stop_token_ids": (whole.tokens[place],), "logprobs": 1}
@@ -224,7 +224,7 @@ def test_output_and_acceptance_independent_of_overlap(server):
 
 @either_sampling
 def test_max_draft_tokens_zero_preserves_plain_output(server, how):
-    """They run in the drafted program, beside requests that do draft."""
+    """They run in the drafted program, together with requests that draft."""
     asked = [
         request(n, prompt(n, 11 + n), **how, max_draft_tokens=None if n else 0) for n in range(2)
     ]

@@ -39,7 +39,7 @@ FEW_PAGES = 21
 
 
 def sampling_of(chat: int) -> SamplingParams:
-    """Greedy, sampled, and with penalties, which must know what a hit spares."""
+    """Greedy, sampled, and with penalties, which must count cached tokens."""
     how = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}]
     how.append({"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.1})
     return SamplingParams(max_tokens=60, seed32=derive_seed(7, chat), **how[chat])

@@ -150,7 +150,7 @@ def test_tp_every_accept_rule_bitwise_equal(drafter, rule, backends):
     every(DENSE_FAMILIES, {*DENSE_FAMILIES} - LIKE_LLAMA - {"olmo3"}, {"olmo3"}),
 )
 def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
-    """Biases, factors, norms of all heads and behind layers, windows, joined tensors."""
+    """Biases, factors, norms of all heads and after layers, sliding windows, fused tensors."""
     serve_on(backends, framework, family, "EAGLE", "exact", FEW)
 
 

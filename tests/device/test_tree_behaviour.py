@@ -84,7 +84,7 @@ def arrangements() -> list[tuple[int, int, int]]:
 
 @either_sampling
 def test_tree_node_sampling_independent_of_node_index(host, how):
-    """In each tree each node in turn carries, with its ancestors, what the text goes on with."""
+    """In each tree, each node with its ancestors carries the next tokens of the output once."""
     tokens = prompt(2, 20)
     whole = host.alone(tokens, 80, **how)
     request = host.request(tokens, **how)

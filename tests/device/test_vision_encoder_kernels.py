@@ -59,7 +59,7 @@ def run(
     dtype: str = "float32",
     options: dict[str, Any] | None = None,
 ) -> np.ndarray:
-    """Calls a kernel; what it gives is widened."""
+    """Calls a kernel; its results are converted to float32."""
     call: Callable[..., Any] = getattr(KERNELS[language][module], function)
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     if language == "triton":

@@ -83,7 +83,7 @@ def kernels_of(framework: str) -> Any:
 def compared(
     framework: str, ranks: int, work: Callable[..., Any], rows: list[np.ndarray], given: dict
 ) -> None:
-    """Holds what ranks give against what one gives."""
+    """Compares the results of ranks with those of one rank."""
     alone, every = alone_and_on_ranks(framework, ranks, work, VOCAB, rows, given)
     for of_rank in every:
         for got, want in zip(of_rank, alone, strict=True):

@@ -178,7 +178,7 @@ VOCAB, S = 97, 5
 HOW = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_k": 40, "top_p": 0.95},
-    # One token is pushed far up; only what the text has seen of it takes another one.
+    # One token has a high bias; only its earlier occurrences lead to another one.
     "greedy with penalties": {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": {8: 7.0}},
     "sampled with penalties": {
         "temperature": 1.0,

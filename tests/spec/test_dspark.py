@@ -31,7 +31,7 @@ def test_dspark_drafts_scores_and_confidence_match_golden(folder, implementation
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
 def test_dspark_penalties_count_earlier_drafts(implementation):
-    """One token is pushed far up; only what was drafted of it takes another one."""
+    """One token has a high bias; only its earlier drafts lead to another one."""
     head, weights = golden_block_head(GOLDEN / "dspark_gated", TARGET)
     favoured = int(head.weights["draft_ids"][7])
     how = {"temperature": 0.0, "logit_bias": {favoured: 60.0}, "frequency_penalty": 2.0}

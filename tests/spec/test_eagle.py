@@ -15,7 +15,7 @@ PAGE_SIZE = 8
 
 
 class Drafting:
-    """The MTP layer of a tiny hybrid with the KV of two requests, recording what it ranks."""
+    """The MTP layer of a tiny hybrid with the KV of two requests; it records ranked logits."""
 
     def __init__(self, draft_from: np.ndarray) -> None:
         rng = np.random.default_rng(0)

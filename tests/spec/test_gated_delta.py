@@ -12,7 +12,7 @@ from tests.support.implementations import Implementation, each_implementation
 
 H, K, V = 3, 8, 4
 
-# Float32 on both sides; the chunked form solves for what the steps compute one after the other.
+# Float32 on both sides; the chunked form solves a system, the steps compute sequentially.
 CHUNKED = {"rtol": 0, "atol": 2e-5}
 
 

@@ -83,7 +83,7 @@ def test_gdn_commit_writes_snapshot_on_accepted_path() -> None:
 
 
 def run(implementation: Implementation, name: str, made: dict) -> tuple:
-    """The outputs, and the states and what is kept: JAX gives them back, torch writes in place."""
+    """Returns outputs, states and replay inputs: JAX returns them, torch writes in place."""
     order = (*LAYER, "nodes", "scratch")
     places = (order.index("states"), order.index("scratch"))
     found, left = implementation("gdn_layer").leaving(places, name, *parts(made, *order))

@@ -242,7 +242,7 @@ def head_of(request):
 
 
 def head_inputs(name):
-    """The golden numbers of a head, and what it reads of its target."""
+    """The golden numbers of a head, and its inputs from the target."""
     want = vectors(name)
     return want, want["aux"] if "aux" in want else want["hidden_in"]
 

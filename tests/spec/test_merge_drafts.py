@@ -26,7 +26,7 @@ def grown_of(*chains: list[tuple[int, float]]) -> DraftedTrees:
 
 
 def copies_of(*rows: list[tuple[int, int, float]], at: list[int]) -> NgramTrees:
-    """Trees of nodes behind the root: token, parent and log weight of the edge."""
+    """Trees of nodes below the root: token, parent and log weight of the edge."""
     M = 1 + max(map(len, rows))
     tokens, parents = np.zeros((2, len(rows), M), np.int32)
     weights = np.zeros((len(rows), M), np.float32)

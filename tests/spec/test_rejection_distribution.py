@@ -198,7 +198,7 @@ def test_rejection_distribution_check_detects_planted_fault(
 
 
 def test_threefry_words_never_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that begin at different places share none, whatever an earlier one drafted and saw."""
+    """Steps with different start positions share none, independent of earlier drafts."""
     drawn, was = [], gumbel_noise.threefry2x32
 
     def noted(key: tuple, counter: tuple) -> tuple:

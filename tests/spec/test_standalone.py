@@ -38,7 +38,7 @@ Memory = tuple[model_spec.KV, GDNState]
 
 
 class Drafting:
-    """A small model with the memory of two requests, recording what it ranks."""
+    """A small model with the memory of two requests; it records ranked logits."""
 
     def __init__(self, family: str, draft_from: np.ndarray) -> None:
         rng = np.random.default_rng(0)

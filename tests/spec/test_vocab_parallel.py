@@ -141,7 +141,7 @@ def reported(ops: Any, vocabulary: Any, parts: list, has: dict) -> Any:
 
 
 def drafted(ops: Any, vocabulary: Any, parts: list, has: dict, rule: str | None) -> Any:
-    """Children of nodes, and what a rule makes of chains of them; of a drafter with its tokens."""
+    """Children of nodes, and the accept rule's result for chains of them."""
     rank, columns = ops("sampling").rank, has["columns"]
     if parts[1].shape[-1] * vocabulary.group.count >= VOCAB:
         columns = None

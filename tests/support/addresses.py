@@ -1,4 +1,4 @@
-"""Fails where an interpreted Triton kernel touches what is beside its tensors, as a GPU may."""
+"""Detection of out-of-bounds accesses of interpreted Triton kernels."""
 
 from __future__ import annotations
 

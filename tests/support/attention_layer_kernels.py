@@ -1,4 +1,4 @@
-"""Calls the kernels of what a layer does between its products, in both languages."""
+"""Calls of the attention-layer kernels in both languages."""
 
 import inspect
 from collections.abc import Callable

@@ -18,7 +18,7 @@ NAMED_BY_FRAMEWORK = {"JaxBackend": "Backend", "TorchBackend": "Backend"}
 """Classes with the framework in their names, and their common names."""
 
 CARRIED = {"self", "cls", "state", "kv", "memory", "carry"}
-"""Parameters that only functional code needs: what it carries along, torch writes in place."""
+"""Parameters that only functional code needs: it passes state, and torch writes it in place."""
 
 
 @dataclass(frozen=True)

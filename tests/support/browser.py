@@ -52,7 +52,7 @@ class Page:
         self.driver = driver
 
     def resize(self, width: int, height: int, is_phone: bool = False) -> None:
-        """Gives the page a size, whatever the window's."""
+        """Sets the size of the page, independent of the window's."""
         size = {"width": width, "height": height, "mobile": is_phone}
         command = "Emulation.setDeviceMetricsOverride"
         self.driver.execute_cdp_cmd(command, {**size, "deviceScaleFactor": 1 + is_phone})

@@ -117,7 +117,7 @@ class Backends:
         head_of: Callable[[str, str], Drafter],
         model_of: Callable[[str], tuple[ModelConfig, Weights]] = model_of,
     ) -> None:
-        """Takes the shapes by model and drafter, and what makes each of its name."""
+        """Takes the shapes by model and drafter, and the function that makes each backend."""
         self._shapes, self._head_of, self._model_of = shapes, head_of, model_of
         self._made: dict[tuple[str, str, str, int], Backend] = {}
         self._served: dict[tuple[str, Cell], dict[int, Outcome]] = {}

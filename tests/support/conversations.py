@@ -24,7 +24,7 @@ AROUND = (
 
 
 def drawn(random: Random) -> Conversation:
-    """A conversation with what agents send: tools, calls, results, thoughts, blank contents."""
+    """A conversation like those of agents: tools, calls, results, reasoning, blank contents."""
     numbers = iter(range(10**6))
 
     def text() -> str:

@@ -1,4 +1,4 @@
-"""Hooks of pytest that print at the end of a session what was compiled, compared and excused.
+"""Pytest hooks that print counts of compiled programs, comparisons and excused differences.
 
 Counts of parallel workers are added up. A session that compiles more programs of the JAX backend
 than a test run can afford fails.

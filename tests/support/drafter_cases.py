@@ -1,4 +1,4 @@
-"""A small model with a drafter of each kind, and what serves them with few pages."""
+"""A small model with a drafter of each kind, and engines with few pages."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Oracle:
     def choose(
         self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The token that belongs after each prefix, and by what margin of logits it leads."""
+        """Returns the token after each prefix, and the margin of its logit."""
         text = np.array([*prompt, *output], np.int32)
         logits = self.logits(text[:-1])[len(prompt) - 1 :].copy()
         vocab, count = self._config.vocab, len(output)

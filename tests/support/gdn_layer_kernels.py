@@ -58,7 +58,7 @@ class Case:
         return np.append(0, np.cumsum(self.counts)).astype(np.int32)
 
     def kept(self) -> list[np.ndarray]:
-        """Room for what is kept, in which there are no numbers."""
+        """Returns arrays for the replay inputs, filled with NaN."""
         heads, C = self.sizes.num_value_heads, self.sizes.channels
         fields = ((heads, self.sizes.key_size), (heads, self.sizes.value_size), (heads,), (heads,))
         shapes = (*(fields if self.has_fields else ()), (C,))
@@ -252,7 +252,7 @@ def commit(language: str, case: Case, states: Sequence[np.ndarray], path, counts
 
 
 def specified(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The outputs, zeros for padding, and what is kept of each request's nodes, [B, N, ...]."""
+    """Returns outputs, zeros for padding, and replay inputs of all nodes, [B, N, ...]."""
     B, N, starts = len(case.counts), case.nodes, case.row_starts
     node = np.minimum(np.arange(N), np.maximum(case.counts, 1)[:, None] - 1)
     row_of = np.minimum(starts[:-1, None] + node, len(case.projected) - 1)

@@ -215,7 +215,7 @@ class JaxHead:
         return tuple(map(np.asarray, drafted(self._kv, ints(tokens), self._passed(reads))))
 
     def _passed(self, reads: Array) -> model.Forward:
-        """A pass of the target that gave what the head reads."""
+        """A pass of the target with the inputs of the head."""
         streams = tuple(np.split(reads, len(self._aux) or 1, axis=1))
         return model.Forward(*jax.tree.map(jnp.asarray, (reads, streams, self._kv)))
 

@@ -194,7 +194,7 @@ class TorchHead:
         return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 
     def _passed(self, reads: Array) -> model.Forward:
-        """A pass of the target that gave what the head reads."""
+        """A pass of the target with the inputs of the head."""
         given = torch.from_numpy(reads)
         num_streams = max(len(self._head.streams), 1)
         return model.Forward(given, given.chunk(num_streams, dim=1))

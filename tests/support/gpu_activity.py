@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 COPIES = ("memcpy", "memset")
-"""Parts of names of what is no kernel."""
+"""Parts of names of events that are no kernels."""
 
 Span = tuple[str, float, float]
 """Name, begin and end in milliseconds."""

@@ -31,7 +31,7 @@ class Rank:
     line: Connection
 
     def meet(self, message: object = None) -> list[Any]:
-        """Waits for all ranks, and gives what each has brought, in their order."""
+        """Waits for all ranks, and returns the value of each, in their order."""
         self.line.send(("meet", message))
         return self.line.recv()
 

@@ -1,4 +1,4 @@
-"""Requests with grammars, what serves them with each drafter, and what their texts must be."""
+"""Requests with grammars, engines with each drafter, and checks of the outputs."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ THINK_END_ID = 256 + len(PAIRS) + MARKS.index(THINK_END)
 
 @lru_cache
 def tokenizer() -> Tokenizer:
-    """Token i is byte i, but for the one that ends a text; behind them are pairs and marks."""
+    """Token i is byte i, except for the stop token; pairs and special tags follow."""
     letters = byte_letters()
     letters[EOS_ID] = "<eos>"
     named = [*letters, *(a + b for a, b in PAIRS)]

@@ -39,7 +39,7 @@ INPUTS, OUTPUTS = [1, 2, 3], [0, 1, 2]
 MUCH = 40.0
 
 CALM = 0.4
-"""Share of what other layers add, so that most tokens follow from the newest."""
+"""Scale of the output of other layers, so that most tokens follow from the newest."""
 
 
 def still_target(name: str) -> tuple[ModelConfig, Weights]:
@@ -200,7 +200,7 @@ def made_head(name: str, target: ModelConfig, target_weights: Weights) -> DraftH
 def _count_streams(how: Format, config: DraftConfig, weights: dict[str, np.ndarray]) -> None:
     """Sets `fc` and the norms around it."""
     H = config.target_hidden
-    # A norm behind `fc` makes much of anything, of rounding too.
+    # A norm after `fc` amplifies everything, rounding errors too.
     is_normed = how.is_block or config.norm_residual
     much = np.float32(1 if is_normed else MUCH)
     fc = weights["fc"] = weights["fc"].copy()
@@ -225,7 +225,7 @@ def _count_streams(how: Format, config: DraftConfig, weights: dict[str, np.ndarr
 def write_format(
     folder: Path, name: str, target: ModelConfig, target_weights: Weights
 ) -> DraftHead:
-    """Writes the folder of a format; returns what it holds."""
+    """Writes the folder of a format; returns its head."""
     how, head = FORMATS[name], made_head(name, target, target_weights)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(how.config(target)), encoding="utf-8")

@@ -106,7 +106,7 @@ def byte_letters() -> list[str]:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Writes what a checkpoint folder has of a tokenizer; `byte_tokenizer` unless one is given."""
+    """Writes the tokenizer files of a checkpoint folder; `byte_tokenizer` unless one is given."""
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     config = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": SPECIAL[0]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

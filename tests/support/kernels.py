@@ -110,7 +110,7 @@ def triton_interpreter() -> Iterator[None]:
             patch.setenv("TRITON_INTERPRET", "1")
             interpreter = importlib.import_module("triton.runtime.interpreter")
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
-            # Of sums of integers it computes whether they overflow, and drops what it found.
+            # It computes whether sums of integers overflow, and drops the result.
             options = interpreter.interpreter_builder.options
             assert not options.debug
             silent = replace(options, sanitize_overflow=False)
@@ -136,7 +136,7 @@ def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any], **mix: o
 
 
 def share_arithmetic(patch: pytest.MonkeyPatch) -> None:
-    """Interpreted, what a GPU has in its hardware is the same in both languages.
+    """Interpreted, the hardware functions of a GPU are equal in both languages.
 
     Functions are XLA's, products of matrices sums in the order of the numbers.
     """
@@ -155,7 +155,7 @@ def share_arithmetic(patch: pytest.MonkeyPatch) -> None:
 
 
 def _dot(_: object, a: Any, b: Any, d: Any, *how: object) -> Any:
-    """A product that adds a row in one order whatever the others are, as a matrix unit does.
+    """A product with a fixed order of sums per row, independent of other rows, like a matrix unit.
 
     The interpreter's own, of numpy in float32, does not.
     """
@@ -198,7 +198,7 @@ def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numpy_type(look_up: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    """Remembers what the interpreter would find in a table that it makes anew in each operation."""
+    """Caches the lookup in a table that the interpreter builds anew in each operation."""
     of_number = cache(look_up)
     return lambda kind: look_up(kind) if kind.scalar.is_ptr() else of_number(kind.scalar)
 

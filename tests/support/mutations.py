@@ -74,7 +74,7 @@ Call = Callable[[Test, Texts], None]
 """Calls a test; plain texts are kept for the next one."""
 
 _TEXTS: Texts = {}
-"""Filled while everything is healthy; a planted fault must not spoil what is right."""
+"""Filled before any fault is planted; a planted fault must not change the reference."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ MOST_COMPARED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class OpCase:
-    """One case of an operation: how it is called, what it must give, and what it must move.
+    """One case of an operation: arguments, expected results and moved bytes.
 
     Attributes:
       op, function: The name of the specification's and the ops' module, and of the function there.

@@ -30,7 +30,7 @@ from tests.support.op_records import mapped
 Placed = list[Any]
 """The arguments of an operation in its order: arrays on the device, numbers, records of both."""
 Changes = Mapping[str, int]
-"""Fields of tiles, and what they are instead."""
+"""Fields of tile configs, and their replacements."""
 Timer = Callable[[int], float]
 """Seconds of one call, from a number of rounds over all sets of arguments."""
 
@@ -82,7 +82,7 @@ class Side(ABC):
         return version(self.name)
 
     def with_ops(self, ops: str) -> AbstractContextManager[None]:
-        """Within it the operations are `plain`, or what `ops` has bound."""
+        """Context in which the operations are `plain`, or the ones bound by `ops`."""
         return self._ops.plain() if ops == "plain" else nullcontext()
 
     @contextmanager
@@ -143,7 +143,7 @@ class Side(ABC):
         return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
 
     def chain_seconds(self, products: Sequence[tuple[int, int, int]]) -> float:
-        """Seconds of products in bfloat16 by the framework, one behind the other, sustained.
+        """Seconds of products in bfloat16 by the framework, one after the other, sustained.
 
         Args:
           products: Rows, outputs and inputs of each.
@@ -358,7 +358,7 @@ def _on_a_clock(
 
 
 def _by_the_device(once: Callable[[], Any], count: int, wait: Callable[[Any], Any]) -> Timer:
-    """Counts what a GPU is busy for."""
+    """Counts the busy time of a GPU."""
 
     def seconds(rounds: int) -> float:
         def run() -> None:

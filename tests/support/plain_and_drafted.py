@@ -55,7 +55,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "DSPARK+NGRAM": ("llama", "DSPARK+NGRAM", CHAIN),
     "DFLASH2+NGRAM": ("llama", "DFLASH2+NGRAM", CHAIN),
 }
-"""The model's family, what drafts for it, and the shape, by `--speculative-algorithm`."""
+"""The model's family, its drafter and the shape, by `--speculative-algorithm`."""
 
 
 @lru_cache

@@ -37,7 +37,7 @@ Patch = pytest.MonkeyPatch
 
 
 def after(patch: Patch, owner: Any, name: str, spoil: Callable[..., Any]) -> None:
-    """Lets `spoil(result, *arguments)` replace what a function returns."""
+    """Lets `spoil(result, *arguments)` replace the result of a function."""
     healthy = getattr(owner, name)
 
     def faulty(*arguments: Any, **named: Any) -> Any:
@@ -228,7 +228,7 @@ def nan_left_in_a_page(patch: Patch) -> None:
 
 
 class _KeepsMaskedValues:
-    """numpy, but for the `where` that puts 0 in the place of what a row does not see."""
+    """numpy, except for the `where` that replaces invisible positions by 0."""
 
     def where(self, condition: Any, kept: Any, otherwise: Any) -> Any:
         is_mask_of_values = np.ndim(kept) == 4 and np.isscalar(otherwise) and otherwise == 0
@@ -356,7 +356,7 @@ def masks_of_the_root_alone(patch: Patch) -> None:
 
 
 def masks_of_the_step_before(patch: Patch) -> None:
-    """A matcher that is a token behind what was committed."""
+    """A matcher that is one token late."""
     healthy = GrammarState.take
 
     def take(held: GrammarState, token: int) -> bool:

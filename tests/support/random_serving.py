@@ -174,7 +174,7 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
 
 
 class Backends:
-    """Backends by what cannot change while one runs; each serves many a traffic."""
+    """Backends by their fixed settings; each serves several loads."""
 
     def __init__(self) -> None:
         self._made: dict[tuple, Backend] = {}
@@ -213,7 +213,7 @@ class Watched:
     def close(self) -> None: ...
 
     def check(self) -> None:
-        """Every tree is within its request's limit and its shape, and so is what was accepted."""
+        """Checks that trees and accepted paths are within the request's limit and the shape."""
         for plan, future in self.steps:
             result, rows = future.result(), np.flatnonzero(plan.slots)
             assert not result.failed[rows].any()
@@ -283,7 +283,7 @@ def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
 
 
 def joined_index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
-    """The same for copies that join what is drafted."""
+    """The same for n-gram drafts of a merged tree."""
     nodes, ahead = shape.copied, shape.copied - 1 - 2 * COPIES
     sizes = {"nodes": nodes, "depth": nodes - 1, "vocab": vocab}
     return NgramIndex(_remembering(server), **sizes, chain=False, ahead=ahead, path=ahead + COPIES)
@@ -299,7 +299,7 @@ def _remembering(server: Server) -> NgramConfig:
 
 
 def num_pages_of(server: Server, capacity: BackendLimits, visits: list[Visit]) -> int:
-    """Pages that let the longest request in, and `spare` of what the others would need."""
+    """Pages for the longest request, and the fraction `spare` of the need of the others."""
     growth = server.overlap * (capacity.max_depth + 1)
     needs = sorted(
         capacity.num_pages_for(visit.request.max_length - 1 + growth + capacity.scratch)
@@ -309,7 +309,7 @@ def num_pages_of(server: Server, capacity: BackendLimits, visits: list[Visit]) -
 
 
 def serve(server: Server, traffic: list[Asked], backends: Backends) -> list[Visit]:
-    """Serves the traffic to its end, and checks everything that holds whatever the text."""
+    """Serves the traffic to its end, and checks everything that does not depend on outputs."""
     visits, backend = visits_of(traffic), backends.get(server)
     watched = Watched(backend, num_pages_of(server, backend.capacity, visits))
     engine = engine_of(server, watched)
@@ -360,7 +360,7 @@ def nothing_is_left(engine: Engine) -> None:
 
 
 def check(server: Server, visit: Visit) -> None:
-    """Holds what a request got against plain decoding of it alone."""
+    """Compares the outcome of a request with plain decoding of it alone."""
     outcome, params = visit.outcome, visit.request.sampling
     tokens, stops = outcome.tokens, params.stop_token_ids
     check_end(visit)
@@ -428,7 +428,7 @@ def check_logprobs(oracle: Oracle, visit: Visit) -> None:
 
 
 def check_scores(oracle: Oracle, visit: Visit) -> None:
-    """Each token of the prompt but the first has what it would have as a token of an answer."""
+    """Checks that prompt logprobs, from the second token on, equal those of output tokens."""
     prompt, asked = visit.request.prompt, visit.request.sampling.prompt_logprobs
     scores = visit.outcome.scores
     if asked is None or len(prompt) == 1:

@@ -64,7 +64,7 @@ MODELS = {
     "hybrid": (DIVIDED["qwen3_5"], {}, "NEXTN"),
     "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256} | _WIDE_EXPERTS, "NEXTN"),
 }
-"""Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
+"""Families, changed fields and drafters: squares of whole chunks on a rank, or not."""
 _OF_DRAFTER = {"intermediate_size": 64}
 """Fields of a drafter's layers: a rank's columns are whole words of memory, with eight ranks too.
 """
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
 
 class _Recorder:
-    """A backend that keeps what it was given."""
+    """A backend that records its plans."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -128,10 +128,10 @@ MAKERS: dict[str, tuple[Callable[..., SideBySide], int]] = {
     "torch ranks 2": (torch_ranks, 2),
     "torch ranks 4": (torch_ranks, 4),
 }
-"""Several ranks beside one, by the names of frameworks."""
+"""Several ranks compared with one, by the names of frameworks."""
 
 
 def side_by_side(framework: str, made_from: tuple, **more: Any) -> SideBySide:
-    """Several ranks beside one; the arguments are a backend's."""
+    """Several ranks compared with one; the arguments are a backend's."""
     make, count = MAKERS[framework]
     return make(made_from, count, **more)

@@ -45,7 +45,7 @@ def _bits(x: torch.Tensor | None) -> np.ndarray | None:
 
 
 def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
-    """Gathers all cases in each of some steps; what is wrong, a sentence each."""
+    """Gathers all cases in each step; returns a sentence for each fault."""
     from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
     mailbox = on_torch(rank)
@@ -107,7 +107,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
 
 
 def products_of_torch(rank: Rank, steps: int) -> list[str]:
-    """Products that gather, beside one of all ranks' weights; what is wrong, a sentence each."""
+    """Compares gathered products with one of all weights; returns a sentence for each fault."""
     from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.gemm.linear import product
 
@@ -160,7 +160,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
 
 
 def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
-    """The last rank stays away from the second call of the second step; what each has seen."""
+    """The last rank skips the second call of the second step; returns the view of each rank."""
     from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
     mailbox = on_torch(rank)

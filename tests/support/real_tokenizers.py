@@ -1,4 +1,4 @@
-"""Tokenizers of real models, which `make tokenizers` puts beside the checkout's files."""
+"""Tokenizers of real models, which `make tokenizers` downloads."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ class RealTokenizer:
         return found
 
     def text_of(self, tokens: list[int]) -> str:
-        """The text that a server makes of tokens, behind a prompt."""
+        """The text that a server decodes from tokens after a prompt."""
         pieces = Detokenizer(self.shown, self.named[b"a"][:1])
         return "".join([*map(pieces.push, tokens), pieces.flush()])

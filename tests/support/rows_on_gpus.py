@@ -40,7 +40,7 @@ def differing(got: np.ndarray, ranks: int, step: int, case: Sequence[int]) -> li
 
 
 def rows_of_torch(rank: Rank, steps: int) -> list[str]:
-    """Gathers rows of all cases in each of some steps, captured; what is wrong, a sentence each."""
+    """Gathers rows of all cases in each step, captured; returns a sentence for each fault."""
     from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.sampling.vocab_parallel import gathered_rows
 

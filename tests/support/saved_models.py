@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": PADDING,
 }
-"""Fields of each family, by `model_type`, beside `SIZES`."""
+"""Fields of each family besides `SIZES`, by `model_type`."""
 
 NESTED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral", PIXTRAL),

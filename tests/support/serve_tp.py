@@ -32,7 +32,7 @@ FAULT_STEP = 30
 
 
 def fault_at(rank: int, place: str) -> None:
-    """Does what goes wrong, where it does."""
+    """Applies the planted fault of a rank at its place."""
     whose, where, what = os.environ.get(FAULT, "0:nowhere:nothing").split(":")
     if (int(whose), where) != (rank, place):
         return

@@ -1,4 +1,4 @@
-"""A tiny tokenizer with the tokens that real ones have beside their words."""
+"""A tiny tokenizer with the special tokens of real ones."""
 
 from __future__ import annotations
 

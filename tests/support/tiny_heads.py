@@ -46,14 +46,14 @@ HANDED_ON = (6.0, 2.0, 1.2)
 """Share of the previous slot that each sliding layer of a DFlash head passes on."""
 
 BLOCK_NOISE = 0.25
-"""Scale of what else its layers add."""
+"""Scale of the other outputs of its layers."""
 
 CONV_NOISE, PAIR_SCALE = 0.05, 0.3
 """Scales of what the convolutions of a DFlash2 head add to a row, and of the numbers of its
 tokens."""
 
 SPARK_NOISE, SPARK_SCALE = 0.1, 1.0
-"""Scales of what the block of a DSpark head scores, and of what its Markov step does."""
+"""Scales of the logits of a DSpark head's block, and of its Markov step."""
 
 CONTEXT_NOISE, CONTEXT_SHARPNESS = 3.0, 2.0
 """Scale of what its last layer adds, most of it read from the context, and of how picky it is."""
@@ -297,7 +297,7 @@ def write_tiny_head(
     seed: int,
     **fields: Any,
 ) -> DraftHead:
-    """Writes a head's folder as it would come from Hugging Face; returns what it holds."""
+    """Writes a head's folder in the format of Hugging Face; returns the head."""
     head = tiny_head(target, target_weights, kind, seed, **fields)
     folder = Path(folder)
     folder.mkdir(parents=True)
@@ -317,14 +317,14 @@ def write_tiny_head(
 def write_tiny_block(
     folder: str | Path, target: ModelConfig, seed: int, **fields: Any
 ) -> DraftHead:
-    """Writes a DFlash head's folder as it would come from Hugging Face; returns what it holds."""
+    """Writes a DFlash head's folder in the format of Hugging Face; returns the head."""
     head = tiny_block_head(target, seed, **fields)
     _write(Path(folder), tiny_block_config(target, **fields), head)
     return head
 
 
 def write_tiny_pair(folder: str | Path, target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
-    """Writes a DFlash2 head's folder as z-lab does; returns what it holds."""
+    """Writes a DFlash2 head's folder in the format of z-lab; returns the head."""
     head = tiny_pair_head(target, seed, **fields)
     _write(Path(folder), tiny_pair_config(target, **fields), head)
     return head
@@ -333,7 +333,7 @@ def write_tiny_pair(folder: str | Path, target: ModelConfig, seed: int, **fields
 def write_tiny_spark(
     folder: str | Path, target: ModelConfig, target_weights: Weights, seed: int, **fields: Any
 ) -> DraftHead:
-    """Writes a DSpark head's folder as SpecForge does; returns what it holds."""
+    """Writes a DSpark head's folder in the format of SpecForge; returns the head."""
     head = tiny_spark_head(target, target_weights, seed, **fields)
     _write(Path(folder), tiny_spark_config(target, **fields), head)
     return head

@@ -30,7 +30,7 @@ LOADING, EAGER, GRAPHS = "loading", "eager", "graphs"
 
 @dataclass(eq=False)
 class Block:
-    """Memory that one array has or may have, and its neighbours in what was taken at once."""
+    """A block of memory for one array, with its neighbours in the same segment."""
 
     address: int
     size: int
@@ -86,7 +86,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Joins a block with those beside it that are free."""
+        """Merges a block with its free neighbours."""
         free = self._free[block.place]
         self.used -= block.size
         if block.before is not None and block.before.is_free:
@@ -104,7 +104,7 @@ class Allocator:
         free.append(block)
 
     def empty(self, pool: str) -> None:
-        """Gives back what a pool has taken and no array has a part of."""
+        """Frees the segments of a pool that no array uses."""
         for (name, _), free in self._free.items():
             for block in [b for b in free if name == pool and b.before is b.behind is None]:
                 free.remove(block)
@@ -116,7 +116,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 class Memory(TorchDispatchMode):
-    """Counts what the operations within it make.
+    """Counts the memory of the operations in its context.
 
     Attributes:
       allocator: The count.
@@ -169,7 +169,7 @@ def _is_narrow(index: torch.Tensor) -> bool:
 
 @contextmanager
 def absent_gpu(memory: Memory) -> Iterator[None]:
-    """Streams and graphs of torch that run nothing; what is captured is of a pool of its own."""
+    """Streams and graphs of torch that run nothing; captured arrays have a pool of their own."""
 
     @contextmanager
     def graph(graph: object, **how: object) -> Iterator[None]:

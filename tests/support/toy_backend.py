@@ -293,7 +293,7 @@ class ToyBackend:
         self._draft_pages[self._at(plan, row, first + np.arange(count))] = tokens[reach:][:count]
 
     def _check_memory(self, plan: StepPlan, row: int, context: list[int]) -> None:
-        """Draft memory from where it is whole, and what was counted, are those of the text."""
+        """Checks that draft memory without gaps, and token counts, equal those of the text."""
         slot, reach = plan.slots[row], self._draft_reach
         first, end = int(self._draft_from[slot]), int(self._lengths[slot])
         held = self._draft_pages[self._at(plan, row, np.arange(first, end))].tolist()

@@ -9,7 +9,7 @@ from tests.support.run_engine import Outcome
 
 
 def check_trace(outcome: Outcome, *, most_rows: int) -> None:
-    """The steps of a request give its text, token for token, and what it counts as accepted."""
+    """Checks that the steps of a request add up to its output and its accepted counts."""
     steps = [event.step for event in outcome.traced if event.step is not None]
     assert [token for event in outcome.traced for token in event.tokens] == outcome.tokens
     decoded = [event for event in outcome.traced if event.accepted is not None]

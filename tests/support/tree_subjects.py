@@ -79,7 +79,7 @@ def tree_capacity(vocab: int) -> BackendLimits:
 
 @dataclass(frozen=True)
 class Drafted:
-    """A model and what drafts for it.
+    """A model and its drafter.
 
     Attributes:
       model: Makes the target.

@@ -30,7 +30,7 @@ class Tower(Protocol):
 
 
 def padded(patches: Patches, size: int) -> Patches:
-    """The same with rows of zeros behind, `size` in all."""
+    """The same with zero rows appended, `size` in all."""
     names = ("pixels", "corners", "shares", "cos", "sin")
     rows = {name: getattr(patches, name) for name in names}
     spare = size - len(patches.pixels)

@@ -189,7 +189,7 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
 
 
 MADE: dict[tuple[str, str], Backend] = {}
-"""Backends by framework and drafter: what they hold changes no text."""
+"""Backends by framework and drafter: their state changes no output."""
 
 ON_A_GPU = " on a GPU"
 POOL_ROWS, NUM_PAGES = 2 * LARGEST + CHUNK, 96

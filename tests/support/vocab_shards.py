@@ -39,7 +39,7 @@ def shares(rows: np.ndarray, count: int) -> np.ndarray:
 def alone_and_on_ranks(
     framework: str, count: int, work: Work, size: int, rows: Sequence[np.ndarray], given: dict
 ) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
-    """The arrays of what `work` gives of whole rows, and of each rank that has a part of them.
+    """Returns the arrays of `work` for whole rows, and for each rank with a shard of them.
 
     Args:
       size: Of the vocabulary that the last axis of the rows is.

@@ -5,7 +5,7 @@ import time
 
 
 def worked(item: str) -> str:
-    """Does what the item says."""
+    """Performs the action of the item."""
     if item == "ends":
         os._exit(3)
     if item == "raises":

@@ -323,7 +323,7 @@ def test_nan_loss_ends_run(tmp_path):
 
 
 def test_checkpoints_never_contain_nan(tmp_path):
-    """The same run goes on from before, once what was at fault is put right."""
+    """The same run continues from its last checkpoint after the fault is fixed."""
 
     def run(least: float) -> np.ndarray:
         def loss(params, frozen, batch, key):

@@ -77,7 +77,7 @@ def parents_of(B: int, N: int, rng: np.random.Generator | None = None) -> np.nda
 
 
 def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray | None) -> TreeNodes:
-    """The flat rows of the trees, and behind them padding."""
+    """The flat rows of the trees, followed by padding."""
     row_starts, request, node, _ = draft_tree.flatten(num_nodes, rows)
     row_of = draft_tree.flat_rows(row_starts, num_nodes, nodes)
     return TreeNodes(parents, row_starts, row_of, request, node)

@@ -51,7 +51,7 @@ def follow_arguments(seed: int, *, B: int, N: int, depth: int, is_chain: bool) -
 def judge_arguments(
     seed: int, *, B: int, S: int, vocab: int, rule: str, is_large: bool, last_drafts: int
 ) -> Arguments:
-    """Chains drafted from what is near the target: one row is greedy, the last may have few drafts.
+    """Chains drafted from near the target: one row is greedy, the last may have few drafts.
 
     Where `S` is 3 or more, the drafter of one level is the target itself, one is not finite and one
     excludes tokens of the target's.

@@ -1,4 +1,4 @@
-"""Cases of draft trees: their masks, their levels and what is kept of them."""
+"""Cases of draft trees: masks, growth by level, and the choice of nodes."""
 
 from functools import partial
 

@@ -31,7 +31,7 @@ def commit_arguments(
 
 
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
-    """The tokens, and what is known of each, read and written."""
+    """Bytes of the tokens and of their flags, read and written."""
     return 4 * 3 * arguments["tokens"].size
 
 

@@ -9,7 +9,7 @@ from tests.support.op_case import Arguments, OpCase
 
 
 def batch_arguments(seed: int, *, B: int, N: int) -> Arguments:
-    """Trees with path weights, and what is known of the requests."""
+    """Trees with path weights, and the calibration of the requests."""
     rng = np.random.default_rng(seed)
     parents = np.array([[0, *(rng.integers(n) for n in range(1, N))] for _ in range(B)])
     parents[0] = np.maximum(np.arange(N) - 1, 0)
