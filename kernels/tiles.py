@@ -28,7 +28,7 @@ class EncoderAttentionTiles:
 
     Attributes:
       lanes: Rows of a product.
-      warps, stages: Of the kernel.
+      warps, stages: Warps and pipeline stages of the kernel.
       described: Stages of `encoder_attention_sm90`, used if it supports the call; 0: never.
       groups: Consumer warpgroups of that kernel.
     """
@@ -58,7 +58,7 @@ class AttentionTiles:
       ones: Columns of 1 in the product that sums the softmax weights. If they are at most the
         lanes, Triton splits the rows over its warps, otherwise the columns.
       unroll: Tiles of a split per loop step; all if a split has fewer.
-      warps, stages: Of the kernel.
+      warps, stages: Warps and pipeline stages of the kernel.
       described: Stages of `attention_sm90`, used if it supports the call; 0: never.
     """
 
@@ -95,7 +95,7 @@ class DecodeAttentionTiles:
       ones: Same as in `AttentionTiles`.
       placed: Whether `place` first computes queries and writes keys and values.
       described: Whether `attention_layer_sm90` attends after `place`, if it supports the call.
-      warps, stages: Of the kernel.
+      warps, stages: Warps and pipeline stages of the kernel.
       registers: Maximum per thread; 0 for no maximum, the only value that Pallas supports.
     """
 
@@ -123,7 +123,7 @@ class GDNLayerTiles:
 
     Attributes:
       columns: State columns of a program; all if a state has fewer.
-      warps: Of the kernel.
+      warps: Warps of the kernel.
       prepare_warps: Warps of a separate kernel that prepares rows for the recurrence; 0: none.
       commit_columns, commit_warps: Same as `columns` and `warps`, for `commit`.
     """
@@ -149,7 +149,7 @@ class GDNPrefillTiles:
 
     Attributes:
       columns: State columns of a program that carries the state; fewer if a head has fewer.
-      warps, stages: Of that kernel.
+      warps, stages: Warps and pipeline stages of that kernel.
       prepare_warps: Warps of the kernel that prepares chunks.
       rows, row_warps: Rows, up to 64, of a program before and after that kernel, and its warps.
     """
@@ -183,12 +183,12 @@ class ExpertsTiles:
         is a tile, and the down GEMM adds a row's slots too.
       slots: Slots of a tile.
       columns, depth: Outputs of a program of the gate-up GEMM, and inputs per step.
-      warps, stages: Of its kernel.
+      warps, stages: Warps and pipeline stages of its kernel.
       down_columns, down_depth, down_warps, down_stages: The same for the down GEMM.
       sum_columns, sum_warps: Outputs of a program that adds a row's slots, and its warps.
       router_rows, router_depth: Rows of a program that computes logits, of which one selects for
         all, and inputs per step.
-      router_warps, router_stages: Of its kernel.
+      router_warps, router_stages: Warps and pipeline stages of its kernel.
       group_rows: Rows per step of the search for an expert's slots.
     """
 
@@ -238,7 +238,7 @@ class LinearTiles:
       widens: Whether packed FP8 is dequantised in memory first, by a separate kernel. Otherwise it
         is dequantised in registers, which requires the depth of an FP8 block and swapped tiles that
         are neither described nor persistent.
-      warps, stages: Of the kernel.
+      warps, stages: Warps and pipeline stages of the kernel.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated")

@@ -261,7 +261,7 @@ def _product_kernel(
     x_ref,
     weights_ref,
     layer_ref,
-    given,
+    inputs,
     out_ref,
     scaled_ref,
     sums_ref,
@@ -281,7 +281,7 @@ def _product_kernel(
     is_compiled,
 ):
     """One program per block of outputs and block of rows; rows vary first to share the weight."""
-    is_normed, is_added = given.squares is not None, given.added is not None
+    is_normed, is_added = inputs.squares is not None, inputs.added is not None
     R, K = num_rows, x_ref.shape[1]
     block = lax.div(pl.program_id(0), row_blocks)
     row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
@@ -294,19 +294,19 @@ def _product_kernel(
     of_result = (at_row[:, None], at_column[None, :])
     peers = None
     if boxes is not None:
-        peers = PeerView.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
+        peers = PeerView.read(inputs.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
     # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early = rows <= 32
-    squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
+    squares = load_squares(inputs.squares, row, is_row) if is_normed and is_early else None
     added = None
     if is_added and is_early:
-        added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
+        added = pltriton.load(inputs.added.at[of_result], mask=is_inside, other=0.0)
     norm = None
-    if given.norms is not None and is_early:
-        norm = _norm_of(given, at_column, is_column)
+    if inputs.norms is not None and is_early:
+        norm = _norm_of(inputs, at_column, is_column)
 
     sums = sums_of(
-        Factors(x_ref, weights_ref, given.scales, given.row_scales, layer),
+        Factors(x_ref, weights_ref, inputs.scales, inputs.row_scales, layer),
         ResultBlock(
             number=block,
             row=row,
@@ -322,13 +322,13 @@ def _product_kernel(
 
     if is_normed:
         if squares is None:
-            squares = load_squares(given.squares, row, is_row)
+            squares = load_squares(inputs.squares, row, is_row)
         scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
         sums = [x * scale[:, None] for x in sums]
-    if given.bias is not None:
+    if inputs.bias is not None:
         for number, x in enumerate(sums):
-            at = jnp.where(is_column, first + number * outputs + column, given.bias.shape[1])
-            bias = pltriton.load(given.bias.at[layer, at], mask=is_column, other=0.0)
+            at = jnp.where(is_column, first + number * outputs + column, inputs.bias.shape[1])
+            bias = pltriton.load(inputs.bias.at[layer, at], mask=is_column, other=0.0)
             sums[number] = x + bias.astype(jnp.float32)[None, :]
     out = sums[0]
     if is_gated:
@@ -337,16 +337,16 @@ def _product_kernel(
         out = out * factor
     if is_added:
         if added is None:
-            added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
+            added = pltriton.load(inputs.added.at[of_result], mask=is_inside, other=0.0)
         out += added.astype(jnp.float32)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
     read = out
-    if given.norms is not None:
+    if inputs.norms is not None:
         if norm is None:
-            norm = _norm_of(given, at_column, is_column)
+            norm = _norm_of(inputs, at_column, is_column)
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
     if left_refs is not None:
-        store_partials(out, out_ref, given, left_refs, row, column, block)
+        store_partials(out, out_ref, inputs, left_refs, row, column, block)
         return
     if peers is not None:
         words = R * outputs * out.dtype.itemsize // 4
@@ -372,9 +372,9 @@ def _product_kernel(
             pltriton.store(sums_ref.at[at_row, at], sums, mask=is_inside)
 
 
-def _norm_of(given, at_column, is_column):
+def _norm_of(inputs, at_column, is_column):
     """Loads the scale of the next norm for some columns."""
-    at = given.norms.at[given.norm_layer[0], at_column]
+    at = inputs.norms.at[inputs.norm_layer[0], at_column]
     return pltriton.load(at, mask=is_column, other=0.0)
 
 

@@ -86,14 +86,14 @@ def takes(
     line = LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
-    is_taken = is_whole and is_addable and x.dtype == weights.dtype
-    is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    is_supported = is_whole and is_addable and x.dtype == weights.dtype
+    is_supported &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     if tiles.swapped:
         are_lines = len(x) < LINES or len(x) % LINES == 0
-        is_taken &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
+        is_supported &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
         # Parts in shared memory are read and written transposed, which requires 16-bit elements.
-        is_taken &= x.dtype == out_type
-    return is_taken and has_mosaic()
+        is_supported &= x.dtype == out_type
+    return is_supported and has_mosaic()
 
 
 def is_on_hopper() -> bool:

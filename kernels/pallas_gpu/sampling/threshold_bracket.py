@@ -43,7 +43,7 @@ def bracket_threshold(peaks, masses, bounds, source, sampled):
     many tokens, none of them heavier than the threshold's own, so its error is bounded.
 
     Args:
-      peaks, masses: Of all groups, see `store_groups`.
+      peaks, masses: Maxima and weights of all groups, see `store_groups`.
       bounds: Result of `bounds_of`.
       source: Source of the logits.
       sampled: Maximum number of sampled tokens.

@@ -31,7 +31,7 @@ class TilePartials(NamedTuple):
     """Partial results of each row.
 
     Attributes:
-      peaks, masses: Of groups, see `store_groups`.
+      peaks, masses: Maxima and weights of groups, see `store_groups`.
       winners: Keys and ids of the best tokens of tiles.
       notes: See `topk_topp.NOTES`.
       scores: Processed logits of the target's tokens, if requested.

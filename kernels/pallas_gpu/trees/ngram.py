@@ -47,7 +47,7 @@ class NgramTree(NamedTuple):
 
     Attributes:
       firsts, seconds: For each node, the hashes of the n-grams that start at each slot of the ring.
-      tokens, parents, levels, costs: Of each node.
+      tokens, parents, levels, costs: Token, parent, depth and cost of each node.
       open_costs, open_tokens: Candidate children of each node.
       size: Number of nodes.
       grows: Whether the last step added a node.

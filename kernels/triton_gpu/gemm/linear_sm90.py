@@ -78,8 +78,8 @@ def takes(
     is_half = x.dtype == weight.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
     is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
     is_deep = tiles.depth_of(x.shape[1]) >= _LINE
-    is_taken = is_wide and is_half and is_deep and not (is_gated and is_added)
-    return is_taken and is_on_hopper()
+    is_supported = is_wide and is_half and is_deep and not (is_gated and is_added)
+    return is_supported and is_on_hopper()
 
 
 def launch(

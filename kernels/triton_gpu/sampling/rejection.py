@@ -136,7 +136,7 @@ def rejection_sample(
       tokens, num_nodes, choices, lengths: Same as in the specification.
       row_of: Row of `scores` of each node.
       scores, drafted: Processed logits of the target and the drafter.
-      temperature, seeds: Of the requests.
+      temperature, seeds: Temperature and RNG seed of each request.
       is_block: Chains are verified as a whole (block verification).
       accept_stream, residual_stream: RNG streams.
     """

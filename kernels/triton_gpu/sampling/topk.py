@@ -28,7 +28,7 @@ class TilePartials(NamedTuple):
     """Partial results of each row.
 
     Attributes:
-      peaks, masses: Of groups, see `store_groups`.
+      peaks, masses: Maxima and weights of groups, see `store_groups`.
       winners, winner_ids: Keys and ids of the best tokens of tiles.
       bad: Whether some logits of tiles are not finite.
       notes: See `topk_topp.NOTES`.

@@ -202,7 +202,7 @@ def sum_exp(
     Args:
       left: Candidates of all ranks, see `merge_topk`.
       peaks, masses: Group sums of `sampling.leave`.
-      temperature: Of the requests.
+      temperature: Temperature of each request.
       first, share: First token of this rank's shard, and the shard's size.
       ranks: Number of ranks.
       width: Tokens per row.
@@ -275,7 +275,7 @@ def merge_topk(
       left: Keys and ids of each rank's best tokens of a row, and whether some logit is not finite.
         Rows with a filter are complete on every rank.
       totals: Result of `sum_exp` of each rank; None: no weights are returned.
-      temperature: Of the requests.
+      temperature: Temperature of each request.
       columns: Map from the draft vocabulary to the target's tokens.
       vocab: Tokens of all ranks.
       ranks, width, tau, nodes: See `sum_exp`; `tau` and `nodes` are ignored without `sum_exp`.
