@@ -99,8 +99,8 @@ def with_mrope(rows: AttentionRows, delta: Int[np.ndarray, " B"]) -> AttentionRo
       rows: Rows of text.
       delta: M-RoPE position delta of each request: rotary minus sequence position of its text.
     """
-    turn = rows.positions + delta[rows.request]
-    return replace(rows, turns=np.stack([turn] * 3, axis=1))
+    position = rows.positions + delta[rows.request]
+    return replace(rows, turns=np.stack([position] * 3, axis=1))
 
 
 def sliding_bounds(
@@ -178,13 +178,13 @@ def attention_mask(
     it.
     """
     position = np.arange(num_positions)
-    seen = (position >= first[:, None]) & (position < until[:, None])
+    visible = (position >= first[:, None]) & (position < until[:, None])
     if window.shape[1]:
         place = position - until[:, None]
         inside = (place >= 0) & (place < window.shape[1])
         named = np.take_along_axis(window, np.where(inside, place, 0), axis=1)
-        seen |= inside & named
-    return seen
+        visible |= inside & named
+    return visible
 
 
 def attend(
@@ -216,13 +216,13 @@ def attend(
     num_positions = min(
         int(until.max(initial=0)) + window.shape[1], page_table.shape[1] * k_pages.shape[1]
     )
-    seen = attention_mask(first, until, window, num_positions)[:, :, None, None]
-    k = np.where(seen, read(k_pages, page_table, num_positions)[request], 0)
-    v = np.where(seen, read(v_pages, page_table, num_positions)[request], 0)
+    visible = attention_mask(first, until, window, num_positions)[:, :, None, None]
+    k = np.where(visible, read(k_pages, page_table, num_positions)[request], 0)
+    v = np.where(visible, read(v_pages, page_table, num_positions)[request], 0)
     grouped = q.reshape(R, Hk, Hq // Hk, D)
     scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True)
     scores = scores * np.float32(D**-0.5 if scale is None else scale)
-    scores = np.where(seen[:, None, None, :, 0, 0], scores, -np.inf)
+    scores = np.where(visible[:, None, None, :, 0, 0], scores, -np.inf)
     highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.float32(-1e30))
     weights = np.exp(scores - highest)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), np.float32(1e-30))
@@ -249,12 +249,12 @@ def bidirectional_attention(
     """
     q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).transpose(1, 0, 2, 3)
     q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
-    seen = np.arange(len(k)) < count
+    is_real = np.arange(len(k)) < count
     scores = np.einsum("qhd,khd->hqk", q, k, optimize=True) * np.float32(q.shape[2] ** -0.5)
-    scores = np.where(seen, scores, -np.inf)
+    scores = np.where(is_real, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    values = np.where(seen[:, None, None], v, 0)
+    values = np.where(is_real[:, None, None], v, 0)
     return np.einsum("hqk,khd->qhd", weights, values, optimize=True).reshape(len(qkv), -1)
 
 

@@ -74,8 +74,8 @@ def chain(
         values, ids = candidates(scored[:, level], config.block.selector.candidates)
         projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
         logits = np.full_like(scored[:, level], NEVER)
-        own = values + pairs(weights, previous, projected, ids)
-        np.put_along_axis(logits, ids, own, axis=1)
+        candidate_logits = values + pairs(weights, previous, projected, ids)
+        np.put_along_axis(logits, ids, candidate_logits, axis=1)
         chosen, ranked = rank(logits[:, None], drafts[:, None])
         previous = chosen[:, 0, 0]
         drafts = np.concatenate([drafts, previous[:, None]], axis=1)

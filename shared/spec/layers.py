@@ -53,10 +53,10 @@ def embed_tokens(
     factor: float = 1.0,
 ) -> Float[np.ndarray, "R hidden"]:
     """Looks up token embeddings, times a factor, and replaces those of image tokens."""
-    own = table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
+    embeds = table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
     if shown is None:
-        return own
-    return np.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
+        return embeds
+    return np.where(shown.sources[:, None] > 0, shown.pool[shown.sources], embeds)
 
 
 def rms_norm(

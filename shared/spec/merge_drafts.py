@@ -84,9 +84,9 @@ def align_to_newest(
     """
     M = copies.tokens.shape[1]
     ahead, depths = lengths - copies.at, draft_tree.depths(copies.parents)
-    found = (depths == ahead[:, None]) & (np.arange(M) < copies.num_nodes[:, None])
-    found &= (copies.tokens == newest[:, None]) | (np.arange(M) == 0)
-    return np.where(found.any(axis=1), found.argmax(axis=1), M).astype(np.int32)
+    is_match = (depths == ahead[:, None]) & (np.arange(M) < copies.num_nodes[:, None])
+    is_match &= (copies.tokens == newest[:, None]) | (np.arange(M) == 0)
+    return np.where(is_match.any(axis=1), is_match.argmax(axis=1), M).astype(np.int32)
 
 
 def merge(

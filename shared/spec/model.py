@@ -169,11 +169,11 @@ def forward(
     stream = linear.stream(embedded, norms[0])
     streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
     for layer, each in enumerate(config.layers):
-        mixing, kind, fed = each.mixer, each.mixer.kind, each.mlp
+        layer_mixer, kind, mlp = each.mixer, each.mixer.kind, each.mlp
         place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
-        if isinstance(mixing, AttentionConfig):
-            mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
+        if isinstance(layer_mixer, AttentionConfig):
+            mixed, kv = mix(config, layer_mixer, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
         out, norm_of = (
@@ -182,9 +182,9 @@ def forward(
         )
         stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, norm_of)
         norm_of = norms[layer + 1]
-        stream = feed(config, fed, weights, "", layer, places[fed.kind], stream, norm_of)
+        stream = feed(config, mlp, weights, "", layer, places[mlp.kind], stream, norm_of)
         places[kind] += 1
-        places[fed.kind] += 1
+        places[mlp.kind] += 1
         streams.append(stream.rows)
     return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
 
@@ -286,7 +286,7 @@ def attention_layer(
 
 def feed(
     config: ModelConfig,
-    fed: MLPConfig | MoEConfig,
+    mlp: MLPConfig | MoEConfig,
     weights: Weights,
     prefix: str,
     layer: int,
@@ -297,14 +297,14 @@ def feed(
     """Computes the MLP or MoE block of one layer, with the residual addition.
 
     Args:
-      config, fed: Config of the model, and of the MLP or MoE block.
+      config, mlp: Config of the model, and of the MLP or MoE block.
       weights, prefix: Weights, and prefix of the stacks in them.
       layer, place: Index among all layers of the prefix, and among layers of the same kind.
       stream, norm: Residual stream before the MLP's norm, and scale of the norm after the addition.
     """
-    if isinstance(fed, MoEConfig):
-        own = experts_of(weights, f"{prefix}experts.", place)
-        return added_experts(stream, config.rms_eps, fed, own, norm)
+    if isinstance(mlp, MoEConfig):
+        experts = experts_of(weights, f"{prefix}experts.", place)
+        return added_experts(stream, config.rms_eps, mlp, experts, norm)
     gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", place) for x in ("gate_up", "down"))
     x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)

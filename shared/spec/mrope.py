@@ -31,23 +31,27 @@ def mrope_positions(
       ValueError: The image tokens of the prompt do not match the images.
     """
     # The engine calls this for whole prompts between two steps, so it loops over images only.
-    found, places = np.empty((len(tokens), 3), np.int32), np.flatnonzero(tokens == image_token)
-    at = turn = seen = 0
+    positions, places = np.empty((len(tokens), 3), np.int32), np.flatnonzero(tokens == image_token)
+    at = position = num_used = 0
     for rows, columns in grids:
         count = rows * columns
-        own = places[seen : seen + count]
-        if not count or len(own) < count or own[-1] - own[0] != count - 1:
+        image_places = places[num_used : num_used + count]
+        if (
+            not count
+            or len(image_places) < count
+            or image_places[-1] - image_places[0] != count - 1
+        ):
             raise ValueError("the image tokens of the prompt do not match the sizes of its images")
-        first, row_and_column = int(own[0]), np.indices((rows, columns)).reshape(2, -1)
-        found[at:first] = np.arange(turn, turn + first - at)[:, None]
-        turn += first - at
-        found[first : first + count, 0] = turn
-        found[first : first + count, 1:] = turn + row_and_column.T
-        at, turn, seen = first + count, turn + max(rows, columns), seen + count
-    if seen < len(places):
+        first, row_and_column = int(image_places[0]), np.indices((rows, columns)).reshape(2, -1)
+        positions[at:first] = np.arange(position, position + first - at)[:, None]
+        position += first - at
+        positions[first : first + count, 0] = position
+        positions[first : first + count, 1:] = position + row_and_column.T
+        at, position, num_used = first + count, position + max(rows, columns), num_used + count
+    if num_used < len(places):
         raise ValueError("the prompt has more image tokens than its images")
-    found[at:] = np.arange(turn, turn + len(tokens) - at)[:, None]
-    return found, turn - at
+    positions[at:] = np.arange(position, position + len(tokens) - at)[:, None]
+    return positions, position - at
 
 
 def mrope_section_map(rotary: RotaryConfig) -> Int[np.ndarray, " half"]:

@@ -119,13 +119,13 @@ def keys(
     contexts: Int[np.ndarray, "n window"], scopes: Int[np.ndarray, "n 2"], length: int
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
     """Returns two hashes of the last `length` tokens of sequences, before mixing."""
-    found = []
+    hashes = []
     for scope, multiplier in zip(scopes.T, MULTIPLIERS, strict=True):
         key = scope.astype(np.uint32)
         for token in contexts[:, WINDOW - length :].astype(np.uint32).T:
             key = key * np.uint32(multiplier) + token + np.uint32(1)
-        found.append(key.view(np.int32))
-    return found[0], found[1]
+        hashes.append(key.view(np.int32))
+    return hashes[0], hashes[1]
 
 
 def insert(
@@ -172,11 +172,11 @@ def children(
             if table.tokens[at][way] and table.checks[at][way] == hash_mix(second)[0]:
                 age = (int(table.clocks[place]) - int(table.stamps[at][way])) & LATEST
                 entries.append((-place, min(age, MOST_AGE), int(table.tokens[at][way]) - 1))
-    found: dict[int, int] = {}
+    children: dict[int, int] = {}
     for longest_first, _, token in sorted(entries, key=lambda entry: entry[:2]):
-        if token not in found and len(found) < width:
-            found[token] = cost(-longest_first, len(found))
-    return list(found.items())
+        if token not in children and len(children) < width:
+            children[token] = cost(-longest_first, len(children))
+    return list(children.items())
 
 
 def cost(place: int, elders: int) -> int:

@@ -134,9 +134,9 @@ def _table_lines(
 ) -> tuple[Int32[np.ndarray, "lines 2"], Float32[np.ndarray, "lines 2"]]:
     """Returns the two table rows or columns around each line, and their interpolation weights."""
     before = np.floor(at)
-    behind = np.minimum(before + 1, np.float32(side - 1))
+    after = np.minimum(before + 1, np.float32(side - 1))
     share = at - before
-    corners = np.stack([before, behind], axis=1).astype(np.int32)
+    corners = np.stack([before, after], axis=1).astype(np.int32)
     return corners, np.stack([1 - share, share], axis=1)
 
 
