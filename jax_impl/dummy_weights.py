@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt32
 
-from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, InitSpec, keys_of
+from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
@@ -33,8 +33,8 @@ def elements(
 def codes(
     key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> UInt32[jax.Array, "..."]:
-    """The FP8 codes of the numbers that `elements` gives by `CODES_LAW`."""
-    tops, half = _tops(CODES_LAW, key, places), np.uint32(2 ** (CODES_LAW.bits - 1))
+    """The FP8 codes of the numbers that `elements` gives by `FP8_INIT`."""
+    tops, half = _tops(FP8_INIT, key, places), np.uint32(2 ** (FP8_INIT.bits - 1))
     is_negative = tops < half
     place = jnp.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
     fours = jnp.where(place < 4, np.uint32(CODES[0]), np.uint32(CODES[1]))

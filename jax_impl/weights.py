@@ -224,7 +224,9 @@ def _loaded(
     """One parameter: read to main memory, or if large to the device; or made there."""
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy_weights.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        made = dummy_weights.parameter_array(
+            parameter, checkpoint.init_spec(parameter), kind, device
+        )
         progress(checkpoint.num_bytes([parameter]))
         if (granularity := checkpoint.granularity_of(parameter)) is not None:
             made = fp8_weights.scaled(made, parameter, granularity)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, InitSpec, keys_of
+from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
@@ -30,8 +30,8 @@ def elements(
 
 
 def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
-    """The FP8 codes of the numbers that `elements` gives by `CODES_LAW`."""
-    tops, half = _tops(CODES_LAW, key, places), 2 ** (CODES_LAW.bits - 1)
+    """The FP8 codes of the numbers that `elements` gives by `FP8_INIT`."""
+    tops, half = _tops(FP8_INIT, key, places), 2 ** (FP8_INIT.bits - 1)
     is_negative = tops < half
     place = torch.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
     fours = torch.where(place < 4, CODES[0], CODES[1]).int()

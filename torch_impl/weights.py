@@ -181,7 +181,9 @@ def _loaded(
     """One parameter, read onto the device tensor by tensor, or made there."""
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy_weights.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        made = dummy_weights.parameter_array(
+            parameter, checkpoint.init_spec(parameter), kind, device
+        )
         progress(checkpoint.num_bytes([parameter]))
         if (granularity := checkpoint.granularity_of(parameter)) is not None:
             made = fp8_weights.scaled(made, parameter, granularity)

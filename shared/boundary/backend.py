@@ -17,7 +17,7 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
 - isolation: NaN in a row fails only that row and does not affect later owners of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is an error.
 - beginnings: a row starts in a prefill or count step; other steps reset and restore nothing.
-- images: an encode step writes as many encoder-cache rows as the image has tokens, from `place`
+- images: an encode step writes one encoder-cache row per image token, from `place`
   on. They do not depend on other rows of the cache. A prefill reads the rows that its plan names.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.

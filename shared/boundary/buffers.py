@@ -92,6 +92,7 @@ def sampling_layout(kind: type, capacity: BackendLimits) -> dict[str, tuple[tupl
 
     Args:
       kind: `Sampling`; the first axis of its fields is the row.
+      capacity: Limits of the backend, which bound the other axes.
 
     Raises:
       TypeError: A field has a dtype that is not in `DTYPES`, or an axis without a bound in

@@ -1,9 +1,9 @@
 """All-gather through shared memory for tensor-parallel ranks on one CPU host.
 
-Each rank owns a mailbox, which only it writes and all others read. A mailbox has two buffers, for
-even and odd exchanges, so that a rank can write the next exchange while others still read the last
-one. No buffer is overwritten while it is read: before a rank writes exchange n + 2 it has seen all
-others send exchange n + 1, which they do after they have read exchange n.
+Each rank owns a shared-memory region, which only it writes and all others read. It has two buffers,
+for even and odd exchanges, so that a rank can write the next exchange while others still read the
+last one. No buffer is overwritten while it is read: before a rank writes exchange n + 2 it has seen
+all others send exchange n + 1, which they do after they have read exchange n.
 
 A rank writes its exchange counter after the bytes, and others read the counter before the bytes. A
 fence keeps both orders on every processor.
@@ -32,7 +32,7 @@ little time from others when there are more ranks than processors."""
 
 
 def mailbox_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
-    """Returns the bytes of the mailboxes of `count` ranks."""
+    """Returns the bytes of the shared memory of `count` ranks."""
     return count * (_PAGE + 2 * box_bytes)
 
 
@@ -48,7 +48,7 @@ class AllGatherTimeout(RuntimeError):
 
 
 class ShmAllGather:
-    """Mailboxes of all ranks of a host. An unpickled copy maps the same memory.
+    """Shared memory of all ranks of a host. An unpickled copy maps the same memory.
 
     Attributes:
       count: Number of ranks.
@@ -72,7 +72,7 @@ class ShmAllGather:
     def create(
         cls, count: int, box_bytes: int = BOX_BYTES, wait_s: float = WAIT_S
     ) -> "ShmAllGather":
-        """Allocates mailboxes; the caller must call `remove`.
+        """Allocates the memory; the caller must call `remove`.
 
         Args:
           count: Number of ranks.
@@ -83,9 +83,9 @@ class ShmAllGather:
         # processes of the same user open it by this process's id and descriptor.
         descriptor = os.memfd_create("tandem_ranks")
         os.ftruncate(descriptor, mailbox_bytes(count, box_bytes))
-        made = cls(path_in(descriptor), count, box_bytes, wait_s)
-        made._descriptor = descriptor
-        return made
+        created = cls(path_in(descriptor), count, box_bytes, wait_s)
+        created._descriptor = descriptor
+        return created
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, float]]:
         return ShmAllGather, (self._path, self.count, self._box_bytes, self.wait_s)

@@ -29,14 +29,14 @@ class LayerIdMeaning(Enum):
 
 
 def eagle3_streams(
-    stated: RawDraftConfig, num_layers: int, told: LayerIdMeaning | None
+    stated: RawDraftConfig, num_layers: int, meaning: LayerIdMeaning | None
 ) -> tuple[int, ...]:
     """Returns the streams of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
 
     Args:
       stated: Normalised fields of its config.json.
       num_layers: L, the number of layers of the target.
-      told: Meaning of the list from the flag; None to infer it from the list.
+      meaning: Meaning of the list from the flag; None to infer it from the list.
 
     Raises:
       ValueError: The streams do not exist in this target, or the list is ambiguous.
@@ -45,8 +45,8 @@ def eagle3_streams(
     count = stated.settings.get("num_aux_hidden_states")
     listed = _listed(stated, field)
     if listed is None:
-        _refuse_flag(told, field)
-        listed, told = (2, num_layers // 2, num_layers - 3), LayerIdMeaning.INPUTS
+        _refuse_flag(meaning, field)
+        listed, meaning = (2, num_layers // 2, num_layers - 3), LayerIdMeaning.INPUTS
         if not listed[0] < listed[1] < listed[2]:
             raise ValueError(
                 f"the draft model's {field} is missing, and a target of {num_layers} layers has "
@@ -57,19 +57,22 @@ def eagle3_streams(
             f"the draft model's num_aux_hidden_states is {count}, but its {field} "
             f"{_said(stated, field)} {len(listed)}; use a config.json whose fields agree"
         )
-    means = told or _meant(stated, field, listed, num_layers)
+    means = meaning or _meant(stated, field, listed, num_layers)
     return _checked(stated, field, listed, means, num_layers)
 
 
 def block_streams(
-    stated: RawDraftConfig, default: tuple[int, ...], num_layers: int, told: LayerIdMeaning | None
+    stated: RawDraftConfig,
+    default: tuple[int, ...],
+    num_layers: int,
+    meaning: LayerIdMeaning | None,
 ) -> tuple[int, ...]:
     """Returns the streams of a DFlash head.
 
     Args:
       stated: Normalised fields of its config.json.
       default: Layers whose output is read if none are listed.
-      num_layers, told: See `eagle3_streams`.
+      num_layers, meaning: See `eagle3_streams`.
 
     Raises:
       ValueError: The streams do not exist in this target.
@@ -82,9 +85,9 @@ def block_streams(
                 f"the draft model's {field} is missing and has no default; use a config.json "
                 "that lists the layers"
             )
-        _refuse_flag(told, field)
+        _refuse_flag(meaning, field)
         listed = default
-    means = told or (LayerIdMeaning.INPUTS if stated.is_speculators else LayerIdMeaning.OUTPUTS)
+    means = meaning or (LayerIdMeaning.INPUTS if stated.is_speculators else LayerIdMeaning.OUTPUTS)
     return _checked(stated, field, listed, means, num_layers)
 
 
@@ -151,6 +154,6 @@ def _said(stated: RawDraftConfig, field: str) -> str:
     return "are not given" if listed is None else f"are {list(listed)}"
 
 
-def _refuse_flag(told: LayerIdMeaning | None, field: str) -> None:
-    if told is not None:
+def _refuse_flag(meaning: LayerIdMeaning | None, field: str) -> None:
+    if meaning is not None:
         raise ValueError(f"the draft model's {field} is missing; remove {IDS_FLAG}")

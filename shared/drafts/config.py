@@ -130,35 +130,35 @@ class DraftConfig:
         Raises:
           ValueError: The head does not fit the target; the message names the field.
         """
-        said = read_raw_config(config)
-        if said.kind == "NEXTN":
+        raw = read_raw_config(config)
+        if raw.kind == "NEXTN":
             raise ValueError(
                 "the draft model is an MTP layer (speculators_model_type); use it with "
                 "--speculative-algorithm NEXTN"
             )
-        is_third, settings, layer = said.kind == "EAGLE3", said.settings, _layers(said, target)
-        _refuse_sizes(said, layer, target, num_known)
+        is_third, settings, layer = raw.kind == "EAGLE3", raw.settings, _layers(raw, target)
+        _refuse_sizes(raw, layer, target, num_known)
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
-        if layer_ids is not None and said.kind == "EAGLE":
+        if layer_ids is not None and raw.kind == "EAGLE":
             raise ValueError(f"an EAGLE head lists no layers; remove {IDS_FLAG}")
         draft = cls(
-            kind=said.kind,
+            kind=raw.kind,
             layer=layer,
             target_hidden=target.hidden,
-            aux_streams=_streams(said, layer, target, layer_ids),
+            aux_streams=_streams(raw, layer, target, layer_ids),
             stored_vocab=stored_vocab,
-            draft_vocab=target.vocab if said.kind == "EAGLE" else draft_vocab,
+            draft_vocab=target.vocab if raw.kind == "EAGLE" else draft_vocab,
             own_embed=layer.hidden != target.hidden,
             own_lm_head=is_third and settings.get("draft_vocab_size", 0) is not None,
-            has_bias=said.flag("bias", said.kind == "EAGLE"),
-            norm_aux=said.flag("fc_norm") or said.flag("use_aux_norm"),
-            norm_input=said.flag("norm_before_fc"),
-            norm_output=said.flag("norm_output"),
-            norm_residual=said.flag("norm_before_residual"),
-            block=block_of(said, layer) if said.is_block else None,
+            has_bias=raw.flag("bias", raw.kind == "EAGLE"),
+            norm_aux=raw.flag("fc_norm") or raw.flag("use_aux_norm"),
+            norm_input=raw.flag("norm_before_fc"),
+            norm_output=raw.flag("norm_output"),
+            norm_residual=raw.flag("norm_before_residual"),
+            block=block_of(raw, layer) if raw.is_block else None,
         )
-        return draft._checked(target, said)
+        return draft._checked(target, raw)
 
     def with_window(self, window: int | None) -> "DraftConfig":
         """Returns the config with one window for all layers of a block head; None changes
@@ -172,7 +172,7 @@ class DraftConfig:
         """Returns the config with changed attention settings of all layers."""
         return replace(self, layer=_with_mixers(self.layer, **changed))
 
-    def _checked(self, target: ModelConfig, said: RawDraftConfig) -> "DraftConfig":
+    def _checked(self, target: ModelConfig, raw: RawDraftConfig) -> "DraftConfig":
         if not 0 < self.draft_vocab <= target.vocab:
             raise ValueError(
                 f"the draft model's draft_vocab_size must be 1 to {target.vocab}, the vocabulary "
@@ -192,7 +192,7 @@ class DraftConfig:
                 "the target, because DFlash2 does not support a draft vocabulary; got "
                 f"{self.draft_vocab}"
             )
-        if self.norm_aux and self.norm_input and said.is_speculators:
+        if self.norm_aux and self.norm_input and raw.is_speculators:
             raise ValueError(
                 "the draft model's fc_norm and norm_before_fc are mutually exclusive; use a "
                 "config.json with one of them"
@@ -203,7 +203,7 @@ class DraftConfig:
                 f"({target.hidden}), so it cannot share the target's lm_head; use a head with a "
                 "draft_vocab_size"
             )
-        said.flag("tie_word_embeddings")  # copied from base models; the tensors decide
+        raw.flag("tie_word_embeddings")  # copied from base models; the tensors decide
         return replace(self, own_lm_head=self.own_lm_head or self.has_draft_vocab)
 
 
@@ -286,15 +286,15 @@ def _with_mixers(model: ModelConfig, **changed: Any) -> ModelConfig:
 _SLIDING = ("layer_types", "use_sliding_window", "sliding_window")
 
 
-def _layers(said: RawDraftConfig, target: ModelConfig) -> ModelConfig:
+def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
     """Returns the layers of a head as a model config.
 
     A head may omit fields that only a whole model needs. Sliding windows are read separately: in a
     block head and in the speculators format any layer may have one.
     """
-    settings, is_block = said.settings, said.is_block
-    slides = is_block or said.is_speculators
-    is_qwen = is_block or (said.is_speculators and settings["model_type"] == "qwen3")
+    settings, is_block = raw.settings, raw.is_block
+    slides = is_block or raw.is_speculators
+    is_qwen = is_block or (raw.is_speculators and settings["model_type"] == "qwen3")
     whole: dict[str, Any] = {
         "max_position_embeddings": target.context_length,
         "vocab_size": target.vocab,
@@ -309,7 +309,7 @@ def _layers(said: RawDraftConfig, target: ModelConfig) -> ModelConfig:
         model = config_from_dict(whole)
     except ValueError as error:
         raise ValueError(f"the draft model is not supported: {error}") from error
-    if said.flag("qkv_bias"):
+    if raw.flag("qkv_bias"):
         model = _with_mixers(model, input_bias=True)
     if slides and not is_block:
         windows = windows_of(settings, model.num_layers)
@@ -321,7 +321,7 @@ def _layers(said: RawDraftConfig, target: ModelConfig) -> ModelConfig:
 
 
 def _refuse_sizes(
-    said: RawDraftConfig, layer: ModelConfig, target: ModelConfig, num_known: int | None
+    raw: RawDraftConfig, layer: ModelConfig, target: ModelConfig, num_known: int | None
 ) -> None:
     is_padded = num_known is not None and num_known <= min(layer.vocab, target.vocab)
     if layer.vocab != target.vocab and not is_padded:
@@ -329,9 +329,9 @@ def _refuse_sizes(
             f"the draft model's vocab_size ({layer.vocab}) is not the target's ({target.vocab}); "
             "use a head that was trained for this model"
         )
-    stated = said.settings.get("target_hidden_size")
+    stated = raw.settings.get("target_hidden_size")
     read = stated or layer.hidden
-    if read != target.hidden or (said.kind != "EAGLE3" and layer.hidden != target.hidden):
+    if read != target.hidden or (raw.kind != "EAGLE3" and layer.hidden != target.hidden):
         field = "target_hidden_size" if stated else "hidden_size"
         raise ValueError(
             f"the draft model's {field} ({read}) does not match the target's hidden_size "
@@ -340,17 +340,17 @@ def _refuse_sizes(
 
 
 def _streams(
-    said: RawDraftConfig, layer: ModelConfig, target: ModelConfig, layer_ids: LayerIdMeaning | None
+    raw: RawDraftConfig, layer: ModelConfig, target: ModelConfig, layer_ids: LayerIdMeaning | None
 ) -> tuple[int, ...]:
     L = target.num_layers
-    if said.kind == "EAGLE3":
-        return eagle3_streams(said, L, layer_ids)
-    if not said.is_block:
+    if raw.kind == "EAGLE3":
+        return eagle3_streams(raw, L, layer_ids)
+    if not raw.is_block:
         return ()
-    named = said.settings.get("num_target_layers")
+    named = raw.settings.get("num_target_layers")
     if named not in (None, L):
         raise ValueError(
             f"the draft model's num_target_layers is {named}, but the target has {L} layers; use "
             "a draft model that was trained for this model"
         )
-    return block_streams(said, default_layers(layer.num_layers, L), L, layer_ids)
+    return block_streams(raw, default_layers(layer.num_layers, L), L, layer_ids)

@@ -67,16 +67,16 @@ def with_mtp_of(
     Raises:
       ValueError: The layer belongs to another model, by its config.json or its tensors.
     """
-    said = read_raw_config(head_json(folder))
-    if said.kind != "NEXTN":
+    raw = read_raw_config(head_json(folder))
+    if raw.kind != "NEXTN":
         raise ValueError(
-            f"the draft model's config.json describes {said.kind}, but its tensors are those of "
+            f"the draft model's config.json describes {raw.kind}, but its tensors are those of "
             "an MTP layer; use a config.json that belongs to the tensors"
         )
-    number = said.settings.get("num_nextn_predict_layers", 1)
+    number = raw.settings.get("num_nextn_predict_layers", 1)
     if number != 1:
         raise ValueError(f"the draft model's num_nextn_predict_layers must be 1, got {number}")
-    own = object_of(said.settings, "transformer_layer_config")
+    own = object_of(raw.settings, "transformer_layer_config")
     if own.get("model_type") not in MODEL_TYPES:
         raise ValueError(
             f"the draft model is an MTP layer of a {own.get('model_type')} model, which is not "

@@ -92,7 +92,7 @@ def check(
       images: Images of the prompt.
 
     Raises:
-      Refusal: The request is invalid or unsupported; names the field.
+      InvalidRequestError: The request is invalid or unsupported; names the field.
     """
     _check_prompt(prompt, limits, names["prompt"])
     _check_images(prompt, images, limits, names["prompt"])
@@ -193,7 +193,7 @@ def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
     """Checks that token ids are in the vocabulary.
 
     Raises:
-      Refusal: Names the field, the first invalid id and the valid range.
+      InvalidRequestError: Names the field, the first invalid id and the valid range.
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)

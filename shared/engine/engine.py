@@ -115,7 +115,7 @@ class Engine:
         """Queues a request.
 
         Raises:
-          Refusal: The request is invalid or unsupported.
+          InvalidRequestError: The request is invalid or unsupported.
         """
         if request.request_id in self._requests:
             raise InvalidRequestError("request_id", f"request_id {request.request_id} is taken")

@@ -24,7 +24,7 @@ class FinishReason(Enum):
     ABORT = "abort"
     ERROR = "error"
     REFUSED = "refused"
-    """The request turned out to be unsupported."""
+    """The request is unsupported, found after it was accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)

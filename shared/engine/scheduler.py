@@ -66,7 +66,7 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-          Refusal: The request could not finish even with all pages.
+          InvalidRequestError: The request could not finish even with all pages.
         """
         pages = self._capacity.num_pages_for(self._most_positions(request))
         if pages > self._capacity.num_pages - 1:

@@ -10,7 +10,8 @@ from shared.engine.request import Request
 MOST_OVERTAKEN = 8
 """Requests of higher priority that may overtake the head of a priority level; then it is next. The
 first request of a level therefore waits for at most 8 slots, plus one for each other waiting level,
-if there are at most 8 of these; a request behind n others waits for at most n + 1 times as many."""
+if there are at most 8 of these; a request after n others waits for at most n + 1 times that number.
+"""
 
 
 class WaitingQueue:

@@ -86,7 +86,7 @@ def init_of(parameter: Parameter) -> InitSpec:
     return InitSpec.of_matrix(1 / math.sqrt(inputs))
 
 
-CODES_LAW = InitSpec(4, 1.0, 0.0)
+FP8_INIT = InitSpec(4, 1.0, 0.0)
 """Distribution of FP8 values."""
 SIZES_LAW = InitSpec.around(1.0, 0.5)
 """Distribution of the relative sizes of scales; neighbouring scales differ, as in a trained
@@ -144,31 +144,31 @@ def hash_u32(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " place
 
 
 def random_elements(
-    law: InitSpec, key: np.uint32, places: UInt32[np.ndarray, " places"]
+    init: InitSpec, key: np.uint32, places: UInt32[np.ndarray, " places"]
 ) -> Float32[np.ndarray, " places"]:
     """Returns the elements at some indices of a layer.
 
     Args:
-      law: See `init_of`.
+      init: See `init_of`.
       key: Key of the layer, from `keys_of`.
       places: Flat indices into the layer's array, in row-major order.
     """
-    tops = hash_u32(hash_u32(places) ^ key) >> np.uint32(32 - law.bits)
-    whole = 2 * tops.astype(np.int32) + (1 - 2**law.bits)
-    return whole.astype(np.float32) * np.float32(law.step) + np.float32(law.centre)
+    tops = hash_u32(hash_u32(places) ^ key) >> np.uint32(32 - init.bits)
+    whole = 2 * tops.astype(np.int32) + (1 - 2**init.bits)
+    return whole.astype(np.float32) * np.float32(init.step) + np.float32(init.centre)
 
 
-def parameter_array(parameter: Parameter, law: InitSpec) -> Float32[np.ndarray, "..."]:
+def parameter_array(parameter: Parameter, init: InitSpec) -> Float32[np.ndarray, "..."]:
     """Returns all elements of a whole parameter in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
-    return np.stack([random_elements(law, key, places) for key in keys]).reshape(parameter.shape)
+    return np.stack([random_elements(init, key, places) for key in keys]).reshape(parameter.shape)
 
 
 class DummyCheckpoint:
     """Checkpoint without files, with the interface of `Checkpoint`.
 
-    Backends generate its parameters on their device from `law`; `load` generates them in main
+    Backends generate its parameters on their device; `load` generates them in main
     memory.
 
     Attributes:
@@ -244,10 +244,10 @@ class DummyCheckpoint:
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
         """Does nothing, for the same reason as `check`."""
 
-    def law(self, parameter: Parameter) -> InitSpec:
+    def init_spec(self, parameter: Parameter) -> InitSpec:
         """Returns the initialisation of a parameter; for FP8, of its quantised values."""
         is_fp8 = self.granularity_of(parameter) is not None
-        return CODES_LAW if is_fp8 else init_of(parameter.whole or parameter)
+        return FP8_INIT if is_fp8 else init_of(parameter.whole or parameter)
 
     def granularity_of(self, parameter: Parameter) -> Granularity | None:
         """Returns the scale granularity of an FP8 parameter; None if it is not FP8."""
@@ -287,7 +287,7 @@ class DummyCheckpoint:
     ) -> Array:
         """Generates one parameter; for the arguments see `Checkpoint.load`."""
         whole = parameter.whole or parameter
-        made = parameter_array(whole, self.law(whole))
+        made = parameter_array(whole, self.init_spec(whole))
         if (granularity := self.granularity_of(whole)) is not None:
             made = fp8.apply_scales(made, code_scales(whole, granularity))
         progress(self._size_of(parameter))

@@ -74,7 +74,7 @@ class VisionConfig:
         return self.channels * self.patch_size**2
 
     def image_bytes(self, num_patches: int) -> int:
-        """Returns the bytes of so many patches, rounded up to a multiple of 4."""
+        """Returns the bytes of `num_patches` patches, rounded up to a multiple of 4."""
         return -(-num_patches * self.patch_bytes // 4) * 4
 
     def num_patches(self, image_bytes: int) -> int:
@@ -82,8 +82,8 @@ class VisionConfig:
         return image_bytes // self.patch_bytes
 
     def most_lines(self, num_patches: int) -> int:
-        """Returns the maximum of rows plus columns for an image of so many patches (the narrowest
-        image).
+        """Returns the maximum of rows plus columns for an image of `num_patches` patches (the
+        narrowest image).
         """
         return num_patches // self.merge_size + self.merge_size
 

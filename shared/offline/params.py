@@ -54,7 +54,7 @@ class SamplingParams:
       logit_bias: Bias added to the logits, by token id.
       logprobs: Number of top tokens with logprobs for each output token; None: no logprobs.
       prompt_logprobs: Number of top tokens with logprobs for each prompt token.
-      max_draft_tokens: Most draft tokens of a step; 0 turns speculation off for this request.
+      max_draft_tokens: Most draft tokens of a step; 0 disables speculation for this request.
       structured_outputs: Constraint of the output: one of json (a schema), regex, choice and
         grammar (Lark or GBNF).
       return_trace: Adds a trace of every step to the result.

@@ -60,7 +60,7 @@ def algorithm_of(name: str) -> str | None:
       name: Case, hyphens and underscores are ignored; `A+B` merges two drafters.
 
     Returns:
-      One of `KNOWN_ALGORITHMS`, or `AUTO`; None if the name turns speculative decoding off.
+      One of `KNOWN_ALGORITHMS`, or `AUTO`; None if the name disables speculative decoding.
 
     Raises:
       ConfigError: The name is unknown.

@@ -18,12 +18,12 @@ class RuleContext:
     """Inputs of the rules.
 
     Attributes:
-      options: What the start was told.
-      model: The checkpoint's config.json.
-      has_mtp: Whether the checkpoint holds `mtp.*` tensors.
-      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3" or one of
-        `BLOCK_ALGORITHMS`; None without one, and of a whole model.
-      block: Nodes of the chain of a head with a block; None without one.
+      options: Options of the command line and the config file.
+      model: Config of the checkpoint.
+      has_mtp: True if the checkpoint has `mtp.*` tensors.
+      head_kind: Kind of the draft head by its tensors: "EAGLE", "EAGLE3" or one of
+        `BLOCK_ALGORITHMS`. None without a draft head.
+      block: Nodes of the chain of a block drafter; None for other drafters.
     """
 
     options: Options
@@ -184,10 +184,10 @@ class Rule:
     """Unsupported combination.
 
     Attributes:
-      applies: Whether a setup is one of them.
-      reason: Why, with the flag; a format string over `RuleContext.words`.
-      hint: What to do instead, a format string too.
-      example: One that is refused; None where files decide, which no flag can name.
+      applies: Returns True for an unsupported setup.
+      reason: Reason, with the flag; a format string over `RuleContext.words`.
+      hint: Alternative to use, also a format string.
+      example: An unsupported setup; None if it depends on files that no flag can name.
     """
 
     applies: Callable[[RuleContext], bool]

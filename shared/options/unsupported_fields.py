@@ -3,7 +3,7 @@
 Fields of OpenAI's, vLLM's and SGLang's APIs and of the proxies and agents that speak them are of
 two kinds. *Advice* cannot change a token of the answer: a request that has such a field is served,
 and the answer lists the field under `ignored`; with `--strict-fields` it is an error. Every other
-field is an error wherever its value asks for something.
+field is an error, except with a value that requests nothing.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ class UnsupportedField:
 
     Attributes:
       name: The field, or a path such as `tools[].function.cache_control`.
-      endpoints: Whose field it is; the other one does not know it.
-      neutral: Values that ask for nothing, and are taken beside null.
-      example: A value that is refused.
-      why: Why other values are refused, after the field's name.
-      hint: What to do instead.
-      is_read: Values that are taken are passed on to who reads the request.
-      is_advice: Other values are ignored unless the server is strict.
+      endpoints: Endpoints of the field; for the other one it is an unknown field.
+      neutral: Accepted values besides null; they request nothing.
+      example: An unsupported value.
+      why: Reason why other values are unsupported, after the field's name.
+      hint: Alternative to use.
+      is_read: True if accepted values stay in the body for the request parser.
+      is_advice: True if other values are ignored, except by a strict server.
       is_of_template: Advice that the chat template may read as its own variable.
     """
 
@@ -46,13 +46,17 @@ class UnsupportedField:
         return f"{self.name} {self.why}"
 
     def refuses(self, value: Any) -> bool:
-        """Returns True if a value asks for something."""
+        """Returns True if a value is neither null nor neutral."""
         if value is None:
             return False
         return not any(type(value) is type(other) and value == other for other in self.neutral)
 
     def take_from(self, fields: dict[str, Any]) -> bool:
-        """Removes the field from a body, if nobody reads it; whether it asked for something."""
+        """Removes the field from a body unless the request parser reads it.
+
+        Returns:
+          True if a value of the field was neither null nor neutral.
+        """
         *parents, name = self.name.split(".")
         asks = False
         for holder in _holders(fields, parents):

@@ -1,6 +1,6 @@
 """Flags of SGLang and vLLM without an equivalent, with the reason or the flag to use.
 
-Some of them ask for what every server does, or for nothing by one of their values: those are taken.
+Flags that request the behaviour of every server are accepted. So are values that request nothing.
 """
 
 OTHER_WAYS = (
@@ -13,7 +13,9 @@ KERNELS = "kernels are the project's own, chosen by the model and the GPU; leave
 QUANTISED = "weights are served as the checkpoint stores them; give a checkpoint in FP8"
 KV_TYPE = "KV and the LM head have the type of the activations; give --dtype"
 ADAPTERS = "adapters are not served; merge one into the weights of the checkpoint"
-EXACT_RULES = "text keeps the target's law; give --speculative-accept-rule exact or rejection"
+EXACT_RULES = (
+    "output keeps the target's distribution; give --speculative-accept-rule exact or rejection"
+)
 GRAPHS = "graphs are captured for every batch up to --max-running-requests; leave the flag out"
 TOKENIZER = "the tokenizer is tokenizer.json of the model folder; put it there"
 SEED = "a seed belongs to a request; send the field seed"
@@ -48,7 +50,8 @@ def asks_for_nothing(name: str, value: str | None) -> bool:
     """Returns True if an unsupported flag requests the only supported behaviour.
 
     Args:
-      value: None of a switch.
+      name: Spelling of the flag.
+      value: Value of the flag; None for a switch.
     """
     return value in NEUTRAL.get(name, ()) if value is not None else name in ALWAYS
 

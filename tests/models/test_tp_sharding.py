@@ -205,7 +205,7 @@ def _dummy_of(name, dummy, local, as_w8a16):
     backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
     if not as_w8a16:
         kind = torch.float32 if name == "torch" else np.float32
-        made = backend.dummy_weights.parameter_array(local, dummy.law(local), kind, device)
+        made = backend.dummy_weights.parameter_array(local, dummy.init_spec(local), kind, device)
         if (granularity := dummy.granularity_of(local)) is not None:
             made = backend.fp8_weights.scaled(made, local, granularity)
         return np.asarray(made)

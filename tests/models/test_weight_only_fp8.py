@@ -258,7 +258,7 @@ def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) 
     assert differ == {"inputs", "out", "gate_up", "down"}
     mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
     assert checkpoint.granularity_of(mixed) is None
-    assert checkpoint.law(mixed) == init_of(mixed)
+    assert checkpoint.init_spec(mixed) == init_of(mixed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Adaptive NGRAM: verifies as many n-gram draft nodes as pay, or disables drafting.
+"""Adaptive NGRAM: verifies the n-gram draft nodes that pay, or disables drafting.
 
 The host has every row's tree and the estimated acceptance probability of each node before it plans
 a step. It verifies the best nodes of the batch in the program with the most tokens per second.

@@ -104,7 +104,7 @@ class ProbeSchedule:
         """Records the time of a plain step of a batch bucket; None is ignored.
 
         Returns:
-          The median of the last `MEDIAN_OF` steps of the bucket, once there are as many new ones.
+          The median of the last `MEDIAN_OF` steps of the bucket, after `MEDIAN_OF` new steps.
         """
         if seconds is None:
             return None
