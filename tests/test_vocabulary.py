@@ -15,25 +15,25 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 52,
+    "tell of data": 49,
     "say of data": 42,
-    "ask, hear, want of data": 80,
-    "refuse": 33,
+    "ask, hear, want of data": 75,
+    "refuse": 26,
     "refused by name": 0,
     "stand": 20,
     "lie": 19,
     "is left": 20,
     "by lot": 0,
-    "law": 12,
-    "mailbox": 25,
+    "law": 8,
+    "mailbox": 20,
     "tower": 16,
     "that sees": 9,
     "seen text": 0,
-    "turns": 39,
+    "turns": 36,
     "promise": 1,
     "asleep": 10,
-    "who, whose": 296,
-    "so many, as many": 48,
+    "who, whose": 293,
+    "so many, as many": 42,
 }
 OPENING_CEILINGS = {
     "bench": 0,
@@ -47,7 +47,7 @@ OPENING_CEILINGS = {
 """Docstrings by top folder that open with a word of `OPENINGS`."""
 AS_CEILING = 3
 CLASS_NAME_CEILING = 16
-UNDOCUMENTED_CEILING = 146
+UNDOCUMENTED_CEILING = 140
 SPREAD_CEILINGS = {"# fmt: skip": 10, "f(*(a, b))": 95, "f(*name)": 867}
 
 
