@@ -107,7 +107,7 @@ def test_invariants_name_their_tests() -> None:
     assert all("`tests/" in tests for _, _, tests in rows)
 
 
-def test_invariants_are_stated_once_in_at_most_45_words() -> None:
+def test_invariants_are_unique_with_at_most_45_words() -> None:
     said = [sentence for _, sentence, _ in invariants()]
     assert len(said) == len({*said})
     assert not [sentence for sentence in said if len(sentence.split()) > 45]

@@ -72,7 +72,7 @@ def test_page_has_enough_headings(page: str) -> None:
     assert longest_gap_of(read(page)) <= MAX_LINES_BETWEEN_HEADINGS
 
 
-def test_lists_follow_an_empty_line() -> None:
+def test_lists_follow_empty_line() -> None:
     """Python-Markdown takes a list for text if it follows a paragraph directly."""
     found = []
     for page in PAGES:

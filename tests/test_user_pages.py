@@ -69,7 +69,7 @@ def test_http_api_page_request_fields_exist() -> None:
     assert named <= {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 
 
-def test_http_api_page_lists_sources_and_origins_of_traces() -> None:
+def test_http_api_page_lists_trace_sources_and_origins() -> None:
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \(([^)]+)\)", page("http_api"), re.MULTILINE)
     listed = {(kind, field): names(values) for kind, field, values in rows}
     step = get_args(answers.TracedStep.model_fields["source"].annotation)

@@ -38,7 +38,7 @@ def test_result_file_records_revision_and_date(checkout: Path) -> None:
     assert found["command"] == "c"
 
 
-def test_revision_of_a_changed_checkout_ends_with_plus(checkout: Path) -> None:
+def test_revision_of_changed_checkout_ends_with_plus(checkout: Path) -> None:
     git(checkout, "init", "-q")
     (checkout / "source.py").write_text("1")
     git(checkout, "add", "source.py")
@@ -47,5 +47,5 @@ def test_revision_of_a_changed_checkout_ends_with_plus(checkout: Path) -> None:
     assert (environment.provenance()["revision"] or "").endswith("+")
 
 
-def test_revision_outside_a_checkout_is_none(checkout: Path) -> None:
+def test_revision_outside_checkout_is_none(checkout: Path) -> None:
     assert environment.provenance()["revision"] is None

@@ -49,7 +49,7 @@ def rows_of(parts: list[str]) -> list[str]:
     return [row for part in parts for row in part.splitlines() if row.startswith("| ")][2:]
 
 
-def test_pages_and_chart_equal_the_generator() -> None:
+def test_pages_and_chart_equal_generator_output() -> None:
     for name, text in performance.pages(Found.of_results()).items():
         assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m bench.performance"
 
@@ -59,7 +59,7 @@ def _readme_blocks(found: Found) -> list[tuple[str, str]]:
     return [("speed", table), ("slower", summary.slower(found))]
 
 
-def test_readme_blocks_equal_the_generator() -> None:
+def test_readme_blocks_equal_generator_output() -> None:
     found, readme = Found.of_results(), README.read_text(encoding="utf-8")
     for name, block in _readme_blocks(found):
         assert f"<!-- {name} -->\n{block}\n<!-- /{name} -->" in readme
@@ -74,7 +74,7 @@ def test_every_measured_table_states_card_date_and_revision(name: str) -> None:
         assert re.match(r"Measured on [^:]+:\s\d{4}-\d\d-\d\d\s\([0-9a-f]{7}", stamp)
 
 
-def test_result_without_a_revision_is_an_error(tmp_path: Path) -> None:
+def test_results_read_rejects_file_without_revision(tmp_path: Path) -> None:
     path = tmp_path / "offline_x.json"
     path.write_text('{"date": "2026-11-26", "lines": []}')
     with pytest.raises(ValueError, match=r"offline_x\.json has no revision"):
@@ -90,7 +90,7 @@ def test_peer_files_describe_their_measurement() -> None:
         assert file["command"] or file["note"]
 
 
-def test_backends_and_peers_share_a_row() -> None:
+def test_greedy_steps_row_contains_backends_and_peers() -> None:
     own = file(line("torch", 4.0), line("jax", 2.5, texts={"equal": True}))
     found = Found(decode=[own], peers=[peer("vLLM", 5.56)])
     (row,) = rows_of(tables.greedy_steps(found, SUBJECT))
@@ -110,7 +110,7 @@ def test_newest_line_of_equal_settings_counts() -> None:
     assert row.endswith("| fff0000 |")
 
 
-def test_sampled_step_has_its_change_from_the_greedy_step() -> None:
+def test_variants_show_change_from_greedy_step() -> None:
     warm = {"temperature": 0.8, "top_p": 0.95}
     own = file(line("torch", 4.0), line("torch", 4.1, **warm), line("torch", 4.4, overlap=0))
     sampled, apart = sorted(rows_of(tables.variants(Found(decode=[own]), SUBJECT)), reverse=True)
@@ -147,7 +147,7 @@ def test_fp8_activations_make_another_model() -> None:
     assert "| 4.00 |" in row
 
 
-def test_prompts_have_a_table_without_decode_steps() -> None:
+def test_prefill_page_needs_no_decode_steps() -> None:
     prompt = {"drafts": "none", "backend": "torch", "flags": [], "prompt": 512, "is_same": True}
     found = Found(prefill=[file(prompt | {"ms": 14.0, "products_ms": 7.0})])
     pages = performance.pages(found)
@@ -175,7 +175,7 @@ def test_hits_have_their_speedup() -> None:
     assert row == "| none | torch | 4100 | 4096 | 115.1 | 11.5 | 10.0x | same |"
 
 
-def test_adaptive_table_has_a_row_for_each_drafter_and_work() -> None:
+def test_adaptive_table_row_per_drafter_and_work() -> None:
     def phase(name: str, by_best: float, by_off: float) -> dict[str, Any]:
         speeds = {"off": 100.0, "S3": 200.0, "greedy": 150.0, "probe": 190.0, "adaptive": 196.0}
         shares = {"adaptive_by_best": by_best, "adaptive_by_off": by_off}
@@ -193,14 +193,14 @@ def test_adaptive_table_has_a_row_for_each_drafter_and_work() -> None:
     assert second == f"| NGRAM | target | torch | CPU | served | {shares} | - | - |"
 
 
-def test_host_table_has_its_share_of_the_step() -> None:
+def test_host_table_shows_share_of_step() -> None:
     times = {"controller": "adaptive", "cache": "on", "rows": 32, "host_us": 412.3}
     times |= {"device_ms": 6.0, "share": 0.0687}
     (row,) = rows_of(host.host_times(Found(host=[file(times) | {"python": "3.12.1"}])))
     assert row == "| adaptive | on | 32 | 412 | 6.0 | 6.9% |"
 
 
-def test_summary_names_exactly_the_slower_cells() -> None:
+def test_summary_names_exactly_slower_cells() -> None:
     own = file(line("torch", 4.0), line("jax", 6.0), line("torch", 4.0, batch=1))
     found = Found(decode=[own], peers=[peer("vLLM", 5.0), peer("SGLang", 7.0)])
     assert summary.slower(found).startswith(
@@ -223,7 +223,7 @@ def test_summary_prefers_simulated_acceptance_and_marks_its_absence() -> None:
     assert "| - / 4.00 / - | - / 3.00° / - |" in row
 
 
-def test_chart_has_a_bar_for_each_number_of_the_summary() -> None:
+def test_chart_has_bar_for_each_summary_number() -> None:
     found = Found.of_results()
     rows = [row for row in summary.rows_of(found) if row.peers]
     numbers = [ms for row in rows for known in row.peers.values() for ms in known.values()]

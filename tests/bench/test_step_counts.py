@@ -93,7 +93,7 @@ def test_selected_programs_cover_batch_ends_and_logprobs() -> None:
     ]
 
 
-def test_differences_name_the_program_and_what_changed() -> None:
+def test_differences_name_program_and_change() -> None:
     old = {"program": "a start", "operations": {"add": 2}, "digest": "x", "sequence": ["a", "b"]}
     new = {"program": "a start", "operations": {"add": 3}, "digest": "x", "sequence": ["a", "c"]}
     assert not [*differences([old], [{**old, "program": "another name"}])]

@@ -125,12 +125,12 @@ def test_template_writes_tools_calls_and_results(folder: Path):
     assert of_oracle == WRITTEN
 
 
-def test_folders_have_the_template_that_is_generated(folder: Path):
+def test_folders_contain_generated_template(folder: Path):
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config["chat_template"] == chat_template(has_images=folder.name == "vlm")
 
 
-def test_text_parts_are_joined_and_images_keep_their_places():
+def test_template_joins_text_parts_and_keeps_image_positions():
     words = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     image: list[dict[str, Any]] = [{"type": "image"}, *words]
     for name, parts, want in [

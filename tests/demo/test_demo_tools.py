@@ -70,7 +70,7 @@ def test_forced_tool_call_round_trip(client: openai.OpenAI):
     assert last.choices[0].message.content
 
 
-def test_capabilities_name_the_parsers(server: Server):
+def test_capabilities_name_parsers(server: Server):
     told = httpx.get(server.url + "/capabilities").json()
     assert told["tool_call_parser"] == "hermes"
     assert told["reasoning_parser"] is None
