@@ -77,16 +77,16 @@ def test_read_functions_rejects_tool_without_named_function():
 def test_message_fields_equal_server_models():
     models = {"assistant": AssistantMessage, "tool": ToolMessage}
     for role in ROLES:
-        wanted = models.get(role, TextMessage).model_fields.keys()
-        assert set(FIELDS.get(role, PLAIN_FIELDS)) == set(wanted)
+        expected = models.get(role, TextMessage).model_fields.keys()
+        assert set(FIELDS.get(role, PLAIN_FIELDS)) == set(expected)
 
 
 def test_parts_and_tools_accept_any_iterable():
     parts = ({"type": "text", "text": "a"},)
     assert for_template({"role": "user", "content": parts})["content"] == list(parts)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"required": ("a",)}}}
-    wanted = [{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}]
-    assert read_tools(iter([tool])) == wanted == read_tools((tool,))
+    expected = [{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}]
+    assert read_tools(iter([tool])) == expected == read_tools((tool,))
     assert read_tools(None) == []
     with pytest.raises(ValueError, match="tools must be a list of tools, got {'type'"):
         read_tools(tool)

@@ -35,14 +35,14 @@ def request(number: int) -> Request:
 
 
 def test_engine_thread_add_during_shutdown_reports_end():
-    engine, heard = Engine(), queue.SimpleQueue()
-    engine.thread.add(request(1), heard.put)
+    engine, events = Engine(), queue.SimpleQueue()
+    engine.thread.add(request(1), events.put)
     assert engine.is_adding.wait(10)
-    engine.thread.add(request(2), heard.put)
+    engine.thread.add(request(2), events.put)
     engine.may_add.set()
-    assert [str(heard.get(timeout=10)) for _ in range(2)] == ["the engine has ended"] * 2
+    assert [str(events.get(timeout=10)) for _ in range(2)] == ["the engine has ended"] * 2
     assert engine.is_ending.wait(10)
     with pytest.raises(RuntimeError, match="the engine has ended"):
-        engine.thread.add(request(3), heard.put)
+        engine.thread.add(request(3), events.put)
     engine.may_end.set()
     engine.thread.close()

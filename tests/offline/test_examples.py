@@ -48,8 +48,8 @@ def test_stream_http():
 def test_example_without_server_exits_with_message(name):
     done = ended(name, "--port", "9")
     assert done.returncode == 1
-    wanted = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
-    assert done.stderr == wanted
+    expected = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
+    assert done.stderr == expected
 
 
 def test_inspect_draft_tree():
@@ -78,11 +78,11 @@ def test_chat_with_image():
     with serving([*command, "--context-length", "256"]) as server:
         asked = ("--base-url", server.url, "--seed", "7", "--num-prompts", "2")
         shown, *rest = run("chat_with_image", *asked).splitlines()
-    said = "".join(rest[: rest.index("}") + 1])
+    output = "".join(rest[: rest.index("}") + 1])
     assert rest[-1].startswith("correct, of 2 images: color 2, product 2, quantity ")
     assert shown.startswith("image: ")
-    assert json.loads(said).keys() == {"product", "color", "quantity"}
-    assert json.loads(said)["color"] in shown
+    assert json.loads(output).keys() == {"product", "color", "quantity"}
+    assert json.loads(output)["color"] in shown
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

@@ -37,10 +37,12 @@ def server():
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_llm_chat_equals_server_response(llm, server, how):
     (answer,) = llm.chat(QUESTION, SamplingParams(**how, n=2))
-    told = server.post("/v1/chat/completions", messages=QUESTION, **how, n=2).json()
-    assert [o.text for o in answer.outputs] == [c["message"]["content"] for c in told["choices"]]
+    reported = server.post("/v1/chat/completions", messages=QUESTION, **how, n=2).json()
+    assert [o.text for o in answer.outputs] == [
+        c["message"]["content"] for c in reported["choices"]
+    ]
     assert [o.finish_reason for o in answer.outputs] == [
-        c["finish_reason"] for c in told["choices"]
+        c["finish_reason"] for c in reported["choices"]
     ]
     assert answer.outputs[0].accept_length > 2
 
@@ -73,29 +75,32 @@ def test_generate_accepts_sampling_params_per_prompt(llm):
 
 def test_generate_accepts_arrays_of_token_ids(llm):
     ids = llm.tokenizer.encode(QUESTION[0]["content"])
-    wanted = llm.generate([ids, ids[:9]], SamplingParams(**GREEDY))
+    expected = llm.generate([ids, ids[:9]], SamplingParams(**GREEDY))
     for given in ([np.array(ids), np.array(ids[:9])], [tuple(ids), [np.int32(i) for i in ids[:9]]]):
         found = llm.generate(given, SamplingParams(**GREEDY, stop=None, logit_bias=None))
-        assert [each.text for each in found] == [each.text for each in wanted]
+        assert [each.text for each in found] == [each.text for each in expected]
     (one,) = llm.generate(np.array(ids), SamplingParams(**GREEDY))
-    assert one.text == wanted[0].text
+    assert one.text == expected[0].text
 
 
 def test_generate_accepts_iterators(llm):
     short = SamplingParams(temperature=0, max_tokens=2)
     texts = ["Tom has 3", "Ann buys 2"]
-    wanted = [each.text for each in llm.generate(texts, short)]
+    expected = [each.text for each in llm.generate(texts, short)]
     for given in (iter(texts), (text for text in texts), np.array(texts)):
-        assert [each.text for each in llm.generate(given, iter([short, short]))] == wanted
+        assert [each.text for each in llm.generate(given, iter([short, short]))] == expected
     ids = llm.tokenizer.encode(texts[0])
     assert (
         llm.generate(iter(ids), short)[0].text
-        == wanted[0]
+        == expected[0]
         == llm.stream(iter(ids), short).result().text
     )
-    told = llm.chat(QUESTION, short)[0].text
-    assert [each.text for each in llm.chat((iter(QUESTION) for _ in "ab"), short)] == [told, told]
-    assert llm.stream(iter(QUESTION), short).result().text == told
+    reported = llm.chat(QUESTION, short)[0].text
+    assert [each.text for each in llm.chat((iter(QUESTION) for _ in "ab"), short)] == [
+        reported,
+        reported,
+    ]
+    assert llm.stream(iter(QUESTION), short).result().text == reported
 
 
 def test_generate_validates_modified_sampling_params(llm):
@@ -140,13 +145,13 @@ def test_chat_returns_logprobs_stop_reason_and_trace(llm):
     assert [entry.token for entry in output.logprobs] == output.token_ids
     assert all(len(entry.best) == 2 for entry in output.logprobs)
     assert [entry.token for entry in answer.prompt_logprobs] == answer.prompt_token_ids
-    told = [token["token"] for step in output.steps for token in step["tokens"]]
-    assert told == output.token_ids
+    reported = [token["token"] for step in output.steps for token in step["tokens"]]
+    assert reported == output.token_ids
     assert any(step["source"] == "draft" for step in output.steps)
 
 
 def test_chat_from_six_threads_returns_same_text(llm):
-    wanted = llm.chat(QUESTION, SamplingParams(**GREEDY))[0].text
+    expected = llm.chat(QUESTION, SamplingParams(**GREEDY))[0].text
     found = []
     threads = [
         threading.Thread(
@@ -158,7 +163,7 @@ def test_chat_from_six_threads_returns_same_text(llm):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [wanted] * 6
+    assert found == [expected] * 6
 
 
 def called(arguments):

@@ -97,7 +97,7 @@ def test_log_level_defaults_to_warning():
 
 
 @pytest.mark.parametrize(
-    ("sentence", "wanted"),
+    ("sentence", "expected"),
     [
         ("--tp must be 1, got 3; --x is no flag", "tp must be 1, got 3; x is no option"),
         ("give --speculative-accept-rule rejection.", 'give speculative_accept_rule="rejection".'),
@@ -109,8 +109,8 @@ def test_log_level_defaults_to_warning():
         ("one well-known word -- and a dash - stay", "one well-known word -- and a dash - stay"),
     ],
 )
-def test_in_python_replaces_flags_with_option_names(sentence, wanted):
-    assert in_python(sentence) == wanted
+def test_in_python_replaces_flags_with_option_names(sentence, expected):
+    assert in_python(sentence) == expected
 
 
 def test_in_python_preserves_paths_with_dashes():

@@ -94,8 +94,8 @@ def test_adaptive_config_rejects_missing_file(tmp_path):
 def test_adaptive_config_rejects_shapes_unsupported_by_drafter(algorithm, candidate, is_refused):
     options = replace(adaptive(algorithm), candidates=(candidate,))
     setup = RuleContext(options=options, model=MODEL, has_mtp=True, head_kind=None)
-    told = [sentence for sentence in refusals(setup) if "contains shapes that" in sentence]
-    assert len(told) == is_refused
+    matching = [sentence for sentence in refusals(setup) if "contains shapes that" in sentence]
+    assert len(matching) == is_refused
 
 
 def adaptive(algorithm: str, *flags: str) -> Options:
@@ -120,8 +120,8 @@ def test_adaptive_programs_cover_all_batches_and_tiers(algorithm, device, are_co
     assert capacity.scratch == max(shape.scratch for shape in shapes.by_size.values())
     for tier in range(len(shapes.tiers)):
         widest = shapes.by_size[shapes.batches[-1], tier]
-        told = [p for p in capacity.programs if p.shape == widest and p.work is StepKind.DECODE]
-        assert any(p.has(ProgramFeature.LOGPROBS) for p in told)
+        matching = [p for p in capacity.programs if p.shape == widest and p.work is StepKind.DECODE]
+        assert any(p.has(ProgramFeature.LOGPROBS) for p in matching)
 
 
 def test_tiers_share_rows_in_small_batch():

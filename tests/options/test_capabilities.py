@@ -51,7 +51,7 @@ MERGED = [
 FAMILY = "qwen3_5"
 
 FEW_SHAPES = ("NEXTN", "EAGLE", MODEL_ALGORITHM)
-"""Drafters whose adaptive start measures two shapes; EAGLE3 measures the default shapes."""
+"""Drafters that measure two shapes in an adaptive start; EAGLE3 measures the default ones."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def test_shadow_verify_matches_for_all_drafters(drafter: str, folders: DraftFold
 
 
 def blocked(drafter: str, line: list[str]) -> list[str]:
-    """Returns the violated rules of a start whose files are valid."""
+    """Returns the violated rules of a start with valid files."""
     model, _ = tiny_model(FAMILY, 0)
     return refusals(
         RuleContext(options=parse(line), model=model, has_mtp=True, **drafting(drafter))
@@ -245,9 +245,9 @@ def test_rule_example_is_rejected_with_its_reason(rule, folders: DraftFolders) -
     assert rule.sentence(refused.words()) in refusals(refused)
     if example.model_type is None:
         assert refusals(setup(())) == []
-        with pytest.raises(ConfigError) as told:  # also by the startup code, which reads the files
+        with pytest.raises(ConfigError) as error:  # also by the startup code, which reads the files
             folders.serve(folders.start(example.drafter, example.flags))
-        assert rule.sentence(refused.words()) in str(told.value).splitlines()
+        assert rule.sentence(refused.words()) in str(error.value).splitlines()
 
 
 def test_startup_error_lists_all_violated_rules(folders: DraftFolders) -> None:
@@ -261,12 +261,13 @@ def test_startup_error_lists_all_violated_rules(folders: DraftFolders) -> None:
     )
     with pytest.raises(ConfigError) as refused:
         folders.serve(folders.start("NEXTN", flags))
-    told = str(refused.value).splitlines()
-    assert len(told) == 2
+    messages = str(refused.value).splitlines()
+    assert len(messages) == 2
     assert any(
-        "--speculative-accept-rule rejection supports draft chains" in sentence for sentence in told
+        "--speculative-accept-rule rejection supports draft chains" in sentence
+        for sentence in messages
     )
-    assert any("--disable-overlap-schedule" in sentence for sentence in told)
+    assert any("--disable-overlap-schedule" in sentence for sentence in messages)
 
 
 def test_compatibility_page_equals_generator() -> None:

@@ -11,8 +11,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "server_flags.md"
 
 
 def test_flags_page_equals_generator() -> None:
-    told = PAGE.read_text(encoding="utf-8")
-    assert told == flags_doc.to_markdown(), (
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == flags_doc.to_markdown(), (
         "run python -m shared.options.flags_doc > docs/server_flags.md"
     )
 

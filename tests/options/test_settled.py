@@ -33,10 +33,10 @@ NODES_6 = ["--speculative-num-draft-tokens", "6"]
 LINES = {
     "cpu": ([], CPU),
     "cpu with few pages": (["--max-total-tokens", "512"], CPU),
-    "cpu, pages of one token": (["--page-size", "1", "--overlap-depth", "2", *NEXTN], CPU),
-    "cpu with a head": (EAGLE3, CPU),
-    "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
-    "cpu with drafts of the host": (["--speculative-algorithm", "NGRAM"], CPU),
+    "cpu with one-token pages": (["--page-size", "1", "--overlap-depth", "2", *NEXTN], CPU),
+    "cpu with draft head": (EAGLE3, CPU),
+    "cpu with draft tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
+    "cpu with host drafts": (["--speculative-algorithm", "NGRAM"], CPU),
     "gpu": (NEXTN, GPU),
     "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
 }

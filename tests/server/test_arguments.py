@@ -203,10 +203,10 @@ def test_tool_call_arguments_valid_for_any_chunking(name, schema, text, data):
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     for parts in (pieces, [whole], list(whole)):
         parser = new_parser(name, OutputBuilder(tools, None, False), None)
-        said = sum(map(parser.push, parts), Delta()) + parser.flush(was_cut=False)
-        (call,) = said.tool_calls
+        parsed = sum(map(parser.push, parts), Delta()) + parser.flush(was_cut=False)
+        (call,) = parsed.tool_calls
         value = json.loads(call.arguments)["key"]
-        assert (call.name, said.text) == ("f", "")
+        assert (call.name, parsed.text) == ("f", "")
         taken = readings(text) if name == "qwen3_coder" else [value]
         if any(is_valid(schema, reading) for reading in taken):
             assert is_valid(schema, value)
@@ -220,7 +220,7 @@ def nested(depth: int) -> Any:
 
 
 def doubled(depth: int) -> dict[str, Any]:
-    """Returns a schema whose validation visits 2 ** depth parts."""
+    """Returns a schema with 2 ** depth validation steps."""
     both = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 2} for i in range(depth)}
     return {"properties": {"key": {"$ref": "#/$defs/L0"}}, "$defs": {**both, f"L{depth}": False}}
 
@@ -274,7 +274,7 @@ def test_read_argument_of_expensive_text_returns_text(schema, text):
 
 def test_read_argument_opens_no_socket_and_warns_nothing(monkeypatch):
     def refuse(*args: object) -> None:
-        raise AssertionError("a socket")
+        raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
     with warnings.catch_warnings():

@@ -16,12 +16,12 @@ from tests.support.tiny_models import write_tiny
 
 HOOK = """
 import os, sys
-with open({told!r}, "a") as log:
+with open({events_file!r}, "a") as log:
     log.write("begun\\n")
 def look(event, args):
     is_address = event == "socket.connect" and isinstance(args[1], tuple)
     if is_address or (event == "import" and args[0].startswith("canary")):
-        with open({told!r}, "a") as log:
+        with open({events_file!r}, "a") as log:
             log.write(f"{{event}} {{args[1] if is_address else args[0]}}\\n")
         if is_address:
             raise PermissionError("nothing is to be opened")
@@ -43,7 +43,7 @@ class Listener:
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/canary.png"
-        self.came = 0
+        self.num_connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -52,7 +52,7 @@ class Listener:
                 self._socket.accept()[0].close()
             except OSError:
                 return
-            self.came += 1
+            self.num_connections += 1
 
     def close(self) -> None:
         self._socket.close()
@@ -66,12 +66,12 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("told") / "events"
+def events_file(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "events"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, told, listener) -> Iterator[Server]:
+def server(tmp_path_factory, events_file, listener) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("canary") / "model"
     write_tiny(folder, "qwen3", 3)
     save_tokenizer(folder)
@@ -82,9 +82,9 @@ def server(tmp_path_factory, told, listener) -> Iterator[Server]:
     for module in ("configuration", "modeling", "tokenization"):
         (folder / f"canary_{module}.py").write_text(CODE)
     (folder / "sitecustomize.py").write_text(CODE)
-    hooks = told.parent / "hooks"
+    hooks = events_file.parent / "hooks"
     hooks.mkdir()
-    (hooks / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
+    (hooks / "sitecustomize.py").write_text(HOOK.format(events_file=str(events_file)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hooks))
         command = ["-m", "tests.support.serve_reference", "--model-path", str(folder)]
@@ -92,12 +92,12 @@ def server(tmp_path_factory, told, listener) -> Iterator[Server]:
             yield running
 
 
-def test_checkpoint_with_auto_map_runs_no_remote_code(server, told):
+def test_checkpoint_with_auto_map_runs_no_remote_code(server, events_file):
     assert server.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
     body = server.post(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=2)
     assert body.status_code == 200
-    events = told.read_text().splitlines()
-    assert events == ["begun"] * 3, "the engine, the server and what renders templates"
+    events = events_file.read_text().splitlines()
+    assert events == ["begun"] * 3, "engine, server and template worker"
 
 
 REFUSED = (
@@ -112,7 +112,7 @@ def part(kind: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": "a"}, {"type": kind, kind: fields}]
 
 
-def test_request_urls_are_never_opened(server, told, listener):
+def test_request_urls_are_never_opened(server, events_file, listener):
     url = listener.url
     contents = [
         part("image_url", url=url),
@@ -127,7 +127,7 @@ def test_request_urls_are_never_opened(server, told, listener):
         assert answer.status_code == 400
         assert error["param"].startswith("messages[0]")
         assert any(words in error["message"] for words in REFUSED)
-    told_of = {"messages": [{"role": "user", "content": url}], "max_tokens": 1}
+    text_request = {"messages": [{"role": "user", "content": url}], "max_tokens": 1}
     for fields, status in (
         ({"model": url}, 404),
         ({"user": url}, 200),
@@ -137,16 +137,16 @@ def test_request_urls_are_never_opened(server, told, listener):
         ({"web_search_options": {"url": url}}, 200),
         ({}, 200),
     ):
-        assert server.post(CHAT, **{**told_of, **fields}).status_code == status, fields
+        assert server.post(CHAT, **{**text_request, **fields}).status_code == status, fields
     assert server.post(COMPLETIONS, prompt=url, max_tokens=1).status_code == 200
-    assert "socket.connect" not in told.read_text()
-    assert listener.came == 0
+    assert "socket.connect" not in events_file.read_text()
+    assert listener.num_connections == 0
 
 
 def test_audit_hook_and_listener_detect_violations(tmp_path, listener):
     """The hook records an import and a connection, and the listener counts a connection."""
-    told = tmp_path / "events"
-    (tmp_path / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
+    events_file = tmp_path / "events"
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(events_file=str(events_file)))
     (tmp_path / "canary_modeling.py").write_text(CODE)
     script = tmp_path / "script.py"
     host, port = listener.url.split("/")[2].split(":")
@@ -160,12 +160,12 @@ def test_audit_hook_and_listener_detect_violations(tmp_path, listener):
         patch.setenv("PYTHONPATH", str(tmp_path))
         with serving([str(script)]) as ran:
             ran.process.wait(10)
-    events = told.read_text().splitlines()
+    events = events_file.read_text().splitlines()
     assert [event.split()[0] for event in events] == ["begun", "import", "socket.connect"]
-    before = listener.came
+    before = listener.num_connections
     socket.create_connection((host, int(port))).close()
     for _ in range(100):
-        if listener.came == before + 1:
+        if listener.num_connections == before + 1:
             return
         threading.Event().wait(0.02)
-    raise AssertionError("the listener does not count")
+    raise AssertionError("the listener counts no connection")

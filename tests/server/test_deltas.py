@@ -21,21 +21,21 @@ from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})
-SAID = "<let me see>So: {get}{4}{2}."
+TEXT = "<let me see>So: {get}{4}{2}."
 
 
-class Marks:
+class TagParser:
     """Parser of `<reasoning>`, a call's `{name}`, its `{argument}`s, and text."""
 
     def __init__(self) -> None:
         self._held, self._calls = "", 0
 
     def push(self, text: str) -> Delta:
-        self._held, said = self._held + text, Delta()
+        self._held, delta = self._held + text, Delta()
         while found := re.match(r"<(.*?)>|\{(.*?)\}|([^<{]+)", self._held):
             self._held = self._held[found.end() :]
-            said += self._delta(found)
-        return said
+            delta += self._delta(found)
+        return delta
 
     def flush(self, was_cut: bool) -> Delta:
         held, self._held = self._held, ""
@@ -95,8 +95,8 @@ def total(pieces: list[ChoiceUpdate]) -> Delta:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_chat_response_separates_reasoning_content_and_calls(size):
-    answer = new_answer(ChatForm(), [Marks()])
-    pieces = [answer.take(0, event) for event in events(SAID, size)]
+    answer = new_answer(ChatForm(), [TagParser()])
+    pieces = [answer.take(0, event) for event in events(TEXT, size)]
     message = answer.whole([total(pieces)])["choices"][0]["message"]
     function = {"name": "get", "arguments": "42"}
     assert message == {
@@ -108,8 +108,8 @@ def test_chat_response_separates_reasoning_content_and_calls(size):
 
 
 def test_chat_stream_sends_tool_call_deltas():
-    answer = new_answer(ChatForm(), [Marks()])
-    pieces = [answer.take(0, event) for event in events(SAID, 1)]
+    answer = new_answer(ChatForm(), [TagParser()])
+    pieces = [answer.take(0, event) for event in events(TEXT, 1)]
     shown = [answer.chunk(0, piece) for piece in pieces if answer.matters(0, piece)]
     parts = [c["tool_calls"][0] for c in deltas(shown) if "tool_calls" in c]
     begun = {"name": "get", "arguments": ""}
@@ -127,23 +127,23 @@ def deltas(chunks: list[dict]) -> list[dict]:
 
 
 def test_parser_held_text_is_sent_at_end():
-    answer = new_answer(CompletionForm(), [Marks()])
+    answer = new_answer(CompletionForm(), [TagParser()])
     pieces = [answer.take(0, event) for event in events("a<b", 1)]
     assert [piece.delta.text for piece in pieces] == ["a", "", "<b"]
 
 
 def test_stop_string_truncates_parser_input():
-    answer = new_answer(ChatForm(), [Marks()], stops=("{get}",))
-    pieces = [answer.take(0, event) for event in events(SAID, 100)]
+    answer = new_answer(ChatForm(), [TagParser()], stops=("{get}",))
+    pieces = [answer.take(0, event) for event in events(TEXT, 100)]
     assert total(pieces) == Delta("So: ", "let me see")
     assert pieces[-1].finish_reason == "stop"
 
 
 def test_passthrough_parser_omits_reasoning_and_tool_fields():
     answer = new_answer(ChatForm(), [PassthroughParser()])
-    pieces = [answer.take(0, event) for event in events(SAID, 2)]
+    pieces = [answer.take(0, event) for event in events(TEXT, 2)]
     message = answer.whole([total(pieces)])["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": SAID}
+    assert message == {"role": "assistant", "content": TEXT}
 
 
 def test_delta_sum_merges_calls_by_index():
@@ -161,7 +161,7 @@ class Unwalkable(list):
     """List that supports indexing and raises on iteration."""
 
     def __iter__(self):
-        raise AssertionError("all choices are walked for one event")
+        raise AssertionError("all choices were iterated for one event")
 
 
 def test_response_writer_ended_without_iterating_choices():

@@ -44,12 +44,12 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
 
 
 def wait_for_open(server: Server, running: int, waiting: int) -> dict[str, float]:
-    wanted = (running, waiting)
+    expected = (running, waiting)
     deadline = time.monotonic() + 10
     while True:
         found = server.metrics()
         names = ("tandem:num_requests_running", "tandem:num_requests_waiting")
-        if tuple(found[name] for name in names) == wanted:
+        if tuple(found[name] for name in names) == expected:
             return found
         assert time.monotonic() < deadline, [found[name] for name in names]
 

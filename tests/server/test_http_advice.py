@@ -98,14 +98,14 @@ def test_ignored_field_is_listed_or_rejected_if_strict(
 ):
     path = CHAT if endpoint == "chat" else COMPLETIONS
     asked = with_field(endpoint, field.name, field.example)
-    told = result(lenient.post(path, **asked))
-    assert told["ignored"] == [field.name]
+    response = result(lenient.post(path, **asked))
+    assert response["ignored"] == [field.name]
     neutral = [
         result(lenient.post(path, **with_field(endpoint, field.name, value)))
         for value in (None, *field.neutral)
     ]
     assert not any("ignored" in each for each in neutral)
-    assert all(each["choices"] == told["choices"] for each in neutral)
+    assert all(each["choices"] == response["choices"] for each in neutral)
     refused = strict.post(path, **asked)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field.name)
     assert "--strict-fields" in refused.json()["error"]["message"]
@@ -142,9 +142,9 @@ def test_log_and_capabilities_list_ignored_fields(folder):
 
 
 def test_strict_server_capabilities_list_no_ignored_fields(strict):
-    told = httpx.get(strict.url + "/capabilities").json()
-    assert told["ignored"] == []
-    assert any(entry["reason"].startswith("store ") for entry in told["unsupported"])
+    response = httpx.get(strict.url + "/capabilities").json()
+    assert response["ignored"] == []
+    assert any(entry["reason"].startswith("store ") for entry in response["unsupported"])
 
 
 def test_chat_accepts_fields_of_litellm_agents(lenient):
@@ -161,8 +161,8 @@ def test_chat_accepts_fields_of_litellm_agents(lenient):
         "parallel_tool_calls": True,
         "thinking": {"type": "adaptive"},
     }
-    told = result(lenient.post(CHAT, **asked))
-    assert set(told["ignored"]) == {
+    response = result(lenient.post(CHAT, **asked))
+    assert set(response["ignored"]) == {
         *("reasoning_effort", "web_search_options", "metadata", "prompt_cache_key"),
         *("client_metadata", "thinking"),
     }

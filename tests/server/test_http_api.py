@@ -32,7 +32,7 @@ ABORTED = 'tandem:request_success_total{finished_reason="abort"}'
 
 @pytest.fixture(scope="module")
 def bare_server(tmp_path_factory) -> Iterator[Server]:
-    """Starts a server whose model folder has no tokenizer."""
+    """Starts a server without a tokenizer in its model folder."""
     with serving(
         ["-m", "tests.support.http_fixtures", str(tmp_path_factory.mktemp("bare"))]
     ) as running:

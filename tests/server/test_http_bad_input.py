@@ -158,7 +158,7 @@ def test_invalid_field_returns_400_with_param(server, param, fields):
 BAD_CHATS = [
     ("messages", {"messages": []}),
     ("messages", {"messages": None}),
-    ("messages", {"messages": [{"role": "system", "content": "refused by the template"}]}),
+    ("messages", {"messages": [{"role": "system", "content": "rejected by the template"}]}),
     ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
     ("messages[0].content", {"messages": [{"role": "user"}]}),
@@ -244,8 +244,8 @@ def test_unsupported_field_accepts_only_neutral_values(server, field, endpoint):
 def test_user_hints_and_empty_stop_are_neutral(server):
     plain = server.post(CHAT, messages=USER, temperature=0, max_tokens=4).json()["choices"]
     for more in ({"safety_identifier": "a"}, {"prompt_cache_key": "b"}, {"stop": ""}, {"stop": []}):
-        told = server.post(CHAT, messages=USER, temperature=0, max_tokens=4, **more).json()
-        assert told["choices"] == plain
+        response = server.post(CHAT, messages=USER, temperature=0, max_tokens=4, **more).json()
+        assert response["choices"] == plain
     for name in ("safety_identifier", "prompt_cache_key"):
         error = server.post(CHAT, messages=USER, **{name: "x" * 257}).json()["error"]
         assert error["param"] == name
@@ -278,9 +278,9 @@ def test_disconnect_during_upload_logs_no_traceback(tmp_path):
 def test_malformed_json_body_returns_400(server, body):
     answer = httpx.post(server.url + COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400
-    said = answer.json()["error"]["message"]
-    assert "JSON" in said
-    assert "sys." not in said  # no hint that only the server's operator could follow
+    message = answer.json()["error"]["message"]
+    assert "JSON" in message
+    assert "sys." not in message  # no hint that only the server's operator could follow
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])

@@ -54,11 +54,11 @@ def refusal(client: httpx.Client, place: Place, value: Any) -> str:
     return error["message"]
 
 
-def says(message: str, bound: float) -> bool:
+def states_bound(message: str, bound: float) -> bool:
     """Returns True if a message contains the number before its `got` part."""
-    told = message.partition(", got")[0]
+    required = message.partition(", got")[0]
     number = str(int(bound) if bound == int(bound) else bound)
-    return re.search(rf"(?<![\d.-]){re.escape(number)}(?![\d.]\d)", told) is not None
+    return re.search(rf"(?<![\d.-]){re.escape(number)}(?![\d.]\d)", required) is not None
 
 
 def is_number(schema: dict[str, Any]) -> bool:
@@ -88,7 +88,11 @@ def test_openapi_numbers_reject_values_beyond_bounds(client, found):
         own = {0, VOCAB - 1} if place.schema.get("format") == "token-id" else set()
         for bound, value in beyond(place.schema):
             message = refusal(client, place, value)
-            assert any(says(message, each) for each in {bound, *own}), (str(place), value, message)
+            assert any(states_bound(message, each) for each in {bound, *own}), (
+                str(place),
+                value,
+                message,
+            )
 
 
 def longer(place: Place) -> Iterator[tuple[int, Any]]:
@@ -107,6 +111,6 @@ def test_openapi_lengths_reject_values_beyond_bounds(client, found):
     seen = 0
     for place in found:
         for most, value in longer(place):
-            assert says(refusal(client, place, value), most), str(place)
+            assert states_bound(refusal(client, place, value), most), str(place)
             seen += 1
     assert seen > 20

@@ -109,7 +109,7 @@ def short_time(monkeypatch):
         ([HEAD, b"wo"], 10),
         ([HEAD[i : i + 1] for i in range(5)], 1.6),  # the last part is sent after 0.7
     ],
-    ids=["nothing", "half a head", "half a body", "drop by drop"],
+    ids=["no bytes", "partial head", "partial body", "byte by byte"],
 )
 def test_incomplete_request_times_out_with_408(parts, most):
     got, lasted = asyncio.run(_converse(*parts, pause_s=0.18 * TIMEOUT_S))

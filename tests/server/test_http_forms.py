@@ -34,7 +34,7 @@ PREFLIGHT = {
 
 
 @pytest.fixture(scope="module")
-def for_pages(tmp_path_factory) -> Iterator[Server]:
+def cors_server(tmp_path_factory) -> Iterator[Server]:
     """Starts a server with one allowed origin and an API key."""
     folder = tmp_path_factory.mktemp("pages")
     save_tokenizer(folder)
@@ -49,9 +49,9 @@ def test_head_equals_get_without_body(server, path):
     with socket.create_connection(address(server), timeout=10) as connection:
         head = f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
         connection.sendall(head.encode())
-        told = received(connection)
-    assert told.startswith(b"HTTP/1.1 200 ")
-    fields, _, body = told.partition(b"\r\n\r\n")
+        response = received(connection)
+    assert response.startswith(b"HTTP/1.1 200 ")
+    fields, _, body = response.partition(b"\r\n\r\n")
     assert body == b""
     if path != "/metrics":  # its content changes between requests
         assert f"content-length: {len(got.content)}".encode() in fields.lower()
@@ -74,7 +74,7 @@ def received(connection: socket.socket) -> bytes:
     return parts
 
 
-def ask(server: Server, target: str, host: str) -> tuple[int, bytes]:
+def get_target(server: Server, target: str, host: str) -> tuple[int, bytes]:
     """Returns the status and the body of a GET of a raw target."""
     with socket.create_connection(address(server), timeout=10) as connection:
         head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
@@ -86,15 +86,15 @@ def ask(server: Server, target: str, host: str) -> tuple[int, bytes]:
 def test_absolute_form_target_is_accepted(server):
     models = httpx.get(server.url + "/v1/models", timeout=10).content
     for target in ("http://localhost:80/v1/models", "HTTP://127.0.0.1/v1/models?x=1"):
-        assert ask(server, target, "localhost") == (200, models)
-    assert ask(server, "http://localhost", "localhost")[0] == 200  # the playground page
-    assert ask(server, "http://localhost/v1/models/re%70eater", "localhost")[0] == 200
+        assert get_target(server, target, "localhost") == (200, models)
+    assert get_target(server, "http://localhost", "localhost")[0] == 200  # the playground page
+    assert get_target(server, "http://localhost/v1/models/re%70eater", "localhost")[0] == 200
 
 
 def test_absolute_form_host_overrides_host_header(server):
     """RFC 9112, 3.2.2; otherwise a page could bypass the host check."""
-    assert ask(server, f"http://{HOST_NAME}/health", "evil.example")[0] == 200
-    assert ask(server, "http://evil.example/health", "localhost")[0] == 403
+    assert get_target(server, f"http://{HOST_NAME}/health", "evil.example")[0] == 200
+    assert get_target(server, "http://evil.example/health", "localhost")[0] == 403
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br"])
@@ -113,49 +113,49 @@ def test_compressed_body_returns_415(server, path, coding):
 def test_version_equals_pyproject(server):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for path in ("/version", "/openapi.json"):
-        told = httpx.get(server.url + path, timeout=10).json()
-        assert told.get("info", told)["version"] == project["version"]
+        response = httpx.get(server.url + path, timeout=10).json()
+        assert response.get("info", response)["version"] == project["version"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/no_such"])
-def test_cors_allowed_origin_may_request_and_read(for_pages, path):
+def test_cors_allowed_origin_may_request_and_read(cors_server, path):
     asked = {"origin": SITE, **PREFLIGHT}
-    answer = httpx.request("OPTIONS", for_pages.url + path, headers=asked, timeout=10)
+    answer = httpx.request("OPTIONS", cors_server.url + path, headers=asked, timeout=10)
     assert (answer.status_code, answer.content) == (204, b"")
     assert answer.headers["access-control-allow-origin"] == SITE
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
     for key in (KEY, "wrong"):  # errors have CORS headers too
         headers = {"origin": SITE, "authorization": f"Bearer {key}"}
-        read = httpx.get(for_pages.url + path, headers=headers, timeout=10)
+        read = httpx.get(cors_server.url + path, headers=headers, timeout=10)
         assert read.headers["access-control-allow-origin"] == SITE
         assert read.headers["vary"] == "Origin"
         for each in (answer, read):
             assert "access-control-allow-credentials" not in each.headers
 
 
-def test_cors_headers_are_set_on_streams(for_pages):
+def test_cors_headers_are_set_on_streams(cors_server):
     headers = {**JSON, "origin": SITE, "authorization": f"Bearer {KEY}"}
     body = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True})
-    answer = httpx.post(for_pages.url + COMPLETIONS, content=body, headers=headers, timeout=10)
+    answer = httpx.post(cors_server.url + COMPLETIONS, content=body, headers=headers, timeout=10)
     assert answer.headers["access-control-allow-origin"] == SITE
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example", SITE + ".evil", "null", "*"])
-def test_cors_unknown_origin_returns_403(for_pages, origin):
+def test_cors_unknown_origin_returns_403(cors_server, origin):
     asked = {"origin": origin, **PREFLIGHT}
-    answer = httpx.request("OPTIONS", for_pages.url + CHAT, headers=asked, timeout=10)
+    answer = httpx.request("OPTIONS", cors_server.url + CHAT, headers=asked, timeout=10)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "origin_not_allowed"
-    read = httpx.get(for_pages.url + "/live", headers={"origin": origin}, timeout=10)
+    read = httpx.get(cors_server.url + "/live", headers={"origin": origin}, timeout=10)
     for each in (answer, read):
         assert "access-control-allow-origin" not in each.headers
 
 
-def test_cors_preflight_checks_host(for_pages):
+def test_cors_preflight_checks_host(cors_server):
     asked = {"origin": SITE, "host": "evil.example", **PREFLIGHT}
-    answer = httpx.request("OPTIONS", for_pages.url + CHAT, headers=asked, timeout=10)
+    answer = httpx.request("OPTIONS", cors_server.url + CHAT, headers=asked, timeout=10)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "host_not_allowed"
 

@@ -56,9 +56,9 @@ def bearer(key: str) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory) -> Iterator[Server]:
+def split_server(tmp_path_factory) -> Iterator[Server]:
     """Starts a server with a separate listener for metrics and admin routes."""
-    folder = str(tmp_path_factory.mktemp("apart"))
+    folder = str(tmp_path_factory.mktemp("split_server"))
     flags = ["--api-key", KEY, "--with-admin-listener"]
     with serving(["-m", "tests.support.http_fixtures", folder, *flags]) as running:
         yield running
@@ -71,8 +71,8 @@ def admin_url(server: Server) -> str:
 
 def routes_of(url: str) -> list[tuple[str, str]]:
     """Returns method and path of every route of a listener."""
-    told = httpx.get(url + "/openapi.json", headers=bearer(KEY)).json()
-    found = [(m.upper(), path) for path, methods in told["paths"].items() for m in methods]
+    document = httpx.get(url + "/openapi.json", headers=bearer(KEY)).json()
+    found = [(m.upper(), path) for path, methods in document["paths"].items() for m in methods]
     return [(method, re.sub(r"{\w+}", "default", path)) for method, path in found]
 
 
@@ -89,8 +89,8 @@ WRONG += [{"authorization": b"Basic " + KEY.encode()}]
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda headers: repr(headers)[:60])
-def test_all_routes_except_live_require_api_key(server, apart, headers):
-    for url in (server.url, apart.url, admin_url(apart)):
+def test_all_routes_except_live_require_api_key(server, split_server, headers):
+    for url in (server.url, split_server.url, admin_url(split_server)):
         with httpx.Client(base_url=url, headers=headers, params={"api_key": KEY}) as client:
             routes = [*routes_of(url), ("GET", "/no_such"), ("GET", OPEN_PATH + "/")]
             assert ("GET", OPEN_PATH) in routes
@@ -105,27 +105,29 @@ def test_all_routes_except_live_require_api_key(server, apart, headers):
                 assert KEY not in answer.text
 
 
-def test_listeners_serve_only_their_routes(server, apart):
-    one, clients, admin = (set(routes_of(url)) for url in (server.url, apart.url, admin_url(apart)))
+def test_listeners_serve_only_their_routes(server, split_server):
+    one, clients, admin = (
+        set(routes_of(url)) for url in (server.url, split_server.url, admin_url(split_server))
+    )
     both = {("GET", path) for path in ("/health", "/ping", OPEN_PATH, "/openapi.json")}
     assert clients & admin == both
     assert clients | admin == one
     corpora = {("GET", CORPORA), ("POST", "/add_external_corpus")}
     assert {("GET", "/metrics"), *corpora} <= admin
     assert ("POST", COMPLETIONS) in clients
-    for url, path in ((apart.url, "/metrics"), (admin_url(apart), "/v1/models")):
+    for url, path in ((split_server.url, "/metrics"), (admin_url(split_server), "/v1/models")):
         assert httpx.get(url + path, headers=bearer(KEY)).status_code == 404
-    page = httpx.get(admin_url(apart) + "/metrics", headers=bearer(KEY)).text
+    page = httpx.get(admin_url(split_server) + "/metrics", headers=bearer(KEY)).text
     assert "tandem:num_requests_running" in page
 
 
-def test_admin_listener_unknown_host_returns_403(apart):
+def test_admin_listener_unknown_host_returns_403(split_server):
     headers = {**bearer(KEY), "host": "evil.example"}
-    assert httpx.get(admin_url(apart) + "/metrics", headers=headers).status_code == 403
+    assert httpx.get(admin_url(split_server) + "/metrics", headers=headers).status_code == 403
 
 
-def test_listening_sockets_equal_announced_addresses(server, apart):
-    for running in (server, apart):
+def test_listening_sockets_equal_announced_addresses(server, split_server):
+    for running in (server, split_server):
         (line,) = [line for line in running.lines if " is served at " in line]
         announced = {urlsplit(url).netloc for url in re.findall(r"http://[^\s,]+", line)}
         engine = psutil.Process(running.process.pid)
@@ -137,7 +139,7 @@ def test_listening_sockets_equal_announced_addresses(server, apart):
         ]
         found = {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets}
         assert found == announced
-        assert len(announced) == (2 if running is apart else 1)
+        assert len(announced) == (2 if running is split_server else 1)
 
 
 def test_valid_api_key_returns_200(server):
@@ -254,7 +256,7 @@ FIRST = f"GET /health HTTP/1.1\r\nhost: {HOST_NAME}\r\n".encode()
         b"GET /" + LONG + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         FIRST + b"more: " + 4 * LONG,  # the rest is never sent
     ],
-    ids=["a field", "fields", "a path", "no end"],
+    ids=["long field", "many fields", "long path", "endless field"],
 )
 @pytest.mark.parametrize("pieces", [1, 9])
 def test_request_head_above_limit_returns_431(open_server, head, pieces):

@@ -143,10 +143,10 @@ def test_json_schema_choices_validate_with_logprobs(server):
     assert len(set(texts)) > 1
     for choice, text in zip(answer["choices"], texts, strict=True):
         jsonschema.validate(json.loads(text), SCHEMA)
-        told = choice["logprobs"]["content"]
-        assert "".join(part["token"] for part in told) == text
+        entries = choice["logprobs"]["content"]
+        assert "".join(part["token"] for part in entries) == text
         # Logprobs of the model's own distribution, which includes forbidden tokens.
-        assert all(len(part["top_logprobs"]) == 2 for part in told)
+        assert all(len(part["top_logprobs"]) == 2 for part in entries)
 
 
 FORMS = [
@@ -180,7 +180,7 @@ def test_json_object_format_returns_object(server):
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
             return
-    raise AssertionError("no answer came to its end")
+    raise AssertionError("no output was complete")
 
 
 def test_json_schema_stream_equals_whole_response(server):

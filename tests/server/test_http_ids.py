@@ -91,17 +91,21 @@ def test_out_of_range_token_ids_return_400(server):
 
 def check_refused(client: httpx.Client, place: Place, wrong: int, vocab: int) -> None:
     """Sends the value alone and after a valid one; both must return 400."""
-    for body in (place.put(wrong), behind_a_right_one(place, wrong)):
+    for body in (place.put(wrong), after_valid_id(place, wrong)):
         answer = client.post(place.route, content=json.dumps(body))
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), (place, body)
         assert error["param"].startswith(place.field), (place, error)
-        told = error["message"]
+        message = error["message"]
         # Values that no vocabulary contains fail the schema check instead.
-        assert f"ids are 0 to {vocab - 1}" in told or "equal to" in told or "as its keys" in told
+        assert (
+            f"ids are 0 to {vocab - 1}" in message
+            or "equal to" in message
+            or "as its keys" in message
+        )
 
 
-def behind_a_right_one(place: Place, wrong: int) -> Any:
+def after_valid_id(place: Place, wrong: int) -> Any:
     body = json.loads(json.dumps(place.put(wrong)))
     inner = body[place.field]
     if isinstance(inner, dict):

@@ -64,8 +64,8 @@ def image(red: int, rows: int, columns: int) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url_of(stored(rgb(pixels)))}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
 
 
 def user(*content: dict[str, Any]) -> dict[str, Any]:
@@ -134,13 +134,13 @@ def test_tool_messages_may_contain_images(server):
 
 def test_image_limits_are_reported_and_enforced(server):
     capabilities = httpx.get(server.url + "/capabilities").json()
-    told, limits = capabilities["images"], capabilities["limits"]
+    images, limits = capabilities["images"], capabilities["limits"]
     assert (limits["max_image_tokens"], limits["image_token"]) == (64, IMAGE)
-    assert told["pixels_per_token"] == SIDE**2
+    assert images["pixels_per_token"] == SIDE**2
     large = asked(server, [user(image(1, 30, 30))], max_tokens=1)["usage"]
     assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_image_tokens"]
-    many = refused(server, [image(1, 1, 1)] * (told["max_images"] + 1))
-    assert f"at most {told['max_images']} are supported" in many["message"]
+    many = refused(server, [image(1, 1, 1)] * (images["max_images"] + 1))
+    assert f"at most {images['max_images']} are supported" in many["message"]
     seven = refused(server, [image(1, 8, 8)] * 7, max_tokens=1)
     assert seven["code"] == "context_length_exceeded"
     assert f"the {POOL_TOKENS} tokens" in seven["message"]
@@ -219,21 +219,21 @@ def test_images_rejected_in_assistant_and_system_messages(server):
     assert "no images of the system" in answer.json()["error"]["message"]
 
 
-def stream(server: Server, told: list[float], started: threading.Event) -> None:
+def stream(server: Server, arrivals: list[float], started: threading.Event) -> None:
     """Streams a slow request and records the arrival time of each event."""
     body = {"prompt": [SLOW, 97], "max_tokens": 200, "stream": True, "temperature": 0}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
-                told.append(time.monotonic())
+                arrivals.append(time.monotonic())
                 started.set()
 
 
 def test_invalid_images_return_400_without_blocking_stream(server):
-    told: list[float] = []
+    arrivals: list[float] = []
     started = threading.Event()
     with ThreadPoolExecutor(1 + len(REFUSED)) as pool:
-        neighbour = pool.submit(stream, server, told, started)
+        neighbour = pool.submit(stream, server, arrivals, started)
         started.wait(30)
         sent = [
             pool.submit(
@@ -248,7 +248,7 @@ def test_invalid_images_return_400_without_blocking_stream(server):
         assert error["param"] == "messages[0].content[1].image_url"
         assert words in error["message"]
     # Some of its 70 events, 20 ms apart, arrived before the last error response.
-    assert sum(at < answered for at in told) > 1
+    assert sum(at < answered for at in arrivals) > 1
 
 
 def workers(server: Server) -> list[int]:
@@ -300,8 +300,8 @@ def test_text_model_rejects_images_and_starts_no_worker(tmp_path):
         assert "does not support image input; send text only" in error["message"]
         assert httpx.get(blind.url + "/capabilities").json()["images"] is None
         assert not workers(blind)
-        said = [text(f"the name {NAME}")]
-        assert json.dumps(asked(blind, [user(*said)], max_tokens=3))
+        value = [text(f"the name {NAME}")]
+        assert json.dumps(asked(blind, [user(*value)], max_tokens=3))
 
 
 def test_template_omitting_image_placeholder_returns_400(server):

@@ -142,7 +142,7 @@ def test_load_preserves_plain_outputs_and_frees_pages(command, bodies, plain_tex
     assert 0 < num_left < NUM_REQUESTS / 2
     assert after["tandem:num_preemptions_total"] > 0
     assert after["tandem:spec_decode_num_accepted_tokens_total"] > 0
-    assert cached == [0, 64, 0], "as far as there is a state of this user's text"
+    assert cached == [0, 64, 0], "up to the last state snapshot of this user"
     for name in ("tandem:kv_pages_free", "tandem:request_slots_free", "tandem:kv_cache_usage_perc"):
         assert after[name] == before[name], name
     ends = sum(v for n, v in after.items() if n.startswith("tandem:request_success_total"))

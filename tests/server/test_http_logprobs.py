@@ -203,8 +203,8 @@ def assert_echoed(server: Server, alone: dict[str, Any]) -> None:
     tokens, prompt = alone["token_ids"], [*b"one two"]
     scored = {"prompt": [*prompt, *tokens], "echo": True, "logprobs": 3, "max_tokens": 0}
     for _ in range(2):  # the second time with a cached prompt
-        told = server.complete(**scored)["choices"][0]["logprobs"]
-        got = {name: told[name][len(prompt) :] for name in LISTS}
+        reported = server.complete(**scored)["choices"][0]["logprobs"]
+        got = {name: reported[name][len(prompt) :] for name in LISTS}
         got["text_offset"] = [at - len(prompt) for at in got["text_offset"]]
         assert_same({**alone, "logprobs": got}, alone)
 

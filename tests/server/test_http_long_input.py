@@ -67,19 +67,19 @@ BODIES = {
     "words": (COMPLETIONS, lambda: text_of(prompt="hello world " * (SIZE // 12))),
     "word": (COMPLETIONS, lambda: text_of(prompt="x" * SIZE)),
     "brackets": (COMPLETIONS, lambda: text_of(prompt='["a",' * (SIZE // 7))),
-    "words of a chat": (
+    "chat words": (
         CHAT,
         lambda: text_of(messages=[{"role": "user", "content": "hello world " * (SIZE // 12)}]),
     ),
     "ids": (COMPLETIONS, lambda: repeated(b'{"prompt":[', b"1,", b"1]}")),
-    "a million ids": (COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 1_000_000 + b"1]}"),
+    "million ids": (COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 1_000_000 + b"1]}"),
     "lists of ids": (COMPLETIONS, lambda: repeated(b'{"prompt":[', b"[1],", b"[1]]}")),
     "prompts": (COMPLETIONS, lambda: repeated(b'{"prompt":[', b'"a",', b'"a"]}')),
     "biases": (COMPLETIONS, biases),
     "stops": (COMPLETIONS, lambda: repeated(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}')),
     "messages": (CHAT, lambda: repeated(b'{"messages":[', b"{},", b"{}]}")),
-    "an unknown field": (COMPLETIONS, lambda: repeated(b'{"what":[', b"1,", b"1]}")),
-    "a model's name": (COMPLETIONS, lambda: text_of(prompt="a", model="x" * SIZE)),
+    "unknown field": (COMPLETIONS, lambda: repeated(b'{"what":[', b"1,", b"1]}")),
+    "model name": (COMPLETIONS, lambda: text_of(prompt="a", model="x" * SIZE)),
 }
 
 

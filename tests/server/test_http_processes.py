@@ -68,7 +68,7 @@ def wait_for_end(server: Server, pids: list[int]) -> int:
     deadline = time.monotonic() + END_S
     code = server.process.wait(END_S)
     while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "a process stays behind"
+        assert time.monotonic() < deadline, "a process is still alive"
         time.sleep(0.02)
     time.sleep(0.1)  # for the thread that reads the output
     return code
@@ -228,7 +228,9 @@ def test_watchdog_ends_server_on_hung_step(server):
     assert wait_for_end(server, pids) == 1
     assert_errors(requests, "a step did not finish within 5 s")
     assert any("a step did not finish within 5 s" in line for line in server.lines)
-    assert any("in _advance" in line for line in server.lines), "nothing says where it stands"
+    assert any("in _advance" in line for line in server.lines), (
+        "the log has no traceback of the hung step"
+    )
 
 
 @AT_ONCE
@@ -249,7 +251,9 @@ def test_stopped_engine_is_killed_after_silence(server):
     """The engine's own watchdog is stopped too; the server detects the silence."""
     pids, requests = server.pids(), OpenRequests(server)
     os.kill(server.process.pid, signal.SIGSTOP)
-    assert httpx.get(server.url + "/live").status_code == 200, "it has just spoken"
+    assert httpx.get(server.url + "/live").status_code == 200, (
+        "the silence is still below its limit"
+    )
     assert server.process.wait(WATCHDOG_S + SILENCE_GRACE_S + 10) == -signal.SIGKILL
     wait_for_end(server, pids)
     assert_errors(requests, "sent nothing for")

@@ -78,9 +78,9 @@ def test_echo_text_offsets_index_returned_text(server):
 
 def test_echo_logprobs_belong_to_each_prompt(server):
     found = server.complete(["ab", "cde"], **ECHO, n=2, max_tokens=1, logprobs=0)["choices"]
-    told = [choice["logprobs"]["token_logprobs"][:-1] for choice in found]
+    reported = [choice["logprobs"]["token_logprobs"][:-1] for choice in found]
     ab, cde = [None, -98 / 256], [None, -100 / 256, -101 / 256]
-    assert told == [ab, ab, cde, cde]
+    assert reported == [ab, ab, cde, cde]
 
 
 def test_prompt_logprobs_keyed_by_id_with_ranks(server):
@@ -94,7 +94,7 @@ def test_prompt_logprobs_keyed_by_id_with_ranks(server):
     assert body["choices"][0]["prompt_logprobs"] == [None, at(END)]
     assert server.complete("a", max_tokens=1, prompt_logprobs=1)["choices"][0][
         "prompt_logprobs"
-    ] == [None], "the first follows nothing"
+    ] == [None], "the first token has no logprob"
     answer = server.post(CHAT, messages=USER, max_tokens=1, prompt_logprobs=1, n=2).json()
     first, *others = answer["prompt_logprobs"]
     assert first is None
@@ -105,11 +105,13 @@ def test_prompt_logprobs_keyed_by_id_with_ranks(server):
 
 
 def test_echo_logprobs_and_prompt_logprobs_counts_are_independent(server):
-    for echoed, told in ((0, 3), (3, 0), (2, 2)):
-        body = server.complete("ab", **ECHO, max_tokens=0, logprobs=echoed, prompt_logprobs=told)
+    for echoed, reported in ((0, 3), (3, 0), (2, 2)):
+        body = server.complete(
+            "ab", **ECHO, max_tokens=0, logprobs=echoed, prompt_logprobs=reported
+        )
         choice = body["choices"][0]
         assert len(choice["logprobs"]["top_logprobs"][1]) == max(echoed, 1)
-        assert len(choice["prompt_logprobs"][1]) == max(told, 1)
+        assert len(choice["prompt_logprobs"][1]) == max(reported, 1)
 
 
 def test_completion_stream_sends_prompt_logprobs_in_first_event(server):
@@ -126,8 +128,10 @@ def test_completion_stream_sends_prompt_logprobs_in_first_event(server):
 def test_chat_stream_sends_prompt_logprobs_once(server):
     fields = {"messages": USER, "max_tokens": 5, "seed": 1, "n": 2, "prompt_logprobs": 1}
     whole = server.post(CHAT, **fields).json()["prompt_logprobs"]
-    told = [e["prompt_logprobs"] for e in server.stream(CHAT, **fields) if "prompt_logprobs" in e]
-    assert told == [whole]
+    reported = [
+        e["prompt_logprobs"] for e in server.stream(CHAT, **fields) if "prompt_logprobs" in e
+    ]
+    assert reported == [whole]
 
 
 def test_openai_client_parses_echo_logprobs(server):

@@ -37,7 +37,7 @@ def address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def answered(connection: socket.socket) -> bytes | None:
+def received_by(connection: socket.socket) -> bytes | None:
     """Returns the bytes that a silent client receives; None for an accepted connection."""
     connection.settimeout(0.1)
     try:
@@ -59,10 +59,10 @@ def test_connection_limit_returns_503_and_keeps_open_connections(server):
         late = httpx.get(server.url + "/health", timeout=5)
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "too_many_connections"
-        told = list(map(answered, clients))
-        refused = [each for each in told if each]
-        assert len([each for each in told if each is None]) >= 5, "nobody was let in"
-        assert refused, "nobody was told"
+        responses = list(map(received_by, clients))
+        refused = [each for each in responses if each]
+        assert len([each for each in responses if each is None]) >= 5, "no connection was accepted"
+        assert refused, "no connection received 503"
         for each in refused:
             head, _, body = each.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
@@ -74,7 +74,7 @@ def test_connection_limit_returns_503_and_keeps_open_connections(server):
         assert httpx.get(admin + "/metrics", timeout=5).status_code == 200
     deadline = time.monotonic() + 10
     while httpx.get(server.url + "/health", timeout=5).status_code != 200:
-        assert time.monotonic() < deadline, "there is no room though all have left"
+        assert time.monotonic() < deadline, "connections are rejected after all clients have left"
         time.sleep(0.1)
     server.process.terminate()
     assert server.process.wait(10) == 0

@@ -25,15 +25,15 @@ TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "Eß", "b": [1, null]}}</tool_call>'
-SAID = {
+OUTPUTS = {
     "text": "Hello",
     "reasoning": "<think>hm</think>Hello",
-    "reasoning that is cut": "<think>hm, well",
+    "truncated reasoning": "<think>hm, well",
     "call": CALL,
-    "reasoning and a call": f"<think>hm</think>{CALL}",
+    "reasoning and call": f"<think>hm</think>{CALL}",
     "text and two calls": f"Well: {CALL}{CALL}",
-    "call that is cut": CALL[:52],
-    "call that is cut before its arguments": CALL[:32],
+    "truncated call": CALL[:52],
+    "call truncated before its arguments": CALL[:32],
 }
 """Outputs of the model; truncated ones have reached `max_tokens`."""
 
@@ -60,27 +60,27 @@ def client(server) -> Iterator[openai.OpenAI]:
         yield running
 
 
-def asked(said: str) -> dict[str, Any]:
-    tokens = {"max_completion_tokens": len(said.encode())}
-    return {**GREEDY, **tokens, "messages": [{"role": "user", "content": said}]}
+def request_of(output: str) -> dict[str, Any]:
+    tokens = {"max_completion_tokens": len(output.encode())}
+    return {**GREEDY, **tokens, "messages": [{"role": "user", "content": output}]}
 
 
-def whole(client: openai.OpenAI, said: str) -> Any:
-    return client.chat.completions.create(**asked(said), logprobs=True).choices[0].message
+def whole(client: openai.OpenAI, output: str) -> Any:
+    return client.chat.completions.create(**request_of(output), logprobs=True).choices[0].message
 
 
-def streamed(client: openai.OpenAI, said: str) -> Any:
+def streamed(client: openai.OpenAI, output: str) -> Any:
     """Returns the message that the openai package assembles from a stream."""
     state = ChatCompletionStreamState()
-    for chunk in client.chat.completions.create(**asked(said), stream=True):
+    for chunk in client.chat.completions.create(**request_of(output), stream=True):
         state.handle_chunk(chunk)
     return state.current_completion_snapshot.choices[0].message
 
 
-def added(client: openai.OpenAI, said: str) -> Message:
+def added(client: openai.OpenAI, output: str) -> Message:
     """Returns the sum of a stream's deltas without the openai package."""
     message: Message = {}
-    for chunk in client.chat.completions.create(**asked(said), stream=True):
+    for chunk in client.chat.completions.create(**request_of(output), stream=True):
         for choice in chunk.choices:
             add(message, choice.delta.model_dump(exclude_unset=True))
     return message
@@ -162,7 +162,7 @@ SHAPES: dict[str, Callable[[Any], Message]] = {
 }
 
 
-def shown(server: Server, message: Any) -> str:
+def prompt_of(server: Server, message: Any) -> str:
     """Returns the prompt text of a response that is sent back."""
     body = json.loads(json.dumps(message, default=lambda value: value.to_dict()))
     prompt = [{"role": "user", "content": "Q"}, body, {"role": "user", "content": "A"}]
@@ -171,38 +171,38 @@ def shown(server: Server, message: Any) -> str:
     return server.post("/detokenize", tokens=tokens.json()["tokens"]).json()["prompt"]
 
 
-def of_model(server: Server, said: str) -> Message:
+def raw_message(server: Server, output: str) -> Message:
     """Returns the message of the raw response."""
-    answer = server.post(CHAT, **asked(said))
+    answer = server.post(CHAT, **request_of(output))
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]
 
 
-def comparable(told: str, shape: str) -> str:
+def comparable(prompt_text: str, shape: str) -> str:
     """Removes the ids of calls, which differ in each response, and fields that a client drops."""
     if shape == "langchain":
-        told = re.sub(r"\[[^|]*\|", "[|", told)
-    return re.sub('"id": "[^"]*"', "", told)
+        prompt_text = re.sub(r"\[[^|]*\|", "[|", prompt_text)
+    return re.sub('"id": "[^"]*"', "", prompt_text)
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", OUTPUTS)
 def test_response_message_round_trips_for_client_shapes(server, client, case):
-    said = SAID[case]
-    raw = of_model(server, said)
+    output = OUTPUTS[case]
+    raw = raw_message(server, output)
     calls = raw.get("tool_calls", [])
-    first = shown(server, raw)
-    assert ("[hm" in first) == ("<think>hm" in said)
+    first = prompt_of(server, raw)
+    assert ("[hm" in first) == ("<think>hm" in output)
     assert first.count('"function": {') == len(calls)
-    answers = whole(client, said), streamed(client, said)
+    answers = whole(client, output), streamed(client, output)
     for shape, keep in SHAPES.items():
         if shape == "langchain" and raw["content"] is None and not calls:
             continue  # LangChain has dropped everything
         for answer in answers:
             back = keep(answer)
-            assert comparable(shown(server, back), shape) == comparable(first, shape), shape
+            assert comparable(prompt_of(server, back), shape) == comparable(first, shape), shape
             turns: Any = [{"role": "user", "content": "Q"}, back, {"role": "user", "content": "A"}]
             client.chat.completions.create(messages=turns, max_tokens=1, **GREEDY)
-    assert comparable(shown(server, added(client, said)), "") == comparable(first, "")
+    assert comparable(prompt_of(server, added(client, output)), "") == comparable(first, "")
 
 
 def test_truncated_tool_arguments_are_accepted_and_repaired(server, client):
@@ -211,7 +211,7 @@ def test_truncated_tool_arguments_are_accepted_and_repaired(server, client):
     (call,) = message.tool_calls
     with pytest.raises(ValueError, match="Expecting|Unterminated"):
         json.loads(call.function.arguments)
-    assert '"arguments": {"a": "E' in shown(server, message.model_dump())
+    assert '"arguments": {"a": "E' in prompt_of(server, message.model_dump())
 
 
 @pytest.mark.parametrize("arguments", ["{]", '{"a": 1} x', "[1", "x", '{"a": 1}}', "{a"])

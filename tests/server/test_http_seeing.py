@@ -19,8 +19,15 @@ from tests.support.images import rgb, stored, url_of
 from tests.support.vlm import IMAGE, Prompt, pixels
 
 TOKENS = 12
-MARKS = ("<|image|>", "<|user|>", "<|assistant|>", "<tool_call>", "</tool_call>", "<|end|>")
-SPECIAL = {mark: IMAGE + number for number, mark in enumerate(MARKS)}
+SPECIAL_TOKENS = (
+    "<|image|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|end|>",
+)
+SPECIAL = {mark: IMAGE + number for number, mark in enumerate(SPECIAL_TOKENS)}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -33,15 +40,15 @@ TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens
 # Few pages need one page table length only, which halves the programs to compile.
 SMALL = ["--max-running-requests", "2", "--context-length", "224", "--page-size", "16"]
 SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
-HELD = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
+GRAMMAR_FLAGS = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
 QUICK_JAX = "tests.support.serve_fast_compile"
 SERVERS = [
-    pytest.param(("torch_impl.serve", [*CHAIN, *HELD]), id="torch"),
+    pytest.param(("torch_impl.serve", [*CHAIN, *GRAMMAR_FLAGS]), id="torch"),
     pytest.param((QUICK_JAX, CHAIN), id="jax"),
     pytest.param(
         ("tests.support.serve_reference", CHAIN), id="reference", marks=pytest.mark.matrix
     ),
-    pytest.param((QUICK_JAX, [*CHAIN, *HELD]), id="jax held", marks=pytest.mark.matrix),
+    pytest.param((QUICK_JAX, [*CHAIN, *GRAMMAR_FLAGS]), id="jax grammar", marks=pytest.mark.matrix),
     *(
         pytest.param((module, flags), id=f"{side} {name}", marks=pytest.mark.matrix)
         for side, module in (("torch", "torch_impl.serve"), ("jax", QUICK_JAX))
@@ -51,7 +58,7 @@ SERVERS = [
 
 
 def folder_with_a_tokenizer(folder: Path) -> Path:
-    """Writes the golden model with a byte tokenizer whose last ids are special tokens."""
+    """Writes the golden model with a byte tokenizer; its last ids are special tokens."""
     shutil.copy(MODEL / "model.safetensors", folder)
     shutil.copy(MODEL / "config.json", folder)
     settings = json.loads((IMAGES / "config.json").read_text())["preprocessor_config"]
@@ -62,7 +69,7 @@ def folder_with_a_tokenizer(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings_of_text = {"chat_template": TEMPLATE, "eos_token": MARKS[-1]}
+    settings_of_text = {"chat_template": TEMPLATE, "eos_token": SPECIAL_TOKENS[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_text))
     return folder
 
@@ -127,30 +134,30 @@ def test_prefix_cache_distinguishes_images_and_reuses_encoding(server):
         texts.append(answer["choices"][0]["token_ids"])
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert texts == [first.text(TOKENS), second.text(TOKENS), first.text(TOKENS)]
-    assert cached[1] < 8, "another image's page"
+    assert cached[1] < 8, "a page of another image was reused"
     assert cached[2] >= 16
     assert server.metrics()["tandem:mm_encoder_images_total"] == before
 
 
 @pytest.fixture
-def held(server, request) -> Server:
+def grammar_server(server, request) -> Server:
     """Returns the server if it has a grammar backend."""
-    if HELD[0] not in request.node.callspec.params["server"][1]:
+    if GRAMMAR_FLAGS[0] not in request.node.callspec.params["server"][1]:
         pytest.skip("a start without grammars")
     return server
 
 
-def test_guided_regex_after_image_matches_spec(held):
+def test_guided_regex_after_image_matches_spec(grammar_server):
     texts = []
     for image in (ONE, OTHER):
         messages, prompt = conversation("what? ", image)
-        answer = answer_to(held, messages, guided_regex="[a-p]{20}")
+        answer = answer_to(grammar_server, messages, guided_regex="[a-p]{20}")
         texts.append(answer["choices"][0]["token_ids"])
         assert texts[-1] == prompt.text(TOKENS, range(ord("a"), ord("q")))
-    assert texts[0] != texts[1], "what the image shows counts"
+    assert texts[0] != texts[1], "the output does not depend on the image"
 
 
-def test_required_tool_call_after_image_is_valid(held):
+def test_required_tool_call_after_image_is_valid(grammar_server):
     parameters = {
         "type": "object",
         "properties": {"size": {"enum": ["small", "large"]}},
@@ -161,7 +168,7 @@ def test_required_tool_call_after_image_is_valid(held):
     messages, _ = conversation(ONE, "draw it")
     asked = {"tools": [{"type": "function", "function": called}], "tool_choice": "required"}
     more = {"parallel_tool_calls": False, "max_tokens": 180, "temperature": 1.0, "seed": 1}
-    answer = answer_to(held, messages, **asked, **more)
+    answer = answer_to(grammar_server, messages, **asked, **more)
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "draw"
     assert json.loads(call["function"]["arguments"])["size"] in ("small", "large")

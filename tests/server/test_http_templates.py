@@ -18,11 +18,11 @@ from tests.support.http_fixtures import CHAT, Server, is_alive, save_tokenizer, 
 
 # The first message selects the behavior.
 TEMPLATE = (
-    "{% set asked = messages[0].content %}{{ asked }}"
-    "{% if asked == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
-    "{% endfor %}{% elif asked == 'fill' %}{{ asked * 10 ** 9 }}"
-    "{% elif asked == 'write' %}{% for a in range(9) %}{{ asked * 10 ** 6 }}{% endfor %}"
-    "{% elif asked == 'count' %}{{ (asked|length ** (asked|length ** 12)) % 7 }}{% endif %}"
+    "{% set action = messages[0].content %}{{ action }}"
+    "{% if action == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif action == 'fill' %}{{ action * 10 ** 9 }}"
+    "{% elif action == 'write' %}{% for a in range(9) %}{{ action * 10 ** 6 }}{% endfor %}"
+    "{% elif action == 'count' %}{{ (action|length ** (action|length ** 12)) % 7 }}{% endif %}"
 )
 TOO_LONG = f"the chat template took longer than {DEADLINE_S:g} s"
 MAX_GAP_S = 0.05
@@ -113,7 +113,7 @@ def test_endless_chat_template_worker_ends_with_server(tmp_path, number):
         own.process.wait(DEADLINE_S + 3)
         deadline = time.monotonic() + DEADLINE_S + 1
         while any(map(is_alive, pids)):
-            assert time.monotonic() < deadline, "a process stays behind"
+            assert time.monotonic() < deadline, "a process is still alive"
             time.sleep(0.02)
     assert not any("Traceback" in line or "Exception" in line for line in own.lines)
 

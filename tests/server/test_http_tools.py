@@ -38,7 +38,7 @@ END = SPECIAL[0]
 GREEDY: Any = {"model": "default", "temperature": 0}
 
 
-def says(text: str) -> Any:
+def echoing(text: str) -> Any:
     return [{"role": "user", "content": text + END}]
 
 
@@ -68,7 +68,7 @@ def client(server) -> openai.OpenAI:
 
 def test_chat_returns_tool_call_with_reasoning(client):
     answer = client.chat.completions.create(
-        messages=says(f"<think>\nhm\n</think>\n\nI look.\n{CALL}"), tools=[WEATHER], **GREEDY
+        messages=echoing(f"<think>\nhm\n</think>\n\nI look.\n{CALL}"), tools=[WEATHER], **GREEDY
     )
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -82,7 +82,7 @@ def test_chat_returns_tool_call_with_reasoning(client):
 
 def test_tool_call_stream_sends_name_then_arguments(client):
     chunks = client.chat.completions.create(
-        messages=says(f"Well.{CALL}\n{CALL}"), tools=[WEATHER], stream=True, **GREEDY
+        messages=echoing(f"Well.{CALL}\n{CALL}"), tools=[WEATHER], stream=True, **GREEDY
     )
     choices = [chunk.choices[0] for chunk in chunks]
     assert choices[-1].finish_reason == "tool_calls"
@@ -101,7 +101,7 @@ def test_tool_call_stream_sends_name_then_arguments(client):
 
 def test_openai_stream_helper_assembles_tool_call(client):
     with client.chat.completions.stream(
-        messages=says(f"<think>hm</think>{CALL}"), tools=[WEATHER], **GREEDY
+        messages=echoing(f"<think>hm</think>{CALL}"), tools=[WEATHER], **GREEDY
     ) as stream:
         for _ in stream:
             pass
@@ -114,7 +114,7 @@ def test_openai_stream_helper_assembles_tool_call(client):
 def test_async_openai_client_returns_same_output(server):
     async def ask(stream: bool) -> str:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
-            asked = {"messages": says(CALL), "tools": [WEATHER], **GREEDY}
+            asked = {"messages": echoing(CALL), "tools": [WEATHER], **GREEDY}
             if not stream:
                 answer = await client.chat.completions.create(**asked)
                 return answer.choices[0].message.tool_calls[0].function.arguments
@@ -129,7 +129,7 @@ def test_async_openai_client_returns_same_output(server):
 
 def test_conversation_continues_after_tool_call(client):
     """The message is sent back as the client stores it."""
-    first = client.chat.completions.create(messages=says(CALL), tools=[WEATHER], **GREEDY)
+    first = client.chat.completions.create(messages=echoing(CALL), tools=[WEATHER], **GREEDY)
     message = first.choices[0].message
     call_id = message.tool_calls[0].id
     result = {"role": "tool", "tool_call_id": call_id, "content": "sunny" + END}
@@ -142,7 +142,7 @@ def test_conversation_continues_after_tool_call(client):
 
 
 def test_reasoning_opened_by_template_is_separated(server):
-    messages = says("hm</think>Yes")
+    messages = echoing("hm</think>Yes")
     for thinking, reasoning, text in ((True, "hm", "Yes"), (False, None, "hm</think>Yes")):
         more = {"chat_template_kwargs": {"enable_thinking": thinking}}
         answer = server.post(CHAT, messages=messages, temperature=0, **more).json()
@@ -156,23 +156,23 @@ def test_reasoning_opened_by_template_is_separated(server):
 
 def test_tool_choice_none_omits_tools_from_prompt(server):
     fields = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 30}
-    for choice, told in (("auto", True), (None, True), ("none", False)):
+    for choice, is_listed in (("auto", True), (None, True), ("none", False)):
         answer = server.post(CHAT, **fields, tools=[WEATHER], tool_choice=choice).json()
         text = answer["choices"][0]["message"]["content"]
-        assert text.startswith("xweather") is told
-    answer = server.post(CHAT, messages=says(CALL), tools=[WEATHER], tool_choice="none").json()
+        assert text.startswith("xweather") is is_listed
+    answer = server.post(CHAT, messages=echoing(CALL), tools=[WEATHER], tool_choice="none").json()
     assert "tool_calls" not in answer["choices"][0]["message"]
 
 
 def test_parallel_tool_calls_false_returns_one_call(server):
-    fields = {"messages": says(CALL + CALL), "temperature": 0, "tools": [WEATHER]}
+    fields = {"messages": echoing(CALL + CALL), "temperature": 0, "tools": [WEATHER]}
     choice = server.post(CHAT, **fields, parallel_tool_calls=False).json()["choices"][0]
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["message"]["content"] == CALL
 
 
 def test_tool_call_cut_by_max_tokens_reports_length(server):
-    fields = {"messages": says(CALL), "temperature": 0, "tools": [WEATHER], "max_tokens": 50}
+    fields = {"messages": echoing(CALL), "temperature": 0, "tools": [WEATHER], "max_tokens": 50}
     choice = server.post(CHAT, **fields).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert (
@@ -184,22 +184,22 @@ def test_tool_call_cut_by_max_tokens_reports_length(server):
 
 def test_tool_call_cut_by_stop_string_reports_stop(server):
     """Its arguments are invalid JSON, so the finish reason is not `tool_calls`."""
-    for said, reason in (
+    for output, reason in (
         (CALL, "stop"),
         (CALL + CALL[:-18], "stop"),
         (CALL + "stop", "tool_calls"),
     ):
-        fields = {"messages": says(said + "stop"), "temperature": 0, "tools": [WEATHER]}
-        fields["stop"] = ["ome"] if said == CALL else ["stop"]
+        fields = {"messages": echoing(output + "stop"), "temperature": 0, "tools": [WEATHER]}
+        fields["stop"] = ["ome"] if output == CALL else ["stop"]
         choice = server.post(CHAT, **fields).json()["choices"][0]
-        assert choice["finish_reason"] == reason, said
+        assert choice["finish_reason"] == reason, output
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
         *_, last = server.stream(CHAT, **fields)
         assert last["choices"][0]["finish_reason"] == reason
 
 
 def test_cut_response_drops_partial_delimiter_after_call(server):
-    fields = {"messages": says(f"{CALL}\n{CALL}"), "temperature": 0, "tools": [WEATHER]}
+    fields = {"messages": echoing(f"{CALL}\n{CALL}"), "temperature": 0, "tools": [WEATHER]}
     for more in (3, 6, 14):
         fields["max_tokens"] = len(CALL) + more
         choice = server.post(CHAT, **fields).json()["choices"][0]
@@ -212,7 +212,7 @@ def test_cut_response_drops_partial_delimiter_after_call(server):
 
 def test_tool_call_within_open_reasoning_is_returned(server):
     fields = {
-        "messages": says(f"I use <tool_call> now.\n{CALL}"),
+        "messages": echoing(f"I use <tool_call> now.\n{CALL}"),
         "tools": [WEATHER],
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": True},
@@ -318,6 +318,6 @@ def test_tools_without_parser_return_400(plain_server):
 
 def test_server_without_parsers_returns_plain_text(plain_server):
     text = f"<think>hm</think>{CALL}"
-    answer = plain_server.post(CHAT, messages=says(text), temperature=0).json()
+    answer = plain_server.post(CHAT, messages=echoing(text), temperature=0).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
     assert httpx.get(plain_server.url + "/health").is_success

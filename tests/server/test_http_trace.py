@@ -46,7 +46,7 @@ def trace_of(server: Server, name: str) -> dict[str, Any]:
     return answer.json()
 
 
-def said(steps: list[dict[str, Any]], field: str) -> list[Any]:
+def values_of(steps: list[dict[str, Any]], field: str) -> list[Any]:
     return [token[field] for step in steps for token in step["tokens"]]
 
 
@@ -56,25 +56,25 @@ def test_trace_steps_equal_text_tokens_and_totals(server):
     trace = trace_of(server, whole["id"])
     (choice,) = trace["choices"]
     steps = choice["steps"]
-    assert "".join(said(steps, "text")) == whole["choices"][0]["text"]
-    assert said(steps, "token") == whole["choices"][0]["token_ids"]
+    assert "".join(values_of(steps, "text")) == whole["choices"][0]["text"]
+    assert values_of(steps, "token") == whole["choices"][0]["token_ids"]
     assert choice["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
-    told = whole["speculative"]
+    reported = whole["speculative"]
     verified = [step for step in steps if step["source"] != PREFILL]
-    assert len(verified) == told["verify_steps"]
+    assert len(verified) == reported["verify_steps"]
     accepted = [sum(draft["accepted"] for draft in step["drafts"]) for step in verified[:-1]]
     assert set(accepted) == {TOKENS_PER_STEP - 1}
     assert steps[0]["source"] == PREFILL
-    assert said(steps[:1], "origin") == ["target"]
-    assert said(steps[1:2], "origin") == ["draft", "draft", "bonus"]
-    assert said(steps[1:2], "depth") == [1, 2, 0]
+    assert values_of(steps[:1], "origin") == ["target"]
+    assert values_of(steps[1:2], "origin") == ["draft", "draft", "bonus"]
+    assert values_of(steps[1:2], "depth") == [1, 2, 0]
     assert (trace["model"], trace["dropped_steps"]) == (whole["model"], 0)
 
 
 def test_trace_text_equals_output_with_incomplete_character(server):
     whole = server.complete("a✓", max_tokens=6, temperature=0, trace=True)
     (choice,) = trace_of(server, whole["id"])["choices"]
-    text = "".join(said(choice["steps"], "text"))
+    text = "".join(values_of(choice["steps"], "text"))
     assert text == whole["choices"][0]["text"] == "a✓a\ufffd"
 
 
@@ -86,7 +86,7 @@ def test_trace_stream_events_equal_stored_steps(server):
     trace = trace_of(server, events[0]["id"])
     assert streamed == trace["choices"][0]["steps"]
     text = "".join(event["choices"][0]["delta"]["content"] or "" for event in events)
-    assert "".join(said(streamed, "text")) == text
+    assert "".join(values_of(streamed, "text")) == text
 
 
 def test_trace_absent_unless_requested(server):
@@ -101,9 +101,9 @@ def test_trace_absent_unless_requested(server):
 def test_trace_choices_have_own_steps(server):
     whole = server.complete(["ab", "cd"], n=2, max_tokens=5, seed=1, trace=True)
     trace = trace_of(server, whole["id"])
-    for told, choice in zip(trace["choices"], whole["choices"], strict=True):
-        assert told["index"] == choice["index"]
-        assert "".join(said(told["steps"], "text")) == choice["text"]
+    for reported, choice in zip(trace["choices"], whole["choices"], strict=True):
+        assert reported["index"] == choice["index"]
+        assert "".join(values_of(reported["steps"], "text")) == choice["text"]
 
 
 def test_trace_ends_at_stop_string(server):
@@ -111,8 +111,8 @@ def test_trace_ends_at_stop_string(server):
         "abcdefgh", max_tokens=30, temperature=0, stop=["fg"], return_token_ids=True, trace=True
     )
     (choice,) = trace_of(server, whole["id"])["choices"]
-    assert said(choice["steps"], "token") == whole["choices"][0]["token_ids"]
-    assert "".join(said(choice["steps"], "text")) == whole["choices"][0]["text"] + "fg"
+    assert values_of(choice["steps"], "token") == whole["choices"][0]["token_ids"]
+    assert "".join(values_of(choice["steps"], "text")) == whole["choices"][0]["text"] + "fg"
     assert choice["finish_reason"] == "stop"
 
 
@@ -120,7 +120,7 @@ def test_trace_without_speculation_has_plain_steps(server):
     whole = server.complete("abc", max_tokens=6, trace=True, speculative={"enabled": False})
     (choice,) = trace_of(server, whole["id"])["choices"]
     assert [step["source"] for step in choice["steps"]] == [PREFILL] + [PLAIN] * 5
-    assert set(said(choice["steps"][1:], "origin")) == {"target"}
+    assert set(values_of(choice["steps"][1:], "origin")) == {"target"}
 
 
 def test_trace_grows_during_request_and_reports_abort(server):
@@ -182,10 +182,10 @@ def test_traces_bounded_in_bytes_report_dropped_steps():
     assert old.num_bytes == 0
     for _ in range(9):
         new.add(0, step(100), None)
-    told = json.loads(new.to_json())
+    reported = json.loads(new.to_json())
     assert new.num_bytes == 1000
-    assert told["dropped_steps"] == 5
-    assert [len(choice["steps"]) for choice in told["choices"]] == [10, 0]
+    assert reported["dropped_steps"] == 5
+    assert [len(choice["steps"]) for choice in reported["choices"]] == [10, 0]
 
 
 def test_step_json_reports_draft_sources():
@@ -201,13 +201,13 @@ def test_step_json_reports_draft_sources():
         path=[2, 3],
         origins=["ngram", "ngram", "corpus"],
     )
-    told = step_json(tree, [11, 12, 13], ["a", "b", "c"], TokenNames(None))
-    answers.TracedStep.model_validate(told)
-    assert [draft["origin"] for draft in told["drafts"]] == ["ngram", "ngram", "corpus"]
-    assert [draft["accepted"] for draft in told["drafts"]] == [False, True, True]
-    assert [draft["depth"] for draft in told["drafts"]] == [1, 1, 2]
-    said = [(token["origin"], token["node"], token["depth"]) for token in told["tokens"]]
-    assert said == [("ngram", 2, 1), ("corpus", 3, 2), ("bonus", 0, 0)]
+    reported = step_json(tree, [11, 12, 13], ["a", "b", "c"], TokenNames(None))
+    answers.TracedStep.model_validate(reported)
+    assert [draft["origin"] for draft in reported["drafts"]] == ["ngram", "ngram", "corpus"]
+    assert [draft["accepted"] for draft in reported["drafts"]] == [False, True, True]
+    assert [draft["depth"] for draft in reported["drafts"]] == [1, 1, 2]
+    tokens = [(token["origin"], token["node"], token["depth"]) for token in reported["tokens"]]
+    assert tokens == [("ngram", 2, 1), ("corpus", 3, 2), ("bonus", 0, 0)]
     short = step_json(tree, [11], ["a"], TokenNames(None))
     assert [token["node"] for token in short["tokens"]] == [2]
-    assert DRAFT not in {token["origin"] for token in told["tokens"]}
+    assert DRAFT not in {token["origin"] for token in reported["tokens"]}

@@ -53,10 +53,10 @@ def end(**changed: Any) -> RequestSummary:
     return RequestSummary(**{**fields, **changed})
 
 
-def span_of(told: RequestSummary) -> Any:
+def span_of(summary: RequestSummary) -> Any:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
-    tracing.on_request_end(told)
+    tracing.on_request_end(summary)
     tracing.close()
     (span,) = exporter.get_finished_spans()
     return span
@@ -140,9 +140,9 @@ def test_server_exports_spans_to_otlp_collector(tmp_path, collector):
         assert server.post(COMPLETIONS, prompt=[FAIL, 97]).status_code == 500
     first, failed = spans
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, CALLER)
-    told = {attribute.key: attribute.value for attribute in first.attributes}
-    assert told["gen_ai.request.id"].string_value == answer["id"]
-    assert told["gen_ai.usage.completion_tokens"].int_value == 8
+    summary = {attribute.key: attribute.value for attribute in first.attributes}
+    assert summary["gen_ai.request.id"].string_value == answer["id"]
+    assert summary["gen_ai.usage.completion_tokens"].int_value == 8
     assert 0 < first.end_time_unix_nano - first.start_time_unix_nano < 60e9
     assert failed.status.code == 2
     assert not failed.parent_span_id

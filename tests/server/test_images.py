@@ -114,12 +114,12 @@ def test_image_decoder_pool_rejects_invalid_without_blocking():
     with_opener(work)
 
 
-async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
+async def receive(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
     """Returns the first `count` messages as the engine reads them."""
-    frames, heard = FrameReader(), []
-    while len(heard) < count:
-        heard += frames.feed(await reader.read(1 << 20))
-    return heard
+    frames, received = FrameReader(), []
+    while len(received) < count:
+        received += frames.feed(await reader.read(1 << 20))
+    return received
 
 
 def test_open_image_bytes_limit_raises_queue_full(monkeypatch):
@@ -139,7 +139,7 @@ def test_open_image_bytes_limit_raises_queue_full(monkeypatch):
         ):
             client.submit([prompt], times)
         client.submit([replace(prompt, images=())], times)
-        await heard_by(reader, 3)
+        await receive(reader, 3)
         first.close()
         client.submit([prompt], times)
         writer.close()
@@ -172,10 +172,10 @@ def test_submit_writes_pixels_in_chunks_in_order(monkeypatch):
         for each in (prompt, replace(prompt, images=())):
             client.submit([each], times)
         client.drained()
-        heard = await heard_by(reader, 3)
+        received = await receive(reader, 3)
         assert turns >= large.pixels.nbytes // 1000
-        assert [kind for kind, *_ in heard] == ["add", "add", "drained"]
-        (request,) = requests_of(*heard[0][1:])
+        assert [kind for kind, *_ in received] == ["add", "add", "drained"]
+        (request,) = requests_of(*received[0][1:])
         for got, want in zip(request.images, prompt.images, strict=True):
             np.testing.assert_array_equal(got.pixels, want.pixels)
             assert (got.first, got.grid, got.digest) == (want.first, want.grid, want.digest)
@@ -204,8 +204,8 @@ def test_unsent_pixels_of_disconnected_client_are_dropped(monkeypatch):
         with pytest.raises(QueueFull):
             client.submit([prompt], times)
         client.submit([replace(prompt, images=())], times)
-        heard = await heard_by(reader, 4)
-        adds = [(message[3][0][0], len(message[6])) for message in heard if message[0] == "add"]
+        received = await receive(reader, 4)
+        adds = [(message[3][0][0], len(message[6])) for message in received if message[0] == "add"]
         assert adds == [(1, 1), (4, 0)]
         client.submit([prompt], times)
         writer.close()

@@ -55,7 +55,7 @@ def test_too_many_images_rejected_before_reading_parts(monkeypatch):
 
 
 def test_parse_yields_to_threads_per_object(monkeypatch):
-    """A thread releases the GIL only in Python code, whose calls are counted here."""
+    """A thread releases the GIL only in Python code; its calls are counted here."""
     runs: list[Any] = []
     monkeypatch.setattr(bodies, "_let_others_run", lambda fields: runs.append(fields) or fields)
     bodies.parse(body_of([{"type": "text", "text": "a"}] * 1000), ChatRequest)
@@ -72,7 +72,7 @@ def test_parse_part_count_independent_of_chunk_size(monkeypatch):
             with contextlib.suppress(ApiError):
                 bodies.parse(texts, CompletionRequest)
                 return bound
-        raise AssertionError("none does")
+        raise AssertionError("no bound accepts the body")
 
     at_once = fewest()
     for piece in (1, 2, 3, 64):

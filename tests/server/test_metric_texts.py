@@ -31,7 +31,7 @@ def heads(node: ast.AST) -> Iterator[str]:
 
 
 def keys(node: ast.AST) -> Iterator[str]:
-    """Yields the keys of dictionaries whose values are lambdas."""
+    """Yields the keys of dictionaries with lambdas as values."""
     for each in ast.walk(node):
         if isinstance(each, ast.Dict):
             for key, value in zip(each.keys, each.values, strict=True):

@@ -217,7 +217,7 @@ def wait_until_empty(client: openai.OpenAI) -> None:
             return
         except openai.InternalServerError:
             time.sleep(0.05)
-    raise AssertionError("the server stays full")
+    raise AssertionError("the queue is still full")
 
 
 def test_full_queue_and_nan_raise_internal_server_error(client):

@@ -32,7 +32,7 @@ def test_playground_serves_page_and_referenced_files(server):
         assert part.headers["content-type"].split(";")[0] == PARTS[name]
         assert part.content == (FOLDER / name).read_bytes()
         named |= {f"/playground/{path.removeprefix('./')}" for path in loaded(part.text)}
-    assert named == {f"/playground/{name}" for name in PARTS}, "a file is missing, or of no use"
+    assert named == {f"/playground/{name}" for name in PARTS}, "a file is missing or unused"
 
 
 def loaded(text: str) -> list[str]:

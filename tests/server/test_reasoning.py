@@ -14,8 +14,8 @@ from shared.server.parsing.delta import Delta, OutputParser
 from shared.server.parsing.output_parser import OutputBuilder
 from shared.server.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
 
-QWEN_THINKS = "<|im_start|>assistant\n<think>\n"
-QWEN_DOES_NOT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+QWEN_OPEN = "<|im_start|>assistant\n<think>\n"
+QWEN_CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PARTS = [
     "<think>",
     "</think>",
@@ -38,8 +38,8 @@ def thinking(is_open: bool) -> OutputParser:
 
 
 def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
-    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
-    return said.reasoning, said.text
+    parsed = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
+    return parsed.reasoning, parsed.text
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_reasoning_parser_independent_of_chunks(parts, is_open, data):
 
 def test_reasoning_parser_streams_certain_text():
     parser = thinking(False)
-    said = [parser.push(text) for text in ("<think>", "a ", "b</th", "e</think", ">", "\nc")]
-    reasoning = [delta.reasoning for delta in said]
+    parsed = [parser.push(text) for text in ("<think>", "a ", "b</th", "e</think", ">", "\nc")]
+    reasoning = [delta.reasoning for delta in parsed]
     assert reasoning == ["", "a", " b", "</the", "", ""]
-    assert said[-1].text == "c"
+    assert parsed[-1].text == "c"
 
 
 def test_reasoning_end_and_call_parsed_from_one_chunk():
@@ -91,9 +91,9 @@ def test_reasoning_end_and_call_parsed_from_one_chunk():
     for size in (1, 7, len(text)):
         parser = new_parser("hermes", OutputBuilder({"f": {}}, None, False), False)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
-        assert (said.reasoning, said.text) == ("look", "")
-        assert [(call.name, call.arguments) for call in said.tool_calls] == [("f", '{"a": 1}')]
+        parsed = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
+        assert (parsed.reasoning, parsed.text) == ("look", "")
+        assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"a": 1}')]
 
 
 CALLS = {
@@ -108,8 +108,8 @@ CALLS = {
 def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str, list[str]]:
     parser = new_parser(name, OutputBuilder({"f": {}}, None, are_held), True)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
-    return said.reasoning, said.text, [call.arguments for call in said.tool_calls]
+    parsed = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
+    return parsed.reasoning, parsed.text, [call.arguments for call in parsed.tool_calls]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
@@ -154,12 +154,12 @@ def test_constrained_reasoning_keeps_call_text(name, are_held):
 @pytest.mark.parametrize(
     ("name", "prompt", "want"),
     [
-        ("qwen3", QWEN_THINKS, True),
-        ("qwen3", QWEN_DOES_NOT, False),
+        ("qwen3", QWEN_OPEN, True),
+        ("qwen3", QWEN_CLOSED, False),
         ("qwen3", "what is <think>?<|im_start|>assistant\n", False),
         (ALWAYS_OPEN, "<Assistant>", True),
         (ALWAYS_OPEN, "<Assistant><think>\n", True),
-        (ALWAYS_OPEN, QWEN_DOES_NOT, False),
+        (ALWAYS_OPEN, QWEN_CLOSED, False),
     ],
 )
 def test_is_open_after_detects_open_reasoning(name, prompt, want):
@@ -192,5 +192,5 @@ def test_is_open_after_continued_message(name, before, begun, want):
 
 @pytest.mark.parametrize("name", ["qwen3", ALWAYS_OPEN])
 def test_is_open_after_empty_beginning_equals_none(name):
-    for prompt in (ASKED, QWEN_THINKS, QWEN_DOES_NOT):
+    for prompt in (ASKED, QWEN_OPEN, QWEN_CLOSED):
         assert is_open_after(prompt, name, "") == is_open_after(prompt, name)

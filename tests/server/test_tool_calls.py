@@ -39,8 +39,8 @@ def read(
     name: str, pieces: list[str], most: int | None = None, was_cut: bool = False
 ) -> tuple[str, Calls]:
     parser = new_parser(name, OutputBuilder(TOOLS, most, False), None)
-    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
-    return said.text, [(call.name, call.arguments) for call in said.tool_calls]
+    parsed = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
+    return parsed.text, [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
 CASES = [
@@ -226,8 +226,8 @@ def test_parsers_under_grammar_accept_only_grammar_calls(fields, strict, is_held
     bare = ELEMENTS.removeprefix("<tool_call>\n")
     for text in (bare, f"<think>hm {ELEMENTS}"):
         parser = Parsers(facts).new(request, "")
-        said = parser.push(text) + parser.flush(was_cut=False)
-        assert bool(said.tool_calls) is not is_held
+        parsed = parser.push(text) + parser.flush(was_cut=False)
+        assert bool(parsed.tool_calls) is not is_held
 
 
 SECOND = {
@@ -297,8 +297,8 @@ def test_tool_call_parser_independent_of_chunks(name, parts, is_open, are_held, 
 
     def read_all(pieces: list[str]) -> tuple[str, str, Calls]:
         parser = new_parser(name, OutputBuilder(TOOLS, None, are_held), is_open)
-        said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
-        return said.text, said.reasoning, [(c.name, c.arguments) for c in said.tool_calls]
+        parsed = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
+        return parsed.text, parsed.reasoning, [(c.name, c.arguments) for c in parsed.tool_calls]
 
     got = read_all(pieces)
     assert got == read_all([text])
@@ -310,12 +310,12 @@ def test_tool_call_parser_independent_of_chunks(name, parts, is_open, are_held, 
 
 def test_tool_call_parser_streams_arguments():
     parser = new_parser("hermes", OutputBuilder(TOOLS, None, False), None)
-    said = [parser.push(text) for text in ('a <tool_call>{"name":"f","arguments":', "{", '"a":1')]
-    assert said[0] == Delta("a")
-    begun = said[1].tool_calls[0]
+    parsed = [parser.push(text) for text in ('a <tool_call>{"name":"f","arguments":', "{", '"a":1')]
+    assert parsed[0] == Delta("a")
+    begun = parsed[1].tool_calls[0]
     assert (begun.name, begun.arguments) == ("f", "{")
     assert begun.call_id.startswith("call_")
-    (more,) = said[2].tool_calls
+    (more,) = parsed[2].tool_calls
     assert (more.call_id, more.name, more.arguments) == ("", "", '"a":1')
 
 

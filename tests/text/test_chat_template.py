@@ -92,7 +92,7 @@ def test_chat_template_joins_parts_of_system_messages(written: str):
 
 
 CALL = {"function": {"arguments": '{"b": 1, "a": [2]}', "name": "f"}, "id": "x", "type": "function"}
-TOLD = [
+MESSAGES = [
     {"content": "be brief", "role": "system"},
     {"role": "user", "name": "Ann", "content": "<hé>"},
     {"tool_calls": [CALL], "role": "assistant", "content": "so", "name": None, "refusal": None},
@@ -111,11 +111,11 @@ DUMP = "{{ messages | tojson }}{{ tools | tojson }}"
 
 def test_chat_template_preserves_key_order():
     (want,), _ = render_jinja_template(
-        [[{key: value for key, value in read(m).items() if value is not None} for m in TOLD]],
+        [[{key: value for key, value in read(m).items() if value is not None} for m in MESSAGES]],
         tools=[TOOL],
         chat_template=DUMP,
     )
-    assert rendered(DUMP, TOLD, tools=[TOOL]) == want
+    assert rendered(DUMP, MESSAGES, tools=[TOOL]) == want
 
 
 def read(message: dict[str, Any]) -> dict[str, Any]:

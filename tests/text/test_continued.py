@@ -41,8 +41,8 @@ def rendered(template: str, messages: list[Any], begins: bool = False) -> str:
 @pytest.mark.parametrize("template", [CHATML, TRIMMING, IN_PARTS], ids=["plain", "trim", "parts"])
 def test_continue_final_message_matches_transformers(template: str, content: Any):
     joined = template is not IN_PARTS and not isinstance(content, str)
-    told = "\n".join(part["text"] for part in content) if joined else content
-    messages = [USER, {"role": "assistant", "content": told}]
+    joined_content = "\n".join(part["text"] for part in content) if joined else content
+    messages = [USER, {"role": "assistant", "content": joined_content}]
     (want,), _ = render_jinja_template(
         [messages], chat_template=template, continue_final_message=True
     )

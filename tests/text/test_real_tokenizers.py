@@ -37,8 +37,8 @@ def tokenizer(request: pytest.FixtureRequest) -> RealTokenizer:
     return RealTokenizer.called(request.param)
 
 
-def text_of(tokenizer: RealTokenizer, wanted: GrammarRequest, seed: int, begun: str = "") -> str:
-    compiled = tokenizer.compiler.compile(wanted.grammar())
+def text_of(tokenizer: RealTokenizer, request: GrammarRequest, seed: int, begun: str = "") -> str:
+    compiled = tokenizer.compiler.compile(request.grammar())
     tokens = walk(
         compiled,
         tokenizer.vocab,
@@ -62,8 +62,8 @@ def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lea
     for seed in SEEDS:
         begun = thought + BEGINNINGS[style] if seed or free else ""
         text = text_of(tokenizer, GrammarRequest(form=form, calls=calls, lead=lead), seed, begun)
-        said = OutputBuilder(dict(TOOLS), None, are_calls_constrained=True)
-        parser = new_parser(style, said, None if lead is None else lead == "open")
+        builder = OutputBuilder(dict(TOOLS), None, are_calls_constrained=True)
+        parser = new_parser(style, builder, None if lead is None else lead == "open")
         found = parser.push(text) + parser.flush(was_cut=False)
         assert free == "text" or not found.text.strip()  # a token may span a delimiter's end
         assert not begun or found.reasoning == ("hm" if lead else "")

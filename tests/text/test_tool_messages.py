@@ -46,7 +46,7 @@ ARGUMENTS = {"city": "Zürich", "days": [1, 2], "deep": {"a": None, "b": True}}
 
 
 def talk(content: Any) -> list[dict[str, Any]]:
-    """Returns two turns whose calls repeat the question, so that only the count shows them."""
+    """Returns two turns with calls that repeat the question, so that only the count shows them."""
     messages: list[dict[str, Any]] = []
     for number in range(2):
         function = {"name": "weather", "arguments": ARGUMENTS}

@@ -31,8 +31,8 @@ worker.run(lambda given: take, read=int, deadline_s=10.0, max_memory=256 * {MB})
 def test_worker_memory_limit_excludes_reserved_addresses(limit):
     asked = b"".join(map(worker.pack, (0, 128 * MB, 512 * MB, 64 * MB)))
     command = ["sh", "-c", f'{limit}exec "$0" -c "$1"', sys.executable, WORKER]
-    said = subprocess.run(command, input=asked, capture_output=True, cwd=ROOT, check=True).stdout
+    output = subprocess.run(command, input=asked, capture_output=True, cwd=ROOT, check=True).stdout
     refused = worker.REFUSAL + json.dumps(["too much", "message"]).encode()
     taken = (worker.DONE + str(number * MB).encode() for number in (128, 64))
     first, last = map(worker.frame, taken)
-    assert said == first + worker.frame(refused) + last
+    assert output == first + worker.frame(refused) + last
