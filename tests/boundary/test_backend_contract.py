@@ -136,7 +136,7 @@ def test_shared_full_pages_are_never_written(host):
 @either_shape
 @pytest.mark.parametrize("length", [20, 21, 22, 23])
 def test_step_stays_within_page_reservation(host, shape, length):
-    """After the reserved pages the table has pages of a neighbour, whose output must not change."""
+    """The table continues with pages of a neighbour, and the neighbour's output must not change."""
     neighbour_prompt, tokens = prompt(10, 40), prompt(length, length)
     neighbour = host.request(neighbour_prompt)
     neighbours_text = host.text(neighbour, 2, PLAIN)
@@ -317,21 +317,21 @@ def test_row_logprobs_independent_of_neighbours(host, shape):
 
 @either_shape
 def test_logprobs_zero_unless_row_requests_them(host, shape):
-    request, asking = host.request(prompt(1, 20)), host.request(prompt(1, 20), logprobs=0)
-    steps = [(host.prefill(row), host.decode(row, shape=shape)) for row in (request, asking)]
-    for silent, told in zip(*steps, strict=True):
-        assert emitted(silent, 0) == emitted(told, 0)
-        assert told.logprobs.chosen.any()
+    request, with_logprobs = host.request(prompt(1, 20)), host.request(prompt(1, 20), logprobs=0)
+    steps = [(host.prefill(row), host.decode(row, shape=shape)) for row in (request, with_logprobs)]
+    for silent, reported in zip(*steps, strict=True):
+        assert emitted(silent, 0) == emitted(reported, 0)
+        assert reported.logprobs.chosen.any()
         assert not any(part.any() for part in vars(silent.logprobs).values())
 
 
 def test_prompt_logprobs_equal_decode_logprobs(host):
-    """Covers a neighbour prompt, and a chunk whose next token is in the next chunk."""
+    """Covers a neighbour prompt, and a chunk with its next token in the next chunk."""
     tokens = prompt(1, 90)
     request = host.request(tokens, logprobs=2)
     steps = [host.prefill(request), *(host.decode(request, shape=CHAIN) for _ in range(12))]
     text = [token for step in steps for token in emitted(step, 0)]
-    told = [(step.logprobs, w) for step in steps for w in range(step.counts[0])]
+    reported = [(step.logprobs, w) for step in steps for w in range(step.counts[0])]
     both, other = host.request([*tokens, *text], logprobs=2), host.request(prompt(22, 7))
     beside = host.prefill(other, Chunk(both, 0, 17)).scores
     ending = host.prefill(Chunk(both, 17, len(both.prompt)))
@@ -342,7 +342,7 @@ def test_prompt_logprobs_equal_decode_logprobs(host):
     assert (ranks[89:-1] == 1).all(), "the text was greedy"
     assert ids[89:-1, 0].tolist() == text
     close = {"atol": 2e-4}  # float32 on both sides, rows in another order of sums
-    for row, (logprobs, w) in enumerate([*told, (ending.logprobs, 0)], start=89):
+    for row, (logprobs, w) in enumerate([*reported, (ending.logprobs, 0)], start=89):
         np.testing.assert_allclose(chosen[row], logprobs.chosen[0, w], **close)
         np.testing.assert_allclose(values[row], logprobs.top_values[0, w, :2], **close)
     np.testing.assert_allclose(chosen, whole.chosen[: len(chosen)], **close)

@@ -117,7 +117,7 @@ def place_to_save(host: Host, tokens: tuple[int, ...], shape: TreeShape) -> int:
     return next(place for place in places if shape is PLAIN or place not in ends)
 
 
-@pytest.mark.parametrize("draft_from", [0, 64], ids=["whole", "cold"])
+@pytest.mark.parametrize("draft_from", [0, 64], ids=["complete", "gap"])
 def test_restored_row_ignores_draft_kv_before_draft_from(host, draft_from):
     """Garbage in the draft KV before `draft_from` changes no draft."""
     tokens = prompt(22, 80)

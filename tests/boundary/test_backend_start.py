@@ -51,7 +51,7 @@ def test_prepare_skips_ready_programs(host):
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
 def test_prepare_reports_each_program_once(name):
-    """JAX is left out because it would compile for this test alone."""
+    """JAX is excluded because it would compile for this test alone."""
     backend, named = made(name), []
     first, second = backend.capacity.programs[:2]
     backend.prepare([first, second, first], named.append)

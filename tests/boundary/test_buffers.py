@@ -36,14 +36,14 @@ def test_sampling_layout_follows_field_annotations():
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (TooWide, "most_words: dtype must be one of float32, int32, uint32, got int64"),
         (Unbounded, "weights: axis words has no bound"),
     ],
 )
-def test_sampling_layout_rejects_unsupported_annotation(kind, said):
-    with pytest.raises(TypeError, match=said):
+def test_sampling_layout_rejects_unsupported_annotation(kind, message):
+    with pytest.raises(TypeError, match=message):
         sampling_layout(kind, CAPACITY)
 
 

@@ -39,7 +39,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 
 NOISY: dict = {"temperature": 0.9, "seed32": 77}
-"""Sampling without top-k and top-p, whose thresholds depend on the allowed tokens."""
+"""Sampling without top-k and top-p, because thresholds depend on the allowed tokens."""
 
 
 def put_mask(plan: StepPlan, row: int, node: int, allowed: Iterable[int]) -> None:

@@ -53,7 +53,7 @@ def config_with(**sizes: int) -> ModelConfig:
     return replace(CONFIG, layers=tuple(map(resized, CONFIG.layers)))
 
 
-def asked(
+def fallbacks_of(
     platform: Platform,
     model: ModelConfig,
     device: Device = GPU,
@@ -80,10 +80,10 @@ DELTA = {16, 32, 64, 128}
 def test_attention_head_sizes_have_kernels_or_raise(platform):
     for size in range(2, 322, 2):
         if size in HEADS:
-            assert asked(platform, config_with(head_size=size), **NEXTN) == ()
+            assert fallbacks_of(platform, config_with(head_size=size), **NEXTN) == ()
             continue
         with pytest.raises(ValueError, match=f"attention heads of size .*, got {size}; set CUDA"):
-            asked(platform, config_with(head_size=size), **NEXTN)
+            fallbacks_of(platform, config_with(head_size=size), **NEXTN)
 
 
 @each_platform
@@ -92,11 +92,11 @@ def test_gdn_head_sizes_have_kernels_or_raise(platform):
     for key, value in product(sizes, sizes):
         config = config_with(key_size=key, value_size=value)
         if {key, value} <= DELTA:
-            assert asked(platform, config) == ()
+            assert fallbacks_of(platform, config) == ()
             continue
         name, size = ("values", value) if key in DELTA else ("keys", key)
         with pytest.raises(ValueError, match=f"GDN {name} of size .*, got {size}; set CUDA"):
-            asked(platform, config)
+            fallbacks_of(platform, config)
 
 
 @each_platform
@@ -104,7 +104,7 @@ def test_gdn_head_sizes_have_kernels_or_raise(platform):
 def test_tree_widths_have_kernels(width: int, platform):
     nodes = {"speculative_num_draft_tokens": min(64, 1 + width + width**2)} if width > 1 else {}
     shape = {"speculative_num_steps": 2, "speculative_eagle_topk": width, **nodes}
-    assert asked(platform, CONFIG, **NEXTN, **shape) == ()
+    assert fallbacks_of(platform, CONFIG, **NEXTN, **shape) == ()
 
 
 @each_platform
@@ -112,7 +112,7 @@ def test_tree_widths_have_kernels(width: int, platform):
 def test_accept_rules_have_kernels(rule: str, platform):
     flags = {"accept_rule": "exact" if rule == "exact" else "rejection"}
     assert (
-        asked(
+        fallbacks_of(
             platform, CONFIG, **NEXTN, **flags, speculative_use_block_verification=rule == "block"
         )
         == ()
@@ -121,30 +121,32 @@ def test_accept_rules_have_kernels(rule: str, platform):
 
 @each_platform
 def test_float32_fallbacks_counted_on_gpu_only(platform):
-    found = asked(platform, CONFIG, dtype="float32")
+    found = fallbacks_of(platform, CONFIG, dtype="float32")
     names = ["gdn_layer.prefill", "layers.rms_norm", "linear", "lm_head"]
     assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, got float32"}
-    assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
+    assert fallbacks_of(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
 
 
 @each_platform
 def test_float32_head_convolutions_counted_on_gpu(platform):
     flags = {"speculative_algorithm": "DFLASH2", "speculative_draft_model_path": "head"}
     flags |= {"head": tiny_pair_head(CONFIG, 0, head_dim=16).config}
-    found = {each.name: each for each in asked(platform, CONFIG, dtype="float32", **flags)}
+    found = {each.name: each for each in fallbacks_of(platform, CONFIG, dtype="float32", **flags)}
     assert found["convolution"].reason == "bfloat16, got float32"
     assert found["convolution"].programs < found["linear"].programs
-    assert asked(platform, CONFIG, **flags) == ()
+    assert fallbacks_of(platform, CONFIG, **flags) == ()
 
 
 @each_platform
 def test_float32_vision_encoder_counted_on_gpu(platform):
     tower = VisionEncoder(vision(), image_config())
-    found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
+    found = {
+        each.name: each for each in fallbacks_of(platform, CONFIG, tower=tower, dtype="float32")
+    }
     assert {*OF_TOWERS} <= found.keys()
     assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, got float32"}
-    assert asked(platform, CONFIG, tower=tower) == ()
+    assert fallbacks_of(platform, CONFIG, tower=tower) == ()
 
 
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
@@ -159,14 +161,16 @@ def with_experts(**changed):
 
 @each_platform
 def test_float32_experts_counted_on_gpu(platform):
-    found = {each.name: each.reason for each in asked(platform, with_experts(), dtype="float32")}
+    found = {
+        each.name: each.reason for each in fallbacks_of(platform, with_experts(), dtype="float32")
+    }
     assert found["experts"] == "bfloat16, got float32"
-    assert asked(platform, with_experts()) == ()
+    assert fallbacks_of(platform, with_experts()) == ()
 
 
 @each_platform
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"intermediate": 24, "shared_intermediate": 24},
@@ -178,11 +182,11 @@ def test_float32_experts_counted_on_gpu(platform):
         ),
     ],
 )
-def test_unsupported_expert_widths_raise(platform, changed, said):
+def test_unsupported_expert_widths_raise(platform, changed, message):
     model = with_experts(**changed)
-    with pytest.raises(ValueError, match=said):
-        asked(platform, model)
-    assert "experts" in {each.name for each in asked(platform, model, dtype="float32")}
+    with pytest.raises(ValueError, match=message):
+        fallbacks_of(platform, model)
+    assert "experts" in {each.name for each in fallbacks_of(platform, model, dtype="float32")}
 
 
 def started(platform: Platform, *flags: str) -> int:
@@ -207,9 +211,9 @@ def test_fallback_ops_are_logged_and_counted(tmp_path, capfd, monkeypatch):
     platform = replace(serve_reference.PLATFORM, kernels=torch_platform.PLATFORM.kernels)
     flags = ("--max-total-tokens", "4096", "--max-running-requests", "2")
     assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
-    told = capfd.readouterr().err
-    assert "linear falls back to the reference implementation" in told
-    assert "its kernel requires bfloat16, got float32" in told
+    err = capfd.readouterr().err
+    assert "linear falls back to the reference implementation" in err
+    assert "its kernel requires bfloat16, got float32" in err
     page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     counts = {

@@ -140,8 +140,8 @@ def test_host_trees_beyond_verify_rows_raise():
     plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a padding row
     check_plan(plan, [program])
     plan.work.drafts.num_nodes[1] = 2
-    told = "draft trees have 10 nodes, but decode of 4 rows, 4 nodes, .* has 9 verify rows"
-    with pytest.raises(ValueError, match=told):
+    message = "draft trees have 10 nodes, but decode of 4 rows, 4 nodes, .* has 9 verify rows"
+    with pytest.raises(ValueError, match=message):
         check_plan(plan, [program])
 
 

@@ -197,19 +197,19 @@ def test_dflash_block_sets_shape_and_memory_plan():
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "message"),
     [
         ("--speculative-num-draft-tokens 8", "drafts chains of 4 nodes; remove them"),
         ("--speculative-num-steps 2", "drafts chains of 4 nodes; remove them"),
         ("--speculative-draft-window-size 3", "than the draft model's chain of 4 nodes"),
     ],
 )
-def test_dflash_rejects_conflicting_shape_flags(flag, told):
+def test_dflash_rejects_conflicting_shape_flags(flag, message):
     options = parse([*DFLASH, *flag.split()])
     (refused,) = refusals(
         RuleContext(options=options, model=TARGET, has_mtp=False, head_kind="DFLASH", block=4)
     )
-    assert told in refused
+    assert message in refused
 
 
 def test_dflash_accepts_matching_shape_flags():
@@ -223,7 +223,7 @@ def test_dflash_accepts_matching_shape_flags():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "message"),
     [
         (TreeShape.chain(4, 4), "chains of at most 4 nodes, got 5"),
         (TreeShape(4, 2, 2, 16), "chains of at most 4 nodes, got 4 nodes and width 2"),
@@ -231,7 +231,7 @@ def test_dflash_accepts_matching_shape_flags():
     ],
     ids=str,
 )
-def test_backend_rejects_shapes_other_than_dflash_chain(shape, told, framework):
+def test_backend_rejects_shapes_other_than_dflash_chain(shape, message, framework):
     capacity: BackendLimits = capacity_of("qwen3", 16, (shape,))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), capacity, HEAD)

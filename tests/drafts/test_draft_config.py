@@ -109,8 +109,8 @@ def test_ambiguous_aux_layer_ids_require_flag(ids, nested):
     with pytest.raises(ValueError, match="is ambiguous: outputs or inputs"):
         parsed("EAGLE3", eight, **fields)
     config = tiny_head_config(eight, "EAGLE3", **fields)
-    told = [DraftConfig.from_dict(config, eight, which).aux_streams for which in LayerIdMeaning]
-    assert told == [tuple(ids), tuple(i + 1 for i in ids)]
+    streams = [DraftConfig.from_dict(config, eight, which).aux_streams for which in LayerIdMeaning]
+    assert streams == [tuple(ids), tuple(i + 1 for i in ids)]
 
 
 def test_aux_layer_convention_without_list_raises():

@@ -123,9 +123,9 @@ def test_token_map_rejects_invalid_line(line, sentence, tmp_path):
 
 def test_token_map_counts_answers_beside_messages(tmp_path):
     save_tokenizer(tmp_path)
-    said = {"role": "assistant", "content": "f"}
-    lines = [{"messages": [said], "answer": "d"}, {"prompt": "z", "completion": "e"}]
-    lines.append({"prompt": "z", "completion": [said]})
+    reply = {"role": "assistant", "content": "f"}
+    lines = [{"messages": [reply], "answer": "d"}, {"prompt": "z", "completion": "e"}]
+    lines.append({"prompt": "z", "completion": [reply]})
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = token_map.counted([texts], Tokenizer.from_folder(tmp_path), VOCAB)

@@ -142,11 +142,11 @@ def test_dspark_rejects_tensors_of_other_kinds(tmp_path):
 
 
 def test_speculative_algorithm_must_match_head_kind():
-    for told, kind in (("DFLASH", "DSPARK"), ("DSPARK", "DFLASH")):
-        line = ["--speculative-algorithm", told, "--speculative-draft-model-path", "head"]
+    for algorithm, kind in (("DFLASH", "DSPARK"), ("DSPARK", "DFLASH")):
+        line = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", "head"]
         setup = RuleContext(
             options=parse(line), model=TARGET, has_mtp=False, head_kind=kind, block=4
         )
         (refused,) = refusals(setup)
         assert f"give --speculative-algorithm {kind}" in refused
-        assert not refusals(replace(setup, head_kind=told))
+        assert not refusals(replace(setup, head_kind=algorithm))

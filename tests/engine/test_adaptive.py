@@ -158,6 +158,7 @@ def test_adaptive_rarely_switches_between_equal_tiers():
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_adaptive_near_best_tier_at_any_overlap(overlap):
+    """Results arrive late for static and adaptive tiers alike."""
     work = imposed([("copying", 8, 16, 400, always(0.9))], part=1 << 20)
     adaptive, best = (Run(p, *work, overlap=overlap) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert best.seconds / adaptive.seconds > 0.97

@@ -45,7 +45,7 @@ def measured() -> dict[int, list[float]]:
 
 
 @dataclass
-class Watched:
+class CountedPolicy:
     """A policy with counted choices, which may receive modified step costs."""
 
     policy: Policy
@@ -82,12 +82,12 @@ def run(
         return replace(request, sampling=replace(request.sampling, max_tokens=length))
 
     phase = replace(phase, goes_on=True, requests=list(map(cut, phase.requests)))
-    backend, watched = made(tiers, law), Watched(policy, believes, Counter())
+    backend, counted = made(tiers, law), CountedPolicy(policy, believes, Counter())
     known = {count: each[: len(tiers)] for count, each in (table or measured()).items()}
-    controller = AdaptiveController(backend.capacity, watched, known, has_experts=True)
+    controller = AdaptiveController(backend.capacity, counted, known, has_experts=True)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     (served,) = serve(engine, [phase], lambda: backend.clock)
-    return Run(served.speed, watched.chosen[OFF] / watched.chosen.total())
+    return Run(served.speed, counted.chosen[OFF] / counted.chosen.total())
 
 
 @cache

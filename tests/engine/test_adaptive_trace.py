@@ -35,6 +35,6 @@ def test_trace_writer_full_disk_stops_tracing_only(capsys):
     trace = TraceWriter(FULL, TIERS, {})
     trace.flush()
     trace.flush()
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     fault = "No space left on device; tracing ends, serving continues"
-    assert told == f"cannot write the trace {FULL}: {fault}\n"
+    assert err == f"cannot write the trace {FULL}: {fault}\n"

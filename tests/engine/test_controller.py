@@ -59,19 +59,21 @@ class RecordingController(StaticController):
         self.cuts.append((request_id, num_tokens))
 
 
-def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[RecordingController, Engine]:
+def recorded_engine(overlap: int = 1, num_pages: int = 400) -> tuple[RecordingController, Engine]:
     backend = ToyBackend(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2))
-    diary = RecordingController(backend.capacity)
-    return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
+    recorder = RecordingController(backend.capacity)
+    return recorder, Engine(
+        backend, recorder, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE
+    )
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_controller_on_result_receives_every_step(overlap):
     """Results contain step times and acceptance by request and shape."""
-    diary, engine = diary_engine(overlap)
+    recorder, engine = recorded_engine(overlap)
     outcomes = drive(engine, [request(number) for number in range(6)])
     accepted: dict[int, list[int]] = {}
-    for rows, result in diary.learnt:
+    for rows, result in recorder.learnt:
         assert result.device_seconds is None  # the toy backend has no clock
         for row, each in enumerate(rows.requests):
             drafted = rows.accepted(int(result.counts[row]))
@@ -79,32 +81,32 @@ def test_controller_on_result_receives_every_step(overlap):
     for number, outcome in outcomes.items():
         # Drafts of stale rows were verified too, so there are more steps than in the output.
         assert accepted[number][: len(outcome.accepted)] == outcome.accepted
-    steps = {(rows.work, rows.shape and rows.shape.nodes) for rows, _ in diary.learnt}
+    steps = {(rows.work, rows.shape and rows.shape.nodes) for rows, _ in recorder.learnt}
     assert steps == {(StepKind.PREFILL, None), (StepKind.DECODE, 4), (StepKind.DECODE, 1)}
-    assert len(diary.learnt) == diary.num_submitted
+    assert len(recorder.learnt) == recorder.num_submitted
 
 
 def test_controller_receives_every_token_and_end():
-    diary, engine = diary_engine(num_pages=30)
+    recorder, engine = recorded_engine(num_pages=30)
     outcomes = drive(engine, [request(number, 40, max_tokens=40) for number in range(6)])
     assert engine.scheduler.num_preemptions
-    assert diary.texts == {number: outcome.tokens for number, outcome in outcomes.items()}
-    assert sorted(diary.ends) == list(range(6))
+    assert recorder.texts == {number: outcome.tokens for number, outcome in outcomes.items()}
+    assert sorted(recorder.ends) == list(range(6))
 
 
 def test_controller_on_truncate_called_after_request_end():
     """A stop string is found after the event in which `max_tokens` ended the request."""
-    diary, engine = diary_engine()
+    recorder, engine = recorded_engine()
     drive(engine, [request(0, max_tokens=6)])
     engine.finish(0, 4)
-    assert diary.cuts == [(0, 4)]
-    assert diary.ends == [0]
+    assert recorder.cuts == [(0, 4)]
+    assert recorder.ends == [0]
     engine.add(request(1))
-    while len(diary.texts.get(1, ())) < 8:
+    while len(recorder.texts.get(1, ())) < 8:
         engine.step()
     engine.finish(1, 3)
-    assert diary.cuts == [(0, 4), (1, 3)]
-    assert diary.ends == [0, 1]
+    assert recorder.cuts == [(0, 4), (1, 3)]
+    assert recorder.ends == [0, 1]
 
 
 def host_capacity() -> BackendLimits:

@@ -28,7 +28,7 @@ def request(number: int, max_tokens: int) -> Request:
     return Request(request_id=number, prompt=prompt, sampling=params)
 
 
-class Toy(ToyBackend):
+class RecordingBackend(ToyBackend):
     """Records the batch and the number of rows of each decode step."""
 
     def __init__(self, capacity: BackendLimits) -> None:
@@ -82,7 +82,7 @@ def test_output_equals_plain_when_pages_or_slots_exhausted(lacks, overlap, cache
 @pytest.mark.parametrize("depth", [0, 3], ids=["plain", "drafts"])
 def test_batch_shrinks_through_every_bucket(overlap, depth):
     capacity = toy_capacity(num_pages=1200, num_slots=33, overlap=2, batch_sizes=BUCKETS)
-    backend = Toy(capacity)
+    backend = RecordingBackend(capacity)
     engine = engine_of(backend, overlap, depth, NO_CACHE)
     requests = [request(number, max_tokens=12 + 5 * number) for number in range(32)]
     outcomes = drive(engine, requests)

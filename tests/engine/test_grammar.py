@@ -20,12 +20,12 @@ VOCAB = 272
 
 
 class LimitedGrammar:
-    """A grammar whose matchers fail after a number of tokens, like a limited library."""
+    """A grammar with matchers that fail after a number of tokens, like a limited library."""
 
     def __init__(
-        self, patience: int, tokens: Sequence[int] = range(97, 123), fault: str = TOO_MUCH
+        self, limit: int, tokens: Sequence[int] = range(97, 123), fault: str = TOO_MUCH
     ) -> None:
-        self.patience, self.tokens, self.fault = patience, tokens, fault
+        self.limit, self.tokens, self.fault = limit, tokens, fault
 
     def matcher(self) -> LimitedGrammar._Matcher:
         return self._Matcher(self)
@@ -44,7 +44,7 @@ class LimitedGrammar:
 
         def take(self, token: int) -> bool:
             self._depth += 1
-            return self._depth <= self._owner.patience
+            return self._depth <= self._owner.limit
 
         def rollback(self) -> None:
             self._depth -= 1

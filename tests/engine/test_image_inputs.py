@@ -49,7 +49,7 @@ from tests.support.vlm import (
 
 GOLDEN = {"mm": (0, 1), "one": (2,)}
 LONG = Prompt(words(20, 1), pixels(8, 10, 1), words(20, 1), pixels(9, 5, 2), words(9, 2))
-"""A prompt whose chunks of 64 tokens begin and end inside images."""
+"""A prompt with chunks of 64 tokens that begin and end inside images."""
 
 
 def golden(name: str) -> Prompt:

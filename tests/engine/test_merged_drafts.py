@@ -71,7 +71,7 @@ def capacity_of(vocab: int) -> BackendLimits:
     )
 
 
-class Late:
+class TrackedBackend:
     """A backend that records the number of steps in flight at each submission."""
 
     def __init__(self, backend: Backend) -> None:
@@ -82,18 +82,18 @@ class Late:
     def submit(self, plan: StepPlan) -> StepFuture:
         self.in_flight.append(self._pending)
         self._pending += 1
-        return _Landing(self, self._backend.submit(plan))
+        return _TrackedFuture(self, self._backend.submit(plan))
 
-    def landed(self) -> None:
+    def finished(self) -> None:
         self._pending -= 1
 
 
-class _Landing:
-    def __init__(self, of: Late, future: StepFuture) -> None:
+class _TrackedFuture:
+    def __init__(self, of: TrackedBackend, future: StepFuture) -> None:
         self._of, self._future = of, future
 
     def result(self):
-        self._of.landed()
+        self._of.finished()
         return self._future.result()
 
 
@@ -151,14 +151,14 @@ def plain(backend) -> dict[bool, dict[int, Outcome]]:
     return {sampled: texts(sampled) for sampled in (False, True)}
 
 
-def text_again(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None:
+def add_output_corpus(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None:
     """Adds a corpus of the expected outputs, in which every `wrong`-th token is replaced."""
     words = [
         20 if place % wrong == wrong - 1 else token
         for outcome in texts.values()
         for place, token in enumerate([*outcome.tokens, SEPARATOR])
     ]
-    index.corpora.add("said", Corpus.build(np.array(words, np.int32)))
+    index.corpora.add("outputs", Corpus.build(np.array(words, np.int32)))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def text_again(index: NgramIndex, texts: dict[int, Outcome], wrong: int) -> None
 )
 def test_merged_output_equals_plain_and_accepts_corpus_drafts(backend, plain, sampled, overlap):
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
-    text_again(index, plain[sampled], wrong=9)
-    late = Late(backend)
-    controller = MergedDraftController(late.capacity, index, SHARE, {})
-    found = served(late, controller, overlap, sampled)
+    add_output_corpus(index, plain[sampled], wrong=9)
+    tracked = TrackedBackend(backend)
+    controller = MergedDraftController(tracked.capacity, index, SHARE, {})
+    found = served(tracked, controller, overlap, sampled)
     for number, outcome in found.items():
         assert outcome.tokens == plain[sampled][number].tokens
         check_trace(outcome, most_rows=BATCH)
@@ -178,7 +178,7 @@ def test_merged_output_equals_plain_and_accepts_corpus_drafts(backend, plain, sa
     assert longest > CHAIN.depth
     assert controller.steps["merged"] + controller.steps["ngram"] > 3
     assert controller.accepted[CORPUS] > 20
-    assert max(late.in_flight) == overlap, "a step waited for the one before"
+    assert max(tracked.in_flight) == overlap, "a step waited for the one before"
     for source in ("model", NGRAM, CORPUS):
         of = f'{{source="{source}"}}'
         gauges = controller.gauges
@@ -203,7 +203,7 @@ def test_merged_without_ngrams_uses_model_steps(backend, plain):
 def test_tokens_ahead_after_ngram_step_equals_max_depth(backend, plain):
     """After a wrong n-gram token, the drafts of the next step no longer match the output."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
-    text_again(index, plain[False], wrong=9)
+    add_output_corpus(index, plain[False], wrong=9)
     controller = MergedDraftController(backend.capacity, index, SHARE, {})
     worth, weigh = controller.worth, controller.worth.expected_tokens_of_tree
     noted = list[tuple[str, int]]()
@@ -227,13 +227,13 @@ def test_tokens_ahead_after_ngram_step_equals_max_depth(backend, plain):
 def test_ngram_tree_path_exceeds_trie_depth(backend):
     index = index_of(backend.capacity, max_trie_depth=4)
     text = Request(request_id=1, prompt=(), sampling=SamplingParams())
-    said = list(range(10, 40))
-    index.add_tokens(text, [*said, 50, *said[:3]])
+    sequence = list(range(10, 40))
+    index.add_tokens(text, [*sequence, 50, *sequence[:3]])
     index.trees([text])
     index.learn()
     trees = index.trees([text])
     length = AHEAD + DEPTH
-    assert trees.tokens[0, 1 : 1 + length].tolist() == said[3 : 3 + length]
+    assert trees.tokens[0, 1 : 1 + length].tolist() == sequence[3 : 3 + length]
     assert trees.parents[0, 1 : 1 + length].tolist() == list(range(length))
 
 
@@ -284,22 +284,22 @@ def table_of(capacity: BackendLimits, seconds: dict[str, float]) -> dict[int, li
     return {BATCH: [seconds[named[shapes.by_size[BATCH, t]]] for t in range(len(shapes.tiers))]}
 
 
-@pytest.mark.parametrize("dear", [None, "drafts", "all"])
-def test_merged_kind_maximizes_tokens_per_measured_second(backend, plain, dear):
+@pytest.mark.parametrize("expensive", [None, "drafts", "all"])
+def test_merged_kind_maximizes_tokens_per_measured_second(backend, plain, expensive):
     """N-grams of the output exist; where all drafts are expensive almost none are made."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
-    text_again(index, plain[False], wrong=9)
+    add_output_corpus(index, plain[False], wrong=9)
     factor = {"drafts": {"model": 9, "merged": 9}, "all": dict.fromkeys(KINDS, 40)}
-    more = factor.get(dear or "", {})
+    more = factor.get(expensive or "", {})
     seconds = {kind: each * more.get(kind, 1) for kind, each in SECONDS.items()}
     table = table_of(backend.capacity, seconds)
     controller = MergedDraftController(backend.capacity, index, SHARE, table)
     found = served(backend, controller, 1, False)
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in plain[False].items()}
     steps = controller.steps
-    if dear == "all":
+    if expensive == "all":
         assert steps["none"] > 0.8 * sum(steps.values())
-    elif dear == "drafts":
+    elif expensive == "drafts":
         assert steps["ngram"] > max(steps["model"] + steps["merged"], 3)
     else:
         assert steps["none"] == 0

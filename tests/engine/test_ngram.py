@@ -152,7 +152,7 @@ def tokens_per_step(outcome: Outcome) -> float:
     return 1 + sum(outcome.accepted) / len(outcome.accepted)
 
 
-def trickle(engine: Engine, requests: Sequence[Request]) -> dict[int, Outcome]:
+def drive_staggered(engine: Engine, requests: Sequence[Request]) -> dict[int, Outcome]:
     """Adds a request every third step and runs all to their end."""
     outcomes, waiting, step = {r.request_id: Outcome() for r in requests}, list(requests), 0
     while waiting or engine.busy:
@@ -176,7 +176,7 @@ def test_ngram_output_equals_plain_decoding(name, overlap, match_type, how, serv
     fields = {"external_sam_budget": 3, "min_bfs_breadth": 2, "match_type": match_type}
     engine = ngram_engine(served.backend(name), overlap=overlap, **fields)
     engine.controller.index.corpora.add("own", own)
-    found = trickle(engine, [again(r) for r in requests])
+    found = drive_staggered(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     accepted = {count for outcome in found.values() for count in outcome.accepted}
     assert {0, 1} <= accepted, accepted
@@ -229,7 +229,7 @@ def test_own_output_corpus_reaches_five_tokens_per_step(how, num_others, served)
 def test_request_scope_acceptance_independent_of_overlap_and_neighbours(how, served):
     requests = requests_of(how)
     runs = [
-        trickle(ngram_engine(served.backend(), overlap=overlap, scope="request"), again_all)
+        drive_staggered(ngram_engine(served.backend(), overlap=overlap, scope="request"), again_all)
         for overlap in (0, 1, 2)
         for again_all in [[again(r) for r in requests]]
     ]
@@ -254,10 +254,10 @@ def test_undrafted_row_continues_from_fully_accepted_tree(how, served):
     rows: list[list[tuple[int, int]]] = []
     drafted = engine.controller.index.trees
 
-    def noted(asking):
-        trees = drafted(asking)
+    def noted(queried):
+        trees = drafted(queried)
         sizes = trees.num_nodes.tolist()
-        rows.append([(r.request_id, size) for r, size in zip(asking, sizes, strict=True)])
+        rows.append([(r.request_id, size) for r, size in zip(queried, sizes, strict=True)])
         return trees
 
     engine.controller.index.trees = noted
@@ -271,12 +271,12 @@ def test_undrafted_row_continues_from_fully_accepted_tree(how, served):
     assert mixed, "no step had rows of both kinds"
 
 
-class Watched:
+class TrackedBackend:
     """A backend that counts decode steps submitted before the previous result was read."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
-        self.flights: list[tuple[StepKind, Watched.Future]] = []
+        self.flights: list[tuple[StepKind, TrackedBackend.Future]] = []
         self.early, self.beside = 0, 0
 
     class Future:
@@ -292,7 +292,7 @@ class Watched:
         is_decode = plan.program.work is StepKind.DECODE
         self.early += is_decode and StepKind.DECODE in flying
         self.beside += bool(flying)
-        self.flights.append((plan.program.work, Watched.Future(self._backend.submit(plan))))
+        self.flights.append((plan.program.work, TrackedBackend.Future(self._backend.submit(plan))))
         return self.flights[-1][1]
 
     def close(self) -> None:
@@ -301,19 +301,19 @@ class Watched:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_ngram_decode_steps_serialize_and_overlap_prefill(overlap, served):
-    watched = Watched(served.backend())
-    trickle(ngram_engine(watched, overlap=overlap), requests_of(GREEDY))
-    assert not watched.early
-    assert watched.beside
+    tracked = TrackedBackend(served.backend())
+    drive_staggered(ngram_engine(tracked, overlap=overlap), requests_of(GREEDY))
+    assert not tracked.early
+    assert tracked.beside
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_ngram_at_most_one_prefill_between_decodes(overlap, served):
-    watched = Watched(served.backend())
+    tracked = TrackedBackend(served.backend())
     rng = np.random.default_rng(6)
     longs = [request(n, rng.integers(2, 250, 180).tolist()) for n in range(1, 5)]
-    drive(ngram_engine(watched, overlap=overlap), [request(0, [5, 6]), *longs])
-    works = [work for work, _ in watched.flights]
+    drive(ngram_engine(tracked, overlap=overlap), [request(0, [5, 6]), *longs])
+    works = [work for work, _ in tracked.flights]
     first = works.index(StepKind.DECODE)
     last = len(works) - works[::-1].index(StepKind.PREFILL)
     runs = "".join("p" if work is StepKind.PREFILL else "d" for work in works[first:last])
@@ -359,11 +359,11 @@ def test_ngram_preempted_requests_equal_plain_output(served):
 
 def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> list[int]:
     """The drafts after `tokens`, which the index forgets afterwards."""
-    asking = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
-    index.add_tokens(asking, tokens)
-    drafts = index.draft([asking])
-    asking.output[:] = tokens
-    index.end(asking, is_learnt=True)
+    queried = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
+    index.add_tokens(queried, tokens)
+    drafts = index.draft([queried])
+    queried.output[:] = tokens
+    index.end(queried, is_learnt=True)
     index.truncate(-1, 0)
     return drafts.tokens[0, 1 : drafts.num_nodes[0]].tolist()
 

@@ -146,7 +146,9 @@ NEVER, ALWAYS = [1.0, 50.0, 90.0, 0.5], [1.0, 1e-3, 1e-2, 50.0]
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-@pytest.mark.parametrize("table", [{}, {BATCH: NEVER}, {BATCH: ALWAYS}], ids=["none", "no", "yes"])
+@pytest.mark.parametrize(
+    "table", [{}, {BATCH: NEVER}, {BATCH: ALWAYS}], ids=["no table", "never", "always"]
+)
 def test_adaptive_ngram_output_equals_plain(table, overlap, served):
     engine, controller = engine_of(table, overlap)
     controller._clock = lambda: 0.0  # keeps the table
@@ -175,6 +177,7 @@ def test_adaptive_ngram_reenables_when_drafts_pay():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_disabled_ngram_updates_index_when_host_idle(waits):
+    """Without idle host time only probes update the index."""
     engine, controller = engine_of({BATCH: [1.0, 50.0, 90.0, 1e-6]}, 1)
     ticks = count()
     controller._clock = lambda: next(ticks) * 1e-4 * waits
@@ -189,27 +192,27 @@ def test_disabled_ngram_updates_index_when_host_idle(waits):
     assert controller.index.num_ngrams > before
 
 
-def looks(sleep: ProbeSchedule, step_s: float, look_s: float, steps: int) -> list[int]:
+def probes(sleep: ProbeSchedule, step_s: float, probe_s: float, steps: int) -> list[int]:
     """The disabled steps after which a probe runs, where no tree pays."""
     found = []
     for step in range(steps):
         if sleep.is_due(step_s):
             found.append(step)
-            sleep.on_probe(look_s)
+            sleep.on_probe(probe_s)
     return found
 
 
 def test_probe_schedule_probes_every_step_within_budget():
-    assert looks(ProbeSchedule(), step_s=5e-3, look_s=0.0, steps=99) == list(range(99))
-    short = looks(ProbeSchedule(), step_s=2.5e-4, look_s=0.0, steps=300)
+    assert probes(ProbeSchedule(), step_s=5e-3, probe_s=0.0, steps=99) == list(range(99))
+    short = probes(ProbeSchedule(), step_s=2.5e-4, probe_s=0.0, steps=300)
     assert short[:32] == list(range(32))
     assert set(np.diff(short[36:])) == {10}  # 50 us of 10 steps of 0.25 ms are 2 %
 
 
-@pytest.mark.parametrize("look_s", [0.0, 3e-4])
-def test_probe_schedule_respects_time_share(look_s):
-    took, steps = max(look_s, 5e-5), 10_000
-    found = len(looks(ProbeSchedule(), step_s=2.5e-4, look_s=look_s, steps=steps))
+@pytest.mark.parametrize("probe_s", [0.0, 3e-4])
+def test_probe_schedule_respects_time_share(probe_s):
+    took, steps = max(probe_s, 5e-5), 10_000
+    found = len(probes(ProbeSchedule(), step_s=2.5e-4, probe_s=probe_s, steps=steps))
     assert found * took == pytest.approx(0.02 * steps * 2.5e-4, rel=0.1)
 
 
@@ -217,10 +220,10 @@ def test_probe_overrun_is_charged_to_budget():
     sleep, took, steps = ProbeSchedule(), 0.0, 20_000
     for step in range(steps):
         if sleep.is_due(2.5e-4):
-            look_s = 2e-3 if step % 7 == 0 else 5e-5
-            sleep.on_probe(look_s)
+            probe_s = 2e-3 if step % 7 == 0 else 5e-5
+            sleep.on_probe(probe_s)
             sleep.on_gain(-1e-3)
-            took += look_s
+            took += probe_s
     assert took < 1.1 * 0.02 * steps * 2.5e-4
 
 
@@ -229,29 +232,31 @@ def test_rare_long_probe_is_charged_in_full():
     steps = range(200_000)
     for step in steps:
         if sleep.is_due(2.5e-4):
-            look_s = 2e-2 if step % 50 == 0 else 5e-5
-            sleep.on_probe(look_s)
-            took += look_s
+            probe_s = 2e-2 if step % 50 == 0 else 5e-5
+            sleep.on_probe(probe_s)
+            took += probe_s
     assert took < 1.1 * 0.02 * len(steps) * 2.5e-4
 
 
 def test_probe_budget_grows_with_gain_after_debt():
-    sleep, look_s = ProbeSchedule(), 5e-5
-    looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
-    sleep.on_gain(10 * look_s / 0.2)
-    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (10, 11)
-    sleep.on_gain(10 * look_s / 0.2)
-    sleep.on_gain(-8 * look_s)
-    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (2, 3)
+    sleep, probe_s = ProbeSchedule(), 5e-5
+    probes(sleep, step_s=2.5e-4, probe_s=0.0, steps=300)
+    sleep.on_gain(10 * probe_s / 0.2)
+    assert len(probes(sleep, step_s=0.0, probe_s=0.0, steps=50)) in (10, 11)
+    sleep.on_gain(10 * probe_s / 0.2)
+    sleep.on_gain(-8 * probe_s)
+    assert len(probes(sleep, step_s=0.0, probe_s=0.0, steps=50)) in (2, 3)
     sleep.on_gain(-1.0)  # a debt of four probes remains
-    sleep.on_gain(4 * look_s)
-    assert not looks(sleep, step_s=0.0, look_s=0.0, steps=50)
-    sleep.on_gain(1 * look_s / 0.19)
-    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) == 1
+    sleep.on_gain(4 * probe_s)
+    assert not probes(sleep, step_s=0.0, probe_s=0.0, steps=50)
+    sleep.on_gain(1 * probe_s / 0.19)
+    assert len(probes(sleep, step_s=0.0, probe_s=0.0, steps=50)) == 1
 
 
 def test_should_draft_tolerates_poor_trees_when_waiting_costs():
-    def awake_for(good_after_poor: bool, wait: float) -> int:
+    """Poor trees are tolerated only if good ones followed them before and waits are long."""
+
+    def drafted_poor_trees(good_after_poor: bool, wait: float) -> int:
         """Number of consecutive poor trees that are drafted, after poor trees in pairs or alone."""
         sleep = ProbeSchedule()
         for _ in range(60):
@@ -262,15 +267,17 @@ def test_should_draft_tolerates_poor_trees_when_waiting_costs():
         sleep.should_draft(0.9, wait, True)
         return next(n for n in range(99) if not sleep.should_draft(-0.5, wait, False))
 
-    assert awake_for(True, wait=0.8) == 6  # 4 waits of 0.8 plain steps each pay for six losses
-    assert awake_for(True, wait=0.05) == 0
-    assert awake_for(False, wait=0.8) == 0
+    assert (
+        drafted_poor_trees(True, wait=0.8) == 6
+    )  # 4 waits of 0.8 plain steps each pay for six losses
+    assert drafted_poor_trees(True, wait=0.05) == 0
+    assert drafted_poor_trees(False, wait=0.8) == 0
 
 
 def test_probe_budget_is_capped():
     sleep = ProbeSchedule()
     sleep.on_gain(1.0)
-    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=99)) == 32
+    assert len(probes(sleep, step_s=0.0, probe_s=0.0, steps=99)) == 32
 
 
 def test_adaptive_ngram_metrics_report_tiers_and_disabled():

@@ -36,22 +36,22 @@ def request(number: int, *, tenant: str = "", max_drafts: int | None = None) -> 
     return Request(request_id=number, prompt=(), sampling=sampling, tenant=tenant)
 
 
-def trees_of(index: NgramIndex, asking: list[Request]) -> list[reference.Tree]:
-    drafts = index.draft(asking)
+def trees_of(index: NgramIndex, queried: list[Request]) -> list[reference.Tree]:
+    drafts = index.draft(queried)
     return [
         (drafts.tokens[row, :size].tolist(), drafts.parents[row, :size].tolist())
         for row, size in enumerate(drafts.num_nodes)
     ]
 
 
-def tree_of(index: NgramIndex, asking: Request) -> reference.Tree:
+def tree_of(index: NgramIndex, queried: Request) -> reference.Tree:
     """The tree of one request after all its tokens are learnt."""
-    index.draft([asking])
+    index.draft([queried])
     index.learn()
-    return trees_of(index, [asking])[0]
+    return trees_of(index, [queried])[0]
 
 
-def say(index: NgramIndex, one: Request, tokens: list[int]) -> None:
+def learn_tokens(index: NgramIndex, one: Request, tokens: list[int]) -> None:
     """Adds tokens and learns them at once."""
     index.add_tokens(one, tokens)
     tree_of(index, one)
@@ -142,7 +142,7 @@ def test_ngram_index_trees_match_reference(
 def test_suffix_automaton_finds_longest_match_first_occurrence(documents, text):
     index, one = index_of(external_sam_budget=7, max_trie_depth=2), request(1)
     index.corpora.add("it", corpus_of(*documents))
-    say(index, one, text)
+    learn_tokens(index, one, text)
     tree_of(index, one)
     rows = np.array([index._text(one).row], np.int32)
     paths, lengths, matched = index.corpora.continuations(rows, DEPTH)
@@ -187,32 +187,32 @@ def test_match_type_ties_ordered_newest_first(match_type):
 @pytest.mark.parametrize("max_drafts", [0, 1, 3])
 def test_ngram_index_respects_max_draft_tokens(max_drafts):
     index, one = index_of(), request(1, max_drafts=max_drafts)
-    say(index, one, [1, 2, 3, 4, 5, 6, 1])
+    learn_tokens(index, one, [1, 2, 3, 4, 5, 6, 1])
     assert len(tree_of(index, one)[0]) == 1 + max_drafts
 
 
 def test_ngram_index_tree_limited_to_shape_depth():
     index, one = index_of(depth=2, external_sam_budget=3), request(1)
     index.corpora.add("it", corpus_of([1, 2, 3, 4, 5]))
-    say(index, one, [1, 2, 3, 4, 5, 1])
+    learn_tokens(index, one, [1, 2, 3, 4, 5, 1])
     tokens, parents = tree_of(index, one)
     assert (tokens, parents) == ([0, 2, 3], [0, 0, 1])
 
 
 def test_ngram_index_isolates_tenants():
     index = index_of()
-    say(index, request(1, tenant="a"), [1, 2, 3, 4, 5])
-    say(index, request(2, tenant="b"), [1])
-    say(index, request(3, tenant="a"), [1])
+    learn_tokens(index, request(1, tenant="a"), [1, 2, 3, 4, 5])
+    learn_tokens(index, request(2, tenant="b"), [1])
+    learn_tokens(index, request(3, tenant="a"), [1])
     assert tree_of(index, request(2, tenant="b")) == ([0], [0])
     assert tree_of(index, request(3, tenant="a"))[0] == [0, 2, 3, 4, 5]
 
 
 def test_ngram_index_reuses_finished_requests_of_tenant():
     index, first = index_of(), request(1)
-    say(index, first, [1, 2, 3])
+    learn_tokens(index, first, [1, 2, 3])
     index.end(first, is_learnt=True)
-    say(index, request(2), [1])
+    learn_tokens(index, request(2), [1])
     assert tree_of(index, request(2))[0] == [0, 2, 3]
 
 
@@ -220,22 +220,22 @@ def test_ngram_request_scope_shares_and_keeps_nothing():
     index = index_of(scope="request")
     requests = [request(number) for number in range(3)]
     for each in requests:
-        say(index, each, [1, 2, 3, 1])
+        learn_tokens(index, each, [1, 2, 3, 1])
     for each in requests:
         assert tree_of(index, each)[0] == [0, 2, 3, 1]
     for each in requests:
         index.end(each, is_learnt=True)
     assert index.num_ngrams == index.trie.num_nodes == 0
-    say(index, request(9), [1])
+    learn_tokens(index, request(9), [1])
     assert tree_of(index, request(9)) == ([0], [0])
 
 
 def test_truncate_removes_ngrams_after_stop():
     index, one = index_of(), request(1)
-    say(index, one, [1, 2, 3])
+    learn_tokens(index, one, [1, 2, 3])
     tree_of(index, one)
     before = index.num_ngrams
-    say(index, one, [4, 5])
+    learn_tokens(index, one, [4, 5])
     one.output[:] = [1, 2, 3, 4, 5]
     index.end(one, is_learnt=True)
     assert index.num_ngrams > before
@@ -243,14 +243,14 @@ def test_truncate_removes_ngrams_after_stop():
     assert index.num_ngrams == before
     index.truncate(1, 0)  # a truncated request is unknown
     assert index.num_ngrams == before
-    say(index, request(2), [1, 2])
+    learn_tokens(index, request(2), [1, 2])
     assert tree_of(index, request(2))[0] == [0, 3]
 
 
 def test_truncate_of_unlearnt_request_removes_only_learnt_ngrams():
     index, one = index_of(), request(1)
-    say(index, request(2), [1, 2, 3, 4])
-    say(index, one, [1, 2])
+    learn_tokens(index, request(2), [1, 2, 3, 4])
+    learn_tokens(index, one, [1, 2])
     learnt = index.num_ngrams
     one.output[:] = [1, 2, 3, 4]
     index.add_tokens(one, one.output[2:])
@@ -263,7 +263,7 @@ def test_end_unlearnt_discards_pending_prompt():
     index, one = index_of(), Request(request_id=1, prompt=(7, 8), sampling=SamplingParams())
     index.add_prompt(one, 2)
     index.end(one, is_learnt=False)
-    say(index, request(2), [1, 7])
+    learn_tokens(index, request(2), [1, 7])
     assert tree_of(index, request(2)) == ([0], [0])
 
 
@@ -271,11 +271,11 @@ def test_truncate_preserves_ngrams_of_other_requests():
     index = index_of()
     one, other = request(1), request(2)
     for each in (one, other):
-        say(index, each, [1, 2, 3])
+        learn_tokens(index, each, [1, 2, 3])
     one.output[:] = [1, 2, 3]
     index.end(one, is_learnt=True)
     index.truncate(1, 2)
-    say(index, request(3), [1, 2])
+    learn_tokens(index, request(3), [1, 2])
     assert tree_of(index, request(3))[0] == [0, 3]
 
 
@@ -285,7 +285,7 @@ def test_ngram_index_bounds_ended_tokens(monkeypatch):
     for number in range(10):
         one = request(number)
         one.output[:] = [10 * number + place for place in range(8)]
-        say(index, one, one.output)
+        learn_tokens(index, one, one.output)
         index.end(one, is_learnt=True)
     assert index.num_ended_tokens == 16
     before = index.num_ngrams
@@ -316,17 +316,17 @@ def test_ngram_index_evicts_least_recently_used():
     capacity = 1024
     index, rng = index_of(capacity=capacity, max_trie_depth=4), np.random.default_rng(3)
     old, loved, writer = request(1), request(2), request(3)
-    say(index, old, [900, 901, 902])
-    say(index, loved, [910, 911, 912])
+    learn_tokens(index, old, [900, 901, 902])
+    learn_tokens(index, loved, [910, 911, 912])
     for number in range(40):
-        say(index, writer, rng.integers(0, 500, 20).tolist())
+        learn_tokens(index, writer, rng.integers(0, 500, 20).tolist())
         if number % 4 == 0:  # 80 tokens are 320 n-grams, well below the capacity
-            say(index, loved, [910, 911, 912])
+            learn_tokens(index, loved, [910, 911, 912])
     assert_sound(index)
     assert capacity - 8 <= index.trie.num_nodes < capacity == len(index.trie.nodes)
-    say(index, request(4), [900])
+    learn_tokens(index, request(4), [900])
     assert tree_of(index, request(4)) == ([0], [0])
-    say(index, request(5), [910])
+    learn_tokens(index, request(5), [910])
     assert tree_of(index, request(5))[0][:3] == [0, 911, 912]
 
 
@@ -368,7 +368,7 @@ def test_corpora_share_budget_and_trie_fills_remainder():
     index, one = index_of(external_sam_budget=4), request(1)
     index.corpora.add("a", corpus_of([1, 20, 21, 22, 23, 24, 25]))
     index.corpora.add("b", corpus_of([1, 30, 31, 32, 33, 34, 35]))
-    say(index, one, [1, 40, 41, 42, 1])
+    learn_tokens(index, one, [1, 40, 41, 42, 1])
     tokens, parents = tree_of(index, one)
     assert tokens == [0, 20, 21, 30, 31, 40, 41, 42]
     assert parents == [0, 0, 1, 0, 3, 0, 5, 6]
@@ -378,16 +378,16 @@ def test_longest_matching_corpus_fills_unused_trie_nodes():
     index, one = index_of(external_sam_budget=2), request(1)
     index.corpora.add("short", corpus_of([2, 30, 31, 32, 33]))
     index.corpora.add("long", corpus_of([1, 2, 20, 21, 22, 23, 24, 25]))
-    say(index, one, [1, 2])
+    learn_tokens(index, one, [1, 2])
     assert tree_of(index, one)[0] == [0, 20, 30, 21, 22, 23, 24, 25]
 
 
 def test_remove_corpus_stops_drafts_and_frees_name():
     index, one = index_of(external_sam_budget=2), request(1)
-    say(index, one, [1])
+    learn_tokens(index, one, [1])
     index.corpora.add("it", corpus_of([1, 2, 3]))
     assert tree_of(index, one) == ([0], [0])  # matching starts with the next token of a request
-    say(index, one, [1])
+    learn_tokens(index, one, [1])
     assert tree_of(index, one)[0] == [0, 2, 3, 1]
     index.corpora.remove("it")
     assert tree_of(index, one)[0] == [0, 1]
@@ -419,7 +419,7 @@ def test_ngram_index_drops_empty_scopes():
     index = index_of(capacity=1024, max_trie_depth=2)
     for number in range(5000):
         one = request(number, tenant=f"tenant {number}")
-        say(index, one, [1, 2])
+        learn_tokens(index, one, [1, 2])
         index.draft([one])
         index.end(one, is_learnt=True)
     assert_sound(index)
@@ -443,7 +443,7 @@ def test_ngram_index_growth_reallocates_nothing():
     """The arrays keep their addresses, so no step copies them."""
     index, one = index_of(max_trie_depth=4), request(1)
     at = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
-    say(index, one, np.random.default_rng(0).integers(0, VOCAB, 20_000).tolist())
+    learn_tokens(index, one, np.random.default_rng(0).integers(0, VOCAB, 20_000).tolist())
     assert index.num_ngrams > 40_000
     now = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
     assert now == at

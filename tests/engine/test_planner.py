@@ -80,7 +80,7 @@ def test_plan_calibration_applies_to_one_step_only(house):
     assert not house.planner.plan(ScheduledRows.decode(requests, CHAIN)).sampling.calibration.any()
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["on demand", "prepared"])
 def test_incremental_plan_equals_fresh_plan(house, is_ahead: bool):
     def is_as_anew(rows: ScheduledRows) -> bool:
         anew = Planner(house.capacity, house.allocator)
@@ -111,15 +111,17 @@ def test_planner_selects_logprobs_program_only_when_requested():
         program.with_features({ProgramFeature.LOGPROBS: False}) for program in capacity.programs
     )
     house = House(replace(capacity, programs=(*capacity.programs, *plain)))
-    asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
-    for requests in ([other], [asking, other]):
+    with_logprobs, other = house.request(5, 20, logprobs=0), house.request(5, 20)
+    for requests in ([other], [with_logprobs, other]):
         decode = house.planner.plan(ScheduledRows.decode(requests, TreeShape.chain(3, 4)))
         chunks = tuple(Chunk(request, 0, 5) for request in requests)
         prefill = house.planner.plan(ScheduledRows.prefill(chunks))
         for plan in (decode, prefill):
-            assert plan.program.has(ProgramFeature.LOGPROBS) is (asking in requests)
+            assert plan.program.has(ProgramFeature.LOGPROBS) is (with_logprobs in requests)
         for plan in (decode, prefill):
-            assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
+            assert plan.reports[: len(requests)].tolist() == [
+                int(r is with_logprobs) for r in requests
+            ]
 
 
 def test_planner_uses_logprobs_program_when_only_fit():
@@ -128,15 +130,15 @@ def test_planner_uses_logprobs_program_when_only_fit():
     programs = [p.with_features({ProgramFeature.LOGPROBS: p.batch == 4}) for p in capacity.programs]
     house = House(replace(capacity, programs=tuple(programs)))
     requests = [house.request(5, 20) for _ in range(4)]
-    asking = house.request(5, 20, logprobs=0)
-    for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
+    with_logprobs = house.request(5, 20, logprobs=0)
+    for rows, batch in ((requests[:2], 2), (requests, 4), ([with_logprobs], 4)):
         for depth in (0, 3):
             plan = house.planner.plan(ScheduledRows.decode(rows, TreeShape.chain(depth, len(rows))))
             assert (plan.program.batch, plan.program.has(ProgramFeature.LOGPROBS)) == (
                 batch,
                 batch == 4,
             )
-            assert plan.reports[: len(rows)].tolist() == [int(row is asking) for row in rows]
+            assert plan.reports[: len(rows)].tolist() == [int(row is with_logprobs) for row in rows]
             assert not plan.reports[len(rows) :].any()
 
 
@@ -237,7 +239,7 @@ def test_plan_without_fitting_program_raises(house):
 
 
 def test_decode_plan_rejects_unfinished_prefill(house):
-    """The same holds for a row whose prompt is only partly prefilled."""
+    """The same holds for a row with a partly prefilled prompt."""
     request = house.request(70, 70)
     for prefilled in (0, 64):
         request.prefill(prefilled)

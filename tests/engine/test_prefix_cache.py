@@ -95,7 +95,7 @@ def serve(engine: Engine, *requests: Request) -> list[list[int]]:
 
 
 def family(seed: int, number: int) -> list[Request]:
-    """Requests whose prompts begin with parts of other prompts and outputs."""
+    """Requests with prompts that begin with parts of other prompts and outputs."""
     rng, texts, found = random.Random(seed), [tokens(seed, 90)], []
     for _ in range(number):
         begin = rng.choice(texts)

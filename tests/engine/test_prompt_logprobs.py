@@ -23,7 +23,7 @@ from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacit
 K = 2
 
 
-class Watched(ToyBackend):
+class RecordingBackend(ToyBackend):
     """Records for each prefill whether it computes prompt logprobs."""
 
     def __init__(self, *, num_pages: int, draft_reach: int | None) -> None:
@@ -44,8 +44,8 @@ def make(
     depth: int = 3,
     chunk: int = CHUNK,
     caches: bool = True,
-) -> tuple[Engine, Watched]:
-    backend = Watched(num_pages=num_pages, draft_reach=1 if depth else None)
+) -> tuple[Engine, RecordingBackend]:
+    backend = RecordingBackend(num_pages=num_pages, draft_reach=1 if depth else None)
     controller = StaticController(
         backend.capacity, nodes=depth + 1, depth=depth, width=min(depth, 1)
     )
@@ -178,10 +178,10 @@ def test_max_tokens_zero_ends_after_prefill(overlap):
 
 def test_nan_prompt_logprob_fails_only_its_request(monkeypatch):
     engine, backend = make()
-    told = backend._scores
+    original = backend._scores
 
     def broken(plan: StepPlan) -> PromptLogprobs:
-        found = told(plan)
+        found = original(plan)
         found.chosen[plan.work.tokens == 7] = np.nan
         return found
 

@@ -28,7 +28,7 @@ GAP = 0.75
 """Difference of the best two logits in every step of the toy backend."""
 
 
-class Toy(ToyBackend):
+class RecordingBackend(ToyBackend):
     """Records submitted plans, and has logprobs with a margin."""
 
     def __init__(self, capacity: BackendLimits, draft_reach: int | None = 1) -> None:
@@ -47,7 +47,7 @@ class Toy(ToyBackend):
         future.value.logprobs.top_values[..., 1] -= GAP
 
 
-class AcceptsAWrongDraft(Toy):
+class AcceptsAWrongDraft(RecordingBackend):
     """Accepts a wrong draft token at one length of the context."""
 
     LENGTH = 30
@@ -62,24 +62,26 @@ def capacity_of(num_pages: int = 400, **changed) -> BackendLimits:
     return replace(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2), **changed)
 
 
-class House:
+class VerifiedEngine:
     """An engine with shadow verification, and its reports."""
 
     def __init__(
         self,
-        backend: Toy | None = None,
+        backend: RecordingBackend | None = None,
         *,
         rate: float = 1.0,
         cache: CachePolicy = NO_CACHE,
         overlap: int = 1,
     ) -> None:
-        self.backend = backend or Toy(capacity_of())
+        self.backend = backend or RecordingBackend(capacity_of())
         controller = StaticController(self.backend.capacity, nodes=4, depth=3, width=1)
         self.engine = Engine(
             self.backend, controller, overlap=overlap, chunked_prefill_size=100, cache=cache
         )
-        self.told: list[Divergence] = []
-        self.checked = ShadowVerifier(self.engine, self.backend, rate=rate, report=self.told.append)
+        self.reports: list[Divergence] = []
+        self.checked = ShadowVerifier(
+            self.engine, self.backend, rate=rate, report=self.reports.append
+        )
         self.outcomes: dict[int, Outcome] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -154,25 +156,25 @@ def of_many_kinds(count: int, first: int = 0) -> list[Request]:
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("cache", [NO_CACHE, CACHE], ids=["cold", "cached"])
 def test_shadow_verify_of_plain_output_reports_nothing(cache, overlap):
-    house, requests = House(cache=cache, overlap=overlap), of_many_kinds(30)
-    house.serve(requests)
-    house.end_checks()
-    assert all(house.outcomes[r.request_id].tokens == plain_text(r) for r in requests)
-    assert (house.count("checks"), house.count("mismatch")) == (30, 0)
-    assert not house.told
-    assert not house.skipped()
+    verified, requests = VerifiedEngine(cache=cache, overlap=overlap), of_many_kinds(30)
+    verified.serve(requests)
+    verified.end_checks()
+    assert all(verified.outcomes[r.request_id].tokens == plain_text(r) for r in requests)
+    assert (verified.count("checks"), verified.count("mismatch")) == (30, 0)
+    assert not verified.reports
+    assert not verified.skipped()
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_shadow_verify_reports_wrong_accepted_draft_position(overlap):
-    house = House(AcceptsAWrongDraft(capacity_of()), overlap=overlap)
+    verified = VerifiedEngine(AcceptsAWrongDraft(capacity_of()), overlap=overlap)
     wrong, short = request(1, max_tokens=60), request(2, max_tokens=20)
-    house.serve([wrong, short])
-    house.end_checks()
+    verified.serve([wrong, short])
+    verified.end_checks()
     position = AcceptsAWrongDraft.LENGTH - len(wrong.prompt)
-    plain, served = plain_text(wrong), house.outcomes[1].tokens
+    plain, served = plain_text(wrong), verified.outcomes[1].tokens
     assert served[:position] == plain[:position]
-    assert house.told == [
+    assert verified.reports == [
         Divergence(
             request_id=1,
             position=position,
@@ -181,81 +183,83 @@ def test_shadow_verify_reports_wrong_accepted_draft_position(overlap):
             margin=GAP,
         )
     ]
-    assert str(house.told[0]) == (
+    assert str(verified.reports[0]) == (
         f"shadow check: request 1 has token {served[position]} at position {position} of its "
         f"output, but plain decoding has token {plain[position]}, with a margin of {GAP}"
     )
-    assert (house.count("checks"), house.count("mismatch")) == (2, 1)
+    assert (verified.count("checks"), verified.count("mismatch")) == (2, 1)
 
 
 def test_shadow_verify_reports_output_past_end():
-    house = House()
+    verified = VerifiedEngine()
     one = request(1, max_tokens=20)
-    house.serve([one])
+    verified.serve([one])
     end = plain_text(one)[7]
     assert end not in plain_text(one)[:7]
     one.sampling = replace(one.sampling, stop_token_ids=(end,))
-    house.end_checks()
-    found = house.told[0]
+    verified.end_checks()
+    found = verified.reports[0]
     assert (found.position, found.plain, found.margin) == (8, None, None)
     assert "but plain decoding has no token" in str(found)
 
 
 def test_shadow_verify_reports_failed_plain_run():
-    house = House()
+    verified = VerifiedEngine()
     one = request(1)
-    house.serve([one])
+    verified.serve([one])
     one.prompt = (1, POISON, 3)
-    house.end_checks()
-    assert [(found.position, found.plain) for found in house.told] == [(0, None)]
+    verified.end_checks()
+    assert [(found.position, found.plain) for found in verified.reports] == [(0, None)]
 
 
 def test_shadow_verify_replay_ignores_prefix_cache():
     """A wrong page in the cache changes the output, and the replay must not use it."""
     # The toy compares draft KV with the context, so it has none here.
-    house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_lookahead=0))
+    verified = VerifiedEngine(
+        RecordingBackend(capacity_of(), draft_reach=None), cache=replace(CACHE, key_lookahead=0)
+    )
     prompt = tuple(range(1, 40))
-    house.serve([request(1, prompt)])
-    house.end_checks()
-    assert not house.told
-    page = int(np.argwhere(house.backend._pages == 20)[0, 0])
-    house.backend._pages[page] = 0
-    house.serve([request(2, prompt)])
-    hits, pages = house.engine.cache.num_hit, house.engine.cache.num_pages
+    verified.serve([request(1, prompt)])
+    verified.end_checks()
+    assert not verified.reports
+    page = int(np.argwhere(verified.backend._pages == 20)[0, 0])
+    verified.backend._pages[page] = 0
+    verified.serve([request(2, prompt)])
+    hits, pages = verified.engine.cache.num_hit, verified.engine.cache.num_pages
     assert hits > 20
-    house.end_checks()
-    assert [(found.request_id, found.position) for found in house.told] == [(2, 0)]
-    assert (house.engine.cache.num_hit, house.engine.cache.num_pages) == (hits, pages)
+    verified.end_checks()
+    assert [(found.request_id, found.position) for found in verified.reports] == [(2, 0)]
+    assert (verified.engine.cache.num_hit, verified.engine.cache.num_pages) == (hits, pages)
 
 
 def test_shadow_verify_evicts_only_lru_pages():
-    house = House(Toy(capacity_of(num_pages=70)), cache=CACHE)
+    verified = VerifiedEngine(RecordingBackend(capacity_of(num_pages=70)), cache=CACHE)
     prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
-    house.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
-    assert house.engine.allocator.num_free_pages < 10
-    newest = house.engine.cache.find(request(99, prompts[-1]))
+    verified.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
+    assert verified.engine.allocator.num_free_pages < 10
+    newest = verified.engine.cache.find(request(99, prompts[-1]))
     left = []
-    while house.checked.busy:
-        waiting = house.count("waiting")
-        while house.count("waiting") == waiting:
-            house.step()
-        left.append(house.engine.cache.num_pages)
+    while verified.checked.busy:
+        waiting = verified.count("waiting")
+        while verified.count("waiting") == waiting:
+            verified.step()
+        left.append(verified.engine.cache.num_pages)
     assert len(set(left)) == 1, "a replay of equal size reuses the pages of the previous one"
-    assert house.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
-    assert (house.count("checks"), house.count("mismatch")) == (8, 0)
+    assert verified.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
+    assert (verified.count("checks"), verified.count("mismatch")) == (8, 0)
 
 
 def steps_of_traffic(rate: float) -> list:
     """Device steps of request waves that interrupt the verifications of earlier waves."""
-    house, seen = House(rate=rate, cache=CACHE), []
+    verified, seen = VerifiedEngine(rate=rate, cache=CACHE), []
     for wave in range(8):
-        before = len(house.backend.plans)
-        house.serve(of_many_kinds(5, first=10 * wave))
-        seen += house.backend.plans[before:]
-        before = len(house.backend.plans)
+        before = len(verified.backend.plans)
+        verified.serve(of_many_kinds(5, first=10 * wave))
+        seen += verified.backend.plans[before:]
+        before = len(verified.backend.plans)
         for _ in range(9 * wave):
-            house.step()
-        idle = house.backend.plans[before:]
+            verified.step()
+        idle = verified.backend.plans[before:]
         assert bool(idle) == bool(rate and wave)
         assert all(np.count_nonzero(plan.slots) == 1 for plan in idle)
         assert all(plan.program.shape.is_plain for plan in idle)
@@ -271,80 +275,80 @@ def test_shadow_verify_leaves_traffic_steps_unchanged():
 
 
 def test_new_request_interrupts_and_restarts_shadow_verify():
-    house = House()
-    house.serve([request(1)])
+    verified = VerifiedEngine()
+    verified.serve([request(1)])
     for _ in range(5):
-        house.step()
-    assert house.engine.cache.usage > 0
-    house.add([request(2)])
-    assert house.engine.cache.usage == 0
-    assert house.engine.allocator.num_free_slots == 4
-    house.end_checks()
-    assert (house.count("checks"), house.count("mismatch")) == (2, 0)
+        verified.step()
+    assert verified.engine.cache.usage > 0
+    verified.add([request(2)])
+    assert verified.engine.cache.usage == 0
+    assert verified.engine.allocator.num_free_slots == 4
+    verified.end_checks()
+    assert (verified.count("checks"), verified.count("mismatch")) == (2, 0)
 
 
 def test_shadow_verify_dropped_after_too_many_interruptions():
-    house = House(rate=0.1)
-    house.serve([request(3)])
-    assert house.count("waiting") == 1
+    verified = VerifiedEngine(rate=0.1)
+    verified.serve([request(3)])
+    assert verified.count("waiting") == 1
     for number in range(4, 4 + MOST_STARTS):  # none of them is verified
-        assert house.count("dropped") == 0
-        house.step()
-        house.serve([request(number, max_tokens=1)])
-    assert (house.count("dropped"), house.count("waiting")) == (1, 0)
-    assert not house.checked.busy
+        assert verified.count("dropped") == 0
+        verified.step()
+        verified.serve([request(number, max_tokens=1)])
+    assert (verified.count("dropped"), verified.count("waiting")) == (1, 0)
+    assert not verified.checked.busy
 
 
 def test_interrupted_shadow_verifies_rotate():
-    house = House()
-    house.serve([request(number) for number in range(MOST_STARTS + 1)])
+    verified = VerifiedEngine()
+    verified.serve([request(number) for number in range(MOST_STARTS + 1)])
     for number in range(MOST_STARTS + 1):
-        house.step()
-        house.serve([request(10 + number, max_tokens=1)])
-    house.end_checks()
-    assert (house.count("checks"), house.count("dropped")) == (2 * MOST_STARTS + 2, 0)
+        verified.step()
+        verified.serve([request(10 + number, max_tokens=1)])
+    verified.end_checks()
+    assert (verified.count("checks"), verified.count("dropped")) == (2 * MOST_STARTS + 2, 0)
 
 
 def test_shadow_verify_counts_sum_to_chosen_requests():
-    house, rng = House(rate=0.7), random.Random(3)
+    verified, rng = VerifiedEngine(rate=0.7), random.Random(3)
     chosen = 0
     for number in range(400):
         prompt = (1, POISON if rng.random() < 0.1 else 2)
-        house.add([request(number, prompt, max_tokens=rng.randrange(1, 30))])
+        verified.add([request(number, prompt, max_tokens=rng.randrange(1, 30))])
         chosen += is_chosen(number, 0.7)
         for _ in range(rng.choice((0, 1, 2))):
-            house.step()
-        running = house.engine.scheduler.running
+            verified.step()
+        running = verified.engine.scheduler.running
         if running and rng.random() < 0.3:
             one = rng.choice(running)
             if rng.random() < 0.5:
-                house.checked.abort(one.request_id)
+                verified.checked.abort(one.request_id)
             else:
-                house.checked.finish(one.request_id, len(one.output))
-    while house.engine.busy:
-        house.step()
-    waiting = house.count("waiting")
+                verified.checked.finish(one.request_id, len(one.output))
+    while verified.engine.busy:
+        verified.step()
+    waiting = verified.count("waiting")
     assert waiting == MOST_WAITING
-    counts = [house.count(name) for name in ("checks", "dropped")]
-    assert sum(counts) + sum(house.skipped().values()) + waiting == chosen
-    assert house.count("dropped") > 0
-    assert set(house.skipped()) == {"aborted", "failed", "empty"}
-    house.end_checks()
-    assert house.count("checks") == counts[0] + waiting
-    assert not house.told
+    counts = [verified.count(name) for name in ("checks", "dropped")]
+    assert sum(counts) + sum(verified.skipped().values()) + waiting == chosen
+    assert verified.count("dropped") > 0
+    assert set(verified.skipped()) == {"aborted", "failed", "empty"}
+    verified.end_checks()
+    assert verified.count("checks") == counts[0] + waiting
+    assert not verified.reports
 
 
 def test_shadow_verify_ignores_tokens_after_stop_string():
-    house = House(AcceptsAWrongDraft(capacity_of()), overlap=0)
+    verified = VerifiedEngine(AcceptsAWrongDraft(capacity_of()), overlap=0)
     one = request(1, max_tokens=60)
-    house.add([one])
+    verified.add([one])
     while one.length <= AcceptsAWrongDraft.LENGTH:
-        house.step()
-    house.checked.finish(1, AcceptsAWrongDraft.LENGTH - len(one.prompt))
+        verified.step()
+    verified.checked.finish(1, AcceptsAWrongDraft.LENGTH - len(one.prompt))
     assert one.finish_reason is FinishReason.STOP
-    house.end_checks()
-    assert house.count("checks") == 1
-    assert not house.told
+    verified.end_checks()
+    assert verified.count("checks") == 1
+    assert not verified.reports
 
 
 def test_is_chosen_is_deterministic_at_given_rate():
@@ -356,13 +360,13 @@ def test_is_chosen_is_deterministic_at_given_rate():
 
 
 def test_shadow_verify_skips_sampled_requests_under_rejection():
-    house = House(Toy(capacity_of(accept_rule="rejection")))
+    verified = VerifiedEngine(RecordingBackend(capacity_of(accept_rule="rejection")))
     sampled = [request(n, temperature=0.5) for n in range(3)]
     kept = [request(3, temperature=0.0), request(4, temperature=0.5, max_draft_tokens=0)]
-    house.serve([*sampled, *kept])
-    house.end_checks()
-    assert house.skipped() == {"rejection": 3}
-    assert house.count("checks") == 2
+    verified.serve([*sampled, *kept])
+    verified.end_checks()
+    assert verified.skipped() == {"rejection": 3}
+    assert verified.count("checks") == 2
 
 
 @pytest.mark.parametrize("lacking", ["plain steps", "logprobs", "second logprob"])
@@ -377,9 +381,11 @@ def test_shadow_verify_rejects_backend_without_plain_logprobs(lacking):
     ]
     most = 1 if lacking == "second logprob" else 2
     with pytest.raises(ValueError, match="shadow checks require programs"):
-        House(Toy(replace(capacity, programs=tuple(programs), max_logprobs=most)))
+        VerifiedEngine(
+            RecordingBackend(replace(capacity, programs=tuple(programs), max_logprobs=most))
+        )
 
 
 def test_shadow_verify_rejects_simulated_acceptance():
     with pytest.raises(ValueError, match="simulated acceptance"):
-        House(Toy(capacity_of(accept_rates=(0.5, 0.5, 0.5))))
+        VerifiedEngine(RecordingBackend(capacity_of(accept_rates=(0.5, 0.5, 0.5))))

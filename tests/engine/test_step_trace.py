@@ -73,13 +73,14 @@ def test_step_trace_sums_to_output(overlap, num_pages):
 
 
 def test_step_trace_only_for_requesting_requests():
-    told, untold = (
+    """Tracing changes no output, neither of traced nor of other requests."""
+    with_trace, without_trace = (
         drive(engine_of(num_pages=400, overlap=1), requests_of(traced))
         for traced in ({2, 5}, set())
     )
-    assert {number for number, outcome in told.items() if outcome.traced} == {2, 5}
-    assert {n: (o.tokens, o.accepted) for n, o in told.items()} == {
-        n: (o.tokens, o.accepted) for n, o in untold.items()
+    assert {number for number, outcome in with_trace.items() if outcome.traced} == {2, 5}
+    assert {n: (o.tokens, o.accepted) for n, o in with_trace.items()} == {
+        n: (o.tokens, o.accepted) for n, o in without_trace.items()
     }
 
 

@@ -127,7 +127,7 @@ def test_checkpoint_ignores_unused_tensors(tmp_path):
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=True)[1])
 
 
-def apart(tensors, only=""):
+def split_experts(tensors, only=""):
     """Splits stacked experts into one tensor per expert, in layers with the given prefix."""
     found = {}
     for name, array in tensors.items():
@@ -147,7 +147,7 @@ def apart(tensors, only=""):
 def test_experts_load_from_stacked_or_separate_tensors(only, tmp_path):
     config = write_tiny(tmp_path, "qwen3_5_moe", 0)
     before = load_file(tmp_path / FILE)
-    rewrite(tmp_path, lambda t: apart(t, only))
+    rewrite(tmp_path, lambda t: split_experts(t, only))
     assert len(load_file(tmp_path / FILE)) >= len(before) + 3 * 8 - 2
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5_moe", 0)[1])
 
@@ -172,6 +172,7 @@ def test_shared_expert_gate_is_last_router_row(tmp_path):
 
 
 def test_nextn_layers_ignored_up_to_configured_count(tmp_path):
+    """An absent `num_nextn_predict_layers` has the default of the config class."""
     write_tiny(tmp_path, "glm4_moe", 0)
     rewrite(
         tmp_path, lambda t: {**t, "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
@@ -222,19 +223,19 @@ def test_faulty_tensor_named_before_reading(message, tmp_path, monkeypatch):
 
 GATE = "layers.2.mlp.experts.5.gate_proj.weight"
 EXPERT_FAULTS = {
-    f"no tensor {GATE}": lambda t: without(GATE)(apart(t)),
+    f"no tensor {GATE}": lambda t: without(GATE)(split_experts(t)),
     rf"{GATE} has shape \[48, 24\], expected \[24, 48\]": lambda t: changed(
         GATE, lambda g: g.T.copy()
-    )(apart(t)),
+    )(split_experts(t)),
     r"no tensor layers\.2\.mlp\.experts\.gate_up_proj": without(
         "layers.2.mlp.experts.gate_up_proj"
     ),
     r"layers\.0\.mlp\.experts\.down_proj has shape \[8, 24, 48\]": changed(
         "layers.0.mlp.experts.down_proj", lambda d: d.swapaxes(1, 2).copy()
     ),
-    r"layers\.0\.mlp\.experts\.0\.down_proj\.weight is not part of": lambda t: apart(t) | t,
+    r"layers\.0\.mlp\.experts\.0\.down_proj\.weight is not part of": lambda t: split_experts(t) | t,
     r"layers\.2\.mlp\.experts\.8\.down_proj\.weight is not part of": lambda t: {
-        **apart(t),
+        **split_experts(t),
         "model.layers.2.mlp.experts.8.down_proj.weight": np.zeros((48, 24), np.float32),
     },
     r"layers\.0\.mlp\.shared_expert_gate\.weight is not part of": lambda t: {

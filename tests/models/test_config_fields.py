@@ -125,9 +125,9 @@ def test_zero_query_scaling_beta_disables_scaling(growth):
 
 def test_config_from_folder_rejects_deep_nesting(tmp_path):
     """An error message with such a value would recurse too deeply."""
-    for levels, told in ((MOST_LEVELS + 1, "deeper than 64 levels"), (10**5, "not valid JSON")):
+    for levels, message in ((MOST_LEVELS + 1, "deeper than 64 levels"), (10**5, "not valid JSON")):
         text = json.dumps(config_of("llama"))[:-1]
         deep = f'{text}, "vocab_size": {"[" * levels}{"]" * levels}}}'
         (tmp_path / "config.json").write_text(deep, encoding="utf-8")
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             config_from_folder(tmp_path)

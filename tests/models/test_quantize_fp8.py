@@ -96,7 +96,7 @@ def test_quantized_checkpoint_torch_matches_spec(mixture):
 
 
 def test_write_copies_tensors_of_other_folders(tmp_path):
-    """Uses the VLM, whose index names the weight file of the text model."""
+    """Uses the VLM, because its index names the weight file of the text model."""
     folder = DEFAULT_MODEL.parent / "vlm"
     quantize_fp8.write(folder, tmp_path / "twin")
     names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])

@@ -155,6 +155,7 @@ def test_vision_config_matches_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3, tied", pytest.param("mistral3", marks=matrix), "qwen3_5"])
 def test_lm_head_beside_tied_embedding_matches_transformers(name, tmp_path):
+    """Covers an `lm_head` that differs from the embedding, and an equal copy."""
     config = written(tmp_path, name) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     path = tmp_path / "model.safetensors"

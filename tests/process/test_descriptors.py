@@ -42,10 +42,10 @@ def closing(command: list[str], closed: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("closed", CLOSED, ids=str)
 def test_sockets_never_get_standard_stream_numbers(tmp_path: Path, closed: tuple[int, ...]):
-    told = tmp_path / "told"
-    command = closing([sys.executable, "-c", SHOW, str(told)], closed)
+    result = tmp_path / "result"
+    command = closing([sys.executable, "-c", SHOW, str(result)], closed)
     subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
-    assert told.read_text() == "True 0"
+    assert result.read_text() == "True 0"
 
 
 @pytest.mark.parametrize("closed", [(0,), (0, 2), (0, 1, 2)], ids=str)

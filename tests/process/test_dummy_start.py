@@ -109,11 +109,14 @@ def test_startup_reports_dummy_weights_and_simulated_acceptance(folders, capfd):
         raise ValueError("far enough")
 
     platform = replace(serve_reference.PLATFORM, load=refuse)
-    lot = ["--speculative-simulate-accept-length", "1.5"]
-    assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], lambda: platform) == 2
-    told = capfd.readouterr().err
-    assert "dummy weights (--load-format dummy)" in told
-    assert "acceptance is simulated (--speculative-simulate-accept-length 1.5)" in told
+    simulated = ["--speculative-simulate-accept-length", "1.5"]
+    assert (
+        launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *simulated], lambda: platform)
+        == 2
+    )
+    err = capfd.readouterr().err
+    assert "dummy weights (--load-format dummy)" in err
+    assert "acceptance is simulated (--speculative-simulate-accept-length 1.5)" in err
 
 
 @pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE", "DFLASH"])

@@ -40,9 +40,9 @@ def test_adaptive_ngram_disabled_for_short_gpu_steps(
     write_tiny(tmp_path, "llama", 0)
     line = ["--model-path", str(tmp_path), "--speculative-algorithm", "NGRAM", *flags]
     line += ["--speculative-adaptive", "--max-running-requests", "1", "--context-length", "64"]
-    told = parse(line)
+    given_options = parse(line)
     cpu = replace(serve_reference.PLATFORM, find_device=lambda: Device("cpu", "CPU", 1 << 31))
-    start = prepare(told, cpu)
+    start = prepare(given_options, cpu)
     backend = start.load(cpu, lambda num_bytes: None)
     tiers = len(start.memory.settled.candidates) + 1
     table = {1: [*[2 * plain_s] * tiers, plain_s]}
@@ -71,8 +71,8 @@ def test_drafter_cost_fraction_counts_lm_head_read(tmp_path):
         folder = tmp_path / name
         write_tiny_head(folder, *target, "EAGLE3", 1, draft_vocab_size=size)
         save_file(load_file(folder / SINGLE_FILE) | more, folder / SINGLE_FILE)
-        told = parse([*line, "--speculative-draft-model-path", str(folder)])
-        memory = prepare(told, serve_reference.PLATFORM).memory
+        given_options = parse([*line, "--speculative-draft-model-path", str(folder)])
+        memory = prepare(given_options, serve_reference.PLATFORM).memory
         return engines.drafter_cost_fraction(memory.blueprint, memory.settled)
 
     shared, own, half = share("shared", None), share("own", vocab), share("half", vocab // 2)

@@ -43,12 +43,12 @@ def grammars(compiler):
     made.close()
 
 
-def asked(grammars, number, text):
+def request_grammar(grammars, number, text):
     sampling = SamplingParams(max_tokens=1, grammar=text)
     grammars.ask(Request(request_id=number, prompt=(1,), sampling=sampling))
 
 
-def come(grammars, count):
+def next_ready(grammars, count):
     """Sorted ids of the next requests with a compiled grammar."""
     found = []
     while len(found) < count:
@@ -58,32 +58,32 @@ def come(grammars, count):
 
 def test_requests_with_same_grammar_share_compilation(grammars, compiler):
     for number in range(5):
-        asked(grammars, number, "a")
+        request_grammar(grammars, number, "a")
     compiler.let.release(2)
-    assert come(grammars, 5) == [0, 1, 2, 3, 4]
-    asked(grammars, 5, "b")
-    assert come(grammars, 1) == [5]
+    assert next_ready(grammars, 5) == [0, 1, 2, 3, 4]
+    request_grammar(grammars, 5, "b")
+    assert next_ready(grammars, 1) == [5]
     assert compiler.begun == ["a", "b"]
 
 
 def test_dropped_grammar_compilation_is_skipped(grammars, compiler):
     for number, text in enumerate(["runs", "left", "left", "half left", "half left", "wanted"]):
-        asked(grammars, number, text)
+        request_grammar(grammars, number, text)
     assert compiler.runs.wait(PATIENCE_S)
     for number in (0, 1, 2, 3):
         assert grammars.drop(number)
     assert not grammars.drop(0)
     compiler.let.release(3)
-    assert come(grammars, 2) == [4, 5]
+    assert next_ready(grammars, 2) == [4, 5]
     assert compiler.begun == ["runs", "half left", "wanted"]
     assert not grammars.busy
 
 
 def test_dropped_grammar_can_be_requested_again(grammars, compiler):
-    asked(grammars, 0, "runs")
-    asked(grammars, 1, "a")
+    request_grammar(grammars, 0, "runs")
+    request_grammar(grammars, 1, "a")
     grammars.drop(1)
-    asked(grammars, 2, "a")
+    request_grammar(grammars, 2, "a")
     compiler.let.release(2)
-    assert come(grammars, 2) == [0, 2]
+    assert next_ready(grammars, 2) == [0, 2]
     assert compiler.begun == ["runs", "a"]

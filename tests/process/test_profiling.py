@@ -23,7 +23,7 @@ BATCHES = (1, 4)
 PROGRAMS = {(batch, tier.nodes) for batch in BATCHES for tier in TIERS}
 
 
-class Counted(SimulatedBackend):
+class CountingDevice(SimulatedBackend):
     """A device with constant step times, which counts the steps of each program.
 
     Attributes:
@@ -50,7 +50,7 @@ class Counted(SimulatedBackend):
 
 @pytest.mark.parametrize(("seconds", "timed"), [(1e-5, 64), (0.003, 8), (1.0, 3)])
 def test_step_seconds_times_more_short_steps(seconds, timed):
-    backend = Counted(seconds)
+    backend = CountingDevice(seconds)
     found = step_seconds(
         backend, host_draft=False, has_experts=False, overlap=1, chunked_prefill_size=64
     )
@@ -64,7 +64,7 @@ def test_step_seconds_times_more_short_steps(seconds, timed):
 
 @pytest.mark.parametrize("first", [0, 80])
 def test_step_seconds_ignores_temporary_slowdown(first):
-    backend = Counted(0.003)
+    backend = CountingDevice(0.003)
     backend.slow, backend.slow_steps = (4, 4), range(first, first + 80)
     found = step_seconds(
         backend, host_draft=False, has_experts=False, overlap=1, chunked_prefill_size=64
@@ -89,7 +89,7 @@ def test_step_seconds_of_moe_include_smallest_batches():
 @pytest.mark.parametrize("has_experts", [True, False])
 def test_step_seconds_rows_use_distinct_seeds(has_experts):
     """Greedy outputs repeat themselves, and equal rows choose equal experts."""
-    backend, how = Counted(0.003), {"overlap": 1, "chunked_prefill_size": 64}
+    backend, how = CountingDevice(0.003), {"overlap": 1, "chunked_prefill_size": 64}
     step_seconds(backend, host_draft=False, has_experts=has_experts, **how)
     for plan in backend.plans:
         rows = plan.slots > 0

@@ -40,7 +40,7 @@ print("all", flush=True)
 """
 
 
-class Process:
+class ReaderProcess:
     """A reader in its own process."""
 
     def __init__(self, ring: Ring, reader: int, count: int, pause_s: float = 0.0) -> None:
@@ -78,8 +78,8 @@ def reading(ring):
     """Starts readers, and ends them after the test."""
     begun = []
 
-    def begin(*given, **named) -> Process:
-        begun.append(Process(ring, *given, **named))
+    def begin(*given, **named) -> ReaderProcess:
+        begun.append(ReaderProcess(ring, *given, **named))
         return begun[-1]
 
     yield begin
@@ -133,7 +133,7 @@ def test_ring_write_returns_sleeping_readers(ring):
     first.wake_up()
     assert first.look(0.0) is not None
     assert second.fall_asleep() is not None, "it arrived before the reader slept"
-    assert ring.write(message(2, 4), 1.0) == [], "a reader that found a message does not sleep"
+    assert ring.write(message(2, 4), 1.0) == [], "a reader that found a message does not block"
 
 
 def test_ring_message_is_owned_by_reader(ring):

@@ -117,7 +117,7 @@ def pickle_head(folder: Path) -> None:
 HEADS_REFUSED = {
     "an EAGLE-3 head as EAGLE": ("EAGLE3", "EAGLE", lambda f: None, "give --speculative-algorithm"),
     "an EAGLE head as EAGLE-3": ("EAGLE", "EAGLE3", lambda f: None, "give --speculative-algorithm"),
-    "an EAGLE-3 head whose config says EAGLE": (
+    "an EAGLE-3 head with a config of EAGLE": (
         "EAGLE3",
         "EAGLE",
         lambda f: edit_config(f, architectures=["LlamaForCausalLMEagle"]),
@@ -296,13 +296,13 @@ def test_startup_reports_generation_config_sampling_defaults(folder, capfd):
 
     stated = json.dumps({"temperature": 0.6, "top_k": 20})
     (folder / "generation_config.json").write_text(stated)
-    for flags, is_said in (([], True), (["--sampling-defaults", "openai"], False)):
+    for flags, expected in (([], True), (["--sampling-defaults", "openai"], False)):
         assert start(["--model-path", str(folder), *flags], give_up) == 2
-        said = (
+        is_reported = (
             "sampling defaults from generation_config.json: temperature 0.6, top_k 20"
             in capfd.readouterr().err
         )
-        assert said == is_said
+        assert is_reported == expected
     (folder / "generation_config.json").write_text('{"top_p": "all"}')
     assert start(["--model-path", str(folder)]) == 2
     assert "top_p in" in capfd.readouterr().err

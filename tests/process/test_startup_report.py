@@ -16,13 +16,13 @@ from tests.support.tiny_models import write_tiny
 def test_tokenizer_notes_report_unread_tokenizer(tmp_path: Path):
     assert not [*tokenizer_notes(tmp_path)]
     (tmp_path / "tokenizer.model").touch()
-    (told,) = tokenizer_notes(tmp_path)
-    assert "no tokenizer.json" in told
+    (note,) = tokenizer_notes(tmp_path)
+    assert "no tokenizer.json" in note
     (tmp_path / "tokenizer.json").touch()
     assert not [*tokenizer_notes(tmp_path)]
 
 
-def told_of(folder: Path, *flags: str) -> list[str]:
+def notes_of_head(folder: Path, *flags: str) -> list[str]:
     line = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
     return [*head_notes(parse([*line, *flags]))]
 
@@ -31,15 +31,15 @@ def test_head_notes_report_ambiguous_fields(tmp_path: Path):
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     written = {"speculators_model_type": "eagle3", "transformer_layer_config": {}, **listed}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    (told,) = told_of(tmp_path)
-    assert "layers from 1 on" in told
-    assert not told_of(tmp_path, "--speculative-aux-layer-convention", "inputs")
+    (note,) = notes_of_head(tmp_path)
+    assert "layers from 1 on" in note
+    assert not notes_of_head(tmp_path, "--speculative-aux-layer-convention", "inputs")
     written = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    (told,) = told_of(tmp_path)
-    assert "norm_output" in told
+    (note,) = notes_of_head(tmp_path)
+    assert "norm_output" in note
     (tmp_path / "config.json").write_text(json.dumps(written | {"fc_norm": True}))
-    assert not told_of(tmp_path)
+    assert not notes_of_head(tmp_path)
 
 
 def notes_of(folder: Path, *flags: str) -> list[str]:
@@ -67,5 +67,5 @@ def test_start_notes_report_untied_lm_head(tmp_path: Path):
     save_file({**tensors, "lm_head.weight": embedding}, tmp_path / SINGLE_FILE)
     assert not notes_of(tmp_path)
     save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / SINGLE_FILE)
-    (told,) = notes_of(tmp_path)
-    assert "lm_head.weight differs from the embedding" in told
+    (note,) = notes_of(tmp_path)
+    assert "lm_head.weight differs from the embedding" in note

@@ -80,6 +80,7 @@ def test_tp_output_equals_single_rank_and_ranks_exit():
     ids=["killed", "stopped"],
 )
 def test_lost_rank_while_serving_ends_all_ranks(number, ending):
+    """The error of open streams and the log name the rank and the signal."""
     with ranked(2) as server:
         pids, stream = server.pids(), OpenStream(server)
         began = time.monotonic()
@@ -120,6 +121,7 @@ STEP_FAULTS = {
 
 @pytest.mark.parametrize("fault", STEP_FAULTS)
 def test_failed_step_on_rank_ends_all_ranks(fault, monkeypatch):
+    """Open streams and the log get the failure, with its rank unless it is rank 0."""
     monkeypatch.setenv(serve_tp.FAULT, fault)
     with ranked(2) as server:
         pids, stream = server.pids(), OpenStream(server)
@@ -143,6 +145,7 @@ START_FAULTS = {
 
 @pytest.mark.parametrize("fault", START_FAULTS)
 def test_failed_startup_on_rank_ends_all_ranks(fault):
+    """The last log line has the failure, with its rank unless it is rank 0."""
     code, sentence = START_FAULTS[fault]
     began = time.monotonic()
     process = subprocess.Popen(
@@ -153,11 +156,11 @@ def test_failed_startup_on_rank_ends_all_ranks(fault):
         text=True,
     )
     try:  # it returns when every process that holds the pipe has ended
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == code, said
-    assert (said.splitlines() or [""])[-1].startswith(sentence)
+    assert process.returncode == code, output
+    assert (output.splitlines() or [""])[-1].startswith(sentence)
     assert time.monotonic() - began < NAMED_S + 20, "includes the startup time"
 
 
@@ -230,22 +233,22 @@ def test_indivisible_tp_size_raises(flags, capfd):
 
 
 def test_workers_receive_absolute_paths(monkeypatch):
-    told = {}
+    sent = {}
 
     class Workers:
         def __init__(self, *given):
             pass
 
         def tell(self, kind, values):
-            told[kind] = values
+            sent[kind] = values
 
     monkeypatch.setattr(startup, "Workers", Workers)
     monkeypatch.chdir(MODEL.parent)
     flags = ["--model-path", "demo/target", "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
     options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
     startup.TPStartup(options, torch_serve.platform, torch_serve.MODULE, print)
-    assert told["options"]["model_path"] == str(MODEL.parent / "demo/target")
-    assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
+    assert sent["options"]["model_path"] == str(MODEL.parent / "demo/target")
+    assert sent["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 
 
 def test_gpu_of_assigns_one_named_gpu_per_rank():

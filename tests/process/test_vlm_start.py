@@ -77,14 +77,14 @@ def test_vision_encoder_memory_equals_plan(folder):
     planned, other = sizes(start), sizes(without)
     assert planned.keys() - other.keys() == {"vision encoder", "encoder cache"}
     assert tensor_bytes(backend.state.images) == planned["encoder cache"]
-    assert tower_bytes(start) == planned["vision encoder"]
+    assert vision_encoder_bytes(start) == planned["vision encoder"]
     same = {"KV", "state", "weights", "token counts", "draft inputs", "decode workspace"}
     assert all(planned[line] == other[line] for line in same)
     assert planned["plans and results"] > other["plans and results"]
     backend.close()
 
 
-def tower_bytes(start: ValidatedStartup) -> int:
+def vision_encoder_bytes(start: ValidatedStartup) -> int:
     """Bytes of the vision encoder in torch."""
     vision, where = start.memory.capacity.images.vision, ("float32", torch.device("cpu"))
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
@@ -178,4 +178,4 @@ def test_dummy_checkpoint_has_vision_encoder_by_config(folder):
     assert start.checkpoint.has_tower
     assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_tower
     start.load(PLATFORMS["torch"], lambda num_bytes: None).close()
-    assert tower_bytes(start) == sizes(start)["vision encoder"]
+    assert vision_encoder_bytes(start) == sizes(start)["vision encoder"]

@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 0.2
 
 
-class Ended:
+class EndReasons:
     """Records the end reasons of a watchdog."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.reasons: queue.Queue[str | None] = queue.Queue()
-        self.told = threading.Event()
-        watchdog.start(self.told.wait, self.reasons.put)
+        self.stop = threading.Event()
+        watchdog.start(self.stop.wait, self.reasons.put)
 
 
 def test_watchdog_reason_names_waited_step():
@@ -35,7 +35,7 @@ def test_watchdog_reason_names_waited_step():
     backend = WatchedBackend(
         ToyBackend(toy_capacity(num_pages=9, num_slots=3, overlap=1)), watchdog
     )
-    ended = Ended(watchdog)
+    ended = EndReasons(watchdog)
     first, second = (
         backend.submit(empty_plan(program, backend.capacity))
         for program in backend.capacity.programs[:2]
@@ -51,7 +51,7 @@ def test_watchdog_reason_names_waited_step():
 def test_watchdog_reason_includes_rank_progress():
     watchdog = Watchdog(TIMEOUT_S)
     watchdog.ranks_progress = lambda: "; rank 1 has ended 4 steps"
-    ended = Ended(watchdog)
+    ended = EndReasons(watchdog)
     with watchdog.watched():
         reason = ended.reasons.get(timeout=10)
     assert reason == "a step did not finish within 0.2 s; rank 1 has ended 4 steps"
@@ -59,7 +59,7 @@ def test_watchdog_reason_includes_rank_progress():
 
 def test_watchdog_fail_ends_process():
     watchdog = Watchdog(3600)
-    ended = Ended(watchdog)
+    ended = EndReasons(watchdog)
     watchdog.fail("rank 1 was terminated by SIGKILL")
     assert ended.reasons.get(timeout=1) == "rank 1 was terminated by SIGKILL"
 
@@ -86,7 +86,7 @@ def test_watchdog_claim_end_waits_for_current_end():
 
 def test_watchdog_ignores_calls_that_finish_in_time():
     watchdog = Watchdog(1.5)
-    ended = Ended(watchdog)
+    ended = EndReasons(watchdog)
     for _ in range(4):
         with watchdog.watched():
             time.sleep(0.6)
@@ -95,17 +95,17 @@ def test_watchdog_ignores_calls_that_finish_in_time():
 
 def test_watchdog_stop_waits_briefly_for_in_flight_step():
     watchdog = Watchdog(3600)
-    ended, began = Ended(watchdog), time.monotonic()
+    ended, began = EndReasons(watchdog), time.monotonic()
     with watchdog.watched():
-        ended.told.set()
+        ended.stop.set()
         assert ended.reasons.get(timeout=10) is None
     assert STOP_WAIT_S <= time.monotonic() - began < STOP_WAIT_S + 2
 
 
 def test_watchdog_end_without_step_times_out(monkeypatch):
     monkeypatch.setattr(watchdog_module, "END_WAIT_S", 0.5)
-    ended, began = Ended(Watchdog(3600)), time.monotonic()
-    ended.told.set()
+    ended, began = EndReasons(Watchdog(3600)), time.monotonic()
+    ended.stop.set()
     assert ended.reasons.get(timeout=10) is None
     assert time.monotonic() - began >= 0.5
 
