@@ -23,14 +23,14 @@ RULE_FLAGS = {
 """Flags of the setting `rule`."""
 
 OURS = {"corpus": ("none", "own"), "most": None}
-"""Settings of a measurement that no server has, and their values, the usual one first.
+"""Settings of a measurement without a server flag, and their values; the first is the default.
 
-`corpus=own` gives NGRAM what the model said in another run of the same prompts
+`corpus=own` gives NGRAM the model's outputs of another run of the same prompts
 (`bench.quality.self_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
 WITH_COPIES = "+NGRAM"
 WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "DFLASH2")
-"""Algorithms whose drafter has files of its own."""
+"""Algorithms with separate draft files."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class Draft:
         """Reads `ALGORITHM` or `ALGORITHM:NAME=VALUE,...`.
 
         Raises:
-          ValueError: There is no such algorithm, or a setting has no value, or one that it cannot
-            have.
+          ValueError: The algorithm is unknown, or a setting has no value or an invalid one.
         """
         name, _, rest = text.partition(":")
         algorithm = algorithm_of(name) or PLAIN
@@ -87,15 +86,15 @@ class Draft:
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts of a request in a step; None: as many as the shape has."""
+        """Maximum draft tokens of a request in a step; None: all of the draft shape."""
         most = dict(self.settings).get("most")
         return None if most is None else int(most)
 
     def flags(self, folders: Mapping[str, Path]) -> list[str]:
-        """The flags of a start.
+        """Returns the flags of a server.
 
         Args:
-          folders: Of the drafters that have files of their own, by algorithm.
+          folders: Folders of drafters with separate files, by algorithm.
         """
         if self.algorithm == PLAIN:
             return []
@@ -116,7 +115,7 @@ def named_folder(text: str) -> tuple[str, Path]:
     """Reads `ALGORITHM=DIR` of `--folders`.
 
     Raises:
-      ValueError: It is not so, or no such drafter has files.
+      ValueError: The form is invalid, or the drafter has no files.
     """
     given, _, folder = text.partition("=")
     name = algorithm_of(given)

@@ -45,7 +45,7 @@ def versions(framework: str, device: str) -> dict[str, str]:
 
 @contextmanager
 def nothing_waits(framework: str, on_gpu: bool) -> Iterator[None]:
-    """Turns every hidden wait or transfer of a step into an error."""
+    """Raises an error for every hidden wait or transfer of a step."""
     if framework == "jax":
         with import_module("jax").transfer_guard("disallow"):
             yield

@@ -13,14 +13,14 @@ QUERY = ("index", "clocks.sm", "power.draw.instant")
 PERIOD_MS = 50
 
 Watched = dict[str, list[int]]
-"""`sm_mhz` and `watts`: the medians of every card that was seen, in the order of their numbers."""
+"""`sm_mhz` and `watts`: medians of every GPU, by index."""
 
 
 @contextmanager
 def watched(on_gpu: bool) -> Iterator[Watched]:
-    """Watches all cards of the machine; what it yields is filled at its end.
+    """Records all GPUs of the machine; the yielded record is filled at the end.
 
-    It stays empty without a GPU, where nvidia-smi is not there, and where it tells no number.
+    It stays empty without a GPU, without nvidia-smi, and if nvidia-smi reports no numbers.
     """
     found: Watched = {}
     process = _begun() if on_gpu else None
@@ -41,10 +41,10 @@ def _begun() -> subprocess.Popen[str] | None:
         return None
 
 
-def medians(told: str) -> Watched:
+def medians(output: str) -> Watched:
     """Returns medians of lines `index, MHz, watts`; skips incomplete lines and invalid numbers."""
     seen: dict[int, list[tuple[float, float]]] = {}
-    for line in told.splitlines():
+    for line in output.splitlines():
         try:
             index, clock, power = map(float, line.split(","))
         except ValueError:
@@ -60,7 +60,7 @@ def medians(told: str) -> Watched:
 
 
 def format_card(found: Watched) -> str:
-    """For a terminal: the slowest clock, and the power of all."""
+    """Returns the lowest clock and the total power, for a terminal."""
     if not found:
         return f"{'-':>6}{'-':>6}"
     return f"{min(found['sm_mhz']):6}{sum(found['watts']):6}"

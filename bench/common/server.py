@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 
 URL = "http://127.0.0.1:8000"
-"""The address of `make serve`."""
+"""Address of `make serve`."""
 
 HIDDEN = argparse.SUPPRESS
-"""The help of a spelling that is still read."""
+"""Help text of hidden aliases."""
 
 
 def server_options(parser: argparse.ArgumentParser) -> None:
@@ -27,22 +27,22 @@ def server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_count(parser: Any, default: int, help: str | None = None) -> None:
-    """Adds the option that says how many prompts are sent."""
+    """Adds the option for the number of prompts."""
     parser.add_argument("--num-prompts", type=int, default=default, help=help)
     parser.add_argument("--count", dest="num_prompts", type=int, default=HIDDEN, help=HIDDEN)
 
 
 def url_of(options: argparse.Namespace) -> str:
-    """The address of the server."""
+    """Returns the address of the server."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     return options.base_url or f"http://{host}:{options.port}"
 
 
 def plain_url(text: str) -> str:
-    """An address; users leave out its scheme, or write the path of the API behind it as well.
+    """Returns an address; the scheme may be missing, and a path `/v1` is removed.
 
     Raises:
-      argparse.ArgumentTypeError: It is none.
+      argparse.ArgumentTypeError: The text is not an address.
     """
     url = text if "://" in text else f"http://{text}"
     try:
@@ -55,7 +55,7 @@ def plain_url(text: str) -> str:
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:
-    """The headers of a request."""
+    """Returns the headers of a request."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -78,7 +78,7 @@ def error_answer(url: str, response: httpx.Response) -> str:
 
 
 def message_of(response: httpx.Response) -> str:
-    """The server's own sentence of an error, or the beginning of what it sent in its place."""
+    """Returns the server's error message, or the beginning of another response."""
     try:
         error = response.json()["error"]
         return str(error["message"] if isinstance(error, dict) else error)

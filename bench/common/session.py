@@ -1,4 +1,4 @@
-"""Session of one drafter on one backend: rounds of a batch whose decode steps are timed.
+"""Session of one drafter on one backend: rounds of a batch with timed decode steps.
 
 A round serves a whole batch from prompt to end. It counts the steps in which every row decodes,
 without the first few. All rounds have the same requests, so their outputs are equal.
@@ -37,8 +37,8 @@ class Load:
 
     Attributes:
       batch: Requests at once.
-      prompt, output: Tokens of each.
-      temperature, top_p: How they choose.
+      prompt, output: Tokens of each request.
+      temperature, top_p: Sampling parameters.
     """
 
     batch: int
@@ -48,7 +48,7 @@ class Load:
     top_p: float
 
     def requests(self, vocab: int) -> list[Request]:
-        """Random prompts; nothing but its length ends a text."""
+        """Returns requests with random prompts; only the length ends an output."""
         rng = np.random.default_rng(PROMPT_SEED)
         return [
             Request(
@@ -73,7 +73,7 @@ class Round:
       texts: The outputs.
       prompt_s: Seconds until every row decoded.
       step_s: Seconds of each step that counts.
-      tokens: Tokens that those steps gave, all rows together.
+      tokens: Tokens of those steps, over all rows.
     """
 
     texts: list[list[int]]
@@ -82,7 +82,7 @@ class Round:
     tokens: int
 
     def blocks(self, steps: int) -> list[float]:
-        """Milliseconds of a step in each block of so many; a rest joins none."""
+        """Returns the mean milliseconds of a step for each block of steps; a rest is dropped."""
         whole = len(self.step_s) // steps * steps
         return [
             1e3 * statistics.mean(self.step_s[first : first + steps])
@@ -96,7 +96,7 @@ class Session:
 
     Attributes:
       backend: "torch" or "jax".
-      draft: What drafts.
+      draft: Drafter with its settings.
       batch: Requests at once.
     """
 
@@ -119,13 +119,13 @@ class Session:
         """Starts an engine.
 
         Args:
-          folders: Of what drafts, by algorithm; see `folders_of`.
-          flags: Of the server, but for the model and what drafts.
-          load: The longest of what will be served.
+          folders: Folders of drafters, by algorithm; see `folders_of`.
+          flags: Flags of the server, without model and drafter.
+          load: The longest load that will be served.
           wait: Called when all programs are ready, before the first step.
 
         Raises:
-          ValueError: What a server's start would refuse; one sentence.
+          ValueError: An option is invalid; one sentence.
         """
         reset_peak(backend)
         context = -(-(load.prompt + load.output) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
@@ -165,7 +165,7 @@ class Session:
                 stamps.append(time.perf_counter())
         while self.served.engine.busy:
             self.served.engine.step()
-        # The last steps may have been submitted without a row whose end was near.
+        # The last steps may have been submitted without a row that was about to end.
         until = len(stamps) - 1 - (self.served.backend.capacity.overlap + 1)
         if until <= WARM_UP_STEPS:
             raise ValueError(f"{load.output} output tokens are too few steps; raise --output")
@@ -180,7 +180,7 @@ class Session:
         return many.per_step(few, steps)
 
     def _steps(self, load: Load, steps: int):
-        """So many steps of a batch that decodes, between two waits for the device."""
+        """Returns a function that runs `steps` decode steps between two waits for the device."""
         self._abort_all()
         requests, _ = self._decoding(load)
         for _ in range(WARM_UP_STEPS):
@@ -197,7 +197,7 @@ class Session:
         return run
 
     def _step(self, requests: Sequence[Request]) -> int:
-        """Goes on until a step has given tokens; how many there are then.
+        """Runs the engine until a step has produced tokens; returns the number of all tokens.
 
         A call of the engine may do no more than submit a step.
         """
@@ -207,7 +207,7 @@ class Session:
         return _count(requests)
 
     def _decoding(self, load: Load) -> tuple[list[Request], float]:
-        """Requests whose prompts are done, and when they were handed over."""
+        """Returns requests after their prefill, and the time at which they were submitted."""
         engine, began = self.served.engine, time.perf_counter()
         requests = load.requests(self.served.backend.capacity.vocab)
         for request in requests:
@@ -224,11 +224,11 @@ class Session:
             engine.step()
 
     def bytes_of(self, load: Load) -> int:
-        """Bytes that a step must move in the middle of the outputs."""
+        """Returns the bytes that a step must move in the middle of the outputs."""
         return step_bytes(*self._in_the_middle(load))
 
     def products_of(self, load: Load) -> int:
-        """Multiplications that a step must make in the middle of the outputs."""
+        """Returns the multiplications of a step in the middle of the outputs."""
         return step_products(*self._in_the_middle(load))
 
     def _in_the_middle(self, load: Load) -> tuple[BackendSpec, TreeShape, int, int]:
@@ -236,7 +236,7 @@ class Session:
         return self.served.memory.blueprint, self.shape, load.batch, context
 
     def end(self) -> None:
-        """Gives the device's memory back; the session serves no more."""
+        """Closes the engine and frees the device's memory."""
         self.served.engine.close()
 
 
@@ -245,7 +245,7 @@ def _count(requests: Sequence[Request]) -> int:
 
 
 def reset_peak(backend: str) -> None:
-    """Lets go of what earlier sessions held; torch counts its peak from here, JAX never anew."""
+    """Frees the memory of earlier sessions and resets torch's peak; JAX cannot reset its peak."""
     gc_freeze.unfreeze_gc()
     if backend == "torch" and (cuda := import_module("torch").cuda).is_available():
         cuda.empty_cache()
@@ -253,7 +253,7 @@ def reset_peak(backend: str) -> None:
 
 
 def peak_bytes(backend: str) -> int:
-    """Most bytes that the framework held at once; on a CPU, the process."""
+    """Returns the peak bytes of the framework; on a CPU, of the process."""
     if backend == "torch":
         cuda = import_module("torch").cuda
         found = cuda.max_memory_reserved() if cuda.is_available() else 0

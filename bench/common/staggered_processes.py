@@ -42,18 +42,18 @@ def in_turns(
         all_begun = [Spawned.begin(_run, function, work) for work in some]
         try:
             until = time.monotonic() + ready_s
-            heard = [begun.heard(until) for begun in all_begun]
-            for number, (begun, said) in enumerate(zip(all_begun, heard, strict=True), first):
-                yield from ((number, found) for found in _turn(begun, said, turn_s))
+            messages = [begun.heard(until) for begun in all_begun]
+            for number, (begun, message) in enumerate(zip(all_begun, messages, strict=True), first):
+                yield from ((number, found) for found in _turn(begun, message, turn_s))
         finally:
             for begun in all_begun:
                 begun.process.kill()
                 begun.process.join()
 
 
-def _turn(begun: Spawned, said: tuple[str, Any], turn_s: float) -> Iterator[Any]:
-    """Lets a process go on that is ready, and gives what it says until it ends."""
-    kind, value = said
+def _turn(begun: Spawned, message: tuple[str, Any], turn_s: float) -> Iterator[Any]:
+    """Continues a process that is ready, and yields its results until it ends."""
+    kind, value = message
     until = time.monotonic() + turn_s
     while kind != "done":
         if kind == "ready":
@@ -72,7 +72,7 @@ def _run(line: Connection, function: Callable[..., Iterator[Any]], work: tuple) 
         line.send(("ready", None))
         line.recv()
 
-    with suppress(BrokenPipeError):  # nobody hears it any more
+    with suppress(BrokenPipeError):  # the receiver has ended
         try:
             for found in function(wait, *work):
                 line.send(("found", found))

@@ -34,10 +34,10 @@ class Report:
     """Results, printed as they come.
 
     Attributes:
-      faults: What is wrong, a sentence each.
-      compiled: The names of the kernels so far.
-      needed: The excuses that something needed, and what.
-      items, programs, calls: How many were done, and of starts programs and different kernels.
+      faults: Faults, one sentence each.
+      compiled: Names of the kernels so far.
+      needed: Known spills that occurred, with their cases.
+      items, programs, calls: Number of items, and of programs and different kernels of startups.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,11 @@ class Report:
         self._began = time.monotonic()
 
     def add(self, done: Done, place: str) -> None:
-        """Takes over what came of an item.
+        """Adds the result of an item.
 
         Args:
-          place: The number of the item, and of all.
+          done: Result of the item.
+          place: Number of the item and of all items.
         """
         self.items += 1
         name = done.item.name
@@ -67,7 +68,7 @@ class Report:
         self.fail(*found.faults)
 
     def add_kernels(self, kernels: list[Kernel], case: str, seconds: float | None) -> None:
-        """Takes over the kernels of a case or a step; XLA's own are told where one is wrong."""
+        """Adds the kernels of a case or a step; prints XLA's own kernels only with faults."""
         ours = kernel_names(KERNELS)
         for kernel in kernels:
             faults = list(faults_of_kernel(kernel, case))
@@ -78,13 +79,13 @@ class Report:
             self.fail(*faults)
 
     def fail(self, *faults: str) -> None:
-        """Takes over what is wrong."""
+        """Adds and prints faults."""
         self.faults += faults
         for fault in faults:
             print(f"FAULT: {fault}", flush=True)
 
     def check_completeness(self) -> None:
-        """After everything: no kernel may have been left out, and no excuse be left over."""
+        """Adds faults for kernels that were not compiled, and known spills that do not occur."""
         for name in sorted(kernel_names(KERNELS) - self.compiled):
             self.fail(f"the kernel {name} is compiled by no case and no step")
         for known in EXCUSES:
@@ -104,7 +105,7 @@ class Report:
 
 
 def line_of(kernel: Kernel, case: str, seconds: float | None) -> str:
-    """A line for a terminal, under `HEADER`; a step's seconds stand in the step's own line."""
+    """Returns a line for a terminal, under `HEADER`; the seconds of a step are in its own line."""
     line = f"{kernel.name:22}{case:48}{kernel.registers:10}{kernel.spilled_bytes:9}"
     line += f"{kernel.shared_bytes:9}" + ("" if seconds is None else f"{seconds:7.1f}")
     line += f"  serialised: {kernel.serialised}" if kernel.serialised else ""
@@ -122,7 +123,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def add_bounds(parser: argparse.ArgumentParser) -> None:
-    """Flags that bound what a run takes."""
+    """Adds the flags that limit a run."""
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="processes that compile at once")
     parser.add_argument(
@@ -134,9 +135,9 @@ def add_bounds(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Prints all that was compiled; the exit code is 1 where anything is wrong."""
+    """Compiles and prints all items; the exit code is 1 if there are faults."""
     args = options().parse_args()
-    # Before jax is imported: it shall look for no device, and not ask the CUDA driver's tools.
+    # Before jax is imported, so that it does not search for devices or query the CUDA driver.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     work, report = import_module("bench.kernels.aot_items").examined, Report()
     with tempfile.TemporaryDirectory() as scratch:

@@ -31,11 +31,11 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Call:
-    """A kernel as a program calls it.
+    """Call of a kernel in a program.
 
     Attributes:
-      target: Who compiles it.
-      attributes: The kernel itself, and the layouts of its arrays.
+      target: Compiler of the kernel.
+      attributes: Kernel, and layouts of its arrays.
       operands, results: Types of arrays.
     """
 
@@ -52,14 +52,14 @@ class Call:
 
     @property
     def digest(self) -> str:
-        """The same for calls of the same kernel."""
+        """Key that is equal for calls of the same kernel."""
         return sha256(repr(self).encode()).hexdigest()
 
     def line(self, number: int, first: int) -> str:
-        """The call as StableHLO.
+        """Returns the call as StableHLO.
 
         Args:
-          number: Of its result.
+          number: Number of its result.
           first: The first argument of the module that is its operand.
         """
         given = ", ".join(f"%arg{first + i}" for i in range(len(self.operands)))
@@ -71,10 +71,10 @@ class Call:
 
 
 def calls_of(text: str) -> Iterator[Call]:
-    """The different kernels of a program, given as StableHLO.
+    """Yields the different kernels of a program in StableHLO.
 
     Raises:
-      ValueError: A kernel is not read, so a form has changed.
+      ValueError: A call cannot be parsed, so the format of JAX has changed.
     """
     found = set[Call]()
     for line in text.splitlines():
@@ -90,14 +90,14 @@ def calls_of(text: str) -> Iterator[Call]:
 
 
 def compile_calls(gpu: AbsentGpu, calls: Collection[Call]) -> None:
-    """Compiles kernels as one program that does nothing else.
+    """Compiles kernels as one program without other operations.
 
     Raises:
-      jax.errors.JaxRuntimeError: XLA refuses one.
+      jax.errors.JaxRuntimeError: XLA cannot compile a kernel.
     """
     takes = [kind for call in calls for kind in call.operands]
     gives = [kind for call in calls for kind in call.results]
-    # A program with the same arrays, whose inside is put in its place.
+    # A program with the same arrays, whose body is then replaced.
     frame = jax.jit(lambda *arrays: [jnp.zeros(*_shape(kind)) for kind in gives], keep_unused=True)
     where = jax.sharding.SingleDeviceSharding(gpu.devices[0])
     given = [jax.ShapeDtypeStruct(*_shape(kind), sharding=where) for kind in takes]

@@ -31,7 +31,7 @@ _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__  #
 
 
 class AbsentCuda(TorchFunctionMode):
-    """Within it a tensor that is made for a GPU has no memory, and says that it is on the GPU."""
+    """Mode in which tensors on a GPU have no memory, and report the GPU as their device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -51,7 +51,7 @@ def _elsewhere(value: Any) -> Any:
 
 
 class Compiler:
-    """Stands where Triton compiles a kernel: reads it, or compiles it too, and launches none.
+    """Replacement of Triton's JIT: parses or compiles kernels, and launches none.
 
     Attributes:
       names: Of the different kernels.
@@ -77,7 +77,7 @@ class Compiler:
         for found in read_ptxas(_assembled(kernel.asm["ptx"]), [started]):
             self.kernels.append(found)
             if found.shared_bytes > MOST_SHARED_BYTES:
-                raise ValueError(f"{found.name} wants more shared memory than a block can have")
+                raise ValueError(f"{found.name} exceeds the shared memory of a block")
         return None
 
     def _read(self, src: Any, target: Any, options: dict) -> None:
@@ -94,7 +94,7 @@ def _assembled(ptx: str) -> str:
     """Figures that ptxas reports of a kernel.
 
     Raises:
-      ValueError: It refuses the kernel.
+      ValueError: ptxas cannot compile the kernel.
     """
     ptxas = import_module("triton.backends.nvidia.compiler").get_ptxas(CAPABILITY).path
     with tempfile.TemporaryDirectory() as folder:
@@ -103,16 +103,16 @@ def _assembled(ptx: str) -> str:
         command = [ptxas, "-v", f"--gpu-name=sm_{CAPABILITY}a", str(path), "-o", f"{path}.cubin"]
         done = run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"ptxas refuses it: {done.stderr}")
+        raise ValueError(f"ptxas failed: {done.stderr}")
     return done.stderr
 
 
 @contextmanager
 def absent_cuda(is_whole: bool) -> Iterator[Compiler]:
-    """Within it torch has a Hopper, on which nothing runs; the ops must not be imported before.
+    """Makes torch report a Hopper GPU on which nothing runs; the ops must be imported within it.
 
     Args:
-      is_whole: Kernels are compiled to the end, not only read.
+      is_whole: Kernels are compiled to machine code, not only parsed.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     import_module("triton").runtime.driver.set_active(Driver())
@@ -143,14 +143,14 @@ def absent_cuda(is_whole: bool) -> Iterator[Compiler]:
 
 @dataclass
 class _Queue:
-    """Stands where the backend queues steps."""
+    """Replacement of the backend's step queue."""
 
     machine: Any
     captures = replays = 0
 
 
 class _Mail:
-    """Stands where a rank meets the others."""
+    """Replacement of the connection to other ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.count = ranks
@@ -161,7 +161,7 @@ class _Mail:
 
 @contextmanager
 def _no_memory() -> Iterator[None]:
-    """Within it made-up weights are shapes alone, and so are the mailboxes of ranks."""
+    """Makes dummy weights and symmetric buffers of ranks without memory."""
     dummy, mailboxes = map(
         import_module,
         ("torch_impl.dummy_weights", "kernels.triton_gpu.collectives.symmetric_memory"),
@@ -186,17 +186,17 @@ def _no_memory() -> Iterator[None]:
 
 
 class AbsentStart:
-    """A server's start as far as the kernels of its programs, of the first rank.
+    """Startup of a server up to the kernels of its programs, on the first rank.
 
     Attributes:
-      programs: Those that the start would make ready.
+      programs: Programs that the startup prepares.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
-        """Makes the backend; within `absent_cuda`.
+        """Creates the backend; within `absent_cuda`.
 
         Raises:
-          ValueError: What a server's start would refuse; one sentence.
+          ValueError: An option is invalid; one sentence.
         """
         platform, backend = map(import_module, ("torch_impl.platform", "torch_impl.backend"))
         device = Device("gpu", GPU, FREE_BYTES)
@@ -211,7 +211,7 @@ class AbsentStart:
         self.programs: tuple[Program, ...] = begun.memory.blueprint.capacity.programs
 
     def step(self, program: Program) -> None:
-        """A step of a program, whose kernels are read or compiled."""
+        """Runs a step of a program, which parses or compiles its kernels."""
         plan = empty_plan(program, self._machine.capacity)
         step = import_module("torch_impl.step").step
         step(self._machine, torch.from_numpy(plan.buffer).to("cuda"), program)

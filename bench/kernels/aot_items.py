@@ -91,7 +91,7 @@ def _start(start: Start, scratch: Path, compiles: bool, is_brief: bool) -> Found
     try:
         made = AbsentStart(gpu, start.all_flags(scratch))
     except ConfigError as error:
-        if start.ranks > 1:  # a model need not divide among so many
+        if start.ranks > 1:  # not every model can be sharded over that number of ranks
             return Found(line=f"{start}: {error}")
         raise
     faults, programs, calls = list[str](), chosen(made.programs, is_brief), 0

@@ -65,12 +65,12 @@ class Compiled:
 
 
 class AbsentGpu:
-    """A GPU that a description stands for, or several of one host.
+    """GPU given by its description, or several of one host.
 
     Attributes:
-      name: As its driver would give it.
-      devices: What JAX takes for them; they hold no array and run nothing.
-      free_bytes: What XLA takes for its memory, where it cannot ask: 80 % of what is described.
+      name: Name that its driver would report.
+      devices: Devices of JAX; they hold no arrays and run nothing.
+      free_bytes: Memory that XLA assumes: 80 % of the described memory.
     """
 
     def __init__(self, description: Path, count: int) -> None:
@@ -99,7 +99,7 @@ class AbsentGpu:
             yield
 
     def shape_of(self, value: np.ndarray, dtype: np.dtype | str) -> jax.ShapeDtypeStruct:
-        """Stands for an array in its memory."""
+        """Returns the shape and dtype of an array in its memory."""
         where = SingleDeviceSharding(self.devices[0])
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=where)
 
@@ -107,7 +107,7 @@ class AbsentGpu:
         """Compiles a program; one of the same text is compiled once.
 
         Raises:
-          jax.errors.JaxRuntimeError: XLA refuses, as it does a kernel that wants more shared memory
+          jax.errors.JaxRuntimeError: XLA fails, for example if a kernel requires more shared memory
             than there is.
         """
         text = lowered.as_text()
@@ -123,8 +123,8 @@ def _compiled(lowered: Lowered) -> Compiled:
             Path(folder, "mosaic"),
         )
         mosaic.mkdir()
-        # Registers and spills are known to ptxas alone, so its input is what is wanted. Mosaic GPU
-        # asks ptxas itself, and writes down what that says.
+        # Only ptxas reports registers and spills, so its input is dumped. Mosaic GPU runs ptxas
+        # itself and dumps its output.
         with patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(mosaic)}):
             made = lowered.compile({**flags, "xla_dump_emitter_re": "ptx"})
         # The passes over the thunks make command buffers. A program that they leave as it is has
@@ -133,8 +133,8 @@ def _compiled(lowered: Lowered) -> Compiled:
         last = max(dumps, key=lambda path: len(path.name))
         thunks = read_thunks(last.read_text(encoding="utf-8"))
         with ThreadPoolExecutor() as pool:
-            said = list(pool.map(_assembled, sorted(Path(folder).glob("*.ptx"))))
-        kernels = [kernel for text in said for kernel in read_ptxas(text, thunks)]
+            reports = list(pool.map(_assembled, sorted(Path(folder).glob("*.ptx"))))
+            kernels = [kernel for text in reports for kernel in read_ptxas(text, thunks)]
         kernels += [_of_mosaic(path) for path in sorted(mosaic.glob("*.ptxas"))]
     memory, text = made.memory_analysis(), made.as_text()
     assert memory is not None
@@ -196,11 +196,11 @@ class AbsentStart:
         """Reads the files' headers and makes the backend of shapes alone; nothing is lowered yet.
 
         Args:
-          gpu: As many GPUs as there are ranks.
-          flags: Of the server; `--tp-size` names as many ranks as there are GPUs.
+          gpu: One GPU for each rank.
+          flags: Flags of the server; `--tp-size` equals the number of GPUs.
 
         Raises:
-          ValueError: What a server's start would refuse; one sentence.
+          ValueError: An option is invalid; one sentence.
         """
         device = Device("gpu", gpu.name, gpu.free_bytes)
         absent = {"find_device": lambda: device, "take_devices": lambda count: None}
@@ -257,7 +257,7 @@ def lowered_step(
     """A step of a start, and the bytes that the memory plan has for it.
 
     Args:
-      gpu: As many GPUs as there are ranks.
+      gpu: One GPU for each rank.
       flags: Of the server.
       batch: Requests at once.
       tokens: Of a prompt; 0: it decodes.

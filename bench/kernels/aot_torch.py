@@ -39,7 +39,7 @@ _ABSENT = ExitStack()
 
 
 class Zeros:
-    """A generator whose normal numbers are zeros, which take no time; the others are drawn."""
+    """Generator that returns zeros for normal numbers, to save time, and draws others."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -60,7 +60,7 @@ def compiler_of(is_whole: bool) -> Compiler:
 
 @cache
 def _side() -> Any:
-    """The ops of torch, whose arrays have no memory."""
+    """Returns the ops of torch, on arrays without memory."""
     side = import_module("tests.support.op_sides").TorchSide()
 
     def placed(value: Any, dtype: str) -> Any:
@@ -107,7 +107,7 @@ def _start(start: Start, scratch: Path, is_brief: bool) -> Found:
     try:
         made = AbsentStart(start.all_flags(scratch))
     except ConfigError as error:
-        if start.ranks > 1:  # a model need not divide among so many
+        if start.ranks > 1:  # not every model can be sharded over that number of ranks
             return Found(line=f"{start}: {error}")
         raise
     programs, faults = chosen(made.programs, is_brief), list[str]()

@@ -39,12 +39,12 @@ _IN_PLACE = ("dynamic_update_slice", "dynamic-update-slice", "scatter")
 
 @dataclass(frozen=True)
 class Thunk:
-    """Something that a host does to run a program.
+    """Thunk: a host action of a program.
 
     Attributes:
-      kind: As XLA names it.
-      name: Of the kernel, where it starts one.
-      depth: 0, or more where it stands in another.
+      kind: XLA's name of the kind.
+      name: Name of the kernel that it starts, if any.
+      depth: Nesting depth; 0 at the top.
       shared_bytes: Shared memory of a block of the kernel.
     """
 
@@ -59,11 +59,11 @@ class Kernel:
     """A compiled kernel.
 
     Attributes:
-      name: XLA numbers kernels of one name.
-      registers: Of a thread.
-      spilled_bytes: That a thread stores or loads since it has too few registers.
-      shared_bytes: Of a block.
-      serialised: Why the products of its matrix units wait for each other; empty where none does.
+      name: Name; XLA numbers kernels of one name.
+      registers: Registers per thread.
+      spilled_bytes: Bytes of spill stores or loads per thread.
+      shared_bytes: Shared memory per block.
+      serialised: Reason why WGMMA instructions are serialised; empty if they are not.
     """
 
     name: str
@@ -74,51 +74,52 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """The name that its source gives it."""
+        """Name in the source."""
         return re.sub(r"__\d+$", "", self.name)
 
 
 def read_ptxas(text: str, thunks: Sequence[Thunk]) -> list[Kernel]:
-    """The kernels of which `ptxas -v` speaks.
+    """Parses the kernels in the output of `ptxas -v`.
 
     Args:
-      thunks: Of their program; how much shared memory a start asks for, ptxas cannot know.
+      text: Output of ptxas.
+      thunks: Thunks of the program, with the dynamic shared memory, which ptxas does not report.
 
     Raises:
-      ValueError: A kernel has no figures, or nothing starts it, so a form has changed.
+      ValueError: A kernel has no figures, or no thunk starts it, so a format has changed.
     """
     shared = {thunk.name: thunk.shared_bytes for thunk in thunks}
-    told = {name: why for why, name in _SERIALISED.findall(text)}
+    serialised = {name: why for why, name in _SERIALISED.findall(text)}
     found = []
     for part in text.split("Compiling entry function ")[1:]:
         name = part.split("'")[1]
         registers = re.search(r"Used (\d+) registers", part)
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         if registers is None or spills is None:
-            raise ValueError(f"ptxas says nothing of registers or spills of {name}")
+            raise ValueError(f"ptxas reports no registers or spills of {name}")
         if name not in shared:
             raise ValueError(f"no thunk starts {name}")
         static = re.search(r"(\d+) bytes smem", part)
         held = shared[name] + (int(static[1]) if static else 0)
         spilled = max(map(int, spills.groups()))
-        found.append(Kernel(name, int(registers[1]), spilled, held, told.get(name, "")))
+        found.append(Kernel(name, int(registers[1]), spilled, held, serialised.get(name, "")))
     return found
 
 
 def read_mosaic(text: str, passes: str) -> Kernel:
-    """The kernel of which Mosaic GPU tells, which XLA starts by a call that says nothing.
+    """Parses the kernel in the dump of Mosaic GPU; XLA's call of it has no figures.
 
     Args:
-      text: What ptxas says.
-      passes: What Mosaic makes of the kernel, pass by pass.
+      text: Output of ptxas.
+      passes: Dump of the kernel after each pass of Mosaic.
 
     Raises:
-      ValueError: Something is missing, so a form has changed.
+      ValueError: A figure is missing, so a format has changed.
     """
     name = re.search(rf"Compiling entry function '(\w+){_MOSAIC}'", text)
     shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
     if name is None or shared is None:
-        raise ValueError("Mosaic GPU tells nothing of a kernel or of its shared memory")
+        raise ValueError("the dump of Mosaic GPU has no kernel or no shared memory size")
     (kernel,) = read_ptxas(text, [Thunk("", f"{name[1]}{_MOSAIC}", 0, int(shared[1]))])
     return replace(kernel, name=name[1])
 
@@ -139,7 +140,7 @@ def copied_by_xla(text: str) -> dict[str, int]:
 
     Those are the copies, and whatever reads an array of the form of a weight, a pool or a state and
     writes others. Kernels are none of XLA's, and an update in place writes nothing else: had it to
-    copy first, a copy would stand before it.
+    copy first, a copy would precede it.
     """
     held, forms, found = set[str](), dict[str, list[str]](), dict[str, int]()
     for line in text[text.index("ENTRY") :].splitlines():
@@ -185,7 +186,10 @@ def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
         yield f"{kernel.name} of {case} spills {kernel.spilled_bytes} bytes{beyond}"
     if kernel.shared_bytes > MOST_SHARED_BYTES:
         held, most = kernel.shared_bytes, MOST_SHARED_BYTES
-        yield f"{kernel.name} of {case} wants {held} bytes of shared memory, and there are {most}"
+        yield (
+            f"{kernel.name} of {case} requires {held} bytes of shared memory, "
+            f"and a block has {most}"
+        )
 
 
 def excuse(kernel: Kernel, case: str) -> Excuse | None:

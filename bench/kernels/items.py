@@ -122,7 +122,7 @@ class Found:
 
 
 def items_of(only: Sequence[str], scratch: Path) -> list[Item]:
-    """The items whose names have one of the texts; all without any."""
+    """Returns the items with one of the texts in their name; all items without texts."""
     found = [Item("case", f"{case.op}: {case}", case.op, scratch) for case in cases_of(only)]
     found += [Item("step", str(step), step, scratch) for step in STEPS]
     found += [Item("layer", name, name, scratch) for name in RANKS]
@@ -131,7 +131,7 @@ def items_of(only: Sequence[str], scratch: Path) -> list[Item]:
 
 
 def cases_of(only: Sequence[str]) -> Iterator[OpCase]:
-    """The large cases whose operation's module or name has one of the texts; all without any."""
+    """Returns the large cases with one of the texts in the module or name of the operation."""
     for op in tables():
         for case in table(op):
             if case.is_large and is_wanted(f"{op}: {case}", only):

@@ -65,7 +65,7 @@ FEW = "ptxas stores one number rather than take more than 56 registers"
 MANY_WARPS = "its 16 warps can have no more than 128 registers"
 OF_SPANS = "what is summed over spans, which waits outside of the loops"
 PADDED = "what is summed over spans, of 256 columns"
-DEEP = "it keeps the best of 3,856 candidates; no model is known that asks for it"
+DEEP = "it keeps the best of 3,856 candidates; no known model requires it"
 SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"

@@ -11,7 +11,7 @@ printed and written as soon as it is known.
     python -m bench.kernels.op mix --cases "32 x" \
         --tiles '{}' '{"stages": 2}' '{"stages": 2, "splits": 4}'
 
-searches tile configs for a GPU (`kernels/tiles.py`): the cases whose name contains the text, with
+searches tile configs for a GPU (`kernels/tiles.py`): the cases with the text in their name, with
 the tiles of the GPU's file and with some of them replaced.
 """
 
@@ -64,7 +64,7 @@ class Report:
             write_results(self._out, self.found)
 
     def add_side(self, side: Side, copy_rate: float) -> None:
-        """Says what runs where."""
+        """Prints the versions and devices."""
         self.found["versions"][side.name] = side.version
         where = {"device": side.device, "kernels": side.kernels}
         self.found["sides"][side.name] = where | {"copy_gigabytes_per_s": copy_rate / 1e9}
@@ -86,7 +86,7 @@ class Report:
         return False
 
     def compare_sides(self) -> None:
-        """Says which cases have the same bits on all sides."""
+        """Prints the cases with equal bits on all sides."""
         hashes: dict[str, list[str]] = {}
         for line in self.found["results"]:
             hashes.setdefault(f"{line['function']}, {line['case']}", []).append(line["bits"])
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def wrong(self) -> list[Line]:
-        """Lines whose error is above the tolerance, or NaN."""
+        """Returns lines with an error above the tolerance, or NaN."""
         return [line for line in self.found["results"] if not line["is_right"]]
 
 

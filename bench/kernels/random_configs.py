@@ -52,15 +52,15 @@ class Draws:
         self._rng = np.random.default_rng([seed, number])
 
     def of(self, *values: Any) -> Any:
-        """One of the values."""
+        """Returns one of the values."""
         return values[self._rng.integers(len(values))]
 
     def is_one_of(self, count: int) -> bool:
-        """True once in so many times."""
+        """Returns True with probability 1 / n."""
         return not self._rng.integers(count)
 
     def multiple(self, unit: int, most: int) -> int:
-        """A multiple of a unit, up to so many."""
+        """Returns a random multiple of a unit, up to a maximum."""
         return unit * int(self._rng.integers(1, most // unit + 1))
 
 
@@ -177,7 +177,7 @@ def _head(draws: Draws, target: Json, drafts: str) -> Json:
 
 
 def random_starts(count: int, seed: int, folder: Path, language: str) -> Iterator[Start]:
-    """The first so many random models that can be served, with their files in a folder."""
+    """Yields the first `count` random models that can be served, with their files in a folder."""
     number = found = 0
     while found < count:
         config, head, drafts, flags = drawn(seed, number)
@@ -195,7 +195,7 @@ def random_starts(count: int, seed: int, folder: Path, language: str) -> Iterato
 
 
 def _prepared(start: Start, folder: Path, language: str) -> None:
-    """Raises what a server's start would refuse before memory is taken."""
+    """Runs the startup checks of a server, before memory is allocated."""
     device = Device("gpu", "NVIDIA H200", 110 * 2**30)
     theirs = import_module(f"{language}_impl.platform").PLATFORM
     absent = replace(theirs, find_device=lambda: device, take_devices=lambda count: None)

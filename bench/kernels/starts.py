@@ -12,21 +12,21 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
 COUNTS = (1, 2, 4, 8)
-"""Ranks of a start; numbers that a model does not divide among are left out."""
+"""Ranks of a startup; numbers by which a model cannot be sharded are skipped."""
 LAYERS, LAYERS_BELOW_HEADS = 4, 8
-"""Layers that are kept of a model: all kinds of them, and as many as a draft head reads."""
+"""Layers that remain of a model: all kinds, and those that a draft head reads."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start with weights that are made up.
+    """Startup with dummy weights.
 
     Attributes:
-      model: The folder.
-      drafts: What drafts, as `bench.common.draft_config` reads it.
-      ranks: How many GPUs run it.
-      flags: More of the server's.
-      head: The folder of a draft model; None: where those of `model` are.
+      model: Folder of the model.
+      drafts: Drafter settings, see `bench.common.draft_config`.
+      ranks: Number of GPUs.
+      flags: Further flags of the server.
+      head: Folder of the draft model; None: default folder beside `model`.
     """
 
     model: Path
@@ -98,7 +98,7 @@ def _is_head(folder: Path) -> bool:
 
 
 def with_layers(folder: Path, layers: int, scratch: Path) -> Path:
-    """A folder with the files of a model of fewer layers; those that are left are the first ones.
+    """Returns a folder with the files of a model that is cut to its first layers.
 
     A draft head keeps its own, and reads other layers of its target.
     """

@@ -6,9 +6,10 @@
 
 Ranks are processes in torch and devices of one process in JAX, with a GPU each. The all-gathers
 alone come first, in one graph or program, by the LL protocol and by blocks. Then come the four
-GEMMs of a layer of Qwen3-8B: on one GPU, on ranks with separate gather kernels, and on ranks whose
-GEMMs gather. Weights of several layers rotate, more than a cache holds. A line also reports whether
-the gathered values are right. A part that fails is a line too. All GPUs should be idle.
+GEMMs of a layer of Qwen3-8B: on one GPU, on ranks with separate gather kernels, and on ranks with
+gathers within the GEMMs. Weights of several layers rotate, more than a cache holds. A line also
+reports whether the gathered values are right. A part that fails is a line too. All GPUs should be
+idle.
 """
 
 import argparse

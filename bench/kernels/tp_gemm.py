@@ -34,15 +34,15 @@ class Timed:
     """Timing of a step of several gathers.
 
     Attributes:
-      rank: Of the process.
-      mailbox: Its own.
+      rank: Rank of the process.
+      mailbox: Symmetric buffer of the rank.
     """
 
     rank: Rank
     mailbox: Any
 
     def us(self, step: Callable[[], object], count: int, is_alone: bool = False) -> float:
-        """Microseconds of each of so many things that a step does, in a CUDA graph.
+        """Returns the microseconds of each of the operations of a step, in a CUDA graph.
 
         With `is_alone` no other rank takes part.
         """
@@ -109,7 +109,7 @@ PRODUCTS = {
     "down": Product(INNER, HIDDEN, False, True),
 }
 GATHERED = ("o", "gate_up", "down")
-"""GEMMs whose result the ranks gather, as they do that of attention."""
+"""GEMMs with an all-gather of their result, same as attention."""
 
 
 class Layers:
@@ -249,13 +249,13 @@ CANDIDATES = tuple(
         (16, 128, 128, 5, True),
     )
 )
-"""Tiles for few rows at the widths of ranks. A GEMM whose squares are summed needs 64 columns or
+"""Tiles for few rows at the widths of ranks. A GEMM with a sum of squares needs 64 columns or
 more.
 """
 
 
 def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -> list[Line]:
-    """Microseconds of each product of a rank of so many, alone, with other tiles."""
+    """Returns the microseconds of each GEMM of one rank with other tiles, by number of ranks."""
     linear = import_module("kernels.triton_gpu.gemm.linear")
     mailbox, jobs = mailbox_of(rank, 1 << 20), list[tuple[Any, ...]]()
     table = Tiles.load("triton_gpu", torch.cuda.get_device_name()).linear

@@ -29,11 +29,11 @@ from torch_impl.symmetric_memory import AllGather
 TOKENS = 151_936
 WAYS = ("whole", "parts", "joined")
 CALLS = 16
-"""Choices of a program of JAX, whose launch takes the host longer than one of them the GPU."""
+"""Samplings per JAX program, because its launch takes longer than one sampling on the GPU."""
 
 
 class _Exchange(AllGather):
-    """The gathers of a step through a mailbox that is connected already."""
+    """All-gathers of a step through a connected symmetric buffer."""
 
     def __init__(self, kernels: Any, group: TPGroup, mailbox: Any) -> None:
         self._kernels, self._group, self._calls, self._mailbox = kernels, group, 0, mailbox
@@ -80,7 +80,7 @@ def ways_of(backend: str, kernels: Any, vocabulary: Any) -> dict[str, Callable[.
 
 
 def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
-    """Microseconds of a head with its choice, by rows, what they ask for, and way."""
+    """Returns the microseconds of LM head and sampling, by rows, kind of request and method."""
     ops, found = import_module("torch_impl.ops"), []
     names = ("linear", "lm_head", "sampling", "vocab_parallel")
     linear, projection, sampling, tokens = (module_in("torch_impl.ops", name) for name in names)

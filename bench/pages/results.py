@@ -32,7 +32,7 @@ PATTERNS = {
 """Names of the files behind each field of `Found`."""
 
 FP8_ACTIVATIONS = "--fp8-activations"
-"""A flag whose steps and outputs are those of another model than without it."""
+"""Flag that changes steps and outputs like another model."""
 METHODS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", "STANDALONE", "NGRAM")
 SIMULATED, INDEX = "L=", "speculative-ngram-index="
 FROM_LOG = "*"

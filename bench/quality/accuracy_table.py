@@ -97,7 +97,7 @@ def faults(files: Sequence[File]) -> list[str]:
                 found.append(
                     f"the text of {row['algorithm']} on {row['backend']} is not that of "
                     f"{want['algorithm']} on {want['backend']}: {row['kind']} at temperature "
-                    f"{row['temperature']:g}; one run with both backends tells near ties"
+                    f"{row['temperature']:g}; one run with both backends distinguishes near ties"
                 )
     return found
 

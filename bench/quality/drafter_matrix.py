@@ -243,13 +243,13 @@ def verdict(measurement: Measurement) -> int:
         print("NOTHING WAS MEASURED: every drafter is unsupported", file=sys.stderr)
         return 1
     if not texts.are_equal:
-        print("THE TEXTS ARE NOT EQUAL: a drafter changed what the model says", file=sys.stderr)
+        print("THE TEXTS ARE NOT EQUAL: a drafter changed the output", file=sys.stderr)
         return 1
     return 0
 
 
 def measured(args: argparse.Namespace, module: str) -> Measurement:
-    """Measures what the options say, and writes the file after every line.
+    """Measures as the options specify, and writes the file after every line.
 
     Raises:
       ValueError: An option is wrong; one sentence.

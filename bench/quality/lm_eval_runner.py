@@ -36,7 +36,7 @@ DATA = {"choices": "problems"}
 """Kinds that use the data of another kind with other questions."""
 
 SCORED = ("choices",)
-"""Kinds whose answers are given, and scored by their logprobs (the harness's `loglikelihood`)."""
+"""Kinds with given answers, which are scored by their logprobs (the harness's `loglikelihood`)."""
 
 DEMO = ROOT / "models" / "demo" / "target"
 
@@ -91,7 +91,7 @@ def _tokenizing(kind: str, model: Path) -> dict[str, object]:
 
 
 def task_of(kind: str) -> str:
-    """The task of a kind whose prompts are completions."""
+    """Returns the task of a kind with completion prompts."""
     return f"tandem_{kind}_completions"
 
 
@@ -109,7 +109,7 @@ def read_score(out: Path, kind: str) -> Line:
 
 
 def _said(answers: Answers) -> str:
-    """The text, of a task that asks for one."""
+    """Returns the text of a generation task."""
     return answers[0][0]
 
 
@@ -122,9 +122,9 @@ def _ranked(answers: Answers) -> str:
 def compared(line: Line, first: Line) -> Line:
     """A line without its answers, beside the first server's."""
     differ = sum(a != b for a, b in zip(line["answers"], first["answers"], strict=True))
-    told = {key: value for key, value in line.items() if key != "answers"}
+    others = {key: value for key, value in line.items() if key != "answers"}
     is_equal = not differ and line["score"] == first["score"]
-    return {**told, "count": len(line["answers"]), "differ": differ, "is_equal": is_equal}
+    return {**others, "count": len(line["answers"]), "differ": differ, "is_equal": is_equal}
 
 
 def measure(options: argparse.Namespace) -> list[Line]:

@@ -163,8 +163,8 @@ def main() -> int:
         for name, model in models.items():
             for kind, found in differing(model, given, report).items():
                 report["kinds"][f"{name}{kind}"] = found
-                told = f"{found['with_other_bits']} of {found['positions']} have other bits"
-                print(f"{name}{kind}: {told}", flush=True)
+                counts = f"{found['with_other_bits']} of {found['positions']} have other bits"
+                print(f"{name}{kind}: {counts}", flush=True)
     if given.out:
         write_results(given.out, report)
     return int(any(found["with_other_bits"] for found in report["kinds"].values()))

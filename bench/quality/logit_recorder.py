@@ -30,7 +30,7 @@ def torch_sum(logits: Any, first: int = 0, size: int = 0) -> Any:
 
     Args:
       logits: `[R, share]`, of any float type: what the first place holds is number `first`.
-      size: Places that the whole row has; what lies beyond is not counted. 0: all are.
+      size: Tokens of the whole row; further positions are not counted. 0: all count.
     """
     torch = import_module("torch")
     bits = logits.float().contiguous().view(torch.int32).long() & _BITS

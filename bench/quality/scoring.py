@@ -28,7 +28,7 @@ class Texts:
     """The first texts of every temperature and kind, and what later ones did to them.
 
     Attributes:
-      oracle: Tells a near tie from a fault; None where no difference is excused.
+      oracle: Distinguishes near ties from faults; None if every difference is a fault.
       tokens, excused, wrong: What was compared: tokens, near ties, and texts that are wrong.
     """
 
@@ -43,7 +43,7 @@ class Texts:
     ) -> tuple[int, int]:
         """Returns the number of outputs that differ by near ties, and by other faults.
 
-        A row that keeps no text, only its law, is not compared.
+        A row that preserves only the distribution is not compared.
         """
         if not row["keeps_text"]:
             return 0, 0

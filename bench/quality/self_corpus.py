@@ -1,6 +1,6 @@
 """Corpus of the model's own outputs, for drafting when the same prompts return.
 
-It models a service whose users repeat questions. Plain decoding makes it at temperature 1 with
+It models a service with repeated questions. Plain decoding makes it at temperature 1 with
 seeds that measured runs do not use. So it contains other samples of the same answers, as far as the
 model has others, and no prompt.
 """

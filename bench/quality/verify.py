@@ -41,7 +41,7 @@ from models.demo.data import examples
 
 COUNT, MAX_TOKENS, CONCURRENCY = 20, 64, 8
 SHOWN = 2
-"""Best tokens that the second asking wants: their distance is the margin."""
+"""Top tokens requested in the second pass: their distance is the margin."""
 
 CONNECT_S = 10.0
 DIFFERS, FAILED = 1, 2
@@ -61,7 +61,7 @@ class Text:
     Attributes:
       tokens: Of the output.
       margins: Units of logits between the best two tokens of each place, before any processing;
-        empty where they were not asked for.
+        empty if not requested.
       verify_steps, accepted: Steps that verified drafts or decoded plainly, and drafts that they
         accepted.
     """
@@ -139,7 +139,7 @@ class Server:
     def ask_all(
         self, bodies: Sequence[Body], concurrency: int, done: Callable[[], None]
     ) -> list[Text]:
-        """The texts of some prompts, in their order; raises as `ask`.
+        """Returns the texts of some prompts, in order; raises the errors of `ask`.
 
         Args:
           done: Called at the end of each.
@@ -185,7 +185,7 @@ def with_margins(body: Body) -> Body:
 
 
 def plainly(body: Body) -> Body:
-    """The same without drafts, of somebody who shares no cached text."""
+    """Returns the body without drafts and with another cache namespace."""
     return body | {"speculative": {"enabled": False}, "user": f"verify-{uuid.uuid4().hex}"}
 
 
@@ -208,7 +208,7 @@ def first_difference(prompt: int, served: Text, other: Text) -> Divergence | Non
 def verify(
     server: Server, against: Server | None, bodies: Sequence[Body], concurrency: int
 ) -> Verdict:
-    """Asks every prompt twice; raises `NotAnswered`."""
+    """Sends every prompt twice; raises `NotAnswered`."""
     asked = [with_margins(body) for body in bodies]
     with progress("answers", 2 * len(bodies)) as done:
         served = server.ask_all(bodies, concurrency, done)
@@ -255,10 +255,10 @@ def read_prompts(path: Path) -> list[Body]:
 
 def render(verdict: Verdict, other: str) -> str:
     """Renders the result as tables."""
-    told = verdict.to_json()
+    fields = verdict.to_json()
     names = ("checked", "equal", "tokens", "accept_length")
     lines = [
-        table([("prompts", "equal", "tokens", "accept length"), [str(told[n]) for n in names]])
+        table([("prompts", "equal", "tokens", "accept length"), [str(fields[n]) for n in names]])
     ]
     if verdict.divergences:
         head = ("prompt", "position", "as served", other, "margin of the best two")

@@ -25,7 +25,7 @@ _COUNTER = re.compile(
 
 
 class NoServer(Exception):
-    """Nobody answers as a server would; one sentence."""
+    """No server responds as expected; one sentence."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Reply:
       ended_s: When nothing more came, likewise.
       prompt_tokens, tokens: As the server counts them.
       text: Of the first choice.
-      histogram: Entry i counts the verify steps that accepted i drafts; None where it is not told.
+      histogram: Entry i is the number of verify steps that accepted i drafts; None if not reported.
       error: What kind of error it is, or None.
       reason: The sentence of the error; "" without one.
     """
@@ -69,26 +69,26 @@ class Reply:
 
     def fail(self, status: str, error: Any) -> None:
         """Notes the error object of a body, and the status where it is an answer of its own."""
-        told = error if isinstance(error, dict) else {"message": str(error)}
-        kind = told.get("code") or told.get("type") or "error"
-        self.error, self.reason = f"{status} {kind}".lstrip(), str(told.get("message", ""))
+        fields = error if isinstance(error, dict) else {"message": str(error)}
+        kind = fields.get("code") or fields.get("type") or "error"
+        self.error, self.reason = f"{status} {kind}".lstrip(), str(fields.get("message", ""))
 
     def _say(self, choice: dict[str, Any], at_s: float) -> None:
-        said = choice.get("delta") or choice.get("message") or choice
-        text = said.get("text") or said.get("content") or ""
-        if text or said.get("reasoning_content") or said.get("tool_calls"):
+        message = choice.get("delta") or choice.get("message") or choice
+        text = message.get("text") or message.get("content") or ""
+        if text or message.get("reasoning_content") or message.get("tool_calls"):
             self.times_s.append(at_s)
         if choice["index"] == 0:
             self.text += text
 
 
 class Client:
-    """Connections to one server; use it as an asynchronous context.
+    """Client of one server; an asynchronous context manager.
 
     Args:
-      url: Where it is served, without a path.
-      key: Its API key, or None.
-      timeout_s: How long a request may say nothing.
+      url: Address without a path.
+      key: API key, or None.
+      timeout_s: Maximum seconds without data.
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
@@ -108,10 +108,10 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """The name of the first model that is served.
+        """Returns the name of the first served model.
 
         Raises:
-          NoServer: There is none.
+          NoServer: The server lists no model.
         """
         try:
             answer = await self._http.get("/v1/models")
@@ -121,10 +121,10 @@ class Client:
             raise NoServer(no_answer(self._url, error)) from error
 
     async def images(self) -> dict[str, int]:
-        """The bounds of images, as this project's server tells them.
+        """Returns the limits of images that this project's server reports.
 
         Raises:
-          NoServer: It tells none.
+          NoServer: It reports none.
         """
         try:
             answer = await self._http.get("/capabilities")
@@ -133,11 +133,11 @@ class Client:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise NoServer(no_answer(self._url, error)) from error
         if bounds is None:
-            raise NoServer(f"the model at {self._url} sees no images")
+            raise NoServer(f"the model at {self._url} does not support images")
         return bounds
 
     async def accept_counters(self) -> tuple[float, float] | None:
-        """Verify steps and accepted drafts so far; None where `/metrics` does not tell of them."""
+        """Returns verify steps and accepted drafts so far; None if `/metrics` lacks them."""
         try:
             page = (await self._http.get("/metrics")).text
         except httpx.HTTPError:
@@ -149,7 +149,7 @@ class Client:
         return (sums["drafts"], sums["accepted_tokens"]) if found else None
 
     async def ask(self, ask: Ask, streams: bool, zero_s: float) -> Reply:
-        """Sends a request and waits for the end of its answer; errors are told in the reply.
+        """Sends a request and waits for the end of its response; the reply contains errors.
 
         Args:
           streams: Whether the answer is to come in parts.
@@ -208,7 +208,7 @@ def _failed(answer: httpx.Response, reply: Reply) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """All replies, in the order of what was asked, and the seconds until the last one."""
+    """Returns all replies, in the order of the requests, and the seconds until the last one."""
 
     replies: list[Reply]
     seconds: float

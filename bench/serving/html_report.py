@@ -21,9 +21,9 @@ from bench.serving.table import facts
 TEMPLATE = Path(__file__).with_suffix(".html")
 INK, ACCENT, SOFT = "#5b6470", "#3b6fd4", "#9db7ea"
 SIZE = (5.4, 2.7)  # inches
-MOST_BARS = 400  # requests whose course is drawn one by one
-STYLE: dict[Any, Any] = {  # of matplotlib, whose names of settings are a type of its own
-    "svg.fonttype": "none",  # letters stay letters, and the browser has their shapes
+MAX_BARS = 400  # requests that are drawn one by one
+STYLE: dict[Any, Any] = {  # of matplotlib, which has a type of its own for names of settings
+    "svg.fonttype": "none",  # text stays text, drawn with the browser's fonts
     "svg.hashsalt": "tandem",  # ids in the image are the same in each run
     "font.family": "sans-serif",
     "font.size": 9,
@@ -43,7 +43,7 @@ Replies = Sequence[Reply]
 
 
 def page(found: dict[str, Any]) -> str:
-    """The page of what `bench.serving` has measured, as its file tells it."""
+    """Returns the HTML page of a result file of `bench.serving`."""
     replies = [Reply(**fields) for fields in found["requests"]]
     streams = found["options"]["stream"]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -58,7 +58,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _plots(found: dict[str, Any], replies: Replies, streams: bool):
-    """Pairs of a heading and an image; what there is nothing to draw of is left out."""
+    """Yields pairs of a heading and a plot; plots without data are omitted."""
     good = [reply for reply in replies if reply.error is None]
     all_times = [times_of(reply, streams) for reply in good]
     for name, words in TIMES.items():
@@ -67,13 +67,13 @@ def _plots(found: dict[str, Any], replies: Replies, streams: bool):
             yield words, image(lambda axes, values=values: _distribution(axes, values))
     if good:
         yield "Requests over time", image(lambda axes: course(axes, replies))
-        yield "Requests under way", image(lambda axes: under_way(axes, replies))
+        yield "Requests in flight", image(lambda axes: under_way(axes, replies))
     if histogram := found["summary"]["accepted"]["histogram"]:
-        yield "Drafts accepted by a verify step", image(lambda axes: _bars(axes, histogram))
+        yield "Accepted draft tokens per verify step", image(lambda axes: _bars(axes, histogram))
 
 
 def image(draw: Callable[[Axes], None]) -> Markup:
-    """A plot as an SVG element."""
+    """Returns a plot as an SVG element."""
     written = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure = Figure(SIZE, layout="constrained")
@@ -85,7 +85,7 @@ def image(draw: Callable[[Axes], None]) -> Markup:
 
 
 def _distribution(axes: Axes, values: Sequence[float]) -> None:
-    """The share of values up to each, with median, p90 and p99."""
+    """Draws the cumulative distribution of values, with median, p90 and p99."""
     axes.ecdf(values, color=ACCENT)
     for share in (50, 90, 99):
         at = float(np.percentile(values, share))
@@ -96,8 +96,8 @@ def _distribution(axes: Axes, values: Sequence[float]) -> None:
 
 
 def course(axes: Axes, replies: Replies) -> None:
-    """A line for each request: light until its first token, dark until its end."""
-    shown = sorted(replies, key=lambda reply: reply.begun_s)[:MOST_BARS]
+    """Draws a bar for each request: light until the first token, dark until the end."""
+    shown = sorted(replies, key=lambda reply: reply.begun_s)[:MAX_BARS]
     rows = np.arange(len(shown))
     begun = np.array([reply.begun_s for reply in shown])
     first = np.array([(reply.times_s or [reply.ended_s])[0] for reply in shown])
@@ -110,7 +110,7 @@ def course(axes: Axes, replies: Replies) -> None:
 
 
 def under_way(axes: Axes, replies: Replies) -> None:
-    """Returns the number of unfinished requests at each time."""
+    """Draws the number of unfinished requests over time."""
     begun = sorted(reply.begun_s for reply in replies)
     ended = sorted(reply.begun_s + reply.ended_s for reply in replies)
     moments = np.sort([*begun, *ended])
@@ -121,7 +121,7 @@ def under_way(axes: Axes, replies: Replies) -> None:
 
 
 def _bars(axes: Axes, histogram: Sequence[int]) -> None:
-    """The share of steps for each number of drafts."""
+    """Draws the share of steps for each number of accepted drafts."""
     shares = np.array(histogram) / sum(histogram)
     axes.bar(np.arange(len(shares)), shares, color=ACCENT)
     axes.set_xticks(range(len(shares)))

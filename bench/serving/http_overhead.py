@@ -56,7 +56,7 @@ class Work:
 
     Attributes:
       requests: For the engine.
-      asks: For the server.
+      asks: Requests for the server.
       context: Most tokens of a request.
     """
 
@@ -186,7 +186,7 @@ def waited_s(pid: int) -> float:
 def rounds(
     offline: Callable[[], dict[str, Any]], http: Callable[[], dict[str, Any]], count: int
 ) -> list[dict[str, Any]]:
-    """So many rounds of both, after one that does not count; they take turns at going first."""
+    """Yields `rounds` rounds of both sides, after a warm-up; the sides alternate in going first."""
     found = []
     for index in range(count + 1):
         sides = {"offline": offline, "http": http}
@@ -195,14 +195,14 @@ def rounds(
         share = line["http"]["tokens_per_s"] / line["offline"]["tokens_per_s"]
         wall = line["offline"]["seconds"] / line["http"]["seconds"]
         found.append({**line, "share": round(share, 4), "wall": round(wall, 4)})
-        told = ", ".join(f"{name} {line[name]['tokens_per_s']:.0f} tokens/s" for name in sides)
+        speeds = ", ".join(f"{name} {line[name]['tokens_per_s']:.0f} tokens/s" for name in sides)
         note = "" if index else "  (warm-up)"
-        print(f"{told}, share {share:.3f}, wall {wall:.3f}{note}", flush=True)
+        print(f"{speeds}, share {share:.3f}, wall {wall:.3f}{note}", flush=True)
     return found[1:]
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the rounds, and how far the shares lie apart."""
+    """Returns medians of the rounds, and the range of the shares."""
     shares = [line["share"] for line in found]
     middle = {
         side: {key: statistics.median(line[side][key] for line in found) for key in found[0][side]}
@@ -218,10 +218,10 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts both, and lets them take turns.
+    """Starts both sides, and runs them alternately.
 
     Raises:
-      ValueError: What a start would refuse; one sentence.
+      ValueError: An option is invalid; one sentence.
       RuntimeError: A request failed, or the sides gave different numbers of tokens.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
@@ -280,8 +280,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     names = ("rounds", "num_prompts", "batch", "max_tokens", "streams")
     if any(number is not None and number < 1 for number in map(vars(options).get, names)):
-        told = ", ".join("--" + name.replace("_", "-") for name in names)
-        parser.error(f"{told} must be above 0")
+        flags = ", ".join("--" + name.replace("_", "-") for name in names)
+        parser.error(f"{flags} must be above 0")
     return options
 
 
@@ -294,22 +294,22 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    told = found["summary"]
+    summary = found["summary"]
     numbers = {
-        name: f"{told[name]:.3f}" for name in ("share", "low", "high", "wall", "best", "steps")
+        name: f"{summary[name]:.3f}" for name in ("share", "low", "high", "wall", "best", "steps")
     }
     print(", ".join(f"{name} {number}" for name, number in numbers.items()))
-    print(f"{told['offline']['tokens_per_s']:.0f} tokens/s offline; processor: {_cpu(told)}")
+    print(f"{summary['offline']['tokens_per_s']:.0f} tokens/s offline; processor: {_cpu(summary)}")
     command = shlex.join(["python", "-m", "bench.serving.http_overhead", *words])
     if options.out:
         found = {"command": command, **found}
         write_results(options.out, found)
-    return 0 if told["share"] >= options.least else 1
+    return 0 if summary["share"] >= options.least else 1
 
 
-def _cpu(told: dict[str, Any]) -> str:
-    parts = [f"offline {told['offline']['engine_cpu_s']:.2f} s"]
-    parts += [f"{name} {told['http'][f'{name}_cpu_s']:.2f} s" for name in _PROCESSES]
+def _cpu(summary: dict[str, Any]) -> str:
+    parts = [f"offline {summary['offline']['engine_cpu_s']:.2f} s"]
+    parts += [f"{name} {summary['http'][f'{name}_cpu_s']:.2f} s" for name in _PROCESSES]
     return ", ".join(parts)
 
 

@@ -5,9 +5,10 @@
 Requests a stream from a running server with a vision-language model, alone and while 12 images are
 sent repeatedly, all at once. Reported are the longest gap between two events of the stream, the
 longest below the highest hundredth, and the median; the same for the time to the first event; and
-the response to each image. Another process sends the images, whose bodies are megabytes. Valid
-images have the size that the server reports under `/capabilities`, so that they are decoded and
-encoded. The exit code is 1 if an image gets an unexpected status, and 2 if nothing was measured.
+the response to each image. Another process sends the images, because their bodies have megabytes.
+Valid images have the size that the server reports under `/capabilities`, so that they are decoded
+and encoded. The exit code is 1 if an image gets an unexpected status, and 2 if nothing was
+measured.
 """
 
 import argparse
@@ -75,9 +76,9 @@ class Sender:
         async def one(name: str) -> None:
             urls, want = self.odd[name]
             reply = await client.ask(asking(self.model, urls, 1), streams=False, zero_s=0.0)
-            said = reply.error or OK
-            if (not said) != (not want) or not said.startswith(want):
-                wrong[name] = f"{said or 'a text'}: {reply.reason}"
+            result = reply.error or OK
+            if (not result) != (not want) or not result.startswith(want):
+                wrong[name] = f"{result or 'a text'}: {reply.reason}"
 
         async with Client(self.url, self.key, self.timeout_s) as client:
             with progress("rounds", self.rounds) as done:
@@ -88,7 +89,7 @@ class Sender:
 
 
 def odd_images(bounds: dict[str, int]) -> Odd:
-    """Images that are refused, and good ones of the fewest tokens that the model takes.
+    """Returns invalid images, and valid ones with the fewest tokens that the model supports.
 
     Args:
       bounds: See `shared.server.protocol.response_types.ImageBounds`.
@@ -98,7 +99,7 @@ def odd_images(bounds: dict[str, int]) -> Odd:
     sides = (rows * factor, tokens // rows * factor, 3)
     pattern = np.random.default_rng(0).integers(0, 256, sides, np.uint8)
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # to be rotated by 90 degrees
     good = {
         # Enlarged until it has enough pixels, it is a single row of tokens.
         "1-pixel side": stored(Image.new("RGB", (tokens, 1))),
@@ -147,7 +148,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
     """The waits alone and beside the images, and the images that were answered otherwise.
 
     Raises:
-      NoServer: Nobody answers, or not with a stream, or the model sees nothing.
+      NoServer: No server responds, or not with a stream, or the model does not support images.
     """
     where = (url_of(options), options.api_key, options.timeout)
     async with Client(*where) as client:
@@ -190,7 +191,7 @@ def summary_of(waits: list[float]) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures and tells."""
+    """Measures and prints the results."""
     options = parse(arguments)
     try:
         waits, wrong = asyncio.run(measure(options))
@@ -202,8 +203,8 @@ def main(arguments: list[str]) -> int:
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.1f}" for value in row.values()))
     Console().print(table)
-    for name, said in wrong.items():
-        print(f"{name} was answered with {said}", file=sys.stderr)
+    for name, result in wrong.items():
+        print(f"{name} was answered with {result}", file=sys.stderr)
     if options.out:
         write_results(options.out, {**rows, "answered_otherwise": wrong})
     return 1 if wrong else 0

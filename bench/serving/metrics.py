@@ -51,7 +51,7 @@ def summary(run: Run, streams: bool, before: Counters, after: Counters) -> dict[
     """All numbers of a run.
 
     Args:
-      before, after: The server's counters of acceptance, for answers that do not tell of it.
+      before, after: The server's acceptance counters, for responses without acceptance figures.
     """
     good = [reply for reply in run.replies if reply.error is None]
     times: dict[str, list[float]] = {name: [] for name in TIMES}
@@ -82,10 +82,11 @@ def _errors(replies: Sequence[Reply]) -> dict[str, dict[str, Any]]:
 
 
 def _acceptance(good: Sequence[Reply], before: Counters, after: Counters) -> dict[str, Any]:
-    """Tokens of a verify step, its bonus token among them, and who says so."""
-    told = [reply.histogram for reply in good if reply.histogram is not None]
-    if told:
-        sums = np.sum([np.pad(each, (0, max(map(len, told)) - len(each))) for each in told], axis=0)
+    """Returns the tokens per verify step with the bonus token, and the source of the number."""
+    counts = [reply.histogram for reply in good if reply.histogram is not None]
+    if counts:
+        width = max(map(len, counts))
+        sums = np.sum([np.pad(each, (0, width - len(each))) for each in counts], axis=0)
         steps = int(sums.sum())
         length = 1 + float(sums @ np.arange(len(sums))) / steps if steps else None
         found = {"source": "answers", "histogram": sums.tolist() if steps else None}

@@ -14,7 +14,7 @@ MIX, RANDOM = "mix", "random"
 NAMES = (*KINDS, MIX, RANDOM)
 """Held-out word problems, copying, code and chats, all of them by their shares, random tokens."""
 
-FIRST_ID = 2  # the ids below often end a text or stand for nothing
+FIRST_ID = 2  # lower ids are often end tokens or unused
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RandomLengths:
 
 
 def asks(name: str, count: int, seed: int, lengths: RandomLengths | None) -> list[Ask]:
-    """So many requests of a set; one seed gives the same ones everywhere.
+    """Returns `count` requests of a set; equal seeds give equal requests.
 
     Args:
       lengths: Of random tokens; no other set has any.

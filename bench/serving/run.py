@@ -106,7 +106,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Sends everything and counts it.
 
     Raises:
-      NoServer: Nobody answers.
+      NoServer: No server responds.
       ValueError: The requests cannot be made; one sentence.
     """
     async with Client(url_of(options), options.api_key, options.timeout) as client:

@@ -59,7 +59,7 @@ async def measure(options: argparse.Namespace) -> tuple[Reply, str]:
     """The last reply and its acceptance length.
 
     Raises:
-      NoServer: Nobody answers.
+      NoServer: No server responds.
     """
     async with Client(url_of(options), options.api_key, options.timeout) as client:
         ask = ask_of(options, options.model or await client.model())

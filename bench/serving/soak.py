@@ -73,7 +73,7 @@ class Sample:
 
 
 class Growth(Exception):
-    """Something grew; the message says what and how much."""
+    """Something grew; the message has its name and the growth."""
 
 
 def judge(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
@@ -129,7 +129,7 @@ def metrics(page: str) -> dict[str, float]:
 
 
 class Traffic:
-    """Clients that ask one thing after another, of all kinds."""
+    """Clients that send requests of all kinds, one after another."""
 
     def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
         self._client, self._rng = client, random.Random(seed)
@@ -210,7 +210,7 @@ class Traffic:
 
 
 async def soak(url: str, pid: int, seconds: float) -> tuple[list[Sample], Counter[str]]:
-    """Samples of a run, and how much of each kind was asked; nothing is left behind it."""
+    """Returns samples of a run, and the number of requests of each kind; all tasks have ended."""
     limits = httpx.Limits(max_connections=3 * AT_ONCE)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         watch, samples = Watch(pid), []

@@ -28,10 +28,10 @@ def facts(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def length_of(numbers: dict[str, Any]) -> str:
-    """Tokens of a verify step, or why there is no number."""
+    """Returns the tokens per verify step, or the reason why there is no number."""
     if numbers["accept_length"] is not None:
         return f"{numbers['accept_length']:.2f}"
-    return "no drafts" if numbers["accepted"]["source"] else "not told"
+    return "no drafts" if numbers["accepted"]["source"] else "not reported"
 
 
 def table(found: dict[str, Any]) -> Group:

@@ -10,7 +10,7 @@ TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 def worded(model: Path, source: Path, into: Path) -> Path:
     """A copy of a shape with another model's tokenizer and its chat template.
 
-    Tokens behind those of the tokenizer are made-up words, so that what random weights say is a
+    Tokens after those of the tokenizer are made-up words, so that the output of random weights is a
     text that is as long as any other.
 
     Args:

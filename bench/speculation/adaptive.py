@@ -61,7 +61,7 @@ TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
 
 
 def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> list[Phase]:
-    """Phases of held-out tasks, kinds and batches in turns; for each row of a batch four at least.
+    """Phases of held-out tasks, kinds and batches in turn; at least four tasks per row of a batch.
 
     With fewer a phase would be as long as its longest answer, whatever the others take.
     """
@@ -139,7 +139,7 @@ def real_runs(
 ) -> Runs:
     """Every tier and the adaptive choice, the fastest of some rounds of each phase.
 
-    They take turns at each phase, each with an engine of its own for the round, and every other
+    They alternate at each phase, each with an engine of its own for the round, and every other
     round in reverse: what slows the machine down for a while slows all of them.
     """
     policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
@@ -194,7 +194,7 @@ def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
 
 
 def _ranked_by_equal(speeds: Mapping[str, float], tiers: Sequence[Tier]) -> float | None:
-    """A tier with a share of its rows against the one that has as many for every request."""
+    """A tier with a share of its rows, and the one with the same number for every request."""
     for tier, same in product(tiers, tiers):
         rows = tier.width, round(tier.nodes * tier.share)
         if tier.share < 1 == same.share and rows == (same.width, same.nodes):
@@ -206,14 +206,14 @@ def table_of(title: str, lines: Sequence[Line]) -> str:
     """Lines for a terminal."""
     names = list(lines[0]["tokens_per_s"])
     head = f"{title:24}" + "".join(f"{name:>12}" for name in names)
-    told = [head + f"{'/best':>8}{'/off':>8}{'regret':>8}{'ranked':>8}"]
+    lines = [head + f"{'/best':>8}{'/off':>8}{'regret':>8}{'ranked':>8}"]
     for line in lines:
         speeds = "".join(f"{line['tokens_per_s'][name]:12.1f}" for name in names)
         rest = f"{line['adaptive_by_best']:8.3f}{line['adaptive_by_off']:8.3f}"
         for key in ("regret", "ranked_by_equal"):
             rest += f"{'-':>8}" if line[key] is None else f"{line[key]:8.3f}"
-        told.append(f"{line['phase']:24}{speeds}{rest}")
-    return "\n".join(told)
+        lines.append(f"{line['phase']:24}{speeds}{rest}")
+    return "\n".join(lines)
 
 
 def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
@@ -255,7 +255,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
 
 
 def simulated(seconds: Mapping[str, Mapping[str, float]], given: argparse.Namespace) -> Line:
-    """Work whose acceptance is given, at measured costs by batch and tier."""
+    """Work with given acceptance, at measured costs by batch and tier."""
     table = {int(batch): list(each.values()) for batch, each in seconds.items()}
     names = list(next(iter(seconds.values())))
     tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
@@ -304,7 +304,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measures what the options say."""
+    """Measures as the options specify."""
     options = parser()
     given = options.parse_args()
     if (given.model is None) == (given.costs is None):

@@ -38,7 +38,7 @@ Line = dict[str, Any]
 Texts = dict[int, list[int]]
 
 
-def said(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], Texts]:
+def outputs_of(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], Texts]:
     """The phases with requests as long as their answers, and the answers by seed."""
     requests = [request for phase in phases for request in phase.requests]
     longest = max(len(request.prompt) for request in requests)
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measures what the options say."""
+    """Measures as the options specify."""
     given = parser().parse_args()
     report: Line = {
         "command": shlex.join(
@@ -127,7 +127,7 @@ def main() -> int:
     }
     report |= {"texts": versions("torch", "cpu"), "starts": []}
     asked = task_phases(given.model, given.batch, given.count, given.max_tokens)
-    phases, texts = said(given.model, asked, given.max_tokens)
+    phases, texts = outputs_of(given.model, asked, given.max_tokens)
     for path in given.costs:
         for start in json.loads(path.read_text(encoding="utf-8"))["starts"]:
             if start["drafts"] != "NGRAM":

@@ -44,7 +44,7 @@ Line = dict[str, Any]
 
 
 class Timed(SimulatedBackend):
-    """The table of numbers, which tells its own time."""
+    """The table of numbers, with the time of its own lookup."""
 
     own_seconds = 0.0
 

@@ -53,7 +53,7 @@ class Costs:
 
     Attributes:
       drafted: Of a step that a drafter's chain is verified in, by batch.
-      fed: Of a step of as many verify rows in which the drafter is fed, and drafts nothing.
+      fed: Of a step with the same verify rows that extends the drafter without drafting.
       verified: Of a step that drafts nothing, by verify rows.
       nodes: Of the chain.
       waits: That a step takes longer which is planned when the one before has ended.
@@ -173,7 +173,7 @@ SIMULATED: dict[str, dict[str, Callable[[], Costs]]] = {
         "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_dflash_torch.json", "S7", 8, "S7")
     },
 }
-"""By drafter the models at whose costs its steps are added up, all on an H200. A layer of the
+"""Models of the step costs by drafter, all on an H200. A layer of the
 target's, as NEXTN is in the model that ships, costs what an EAGLE-3 head does at Qwen3-8B. Costs
 with a map are for drafters that are given one (`--drafts NEXTN:speculative-token-map=FILE`)."""
 
@@ -282,7 +282,7 @@ def _begun_anew(served: in_process_engine.Served, draft_share: float) -> Engine:
 
 
 def hash_of(texts: Sequence[Sequence[int]]) -> int:
-    """A number by which texts are told apart."""
+    """Returns a number that identifies a text."""
     return hash(tuple(map(tuple, texts))) & 0xFFFFFFFF  # of whole numbers: the same in every run
 
 
@@ -329,7 +329,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measures what the options say."""
+    """Measures as the options specify."""
     given = parser().parse_args()
     report: Line = {
         "command": shlex.join(["python", "-m", "bench.speculation.merged_drafts", *sys.argv[1:]])

@@ -34,7 +34,7 @@ from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.policies import Greedy, Probe
 
 WINDOW = 30
-"""Steps before and after that tell of a step."""
+"""Steps before and after that describe a step."""
 
 SHRINKAGE = 5.0
 STEPS_AHEAD = 100.0
@@ -90,7 +90,7 @@ def read(path: Path) -> Recorded:
     if "tiers" not in first or not lines:
         raise ValueError(f"{path} is no trace of --speculative-adaptive-trace, or an empty one")
     if {"asleep", "disabled"} & {*first["tiers"]}:
-        raise ValueError(f"{path} is a trace of NGRAM, whose drafts need no other steps to tell")
+        raise ValueError(f"{path} is a trace of NGRAM: its drafts do not depend on other steps")
     tiers = tuple(map(Tier.parse, first["tiers"]))
     steps = [Step(**{n: line[n] for n in Step.__dataclass_fields__}) for line in lines]
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -102,7 +102,7 @@ def read(path: Path) -> Recorded:
         if batch in table:
             table[batch][tier] = statistics.median(seconds)
     if not {step.batch for step in steps} <= table.keys():
-        raise ValueError(f"{path} has batches whose steps were not timed at the start")
+        raise ValueError(f"{path} has batches without step times measured at startup")
     return Recorded(tiers, table, steps)
 
 
@@ -203,7 +203,7 @@ class Hindsight:
 
 
 class _Student:
-    """A policy that sees what the recorded steps before showed."""
+    """Policy that receives the results of the recorded steps before."""
 
     def __init__(self, recorded: Recorded, policy: Policy) -> None:
         self._tiers, self._table, self._policy = recorded.tiers, recorded.table, policy

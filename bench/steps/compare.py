@@ -137,13 +137,13 @@ def table_of(found: dict[str, Any]) -> str:
     lines = []
     for name in ("a", "b"):
         side, lot = found[name], found[name]["simulated_accept_length"]
-        told = "" if lot is None else f", simulated {lot:g}"
+        simulated = "" if lot is None else f", simulated {lot:g}"
         lines.append(
             f"{name.upper()}  {side['side']}: {side['ms']:.3f} ms a step, "
-            f"{side['tokens_per_s']:.1f} tokens/s, length {side['accept_length']:.3f}{told}"
+            f"{side['tokens_per_s']:.1f} tokens/s, length {side['accept_length']:.3f}{simulated}"
         )
-    for name, told in (("ms", "step"), ("tokens_per_s", "tokens/s")):
-        lines.append(f"B/A {told}: {format_ratio(found['b_to_a'][name])}")
+    for name, label in (("ms", "step"), ("tokens_per_s", "tokens/s")):
+        lines.append(f"B/A {label}: {format_ratio(found['b_to_a'][name])}")
     return "\n".join(lines)
 
 

@@ -94,7 +94,7 @@ def measure(session: Session, load: Load, rates: Rates, options: argparse.Namesp
 def _trace(
     session: Session, load: Load, steps: int, step_ms: float, options: argparse.Namespace
 ) -> Line | None:
-    """Kernels and idle share of a step; None on a CPU, and where no trace is wanted."""
+    """Kernels and idle share of a step; None on a CPU, and without a trace."""
     if session.served.device != "gpu" or options.no_trace:
         return None
     try:
@@ -137,8 +137,8 @@ def begun(
       wait: See `Session.begin`.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
-    told = [*flags(options, overlap), "--tp-size", str(ranks)]
-    session = Session.begin(backend, options.model, draft, folders, told, load, wait)
+    server_flags = [*flags(options, overlap), "--tp-size", str(ranks)]
+    session = Session.begin(backend, options.model, draft, folders, server_flags, load, wait)
     try:
         yield session
     finally:
@@ -253,7 +253,7 @@ def model_options(description: str | None, output: int) -> argparse.ArgumentPars
     """Returns a parser with the options of all step benches: model, startup and output file.
 
     Args:
-      description: A docstring, whose first line is shown.
+      description: Docstring; its first line is printed.
       output: Default of the tokens of an answer.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
@@ -295,8 +295,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--no-trace", action="store_true", help="do not trace kernels")
     parser.add_argument("--kernels", action="store_true", help="list the longest kernels")
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
-    told = "lines to prepare side by side, each in its own process"
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help=told)
+    text = "lines to prepare side by side, each in its own process"
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
     return parser
 
 

@@ -53,7 +53,7 @@ def ask_once(served: Served, load: Load) -> Answer:
 
 
 def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
-    """One size of prompt, whose products take so many seconds.
+    """Prompt of one size, with the seconds of its GEMMs.
 
     The line's `answer` is what was answered, and what of it was drafted.
     """
@@ -95,7 +95,7 @@ def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
     """Returns the seconds of a prompt's GEMMs; all rows are taken to choose the same experts.
 
     They are timed as a chain, in which each has its share: kernels of many operations and of few
-    take turns in a prompt too, and a card's clock follows from all of them. The chain is the
+    alternate in a prompt too, and a card's clock follows from all of them. The chain is the
     shortest that repeats, a layer where all are alike.
     """
     counts, experts = Counter[tuple[int, int, int]](), config.experts
@@ -138,8 +138,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 products[prompt] = _product_seconds(side, config, prompt)
             side.release()
             found["sides"][backend]["products"][prompt] = watched
-            told = f"products of {prompt} tokens: {1e3 * products[prompt]:.2f} ms, MHz and watts"
-            print(f"{told}{gpu_clock.format_card(watched)}", flush=True)
+            text = f"products of {prompt} tokens: {1e3 * products[prompt]:.2f} ms, MHz and watts"
+            print(f"{text}{gpu_clock.format_card(watched)}", flush=True)
         print(HEADER)
         for draft in drafts:
             for own in _launches(backend, side.is_gpu):
@@ -197,7 +197,7 @@ def main() -> int:
     """Prints and writes the lines; the exit code is 1 where an answer is another."""
     try:
         found = run(options(), shlex.join(["python", "-m", "bench.steps.prefill", *sys.argv[1:]]))
-    except ValueError as error:  # what a start refuses; one sentence
+    except ValueError as error:  # an invalid option; one sentence
         sys.exit(f"unsupported: {error}")
     return int(not all(line["is_same"] for line in found["lines"]))
 

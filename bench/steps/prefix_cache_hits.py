@@ -102,8 +102,8 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             found["versions"][backend] = versions(backend, device)
             for prefix in options.prefix:
                 sizes = (options.question, options.output, options.rounds)
-                told = {"backend": backend, "drafts": str(draft)}
-                found["lines"].append(told | measure(served, prefix, *sizes))
+                fields = {"backend": backend, "drafts": str(draft)}
+                found["lines"].append(fields | measure(served, prefix, *sizes))
                 print(line_of(found["lines"][-1]), flush=True)
                 if options.out:
                     write_results(options.out, found)

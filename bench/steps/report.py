@@ -65,15 +65,15 @@ class Report:
         self._tells_kernels = tells_kernels
 
     def add_side(self, backend: str, facts: SideFacts | None = None) -> Rates:
-        """Says where a backend runs, and how fast it is there.
+        """Prints the device of a backend and its measured rates.
 
         Args:
           facts: None finds them here.
         """
         version, where, rates = facts or side_facts(backend)
         self.found["versions"][backend] = version
-        told = {"copy_gigabytes_per_s": rates.copied / 1e9, "teraflops": rates.teraflops}
-        self.found["sides"][backend] = where | told
+        speeds = {"copy_gigabytes_per_s": rates.copied / 1e9, "teraflops": rates.teraflops}
+        self.found["sides"][backend] = where | speeds
         copies = f"copies {rates.copied / 1e9:.0f} GB/s"
         device = where["device"]
         self._say(f"{backend} on {device}, {copies}, products {rates.teraflops:.3g} TFLOP/s")
@@ -127,7 +127,7 @@ def line_of(line: Line) -> str:
     trace, texts = line["trace"] or {}, line["texts"]
     kernels = f"{trace['kernels']:9.1f}" if "kernels" in trace else f"{'-':>9}"
     idle = f"{trace['idle_share']:7.1%}" if "idle_share" in trace else f"{'-':>7}"
-    told = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
+    comparison = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
     lot = line["simulated_accept_length"]
     notes = [] if lot is None else [f"simulated {lot:g}"]
     notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
@@ -138,7 +138,7 @@ def line_of(line: Line) -> str:
         f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"
         f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['products_ms']:9.3f}"
         f"{line['share_of_both']:7.1%}{kernels}{idle}"
-        f"{gpu_clock.format_card(line['card'])}  {' '.join([told, *notes])}"
+        f"{gpu_clock.format_card(line['card'])}  {' '.join([comparison, *notes])}"
     )
 
 

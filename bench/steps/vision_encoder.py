@@ -44,7 +44,7 @@ Encoder = Callable[[], Rows]
 
 
 def image_of(tokens: int, vision: VisionConfig) -> Pixels:
-    """A random image that takes so many tokens, a square number of them."""
+    """Returns a random image with a square number of tokens."""
     side = math.isqrt(tokens) * vision.patch_size * vision.merge_size
     pixels = np.random.default_rng(SEED).integers(0, 256, (side, side, 3), dtype=np.uint8)
     return vision_encoder.pixels_of(pixels, vision, IMAGES)
@@ -61,7 +61,7 @@ def products_of(patches: int, vision: VisionConfig) -> int:
 
 
 def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
-    """Loads the tower in torch; gives what encodes an image that lies on the device."""
+    """Loads the vision encoder in torch; returns a function that encodes an image on the device."""
     torch, of_torch = import_module("torch"), import_module("torch_impl.vision_encoder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = import_module("torch_impl.weights").load_tower(

@@ -4,8 +4,8 @@
 
 A model with dummy weights gets a vision encoder of Qwen3.5-9B's shape. One prompt with one image
 runs on an idle engine, without HTTP: with a new image, with a cached image, and as a text of the
-same length. Then a prompt with a new image arrives next to a stream, whose gaps are reported. The
-last line has planned bytes and the peak of the framework.
+same length. Then a prompt with a new image arrives next to a stream, and the stream's gaps are
+reported. The last line has planned bytes and the peak of the framework.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tests.support.in_process_engine import Served, start
 from tests.support.op_sides import SIDES
 
 AROUND = 32
-"""Words before an image, and as many behind it."""
+"""Number of words before an image, and after it."""
 
 STEADY = 8
 """Tokens that a stream has before an image comes beside it."""
@@ -45,9 +45,9 @@ Line = dict[str, Any]
 
 
 def write_seeing(model: Path, folder: Path, tokens: int) -> None:
-    """A config.json that has a tower beside a model's own settings, and what its processor is told.
+    """Writes a config.json with a vision encoder next to the model's settings, and its processor's.
 
-    The model's heads turn as Qwen3.5's do, in the sections of a model that sees.
+    The attention heads use M-RoPE with the sections of Qwen3.5's vision-language models.
 
     Args:
       tokens: Of the smallest image; a start has no programs for smaller ones.
@@ -87,9 +87,9 @@ def write_seeing(model: Path, folder: Path, tokens: int) -> None:
 
 
 def request_of(served: Served, tokens: int, seed: int, output: int, *, sees: bool) -> Request:
-    """A prompt with a square image, or as many words; of one seed it is the same."""
+    """Returns a prompt with a square image, or the same number of words; equal for equal seeds."""
     pool = served.backend.capacity.images
-    assert pool is not None  # it was given a tower
+    assert pool is not None  # a vision encoder was added
     side, image = math.isqrt(tokens), pool.vision.image_token
     rng = np.random.default_rng(seed)
     words = rng.integers(1, image, 2 * AROUND + side**2).tolist()

@@ -36,7 +36,7 @@ from shared.models.parameters import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_BYTES = 1_000_000_000
-"""From which on a file of the checkpoint is written, so that the whole never lies in memory."""
+"""Bytes after which a file of the checkpoint is written, so that memory never holds all of it."""
 
 OWN = (("/proc/self/status", "RssAnon:"), ("/proc/self/smaps", "Anonymous:"))
 """Files and lines with the anonymous resident memory of this process; gVisor has the second
@@ -85,7 +85,7 @@ def own_gigabytes() -> float:
     """Returns the private memory of the process.
 
     Raises:
-      RuntimeError: The system does not tell.
+      RuntimeError: The system does not report it.
     """
     for path, name in OWN:
         text = Path(path).read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ class Peak(threading.Thread):
 
 
 def measure(backend: str, folder: Path) -> Line:
-    """Reads the checkpoint once, in bfloat16, and says with what."""
+    """Loads the checkpoint once, in bfloat16, and reports the time and memory."""
     weights, config = import_module(f"{backend}_impl.weights"), config_from_folder(folder)
     framework = import_module(backend)
     where = "cpu"

@@ -92,7 +92,7 @@ def test_read_ptxas_reports_serialised_wgmma(where: str) -> None:
 
 @pytest.mark.parametrize("gone", ["spill", "registers"])
 def test_read_ptxas_rejects_unknown_format(gone: str) -> None:
-    with pytest.raises(ValueError, match="nothing of registers or spills of product__1"):
+    with pytest.raises(ValueError, match="ptxas reports no registers or spills of product__1"):
         read_ptxas(PTXAS.replace(gone, "other"), read_thunks(THUNKS))
     with pytest.raises(ValueError, match="no thunk starts product__1"):
         read_ptxas(PTXAS, [])
@@ -104,7 +104,9 @@ def test_read_mosaic_returns_kernel_and_shared_memory():
     passes = "gpu.launch blocks(%1) threads(%2) dynamic_shared_memory_size %c163840_i32 {"
     assert read_mosaic(said, passes) == Kernel("described_product", 48, 0, 163840)
     for text, other in ((PTXAS, passes), (said, "gpu.launch")):
-        with pytest.raises(ValueError, match="nothing of a kernel or of its shared memory"):
+        with pytest.raises(
+            ValueError, match="the dump of Mosaic GPU has no kernel or no shared memory size"
+        ):
             read_mosaic(text, other)
 
 
@@ -127,7 +129,7 @@ def test_faults_of_kernel_reports_spills_and_shared_memory():
     wrong = Kernel("mix__2", 255, 8, MOST_SHARED_BYTES + 1)
     assert list(faults_of_kernel(wrong, "a case")) == [
         "mix__2 of a case spills 8 bytes",
-        "mix__2 of a case wants 232449 bytes of shared memory, and there are 232448",
+        "mix__2 of a case requires 232449 bytes of shared memory, and a block has 232448",
     ]
 
 
