@@ -15,25 +15,25 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 46,
-    "say of data": 41,
-    "ask, hear, want of data": 65,
-    "refuse": 25,
+    "tell of data": 25,
+    "say of data": 18,
+    "ask, hear, want of data": 42,
+    "refuse": 14,
     "refused by name": 0,
-    "stand": 19,
-    "lie": 19,
-    "is left": 20,
+    "stand": 10,
+    "lie": 13,
+    "is left": 14,
     "by lot": 0,
-    "law": 8,
-    "mailbox": 20,
-    "tower": 16,
-    "that sees": 9,
+    "law": 7,
+    "mailbox": 18,
+    "tower": 13,
+    "that sees": 5,
     "seen text": 0,
-    "turns": 36,
+    "turns": 29,
     "promise": 1,
-    "asleep": 10,
-    "who, whose": 283,
-    "so many, as many": 42,
+    "asleep": 9,
+    "who, whose": 237,
+    "so many, as many": 20,
 }
 OPENING_CEILINGS = {
     "bench": 0,
@@ -47,7 +47,7 @@ OPENING_CEILINGS = {
 """Docstrings by top folder that open with a word of `OPENINGS`."""
 AS_CEILING = 3
 CLASS_NAME_CEILING = 16
-UNDOCUMENTED_CEILING = 140
+UNDOCUMENTED_CEILING = 138
 SPREAD_CEILINGS = {"# fmt: skip": 10, "f(*(a, b))": 95, "f(*name)": 867}
 
 
