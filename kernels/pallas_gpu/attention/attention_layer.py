@@ -19,19 +19,14 @@ from jaxtyping import Bool, Float, Int
 from kernels.pallas_gpu.attention.attention import (
     Order,
     VisibleRange,
-    add_tile,
-    add_whole,
     clear_padding,
     finish,
-    load_rows,
     page_of,
-    pages_of,
-    scores_of,
     window_operand,
 )
+from kernels.pallas_gpu.attention.attention_layer_mainloop import sum_share
 from kernels.pallas_gpu.attention.attention_layer_sm90 import mix_described, takes
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, load_head
-from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState, fold
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     Projected,
     Turning,
@@ -42,7 +37,7 @@ from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     turn,
     write_pair,
 )
-from kernels.pallas_gpu.attention.row_bounds import bounds_of, is_in, pack_window_bits, visible
+from kernels.pallas_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
 from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_partial
 from kernels.tiles import DecodeAttentionTiles
 
@@ -223,9 +218,24 @@ class _Share(NamedTuple):
 
 
 def _attention_layer_kernel(
-    projected, _, __, layer_ref, table_ref, bounds_ref, rows, q_ref, kv_ref, arrivals_ref, out_ref,
-    parts, *, order, settings, sizes, interpret,
-):  # fmt: skip
+    projected,
+    _,
+    __,
+    layer_ref,
+    table_ref,
+    bounds_ref,
+    rows,
+    q_ref,
+    kv_ref,
+    arrivals_ref,
+    out_ref,
+    parts,
+    *,
+    order,
+    settings,
+    sizes,
+    interpret,
+):
     """One program per block of lanes of a KV head, request, and share of its positions."""
     counter, request, number = (pl.program_id(axis) for axis in range(3))
     head, block = lax.div(counter, sizes.blocks), lax.rem(counter, sizes.blocks)
@@ -251,9 +261,16 @@ def _attention_layer_kernel(
             until = pltriton.load(rows.until.at[lane_row])
             layer = layer_ref[0]
             seen = VisibleRange(
-                kv_ref=kv_ref, table_ref=table_ref, window_ref=rows.window, layer=layer,
-                request=request, head=head, row=lane_row, first=first, until=until,
-            )  # fmt: skip
+                kv_ref=kv_ref,
+                table_ref=table_ref,
+                window_ref=rows.window,
+                layer=layer,
+                request=request,
+                head=head,
+                row=lane_row,
+                first=first,
+                until=until,
+            )
             page = page_of(seen, lax.div(share.from_position, order.tile), order.tile)
             written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
             is_new = written < stop
@@ -275,9 +292,18 @@ def _attention_layer_kernel(
                 of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
                 k = turn(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
                 write_pair(
-                    projected.rows, kv_ref, table_ref, layer, written, request, place,
-                    is_written, head, column, k,
-                )  # fmt: skip
+                    projected.rows,
+                    kv_ref,
+                    table_ref,
+                    layer,
+                    written,
+                    request,
+                    place,
+                    is_written,
+                    head,
+                    column,
+                    k,
+                )
                 _barrier(interpret)  # read by other threads than the writers
 
             if settings.is_placed:
@@ -299,7 +325,7 @@ def _attention_layer_kernel(
                 store_partial(parts, unit - base, row, q_head, sums, row < stop)
 
             new = _NewRows(places=place, is_bad=is_bad)
-            own_sums = _sum_share(
+            own_sums = sum_share(
                 q, seen, window, new, bounds, page, share, order, sizes, store=store
             )
 
@@ -365,72 +391,6 @@ def _share(number, capacity, bounds, order, sizes):
 def _select(condition, one, other):
     """Selects one of two integers; Pallas gives a select of constants the type of its condition."""
     return other + condition.astype(jnp.int32) * (one - other)
-
-
-def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):
-    """Accumulates the positions of a share: tiles into splits, splits into units, which are stored.
-
-    A unit is a split or a span. A program with `is_alone` stores none. Positions that no row
-    attends to are not read.
-    """
-    tile, (lanes, D) = order.tile, q.shape
-    low, high = share.from_position, share.to_position
-    begin = lax.div(low, tile)
-    end = jnp.where(low < high, pl.cdiv(high, tile), begin)
-    # Tiles without new positions that are fully visible to all lanes need no mask.
-    whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), bounds.new_from), tile), end)
-    sees_first = seen.first.max() <= begin * tile
-    whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
-
-    def add(i, carry):
-        number, sums, *unit_sums = carry
-        position, pages, number = pages_of(seen, number, i, tile)
-        return number, *close(i, add_whole(q, seen, position, pages, sums, order), *unit_sums)
-
-    def add_masked(i, carry):
-        number, sums, *unit_sums = carry
-        position, pages, number = pages_of(seen, number, i, tile)
-        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        if order.nodes > 0:
-            node = position - bounds.seen_until
-            both = (jnp.broadcast_to(x, node.shape) for x in (window.any_low, window.any_high))
-            is_read |= is_in(*both, node, order.nodes)
-        if sizes.max_rows > 1:
-            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
-            is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
-        mask = is_read[:, None]
-        load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
-        scores = scores_of(q, load(which=0), order)
-        is_seen = visible(position, seen.first, seen.until, window, order.nodes)
-        scores = jnp.where(is_seen, scores, NEGATIVE)
-        highest = jnp.maximum(sums.peak, scores.max(axis=1))
-        v = load(which=1)
-        weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
-        return number, *close(i, add_tile(sums, highest, weights, v), *unit_sums)
-
-    def close(i, *sums):
-        ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
-        return lax.cond(ends_split, partial(close_split, i), lambda *x: x, *sums)
-
-    def close_split(i, sums, *unit_sums):
-        sums = sums._replace(total=sums.total.max(axis=1))
-        if not unit_sums:
-            stored(i, sums)
-            return (nothing,)
-        ends_unit = (lax.rem((i + 1) * tile, share.unit) == 0) | (i + 1 == end)
-        if share.is_alone is not None:
-            ends_unit &= ~share.is_alone
-        sums = fold(*unit_sums, sums)
-        return nothing, lax.cond(ends_unit, partial(stored, i), lambda x: x, sums)
-
-    def stored(i, sums):
-        store(lax.div(i * tile, share.unit), sums)
-        return SoftmaxState.nothing(lanes, D)
-
-    nothing = SoftmaxState.nothing(lanes, D, order.ones)
-    unit_sums = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
-    summed = lax.fori_loop(begin, whole, add, (number, nothing, *unit_sums))
-    return lax.fori_loop(whole, end, add_masked, summed)[-1]
 
 
 def _combine(parts, row, q_head, begin, share, order, sizes, interpret):

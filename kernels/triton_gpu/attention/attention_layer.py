@@ -19,22 +19,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.tiles import DecodeAttentionTiles
 from kernels.triton_gpu.attention.attention import (
     LOG2_E,
-    NEGATIVE,
     Order,
     SoftmaxState,
     VisibleRange,
-    add_tile,
-    add_whole,
     clear_padding,
     finish,
-    fold_split,
-    no_split,
-    no_sums,
-    offsets,
     page_of,
 )
+from kernels.triton_gpu.attention.attention_layer_mainloop import sum_share
 from kernels.triton_gpu.attention.attention_layer_sm90 import mix_described, takes
-from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, load_head
+from kernels.triton_gpu.attention.head_dim_padding import columns_of, load_head
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     HeadSizes,
     Pool,
@@ -45,8 +39,8 @@ from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     turn,
     write_pair,
 )
-from kernels.triton_gpu.attention.row_bounds import bounds_of, is_in, pack_window_bits, visible
-from kernels.triton_gpu.attention.split_kv import SplitPartials, combine, store_partial
+from kernels.triton_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
+from kernels.triton_gpu.attention.split_kv import SplitPartials, combine
 from kernels.triton_gpu.gemm.linear import launching
 
 
@@ -243,10 +237,24 @@ def attention_layer(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
 def _attention_layer_kernel(
-    projected, pool, requests, rows, q_at, out_at, parts, num_rows, num_requests, columns, scale,
-    most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr,
-    config: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
+    projected,
+    pool,
+    requests,
+    rows,
+    q_at,
+    out_at,
+    parts,
+    num_rows,
+    num_requests,
+    columns,
+    scale,
+    most_parts,
+    heads: tl.constexpr,
+    turning: tl.constexpr,
+    order: tl.constexpr,
+    config: tl.constexpr,
+    is_launched: tl.constexpr,
+):
     """One program per block of lanes of a KV head, request, and share of its positions."""
     q_heads: tl.constexpr = heads.q_heads
     k_heads: tl.constexpr = heads.k_heads
@@ -349,10 +357,19 @@ def _attention_layer_kernel(
         is_alone=is_alone,
     )
     may_gather: tl.constexpr = config.may_span or config.splits > 1
-    sums = _sum_share(
-        q, seen, new_places, bounds, number, from_position, to_position, units, heads, order,
+    sums = sum_share(
+        q,
+        seen,
+        new_places,
+        bounds,
+        number,
+        from_position,
+        to_position,
+        units,
+        heads,
+        order,
         may_gather,
-    )  # fmt: skip
+    )
     is_last = is_alone
     if not is_alone:
         tl.debug_barrier()
@@ -380,70 +397,3 @@ def _attention_layer_kernel(
             values = tl.where(gets_nan[:, None], float("nan"), sums.value)
             sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
-
-
-@triton.jit
-def _sum_share(
-    q, seen, new, bounds, number, low, high, units, heads: tl.constexpr, order: tl.constexpr,
-    may_gather: tl.constexpr,
-):  # fmt: skip
-    """Accumulates positions [low, high): tiles into splits, splits into units, which are stored.
-
-    A unit is a split or a span. Returns the accumulator that is not stored. Positions that no row
-    attends to are not read.
-    """
-    lanes: tl.constexpr = q.shape[0]
-    D: tl.constexpr = heads.D
-    tile: tl.constexpr = order.tile
-    sums, unit_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
-    begin = low // tile
-    end = tl.where(low < high, tl.cdiv(high, tile), begin)
-    # Tiles without new positions that are fully visible to all lanes need no mask.
-    whole = tl.minimum(tl.minimum(tl.min(seen.until), bounds.new_from) // tile, end)
-    whole = tl.where(tl.max(seen.first) <= begin * tile, tl.maximum(whole, begin), begin)
-    for i in range(begin, whole):
-        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
-        sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D)
-        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
-    for i in range(whole, end):
-        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
-        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        if order.nodes > 0:
-            node = position - bounds.seen_until
-            is_read |= is_in(seen.window.any_low, seen.window.any_high, node, order.nodes)
-        if new.is_bad.shape[0] > 1:
-            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
-            is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
-        keep = in_head(is_read[:, None], D)
-        k = tl.load(seen.k + offset, mask=keep, other=0.0)
-        v = tl.load(seen.v + offset, mask=keep, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
-        is_seen = visible(position, seen.first, seen.until, seen.window, order.nodes)
-        scores = tl.where(is_seen, scores, NEGATIVE)
-        highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
-        weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
-        sums = add_tile(sums, highest, weights, v)
-        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
-    return unit_sums
-
-
-@triton.jit
-def _close(
-    i, end, sums, unit_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
-):
-    """Merges a split into its unit after its last tile, and stores a unit after its last split."""
-    lanes: tl.constexpr = sums.peak.shape[0]
-    after, is_last = (i + 1) * order.tile, i + 1 == end
-    if (after % order.split == 0) | is_last:
-        at = (i * order.tile // units.length - units.base) * units.stride + units.place
-        if may_gather:
-            unit_sums = fold_split(unit_sums, sums)
-            if ((after % units.length == 0) | is_last) & (not units.is_alone):
-                store_partial(units.parts, at, unit_sums, units.is_lane, D)
-                unit_sums = no_sums(lanes, D)
-        else:
-            total = tl.max(sums.total, axis=1)
-            done = SoftmaxState(value=sums.value, peak=sums.peak, total=total)
-            store_partial(units.parts, at, done, units.is_lane, D)
-        sums = no_split(lanes, D, order.ones)
-    return sums, unit_sums
