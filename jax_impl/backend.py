@@ -261,14 +261,14 @@ class JaxBackend:
             given: StepInputs, state: DeviceState, words: Words
         ) -> tuple[DeviceState, Words]:
             leaves, exchange = given
-            state, result = step(self._machine(leaves, exchange), state, words, program)
+            state, result = step(self._context(leaves, exchange), state, words, program)
             if exchange is not None:
                 result = jnp.append(result, exchange.error(result))
             return state, result
 
         return self._together.run(of_rank, given, state, words)
 
-    def _machine(self, leaves: list[Leaf], exchange: AllGather | None) -> StepContext:
+    def _context(self, leaves: list[Leaf], exchange: AllGather | None) -> StepContext:
         """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)

@@ -69,27 +69,27 @@ class VerifyOutput(NamedTuple):
 
 
 def decode(
-    machine: StepContext, state: DeviceState, plan: Plan, program: Program
+    context: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Builds draft trees or reads the plan's, verifies them, and commits accepted tokens."""
     lengths = state.lengths[plan.slots]
-    trees, state = build_trees(machine, state, plan, program, lengths)
-    verified = verify(machine, state, plan, program, trees, lengths)
-    state, saved = commit(machine, state, plan, program, verified, lengths)
-    state = draft_extend(machine, state, plan, program, trees, verified, lengths)
-    return state, result_fields(machine, plan, program, trees, verified, saved)
+    trees, state = build_trees(context, state, plan, program, lengths)
+    verified = verify(context, state, plan, program, trees, lengths)
+    state, saved = commit(context, state, plan, program, verified, lengths)
+    state = draft_extend(context, state, plan, program, trees, verified, lengths)
+    return state, result_fields(context, plan, program, trees, verified, saved)
 
 
 def draft(
-    machine: StepContext, state: DeviceState, plan: Plan, program: Program
+    context: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Drafts only; writes nothing but draft KV past the lengths."""
-    trees, state = build_trees(machine, state, plan, program, state.lengths[plan.slots])
+    trees, state = build_trees(context, state, plan, program, state.lengths[plan.slots])
     return state, trees.fields()
 
 
 def build_trees(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -108,13 +108,13 @@ def build_trees(
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
     if program.has(ProgramFeature.DEVICE_NGRAM):
-        return _of_texts(machine, state, plan, program), state
-    assert machine.drafter is not None  # required by a program that drafts
+        return _of_texts(context, state, plan, program), state
+    assert context.drafter is not None  # required by a program that drafts
     assert state.draft is not None
-    rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
+    rank = ranking(context, state, plan, lengths, shape.width, context.samples(program))
     deltas = None if state.images is None else state.images.deltas[plan.slots]
     given = (state.draft, plan, newest, lengths, deltas)
-    drafted, memory = machine.drafter.draft(*given, shape.drafter, rank)
+    drafted, memory = context.drafter.draft(*given, shape.drafter, rank)
     state = state._replace(draft=memory)
     if plan.copies is not None:
         return _joined(drafted, plan, program, plan.copies, lengths), state
@@ -124,12 +124,12 @@ def build_trees(
     return Trees(*trees, None, drafted.processed), state
 
 
-def _of_texts(machine: StepContext, state: DeviceState, plan: Plan, program: Program) -> Trees:
+def _of_texts(context: StepContext, state: DeviceState, plan: Plan, program: Program) -> Trees:
     """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
     shape, memory = program.shape, state.texts
     assert memory is not None  # required by the program
     assert plan.texts is not None
-    width = width_of(shape.nodes, machine.capacity.accept_rule)
+    width = width_of(shape.nodes, context.capacity.accept_rule)
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
     grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
     if program.shares_rows:
@@ -179,7 +179,7 @@ def _joined(
 
 
 def verify(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -191,19 +191,19 @@ def verify(
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
     )
-    rows = behind_images(machine, state, plan, rows)
+    rows = behind_images(context, state, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
-    mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
-    tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
-    passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
+    mixer = _mixer(context, state, plan, program, trees, rows, node, row_of)
+    tokens, streams = trees.tokens[rows.request, node], context.streams(program)
+    passed = model.forward(context.model, tokens, None, rows, state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
-    projected = model.lm_head_input(machine.model, passed.hidden)
+    projected = model.lm_head_input(context.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
-        machine, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
+        context, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
     )
-    choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
+    choices, walked = _accepting(context, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
         trees.tokens,
         trees.parents,
@@ -219,7 +219,7 @@ def verify(
 
 
 def _mixer(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -234,11 +234,11 @@ def _mixer(
     parents = None if program.is_chain else trees.parents
     nodes = TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
     pools = (state.delta, plan.slots)
-    return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
+    return VerifyMixer(context.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -255,8 +255,8 @@ def _choose(
     seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
     positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
-        allowed = _allowed(plan.mask, rows.request, node, machine.capacity.vocab)
-        given = (seen, positions, params, rows.request, allowed, machine.model.vocabulary)
+        allowed = _allowed(plan.mask, rows.request, node, context.capacity.vocab)
+        given = (seen, positions, params, rows.request, allowed, context.model.vocabulary)
         if logits is None:
             chosen = lm_head.choose(projected, *given)
         else:
@@ -275,8 +275,8 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
-        rule=machine.capacity.accept_rule,
-        vocabulary=machine.model.vocabulary,
+        rule=context.capacity.accept_rule,
+        vocabulary=context.model.vocabulary,
     )
 
 
@@ -292,7 +292,7 @@ def _allowed(
 
 
 def _accepting(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -303,7 +303,7 @@ def _accepting(
 
     They come from the target, from simulated acceptance, or from forced drafts of a row.
     """
-    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
+    tokens, walked, rates = trees.tokens, trees.num_nodes, context.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
         choices, walked = acceptance.simulate(
@@ -316,7 +316,7 @@ def _accepting(
 
 
 def commit(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -330,7 +330,7 @@ def commit(
             kv, plan.page_table, lengths, verified.accepted.path, counts
         )
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
-    draft = None if machine.feeds(program) else state.draft  # leaves a gap in its KV
+    draft = None if context.feeds(program) else state.draft  # leaves a gap in its KV
     new_lengths, newest, seen, draft_from = slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
@@ -369,7 +369,7 @@ def _commit_state(
 
 
 def draft_extend(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     program: Program,
@@ -381,25 +381,25 @@ def draft_extend(
 
     A step of plain decoding leaves a gap in the draft KV instead.
     """
-    if not machine.feeds(program):
+    if not context.feeds(program):
         return state
-    assert machine.drafter is not None  # required by draft extend
+    assert context.drafter is not None  # required by draft extend
     assert state.draft is not None
     (B, W), counts = verified.accepted.path.shape, verified.accepted.counts
     draft_from = state.draft.draft_from[plan.slots]
     rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
     last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
-    rank = ranking(machine, state, plan, lengths + counts, machine.capacity.max_width, False)
+    rank = ranking(context, state, plan, lengths + counts, context.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
-    rows = behind_images(machine, state, plan, rows)
+    rows = behind_images(context, state, plan, rows)
     fed = ExtendRows(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
-    memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
+    memory = context.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)
 
 
 def result_fields(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -411,4 +411,4 @@ def result_fields(
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
     values |= {"snapshot_saved": saved} | trees.fields()
     chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
-    return values | logprobs_of(machine, plan, program, *chosen_from)
+    return values | logprobs_of(context, plan, program, *chosen_from)

@@ -24,7 +24,7 @@ from shared.spec.logprobs import SCORED_ROWS
 
 
 def count_tokens(
-    machine: StepContext, state: DeviceState, plan: Plan, program: Program
+    context: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Adds tokens to the token counts in `seen`; resets the slots of starting rows first."""
     state, prompt = reset_slots(state, plan), plan.prompt
@@ -38,7 +38,7 @@ def count_tokens(
 
 
 def prefill(
-    machine: StepContext, state: DeviceState, plan: Plan, program: Program
+    context: StepContext, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Prefills prompt chunks and chooses the first output token of prompts that end."""
     state, prompt = reset_slots(state, plan), plan.prompt
@@ -47,10 +47,10 @@ def prefill(
     if prompt.images is not None and state.images is not None:
         deltas = state.images.deltas.at[plan.slots].set(prompt.images.deltas)
         state = state._replace(images=state.images._replace(deltas=deltas))
-    passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
-    state = _count_prompts(machine, state, plan, prompts)
-    logits = model.logits(machine.model, passed.hidden[prompts.last])
-    chosen = _choose_next(machine, state, plan, logits, prompts.lengths)
+    passed, state, saved = _read_prompts(context, state, plan, program, prompts)
+    state = _count_prompts(context, state, plan, prompts)
+    logits = model.logits(context.model, passed.hidden[prompts.last])
+    chosen = _choose_next(context, state, plan, logits, prompts.lengths)
     newest = jnp.where(prompt.ends_prompt, chosen.ids, prompt.next_tokens)
     is_row = plan.slots != 0
     is_output = prompts.lengths >= plan.sampling.prompt_length
@@ -60,8 +60,8 @@ def prefill(
         seen=slot_state.count(state.seen, plan.slots, newest, is_output, is_row),
     )
     following = _following(prompts, newest)
-    if machine.feeds(program):
-        state = _feed_prompts(machine, state, plan, prompts, passed, following)
+    if context.feeds(program):
+        state = _feed_prompts(context, state, plan, prompts, passed, following)
     if state.texts is not None:
         texts = _learnt_texts(state.texts, plan, prompts, following)
         state = state._replace(texts=texts)
@@ -71,8 +71,8 @@ def prefill(
     values = {"tokens": tokens, "counts": counts, "failed": failed, "snapshot_saved": saved}
     values |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
     row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
-    values |= logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
-    return state, values | _scores(machine, program, prompts, passed, following)
+    values |= logprobs_of(context, plan, program, logits, row_of, tokens, counts)
+    return state, values | _scores(context, program, prompts, passed, following)
 
 
 def _following(prompts: PrefillChunks, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
@@ -114,7 +114,7 @@ def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> ImageEmb
 
 
 def _scores(
-    machine: StepContext,
+    context: StepContext,
     program: Program,
     prompts: PrefillChunks,
     passed: Forward,
@@ -123,14 +123,14 @@ def _scores(
     """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
     if not program.has(ProgramFeature.PROMPT_LOGPROBS):
         return {}
-    rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.capacity.max_scores
+    rows, k = math.gcd(program.tokens, SCORED_ROWS), context.capacity.max_scores
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
 
     def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
         # A block begins after the previous block has ended: otherwise all logits would be in
         # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
         (hidden, ids), before = lax.optimization_barrier((block, before))
-        logits, vocabulary = model.logits(machine.model, hidden), machine.model.vocabulary
+        logits, vocabulary = model.logits(context.model, hidden), context.model.vocabulary
         return logprobs.prompt_logprobs(logits, ids, k, vocabulary), before
 
     whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
@@ -148,7 +148,7 @@ def _real(prompts: PrefillChunks, values: Shaped[jax.Array, "T ..."]) -> Shaped[
 
 
 def _count_prompts(
-    machine: StepContext, state: DeviceState, plan: Plan, prompts: PrefillChunks
+    context: StepContext, state: DeviceState, plan: Plan, prompts: PrefillChunks
 ) -> DeviceState:
     """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows = prompts.rows
@@ -162,7 +162,7 @@ def _count_prompts(
 
 
 def _feed_prompts(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     prompts: PrefillChunks,
@@ -170,22 +170,22 @@ def _feed_prompts(
     following: Int[jax.Array, " T"],
 ) -> DeviceState:
     """Extends the drafter over the chunks; each row has the token that follows it."""
-    assert machine.drafter is not None  # required by draft extend
+    assert context.drafter is not None  # required by draft extend
     assert state.draft is not None
     rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
     rows = rows._replace(first=draft_from[rows.request])
-    rank = ranking(machine, state, plan, prompts.lengths, machine.capacity.max_width, False)
+    rank = ranking(context, state, plan, prompts.lengths, context.capacity.max_width, False)
     shown = _shown(state, _following_sources(plan, prompts))
     fed = ExtendRows(rows, prompts.tokens, following, shown, passed, prompts.last)
-    memory = machine.drafter.prefill(state.draft, plan, prompts, fed, rank)
+    memory = context.drafter.prefill(state.draft, plan, prompts, fed, rank)
     return state._replace(draft=memory)
 
 
 def _read_prompts(
-    machine: StepContext, state: DeviceState, plan: Plan, program: Program, prompts: PrefillChunks
+    context: StepContext, state: DeviceState, plan: Plan, program: Program, prompts: PrefillChunks
 ) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
-    streams, mixer = machine.streams(program), None
+    streams, mixer = context.streams(program), None
     save_after = plan.save_at - prompts.first
     is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
@@ -193,9 +193,9 @@ def _read_prompts(
         assert state.snapshots is not None  # slots with states have snapshots
         where = (plan.slots, prompts.row_starts, prompts.rows.request)
         pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
-        mixer = PrefillMixer(machine.model.config, *pools, *where, save_after, save)
+        mixer = PrefillMixer(context.model.config, *pools, *where, save_after, save)
     given = (prompts.tokens, _shown(state, prompts.sources), prompts.rows, state.kv)
-    passed = model.forward(machine.model, *given, mixer, streams)
+    passed = model.forward(context.model, *given, mixer, streams)
     state = state._replace(kv=passed.kv)
     if mixer is not None:
         delta, snapshots = mixer.carry
@@ -204,7 +204,7 @@ def _read_prompts(
 
 
 def _choose_next(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     logits: Float[jax.Array, "B share"],
@@ -213,5 +213,5 @@ def _choose_next(
     """Chooses the target's token after each chunk."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))
-    vocabulary = machine.model.vocabulary
+    vocabulary = context.model.vocabulary
     return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)

@@ -14,10 +14,10 @@ from shared.boundary.program import Program, StepKind
 
 
 def step(
-    machine: StepContext, state: DeviceState, words: Int[jax.Array, " words"], program: Program
+    context: StepContext, state: DeviceState, words: Int[jax.Array, " words"], program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Runs the plan in an int32 buffer; returns the new state and the result buffer."""
-    plan = read_plan(words, program, machine.capacity)
+    plan = read_plan(words, program, context.capacity)
     work = {
         StepKind.PREFILL: prefill,
         StepKind.DECODE: decode,
@@ -25,12 +25,12 @@ def step(
         StepKind.COUNT: count_tokens,
         StepKind.ENCODE: encode,
     }[program.work]
-    state, values = work(machine, state, plan, program)
-    return _end(machine, state, plan, values, program)
+    state, values = work(context, state, plan, program)
+    return _end(context, state, plan, values, program)
 
 
 def _end(
-    machine: StepContext, state: DeviceState, plan: Plan, fields: Fields, program: Program
+    context: StepContext, state: DeviceState, plan: Plan, fields: Fields, program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Finishes a step of any kind; returns the result buffer."""
     is_row = plan.slots != 0
@@ -40,7 +40,7 @@ def _end(
     }
     # Slot 0 is never reset: without this, padded rows would grow its length without bound.
     state = state._replace(lengths=state.lengths.at[0].set(0))
-    return state, pack(fields, program, machine.capacity)
+    return state, pack(fields, program, context.capacity)
 
 
 def _rows_only(is_row: Bool[jax.Array, " B"], values: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ class StepContext(NamedTuple):
 
 
 def ranking(
-    machine: StepContext,
+    context: StepContext,
     state: DeviceState,
     plan: Plan,
     lengths: Int[jax.Array, " B"],
@@ -53,12 +53,12 @@ def ranking(
     is_sampled: bool,
 ) -> Ranking:
     """Returns the ranking of candidates after `lengths` committed tokens."""
-    vocabulary = machine.model.vocabulary
+    vocabulary = context.model.vocabulary
     return Ranking(plan.sampling, state.seen, plan.slots, lengths, width, is_sampled, vocabulary)
 
 
 def logprobs_of(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     logits: Float[jax.Array, "R share"] | None,
@@ -73,13 +73,13 @@ def logprobs_of(
     if not program.has(ProgramFeature.LOGPROBS):
         return {}
     assert logits is not None  # read by a program with logprobs
-    k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
+    k, vocabulary = context.capacity.max_logprobs, context.model.vocabulary
     reported = logprobs.output_logprobs(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
 def behind_images(
-    machine: StepContext, state: DeviceState, plan: Plan, rows: AttentionRows
+    context: StepContext, state: DeviceState, plan: Plan, rows: AttentionRows
 ) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     if state.images is None:

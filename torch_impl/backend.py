@@ -121,11 +121,11 @@ class TorchBackend:
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
         drafter = _drafter(model, drafts, draft_weights)
-        machine = StepContext(model, drafter, tower, capacity, self._state)
+        context = StepContext(model, drafter, tower, capacity, self._state)
         self._queue = (
-            _GPUStreamWorker(machine, device, captured, self.workspace)
+            _GPUStreamWorker(context, device, captured, self.workspace)
             if device.type == "cuda"
-            else _Worker(machine)
+            else _Worker(context)
         )
 
     @property
@@ -213,8 +213,8 @@ class _Worker:
 
     captures = replays = 0
 
-    def __init__(self, machine: StepContext) -> None:
-        self._machine = machine
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
@@ -234,9 +234,9 @@ class _Worker:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        words = step(self._machine, torch.from_numpy(plan.buffer), plan.program)
+        words = step(self._context, torch.from_numpy(plan.buffer), plan.program)
         seconds = time.perf_counter() - began
-        return read_result(plan.program, self._machine.capacity, words.numpy(), seconds)
+        return read_result(plan.program, self._context.capacity, words.numpy(), seconds)
 
 
 @dataclass
@@ -273,13 +273,13 @@ class _GPUStreamWorker:
 
     def __init__(
         self,
-        machine: StepContext,
+        context: StepContext,
         device: torch.device,
         captured: Collection[StepKind],
         workspace: Callable[[Program], int],
     ) -> None:
-        self.replays, self._machine = 0, machine
-        capacity = machine.capacity
+        self.replays, self._context = 0, context
+        capacity = context.capacity
         self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._compute.wait_stream(torch.cuda.current_stream(device))
         most_plan = max(plan_layout(p, capacity).size for p in capacity.programs)
@@ -289,10 +289,10 @@ class _GPUStreamWorker:
         self._on_device = [
             torch.zeros(most_result, dtype=torch.int32, device=device) for _ in self._results
         ]
-        self._exchange: AllGather | None = machine.model.group.on_device
+        self._exchange: AllGather | None = context.model.group.on_device
         self._errors = [_pinned(1) for _ in self._results]
         self._flights: list[_SubmittedStep | None] = [None] * len(self._plans)
-        self._graphs = CapturedGraphs(machine, device, self._compute, captured, workspace)
+        self._graphs = CapturedGraphs(context, device, self._compute, captured, workspace)
         self._count, self._device = 0, device
 
     @property
@@ -332,7 +332,7 @@ class _GPUStreamWorker:
     ) -> _SubmittedStep:
         events = [torch.cuda.Event(enable_timing=i < 2) for i in range(3)]
         began, ended, copied = events
-        size = result_layout(program, self._machine.capacity).size
+        size = result_layout(program, self._context.capacity).size
         held, words = self._on_device[place][:size], self._results[place][:size]
         with torch.cuda.stream(self._compute):
             began.record()
@@ -346,7 +346,7 @@ class _GPUStreamWorker:
             copied.record()
         return _SubmittedStep(
             program=program,
-            capacity=self._machine.capacity,
+            capacity=self._context.capacity,
             words=words,
             began=began,
             ended=ended,
@@ -360,7 +360,7 @@ class _GPUStreamWorker:
     ) -> Int[Tensor, " out"]:
         if graph is None:
             on_device = staged.to(self._device, non_blocking=True)
-            return step(self._machine, on_device, program)
+            return step(self._context, on_device, program)
         graph.plan.copy_(staged, non_blocking=True)
         graph.graph.replay()
         self.replays += 1

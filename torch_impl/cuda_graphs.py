@@ -24,7 +24,7 @@ class CapturedGraph:
 
 
 class CapturedGraphs:
-    """The captured programs of a machine.
+    """The captured programs of a context.
 
     What a graph works on is of the pool of all graphs, of which one runs at a time.
 
@@ -34,7 +34,7 @@ class CapturedGraphs:
 
     def __init__(
         self,
-        machine: StepContext,
+        context: StepContext,
         device: torch.device,
         stream: torch.cuda.Stream,
         works: Collection[StepKind],
@@ -48,7 +48,7 @@ class CapturedGraphs:
           workspace: Bytes that a step of a program works on.
         """
         self.captured: dict[Program, CapturedGraph] = {}
-        self._machine, self._device, self._stream = machine, device, stream
+        self._context, self._device, self._stream = context, device, stream
         self._works, self._workspace = works, workspace
         self._pool = torch.cuda.graph_pool_handle() if works else None
 
@@ -76,15 +76,15 @@ class CapturedGraphs:
         def steps() -> None:
             for program in programs:
                 progress(program)
-                step(self._machine, self._padding(program), program)
+                step(self._context, self._padding(program), program)
 
-        group = self._machine.model.group
+        group = self._context.model.group
         compile_kernels(steps, group.count)
         exchange = group.on_device
         for program in programs:
             if exchange is not None:
                 exchange.meet()  # on the GPU ranks wait less long than one may compile
-            step(self._machine, self._padding(program), program)
+            step(self._context, self._padding(program), program)
             self._stream.synchronize()
 
     def _take(self, programs: Sequence[Program]) -> None:
@@ -97,7 +97,7 @@ class CapturedGraphs:
         torch.empty(most, dtype=torch.uint8, device=self._device)
 
     def _padding(self, program: Program) -> Int[Tensor, " words"]:
-        plan = empty_plan(program, self._machine.capacity)
+        plan = empty_plan(program, self._context.capacity)
         return torch.from_numpy(plan.buffer).to(self._device)
 
     def _capture(self, program: Program, captured: Sequence[Program]) -> CapturedGraph:
@@ -112,5 +112,5 @@ class CapturedGraphs:
         with torch.cuda.graph(graph, **options):
             if not self.captured:
                 self._take(captured)
-            result = step(self._machine, plan, program)
+            result = step(self._context, plan, program)
         return CapturedGraph(graph, plan, result)

@@ -65,25 +65,25 @@ class VerifyOutput:
     mixer: VerifyMixer | None
 
 
-def decode(machine: StepContext, plan: Plan, program: Program) -> Fields:
-    lengths = machine.state.lengths[plan.slots]
-    trees = build_trees(machine, plan, program, lengths)
-    verified = verify(machine, plan, program, trees, lengths)
-    saved = commit(machine, plan, program, verified, lengths)
-    draft_extend(machine, plan, program, trees, verified, lengths)
-    return result_fields(machine, plan, program, trees, verified, saved)
+def decode(context: StepContext, plan: Plan, program: Program) -> Fields:
+    lengths = context.state.lengths[plan.slots]
+    trees = build_trees(context, plan, program, lengths)
+    verified = verify(context, plan, program, trees, lengths)
+    saved = commit(context, plan, program, verified, lengths)
+    draft_extend(context, plan, program, trees, verified, lengths)
+    return result_fields(context, plan, program, trees, verified, saved)
 
 
-def draft(machine: StepContext, plan: Plan, program: Program) -> Fields:
-    lengths = machine.state.lengths[plan.slots]
-    return build_trees(machine, plan, program, lengths).fields()
+def draft(context: StepContext, plan: Plan, program: Program) -> Fields:
+    lengths = context.state.lengths[plan.slots]
+    return build_trees(context, plan, program, lengths).fields()
 
 
 def build_trees(
-    machine: StepContext, plan: Plan, program: Program, lengths: Int[Tensor, " B"]
+    context: StepContext, plan: Plan, program: Program, lengths: Int[Tensor, " B"]
 ) -> Trees:
     """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
-    state, shape = machine.state, program.shape
+    state, shape = context.state, program.shape
     newest = state.newest[plan.slots]
     if plan.drafts is not None:
         return _host_trees(plan.drafts, newest)
@@ -92,12 +92,12 @@ def build_trees(
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths)
     if program.has(ProgramFeature.DEVICE_NGRAM):
-        return _of_texts(machine, plan, program)
-    assert machine.drafter is not None  # required by a program that drafts
+        return _of_texts(context, plan, program)
+    assert context.drafter is not None  # required by a program that drafts
     assert state.draft is not None
-    rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
+    rank = ranking(context, plan, lengths, shape.width, context.samples(program))
     deltas = None if state.images is None else state.images.deltas[plan.slots]
-    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, deltas, shape.drafter, rank)
+    drafted = context.drafter.draft(state.draft, plan, newest, lengths, deltas, shape.drafter, rank)
     if plan.copies is not None:
         return _joined(drafted, plan, program, plan.copies, lengths)
     if program.shares_rows:
@@ -105,12 +105,12 @@ def build_trees(
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
 
 
-def _of_texts(machine: StepContext, plan: Plan, program: Program) -> Trees:
+def _of_texts(context: StepContext, plan: Plan, program: Program) -> Trees:
     """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
-    shape, memory = program.shape, machine.state.texts
+    shape, memory = program.shape, context.state.texts
     assert memory is not None  # required by the program
     assert plan.texts is not None
-    width = width_of(shape.nodes, machine.capacity.accept_rule)
+    width = width_of(shape.nodes, context.capacity.accept_rule)
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
     grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
     drafted = DraftTrees(grown.tokens, grown.parents, grown.num_nodes, grown.weights, None)
@@ -178,7 +178,7 @@ def _roots(newest: Int[Tensor, " B"]) -> Trees:
 
 
 def verify(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -194,20 +194,20 @@ def verify(
         shape.rows,
         program.is_chain,
     )
-    rows = behind_images(machine, plan, rows)
+    rows = behind_images(context, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
-    mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
+    mixer = _mixer(context, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
-    streams = machine.streams(program)
-    passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
+    streams = context.streams(program)
+    passed = model.forward(context.model, tokens, None, rows, context.state.kv, mixer, streams)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
-    projected = model.lm_head_input(machine.model, passed.hidden)
+    projected = model.lm_head_input(context.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
-        machine, plan, program, trees, projected, logits, rows, node, row_of, lengths
+        context, plan, program, trees, projected, logits, rows, node, row_of, lengths
     )
-    choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
+    choices, walked = _accepting(context, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
         trees.tokens,
         trees.parents,
@@ -223,7 +223,7 @@ def verify(
 
 
 def _mixer(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -231,16 +231,16 @@ def _mixer(
     rows: AttentionRows,
     node: Int[Tensor, " R"],
 ) -> VerifyMixer | None:
-    if machine.state.delta is None:
+    if context.state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
     nodes = TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
-    pools = (machine.state.delta, plan.slots)
-    return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
+    pools = (context.state.delta, plan.slots)
+    return VerifyMixer(context.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -254,10 +254,10 @@ def _choose(
     """Chooses the token after each node; also returns the mask of rows with finite logits."""
     request, positions, params = rows.request, rows.positions + 1, plan.sampling
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
-    seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
+    seen = sampling.seen_in_trees(context.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
-        allowed = _allowed(plan.mask, request, node, machine.capacity.vocab)
-        given = (seen, positions, params, request, allowed, machine.model.vocabulary)
+        allowed = _allowed(plan.mask, request, node, context.capacity.vocab)
+        given = (seen, positions, params, request, allowed, context.model.vocabulary)
         if logits is None:
             chosen = lm_head.choose(projected, *given)
         else:
@@ -276,8 +276,8 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
-        rule=machine.capacity.accept_rule,
-        vocabulary=machine.model.vocabulary,
+        rule=context.capacity.accept_rule,
+        vocabulary=context.model.vocabulary,
     )
 
 
@@ -293,7 +293,7 @@ def _allowed(
 
 
 def _accepting(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -304,7 +304,7 @@ def _accepting(
 
     They come from the target, from simulated acceptance, or from forced drafts of a row.
     """
-    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
+    tokens, walked, rates = trees.tokens, trees.num_nodes, context.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
         choices, walked = acceptance.simulate(
@@ -317,24 +317,24 @@ def _accepting(
 
 
 def commit(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     verified: VerifyOutput,
     lengths: Int[Tensor, " B"],
 ) -> Bool[Tensor, " B"]:
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
-    state, draft = machine.state, machine.state.draft
+    state, draft = context.state, context.state.draft
     if not program.is_chain:
         attention.compact_accepted_kv(
             state.kv, plan.page_table, lengths, verified.accepted.path, verified.accepted.counts
         )
-    saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
+    saved = _commit_state(context, plan, verified, plan.save_at - lengths)
     slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,
-        draft_from=None if draft is None or machine.feeds(program) else draft.draft_from,
+        draft_from=None if draft is None or context.feeds(program) else draft.draft_from,
         slots=plan.slots,
         before=lengths,
         tokens=verified.accepted.tokens,
@@ -350,10 +350,10 @@ def commit(
 
 
 def _commit_state(
-    machine: StepContext, plan: Plan, verified: VerifyOutput, save_after: Int[Tensor, " B"]
+    context: StepContext, plan: Plan, verified: VerifyOutput, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
-    accepted, snapshots = verified.accepted, machine.state.snapshots
+    accepted, snapshots = verified.accepted, context.state.snapshots
     if verified.mixer is None or snapshots is None:
         return torch.zeros_like(plan.starts)
     verified.mixer.commit(snapshots, accepted.path, accepted.counts, save_after, plan.save)
@@ -361,7 +361,7 @@ def _commit_state(
 
 
 def draft_extend(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -372,30 +372,30 @@ def draft_extend(
 
     A step of plain decoding leaves a gap in the draft KV instead.
     """
-    if not machine.feeds(program):
+    if not context.feeds(program):
         return
     W, counts, draft = (
         verified.accepted.path.shape[1],
         verified.accepted.counts,
-        machine.state.draft,
+        context.state.draft,
     )
-    assert machine.drafter is not None  # required by draft extend
+    assert context.drafter is not None  # required by draft extend
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
-    rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
+    rank = ranking(context, plan, lengths + counts, context.capacity.max_width, False)
     fed = ExtendRows(
-        rows=behind_images(machine, plan, rows),
+        rows=behind_images(context, plan, rows),
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
         following=verified.accepted.tokens.flatten(),
         shown=None,
         passed=verified.passed.at(verified.accepted.rows.flatten()),
         last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )
-    machine.drafter.extend(draft, plan, lengths, counts, fed, rank)
+    context.drafter.extend(draft, plan, lengths, counts, fed, rank)
 
 
 def result_fields(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     trees: Trees,
@@ -407,4 +407,4 @@ def result_fields(
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
     values |= {"snapshot_saved": saved} | trees.fields()
     chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
-    return values | logprobs_of(machine, plan, program, *chosen_from)
+    return values | logprobs_of(context, plan, program, *chosen_from)

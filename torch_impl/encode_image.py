@@ -9,28 +9,28 @@ from torch_impl.step_context import StepContext
 from torch_impl.vision_encoder import Begun
 
 
-def encode(machine: StepContext, plan: Plan, program: Program) -> Fields:
+def encode(context: StepContext, plan: Plan, program: Program) -> Fields:
     """Runs blocks of the vision encoder; after the last block writes the encoder cache.
 
     Padding writes row 0. The activations for later steps are stored in the device state.
     """
-    image, held, images = plan.image, machine.state.images, machine.capacity.images
+    image, held, images = plan.image, context.state.images, context.capacity.images
     assert image is not None  # set in an encode step
     assert held is not None  # set with a vision encoder
     assert images is not None
-    assert machine.tower is not None
+    assert context.tower is not None
     vision = images.vision
     if image.pixels is not None:
         begun = vision_encoder.embed_patches(
-            machine.tower, vision_encoder.patches(vision, image.pixels)
+            context.tower, vision_encoder.patches(vision, image.pixels)
         )
     else:
         begun = _kept(held, program.tokens)
-    begun = vision_encoder.run_blocks(machine.tower, begun, program.blocks)
+    begun = vision_encoder.run_blocks(context.tower, begun, program.blocks)
     if program.blocks.stop < vision.depth:
         _keep(held, begun)
     else:
-        rows = vision_encoder.project(vision, machine.tower, begun)
+        rows = vision_encoder.project(vision, context.tower, begun)
         number = torch.arange(len(rows), device=rows.device)
         is_real = number * vision.merged < begun.count
         place = torch.where(is_real & (image.place > 0), image.place + number, 0)

@@ -21,31 +21,31 @@ from torch_impl.ops.trees import draft_tree, ngram, slot_state
 from torch_impl.step_context import StepContext, logprobs_of, ranking
 
 
-def count_tokens(machine: StepContext, plan: Plan, program: Program) -> Fields:
-    reset_slots(machine.state, plan)
+def count_tokens(context: StepContext, plan: Plan, program: Program) -> Fields:
+    reset_slots(context.state, plan)
     prompt = plan.prompt
     assert prompt is not None  # a count has one
     request, is_real = draft_tree.request_of(prompt.row_starts, program.tokens)
     place = torch.arange(program.tokens, dtype=torch.int32, device=request.device)
     place = place - prompt.row_starts[request] + prompt.first_positions[request]
     is_output = place >= plan.sampling.prompt_length[request]
-    seen, owners = machine.state.seen, plan.slots[request]
+    seen, owners = context.state.seen, plan.slots[request]
     slot_state.count(seen, owners, prompt.tokens, is_output, is_real)
     return {"counts": torch.zeros_like(plan.save_at)}
 
 
-def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
-    state, is_row, prompt = machine.state, plan.slots != 0, plan.prompt
+def prefill(context: StepContext, plan: Plan, program: Program) -> Fields:
+    state, is_row, prompt = context.state, plan.slots != 0, plan.prompt
     assert prompt is not None  # a prefill has one
     reset_slots(state, plan)
     prompts = PrefillChunks.of(plan, program)
     if prompt.images is not None and state.images is not None:
         state.images.deltas[plan.slots] = prompt.images.deltas
-    passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
-    _count_prompts(machine, plan, prompts)
-    logits = model.logits(machine.model, passed.hidden[prompts.last])
+    passed, saved = _read_prompts(context, plan, prompts, context.streams(program))
+    _count_prompts(context, plan, prompts)
+    logits = model.logits(context.model, passed.hidden[prompts.last])
     lengths, ends = prompts.lengths, prompt.ends_prompt
-    chosen = _choose_next(machine, plan, logits, lengths)
+    chosen = _choose_next(context, plan, logits, lengths)
     newest = torch.where(ends, chosen.ids, prompt.next_tokens)
     slot_state.commit(
         lengths=state.lengths,
@@ -59,8 +59,8 @@ def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
         prompt_length=plan.sampling.prompt_length,
     )
     following = _following(prompts, newest)
-    if machine.feeds(program):
-        _feed_prompts(machine, plan, prompts, passed, following)
+    if context.feeds(program):
+        _feed_prompts(context, plan, prompts, passed, following)
     if state.texts is not None:
         _learn_texts(state.texts, plan, prompts, following)
     failed = ~chosen.is_finite & is_row
@@ -69,8 +69,8 @@ def prefill(machine: StepContext, plan: Plan, program: Program) -> Fields:
     values = {"tokens": emitted, "counts": counts, "failed": failed, "snapshot_saved": saved}
     values |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
     row_of = torch.arange(len(counts), device=counts.device)[:, None]
-    values |= logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
-    return values | _scores(machine, program, prompts, passed, following)
+    values |= logprobs_of(context, plan, program, logits, row_of, emitted, counts)
+    return values | _scores(context, program, prompts, passed, following)
 
 
 def _following(prompts: PrefillChunks, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
@@ -105,14 +105,14 @@ def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[Tensor, " T"] 
     return torch.where(is_last, next_sources[request], prompts.sources.roll(-1))
 
 
-def _shown(machine: StepContext, sources: Int[Tensor, " T"] | None) -> ImageEmbeds | None:
+def _shown(context: StepContext, sources: Int[Tensor, " T"] | None) -> ImageEmbeds | None:
     """Returns the image embeddings that replace token embeddings; None for a text-only model."""
-    images = machine.state.images
+    images = context.state.images
     return None if sources is None or images is None else ImageEmbeds(images.pool, sources)
 
 
 def _scores(
-    machine: StepContext,
+    context: StepContext,
     program: Program,
     prompts: PrefillChunks,
     passed: Forward,
@@ -125,8 +125,8 @@ def _scores(
     for hidden, ids in zip(
         passed.hidden.split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True
     ):
-        logits = model.logits(machine.model, hidden)
-        k, vocabulary = machine.capacity.max_scores, machine.model.vocabulary
+        logits = model.logits(context.model, hidden)
+        k, vocabulary = context.capacity.max_scores, context.model.vocabulary
         blocks.append(logprobs.prompt_logprobs(logits, ids, k, vocabulary))
     parts = map(torch.cat, zip(*blocks, strict=True))
     return {name: _real(program, prompts, part) for name, part in zip(SCORES, parts, strict=True)}
@@ -143,13 +143,13 @@ def _real(
 
 
 def _read_prompts(
-    machine: StepContext, plan: Plan, prompts: PrefillChunks, streams: tuple[int, ...]
+    context: StepContext, plan: Plan, prompts: PrefillChunks, streams: tuple[int, ...]
 ) -> tuple[Forward, Bool[Tensor, " B"]]:
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
-    state, config, rows = machine.state, machine.model.config, prompts.rows
-    shown = _shown(machine, prompts.sources)
+    state, config, rows = context.state, context.model.config, prompts.rows
+    shown = _shown(context, prompts.sources)
     if state.delta is None:
-        passed = model.forward(machine.model, prompts.tokens, shown, rows, state.kv, None, streams)
+        passed = model.forward(context.model, prompts.tokens, shown, rows, state.kv, None, streams)
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
@@ -158,50 +158,50 @@ def _read_prompts(
     save = torch.where(is_saved, plan.save, 0)
     pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
     mixer = PrefillMixer(config, *pools, plan.slots, *where, save_after, save)
-    passed = model.forward(machine.model, prompts.tokens, shown, rows, state.kv, mixer, streams)
+    passed = model.forward(context.model, prompts.tokens, shown, rows, state.kv, mixer, streams)
     return passed, is_saved
 
 
-def _count_prompts(machine: StepContext, plan: Plan, prompts: PrefillChunks) -> None:
+def _count_prompts(context: StepContext, plan: Plan, prompts: PrefillChunks) -> None:
     """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows, starts = prompts.rows, plan.starts
     was_newest = (rows.positions == prompts.first[rows.request]) & ~starts[rows.request]
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
-    seen, owners = machine.state.seen, plan.slots[rows.request]
+    seen, owners = context.state.seen, plan.slots[rows.request]
     slot_state.count(seen, owners, prompts.tokens, is_output, rows.is_real & ~was_newest)
 
 
 def _choose_next(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     logits: Float[Tensor, "B share"],
     lengths: Int[Tensor, " B"],
 ) -> sampling.SampledTokens:
     """Chooses the target's token after each chunk."""
-    seen = sampling.seen_alone(machine.state.seen, plan.slots)
+    seen = sampling.seen_alone(context.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
-    vocabulary = machine.model.vocabulary
+    vocabulary = context.model.vocabulary
     return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)
 
 
 def _feed_prompts(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     prompts: PrefillChunks,
     passed: Forward,
     following: Int[Tensor, " T"],
 ) -> None:
     """Extends the drafter over the chunks; each row has the token that follows it."""
-    rows, draft = prompts.rows, machine.state.draft
-    assert machine.drafter is not None  # required by draft extend
+    rows, draft = prompts.rows, context.state.draft
+    assert context.drafter is not None  # required by draft extend
     assert draft is not None
-    rank = ranking(machine, plan, prompts.lengths, machine.capacity.max_width, False)
+    rank = ranking(context, plan, prompts.lengths, context.capacity.max_width, False)
     fed = ExtendRows(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,
         following=following,
-        shown=_shown(machine, _following_sources(plan, prompts)),
+        shown=_shown(context, _following_sources(plan, prompts)),
         passed=passed,
         last=prompts.last,
     )
-    machine.drafter.prefill(draft, plan, prompts, fed, rank)
+    context.drafter.prefill(draft, plan, prompts, fed, rank)

@@ -24,20 +24,20 @@ WORK = {
 
 
 def step(
-    machine: StepContext, words: Int[Tensor, " words"], program: Program
+    context: StepContext, words: Int[Tensor, " words"], program: Program
 ) -> Int[Tensor, " out"]:
     """Runs the plan in an int32 buffer; returns the result buffer."""
-    exchange = machine.model.group.on_device  # set if each rank has a GPU
+    exchange = context.model.group.on_device  # set if each rank has a GPU
     if exchange is not None:
         exchange.begin()
-    plan = read_plan(words, program, machine.capacity)
-    result = _end(machine, WORK[program.work](machine, plan, program), program)
+    plan = read_plan(words, program, context.capacity)
+    result = _end(context, WORK[program.work](context, plan, program), program)
     if exchange is not None:
         exchange.end()
     return result
 
 
-def _end(machine: StepContext, fields: Fields, program: Program) -> Int[Tensor, " out"]:
+def _end(context: StepContext, fields: Fields, program: Program) -> Int[Tensor, " out"]:
     """Finishes a step of any kind; returns the result buffer."""
-    machine.state.lengths[:1].zero_()  # padded rows would grow slot 0 without bound
-    return pack(fields, program, machine.capacity)
+    context.state.lengths[:1].zero_()  # padded rows would grow slot 0 without bound
+    return pack(fields, program, context.capacity)

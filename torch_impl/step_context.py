@@ -48,22 +48,22 @@ class StepContext:
 
 
 def ranking(
-    machine: StepContext, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
+    context: StepContext, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
 ) -> Ranking:
     """Returns the ranking of candidates after `lengths` committed tokens."""
     return Ranking(
         sampling=plan.sampling,
-        counts=machine.state.seen,
+        counts=context.state.seen,
         slots=plan.slots,
         lengths=lengths,
         width=width,
         is_sampled=is_sampled,
-        vocabulary=machine.model.vocabulary,
+        vocabulary=context.model.vocabulary,
     )
 
 
 def logprobs_of(
-    machine: StepContext,
+    context: StepContext,
     plan: Plan,
     program: Program,
     logits: Float[Tensor, "R share"] | None,
@@ -78,13 +78,13 @@ def logprobs_of(
     if not program.has(ProgramFeature.LOGPROBS):
         return {}
     assert logits is not None  # read by a program with logprobs
-    k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
+    k, vocabulary = context.capacity.max_logprobs, context.model.vocabulary
     given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     reported = logprobs.output_logprobs(*given)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_images(machine: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
+def behind_images(context: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
-    images = machine.state.images
+    images = context.state.images
     return rows if images is None else with_mrope(rows, images.deltas[plan.slots])

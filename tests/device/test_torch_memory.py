@@ -65,7 +65,7 @@ OPERATIONS = {
 class Tower:
     """A vision encoder with arrays without memory, and its encode programs."""
 
-    machine: StepContext
+    context: StepContext
     blueprint: BackendSpec
     memory: Memory
 
@@ -114,7 +114,7 @@ def test_encode_memory_within_planned_workspace(tower: Tower) -> None:
     """Each block of the encoder frees its arrays before the next one allocates."""
     for program in tower.blueprint.capacity.programs:
         plan, planned = tower.plan(program), tower.workspace(program)
-        used = tower.memory.most_used_by(partial(step, tower.machine, plan, program))
+        used = tower.memory.most_used_by(partial(step, tower.context, plan, program))
         assert 0.75 * planned < used <= planned, program
 
 
@@ -128,12 +128,12 @@ def test_programs_share_workspace_of_largest(
     widest = max(map(tower.workspace, programs))
     before = allocator.most = allocator.reserved
     with absent_gpu(tower.memory):
-        given = (tower.machine, torch.device("meta"), torch.cuda.Stream(), captured)
+        given = (tower.context, torch.device("meta"), torch.cuda.Stream(), captured)
         made = cuda_graphs.CapturedGraphs(*given, tower.workspace)
         made.prepare(sorted(programs, key=tower.workspace, reverse=True), lambda program: None)
         assert len(made.captured) == len(captured and programs)
         for program in programs if not captured else ():
-            step(tower.machine, tower.plan(program), program)
+            step(tower.context, tower.plan(program), program)
     assert widest < allocator.most - before < 1.15 * widest
 
 
