@@ -53,7 +53,7 @@ Words = Int[jax.Array, " words"]
 CompiledStep = Callable[..., tuple[DeviceState, jax.Array]]
 
 MOST_COMPILERS = 8
-"""Programs that are compiled side by side; each takes up to a gigabyte while it is."""
+"""Maximum number of programs compiled in parallel; each takes up to a gigabyte meanwhile."""
 
 
 class JaxBackend:
@@ -79,30 +79,32 @@ class JaxBackend:
         group: TPGroup = SINGLE_RANK,
         tower: Loaded | Sequence[Loaded] | None = None,
     ) -> None:
-        """Allocates the pools of `capacity`; nothing is compiled yet.
+        """Allocates the pools of `capacity`; compiles nothing yet.
 
-        Of weights that are shapes alone the backend has no pools either, on a device that need not
-        be here: it lowers programs and runs none.
+        If the weights are shapes only, the pools are shapes too, and the device may be absent. Such
+        a backend lowers programs and runs none.
 
         Args:
-          arrays: Loaded weights or their shapes, of several ranks those of each; or whole arrays
-            under the names of `shared.models.parameters`.
+          config: Config of the target model.
+          arrays: Loaded weights or their shapes, with TP one per rank; or whole arrays by the names
+            of `shared.models.parameters`.
+          capacity: Programs, and numbers of slots, pages and snapshots.
           drafts: Drafter configuration.
-          draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
-            kinds.
-          dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs
-            already.
-          device: A device, or the name of a platform, whose first one is taken.
-          quick_compile: On a CPU, compile in a third of the time code that runs at a quarter of
-            the speed: for runs of few steps. A GPU's programs are not touched by it.
-          kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
-          group: How many ranks have the model between them: the devices of this process from the
-            first on, which run every step together.
+          draft_arrays: Weights of a draft head or draft model, loaded or as arrays; None for other
+            drafters.
+          dtype: Dtype of weights, activations and KV, float32 or bfloat16. Loaded weights keep
+            their own.
+          device: A device, or the name of a platform for its first device.
+          quick_compile: On a CPU, compile in a third of the time to code of a quarter of the speed,
+            for runs of few steps. It has no effect on a GPU.
+          kept_in: Folder of the compilation cache; None disables it.
+          group: TP group: consecutive devices of this process from `device` on, one per rank, which
+            run every step together.
           tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
 
         Raises:
-          ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
-            see `shared.boundary.checks.check_capacity` and `shared.boundary.kernel_coverage`.
+          ValueError: There are fewer devices than ranks, or the model cannot be sharded evenly. See
+            also `shared.boundary.checks.check_capacity` and `shared.boundary.kernel_coverage`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)

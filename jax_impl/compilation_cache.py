@@ -24,9 +24,9 @@ from shared.process.logs import log
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("jax_impl", "kernels", "shared")
-"""The packages that decide what a program does; tiles lie among them as data."""
+"""Packages that determine the programs; they include the tile configs, which are data files."""
 MOST_FILES = 512
-"""Programs that are kept; those that were not asked for the longest go first."""
+"""Maximum number of stored programs; the least recently used are deleted first."""
 
 
 class CompilationCache:
@@ -49,8 +49,8 @@ class CompilationCache:
     ) -> None:
         self._folder, self._devices = folder, list(devices)
         self._takes, self._gives = takes, gives
-        surroundings = _surroundings(devices[0])
-        self._key = sha256(repr([len(devices), *surroundings, *made_from]).encode())
+        environment = _environment(devices[0])
+        self._key = sha256(repr([len(devices), *environment, *made_from]).encode())
 
     def find_all(self, programs: Sequence[Program], pool: Executor) -> dict[Program, Compiled]:
         """Returns the programs that are stored, and logs how many must be compiled."""
@@ -58,7 +58,7 @@ class CompilationCache:
         ready = {program: each for program, each in found if each is not None}
         if missing := len(programs) - len(ready):
             log.info(
-                "Compiling %d of %d programs; later starts take them from %s",
+                "Compiling %d of %d programs; later starts load them from %s",
                 missing,
                 len(programs),
                 self._folder,
@@ -83,7 +83,7 @@ class CompilationCache:
                 execution_devices=self._devices,
             )
         except Exception as error:  # any kind: the program is recompiled
-            log.warning("%s is no compiled program and is compiled again: %s", path, error)
+            log.warning("%s is not a valid compiled program; compiling it again: %s", path, error)
             return None
 
     def keep(self, program: object, compiled: Compiled) -> None:
@@ -100,7 +100,7 @@ class CompilationCache:
                 begun.unlink()
             reason = error.strerror if isinstance(error, OSError) else error
             log.warning(
-                "%s cannot store a compiled program, so that later starts compile it again: %s",
+                "%s cannot store a compiled program; later starts compile it again: %s",
                 self._folder,
                 reason,
             )
@@ -110,11 +110,11 @@ class CompilationCache:
 
         Other processes may do the same concurrently.
         """
-        asked = {}
+        last_used = {}
         for path in self._folder.glob("*.bin"):
             with suppress(OSError):
-                asked[path] = path.stat().st_mtime
-        for path in sorted(asked, key=lambda path: -asked[path])[MOST_FILES:]:
+                last_used[path] = path.stat().st_mtime
+        for path in sorted(last_used, key=lambda path: -last_used[path])[MOST_FILES:]:
             with suppress(OSError):
                 path.unlink()
 
@@ -124,7 +124,7 @@ class CompilationCache:
         return self._folder / f"{key.hexdigest()}.bin"
 
 
-def _surroundings(device: jax.Device) -> list[object]:
+def _environment(device: jax.Device) -> list[object]:
     """Returns the properties of the environment that affect compilation."""
     versions = (jax.__version__, jaxlib_version, device.client.platform_version)
     processor = _processor() if device.platform == "cpu" else None

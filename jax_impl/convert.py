@@ -1,7 +1,7 @@
 """`python -m jax_impl.convert SRC DST` writes a checkpoint folder with its weights in Orbax form.
 
-DST gets `orbax/`, with one array per parameter under the names of `shared.models.parameters`, and a
-copy of everything else in SRC: configuration and tokenizer. It gives the same tokens as SRC.
+DST receives `orbax/`, with one array per parameter by the names of `shared.models.parameters`, and
+a copy of all other files in SRC: configuration and tokenizer. It yields the same tokens as SRC.
 """
 
 import argparse
@@ -27,69 +27,73 @@ from shared.models.fp8_packing import InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import as_stored
 
-EXIT_REFUSED = 2
+EXIT_INVALID = 2
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def orbax() -> Any:
-    """Imports Orbax, which takes a second and which a folder of safetensors does not need.
+    """Imports Orbax on demand: the import takes a second, and safetensors do not require it.
 
     Raises:
-      CheckpointError: It is not installed.
+      CheckpointError: Orbax is not installed.
     """
     if find_spec("orbax") is None:
         raise CheckpointError(
-            "an Orbax checkpoint needs orbax-checkpoint, which is not installed. Install the extra "
-            "`train`, or give a folder with safetensors files"
+            "an Orbax checkpoint requires orbax-checkpoint, which is not installed. Install the "
+            "extra `train`, or use a folder with safetensors files"
         )
     return import_module("orbax.checkpoint")
 
 
 class OrbaxCheckpoint:
-    """The arrays of an Orbax folder, with the methods of `shared.models.checkpoint.Checkpoint`."""
+    """Arrays of an Orbax folder, with the methods of `shared.models.checkpoint.Checkpoint`."""
 
     def __init__(self, folder: Path) -> None:
         """Reads names, shapes and dtypes.
 
         Raises:
-          CheckpointError: The folder is no complete Orbax checkpoint.
+          CheckpointError: The folder is not a complete Orbax checkpoint.
         """
         self._folder, self._orbax = folder, orbax()
         self._reader = self._orbax.PyTreeCheckpointer()
         try:
             saved = self._reader.metadata(folder).item_metadata
             if saved is None:
-                raise ValueError("nothing is stored")
+                raise ValueError("no arrays are stored")
             self._arrays = {name: (tuple(a.shape), np.dtype(a.dtype)) for name, a in saved.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder} is no complete Orbax checkpoint") from error
+            raise CheckpointError(
+                f"{folder} is not a complete Orbax checkpoint; convert the model again"
+            ) from error
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the folder holds an MTP layer; a config may name one that is not there."""
+        """Returns True if the folder has an MTP layer; a config may name one that is absent."""
         return any(name.startswith("mtp.") for name in self._arrays)
 
     @property
     def has_tower(self) -> bool:
-        """Never: a folder of Orbax is made of the text model alone."""
+        """Returns False: an Orbax folder has the text model only."""
         return False
 
     def unties(self, config: ModelConfig) -> bool:
-        """Returns whether there is an LM head of its own, though the config ties it."""
+        """Returns True if a separate LM head is stored although the config ties it."""
         return config.tied and "lm_head" in self._arrays
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """How many stored bytes loading these parameters reads."""
+        """Returns the number of stored bytes of these parameters."""
         return sum(map(self._num_bytes, wanted))
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
-        """Checks presence and shape of every array of a model before any is read.
+        """Checks the presence and shape of all arrays of a model before one is read.
 
         Raises:
-          CheckpointError: The first fault, by the name of its array.
+          CheckpointError: An array is missing or has another shape; the message names the first.
         """
         if with_mtp and not self.has_mtp:
-            raise CheckpointError("the checkpoint has no mtp.* arrays, so it cannot draft NEXTN")
+            raise CheckpointError(
+                "the checkpoint has no mtp.* arrays, which NEXTN requires; use another drafter"
+            )
         for parameter in parameters(config, with_mtp):
             shape, _ = self._shape_and_dtype(parameter)
             if shape != parameter.shape:
@@ -119,11 +123,11 @@ class OrbaxCheckpoint:
         return parameter.share(read).astype(np.float32 if parameter.float32 else dtype)
 
     def as_w8a16(self, wanted: Sequence[Parameter]) -> InWords:
-        """None: what is FP8 was widened when the folder was made."""
+        """Returns no parameters: FP8 weights were dequantised on conversion."""
         return {}
 
     def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """None, for the same reason."""
+        """Returns no parameters: FP8 weights were dequantised on conversion."""
         return frozenset()
 
     has_scales = as_w8a8
@@ -140,7 +144,7 @@ class OrbaxCheckpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint | OrbaxCheckpoint:
-    """Opens a model folder of either form.
+    """Opens a model folder with safetensors files or Orbax arrays.
 
     Raises:
       CheckpointError: The folder or a file is missing or broken.
@@ -152,17 +156,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint | OrbaxCheckpoint:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes the Orbax form of a checkpoint folder; each array keeps the dtype it is stored in.
+    """Writes the Orbax form of a checkpoint folder; each array keeps its stored dtype.
 
     Raises:
-      ValueError: The source cannot be loaded, or the target is there already; one sentence.
+      ValueError: The source cannot be loaded, or the target is a file or a folder with files.
     """
     opened = checkpoint.open_checkpoint(source)
     config = as_stored(config_from_folder(source), opened)
     with_mtp = config.has_mtp and opened.has_mtp
     opened.check(config, with_mtp)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists already; name a folder that is new or empty")
+        raise ValueError(f"{target} already exists; use a new or empty folder")
     checkpointer = orbax().StandardCheckpointer
     arrays = {p.name: opened.load(p, _stored(opened, p)) for p in parameters(config, with_mtp)}
     target.mkdir(parents=True, exist_ok=True)
@@ -174,23 +178,23 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _stored(opened: Checkpoint, parameter: Parameter) -> np.dtype:
-    """The dtype that holds all of a parameter's tensors without loss."""
+    """Returns the dtype that represents all tensors of a parameter exactly."""
     dtypes = opened.dtypes(parameter)
     return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts; returns the process's exit code: 2 with one sentence where it is refused."""
+    """Converts; returns the exit code: 2, with one line on stderr, for invalid input."""
     parser = argparse.ArgumentParser(prog="python -m jax_impl.convert", allow_abbrev=False)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with safetensors files")
-    parser.add_argument("target", metavar="DST", type=Path, help="folder to write, new or empty")
+    parser.add_argument("target", metavar="DST", type=Path, help="output folder, new or empty")
     given = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # whatever the environment names: nothing is computed
+    jax.config.update("jax_platforms", "cpu")  # overrides the environment: nothing is computed
     try:
         convert(given.source, given.target)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
-        return EXIT_REFUSED
+        return EXIT_INVALID
     return 0
 
 

@@ -1,6 +1,4 @@
-"""As `shared.models.dummy_weights`, on the device: a parameter is made there in one compiled
-pass.
-"""
+"""Same as `shared.models.dummy_weights`; one compiled pass generates an array on the device."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
 def elements(
     law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> Float[jax.Array, "..."]:
-    """Same as the specification; key and places may have any shapes that go together."""
+    """Same as the specification; the shapes of key and places must be broadcastable."""
     tops = _tops(law, key, places)
     whole = 2 * tops.astype(jnp.int32) + (1 - 2**law.bits)
     return whole.astype(jnp.float32) * np.float32(law.step) + np.float32(law.centre)
@@ -33,7 +31,7 @@ def elements(
 def codes(
     key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> UInt32[jax.Array, "..."]:
-    """The FP8 codes of the numbers that `elements` gives by `FP8_INIT`."""
+    """Returns the FP8 values of the numbers that `elements` computes for `FP8_INIT`."""
     tops, half = _tops(FP8_INIT, key, places), np.uint32(2 ** (FP8_INIT.bits - 1))
     is_negative = tops < half
     place = jnp.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
@@ -42,14 +40,14 @@ def codes(
 
 
 def word_array(parameter: Parameter, device: jax.Device) -> Int32[jax.Array, "..."]:
-    """A parameter in FP8 or a rank's share, in words of four; nothing else is held meanwhile."""
+    """Generates a packed FP8 parameter or a rank's shard, without temporary memory."""
     keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
-    return _words_made(keys, outputs, _Form.of(parameter, shape_of_words(parameter.shape)))
+    return _words_made(keys, outputs, _ShardLayout.of(parameter, shape_of_words(parameter.shape)))
 
 
 @partial(jax.jit, static_argnums=2)
 def _words_made(
-    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: "_Form"
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: "_ShardLayout"
 ) -> Int32[jax.Array, "..."]:
     number, key, is_filled = _numbered(keys, outputs, form)
     count = FP8_BLOCK // 4
@@ -64,16 +62,16 @@ def _words_made(
 def parameter_array(
     parameter: Parameter, law: InitSpec, dtype: np.dtype | type, device: jax.Device
 ) -> Float[jax.Array, "..."]:
-    """A parameter or a rank's share; nothing else is held while it is made."""
+    """Generates a parameter or a rank's shard, without temporary memory."""
     keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
-    return _made(keys, outputs, _Form.of(parameter, parameter.shape), law, jnp.dtype(dtype))
+    return _made(keys, outputs, _ShardLayout.of(parameter, parameter.shape), law, jnp.dtype(dtype))
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _made(
     keys: UInt32[jax.Array, " layers"],
     outputs: Int32[jax.Array, " outputs"],
-    form: "_Form",
+    form: "_ShardLayout",
     law: InitSpec,
     dtype: np.dtype,
 ) -> Float[jax.Array, "..."]:
@@ -82,8 +80,8 @@ def _made(
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How an array lies, and how large the whole is along the axis that ranks divide."""
+class _ShardLayout:
+    """Layout of an array, with the size of the whole parameter along the sharded axis."""
 
     shape: tuple[int, ...]
     is_stacked: bool
@@ -91,19 +89,19 @@ class _Form:
     whole: int
 
     @classmethod
-    def of(cls, parameter: Parameter, shape: tuple[int, ...]) -> "_Form":
+    def of(cls, parameter: Parameter, shape: tuple[int, ...]) -> "_ShardLayout":
         axis = _axis_of(parameter)
         whole = shape[axis] if parameter.whole is None else parameter.whole.shape[axis]
         return cls(shape, parameter.stacked, axis, whole)
 
 
 def _axis_of(parameter: Parameter) -> int:
-    """The axis that ranks divide, or any behind the layers of what they do not."""
+    """Returns the sharded axis; for replicated parameters any axis after the layers."""
     return max(len(parameter.shape) + parameter.axis, int(parameter.stacked))
 
 
 def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
-    """Which of the whole's outputs each is; -1 where nothing fills a rank's."""
+    """Returns the index of each of a rank's outputs in the whole parameter; -1 for padding."""
     outputs = np.full(parameter.shape[_axis_of(parameter)], -1, np.int32)
     taken = np.arange(len(outputs)) if parameter.whole is None else parameter.outputs
     outputs[: len(taken)] = taken
@@ -111,9 +109,12 @@ def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
 
 
 def _numbered(
-    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: _Form
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: _ShardLayout
 ) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."], Bool[jax.Array, "..."]]:
-    """The numbers of all elements within their layer of the whole, its key, and which there are."""
+    """Returns the index of each element in its layer of the whole, the layer's key, and a mask.
+
+    The mask is False for padding.
+    """
     shape, places, stride = form.shape, jnp.zeros((), jnp.uint32), 1
     outputs = jnp.expand_dims(outputs, [i for i in range(len(shape)) if i != form.axis])
     for axis in range(len(shape) - 1, int(form.is_stacked) - 1, -1):
@@ -128,5 +129,5 @@ def _numbered(
 def _tops(
     law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> UInt32[jax.Array, "..."]:
-    """The highest bits of the hash, as many as a law looks at."""
+    """Returns the highest `law.bits` bits of the hash."""
     return mixed(mixed(places) ^ key) >> (32 - law.bits)

@@ -1,6 +1,6 @@
-"""Parameters that stay FP8, as `shared.models.fp8_packing`, on a device.
+"""FP8 parameters on a device, packed as in `shared.models.fp8_packing`.
 
-They are read tensor by tensor and put in words there; no number is widened on the way.
+They are read tensor by tensor and packed on the device, without dequantisation.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def read(
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> tuple[Int32[jax.Array, "*stack N words"], Float[jax.Array, "*stack scales scales_in"]]:
-    """The words of a parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
+    """Reads a packed parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
     if isinstance(checkpoint, DummyCheckpoint):
         scales = packed_scales(code_scales(parameter, granularity))
         words = dummy_weights.word_array(parameter, device)
@@ -64,10 +64,9 @@ def _from_files(
 def _written(
     words: Int32[jax.Array, "..."], codes: UInt8[jax.Array, "..."], first: Int[jax.Array, " axes"]
 ) -> Int32[jax.Array, "..."]:
-    """The words with those of a piece, which begins at `first`; in their own memory.
+    """Writes a packed piece into a parameter, in place (donated).
 
-    Args:
-      first: On the outer axes; the piece spans the others.
+    `first` has the indices of its first element on the outer axes; the piece spans the others.
     """
     start = [*first, *[0] * (words.ndim - len(first))]
     return lax.dynamic_update_slice(words, packed(codes), start)
@@ -79,9 +78,9 @@ def read_codes(
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> tuple[Float8e4m3fn[jax.Array, "*stack N K"], Float32[jax.Array, "*stack outputs blocks_in"]]:
-    """The codes of a parameter whose rows are quantised, and its scales.
+    """Reads the FP8 values and scales of a W8A8 parameter.
 
-    They are those of blocks on a GPU, and those of each output elsewhere; see `Matrix`.
+    The scales are per block on a GPU, and per output and block elsewhere; see `Matrix`.
     """
     by_output = device.platform != "gpu"
     if isinstance(checkpoint, DummyCheckpoint):
@@ -127,7 +126,7 @@ def _placed(scales: Shaped[np.ndarray, "..."], device: jax.Device) -> Float[jax.
 def scaled(
     numbers: Float[jax.Array, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[jax.Array, "*stack N K"]:
-    """The numbers of a dummy's codes times their scales."""
+    """Multiplies dummy FP8 values by their scales."""
     return _scaled(numbers, scales_of_outputs(parameter, granularity))
 
 

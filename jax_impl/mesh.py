@@ -42,9 +42,9 @@ class RankMesh:
         devices = tuple(found[found.index(first) :][: group.count])
         if len(devices) < group.count:
             raise ValueError(
-                f"{group.count} ranks need as many devices, of {first.platform} there are "
-                f"{len(devices)}; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count="
-                f"{group.count}"
+                f"tp_size {group.count} requires {group.count} {first.platform} devices, found "
+                f"{len(devices)}; lower --tp-size, or on a CPU set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={group.count}"
             )
         return cls(devices)
 
@@ -80,11 +80,12 @@ class RankMesh:
           step: Program of a rank: maps its arrays, its state and the plan to its state and a
             result that is equal on all ranks.
           arrays, state: Global arrays of all ranks.
+          words: The plan, replicated.
         """
         if len(self.devices) == 1:
             return step(arrays, state, words)
         own, same = PartitionSpec(AXIS), PartitionSpec()
-        # Tests check that results are equal on all ranks; XLA cannot infer it from all-gathers.
+        # Tests check that results are equal on all ranks; JAX cannot infer it from all-gathers.
         spread = jax.shard_map(
             step,
             mesh=self._mesh,
@@ -108,10 +109,10 @@ class RankMesh:
 
 
 def reserve_host_devices(count: int) -> None:
-    """Has JAX make a device of the processor for each of so many ranks, where they run on it.
+    """Configures `count` CPU devices in JAX, one per rank, if JAX runs on the CPU.
 
-    Who imports the ops has asked for the devices already. That is undone, unless another part of
-    the process has arrays on them; `RankMesh.of` then says that there are too few.
+    Importing the ops has initialised the JAX backends, so they are cleared. If the process already
+    has arrays, nothing changes, and `RankMesh.of` raises an error.
     """
     has_few = count > 1 and jax.default_backend() == "cpu" and len(jax.devices()) < count
     if has_few and not jax.live_arrays():

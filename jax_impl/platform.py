@@ -25,7 +25,7 @@ from shared.process.start import Platform
 CACHE_FOLDER = (
     Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "programs"
 )
-"""Compiled programs are kept here from one start to the next."""
+"""Folder of the compilation cache."""
 
 
 def load_backend(
@@ -38,8 +38,8 @@ def load_backend(
     device, group = jax.devices()[0], blueprint.ranks
     if not group.is_single and isinstance(checkpoint, convert.OrbaxCheckpoint):
         raise ValueError(
-            f"--tp-size {group.count} needs files that ranks can read in parts, and those of Orbax "
-            "are read whole; give the Hugging Face folder"
+            f"--tp-size {group.count} is not supported with an Orbax checkpoint, whose arrays are "
+            "read whole; use the Hugging Face folder"
         )
     together = RankMesh.of(device, group)
     loaded = [
@@ -48,17 +48,17 @@ def load_backend(
     ]
     towers, images = [], blueprint.capacity.images
     if images is not None:
-        assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # it has none
-        of_tower = (checkpoint, images.vision, jnp.dtype(blueprint.dtype))
-        for each in together.devices:  # the first's bytes are those that a start counts
-            towers.append(load_tower(*of_tower, each, _unseen if towers else progress))
-    of_drafts = [own for _, own in loaded if own is not None]
+        assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # has no vision encoder
+        tower_source = (checkpoint, images.vision, jnp.dtype(blueprint.dtype))
+        for each in together.devices:  # progress counts the bytes of the first device only
+            towers.append(load_tower(*tower_source, each, _ignore_progress if towers else progress))
+    draft_weights = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
         [weights for weights, _ in loaded],
         blueprint.capacity,
         blueprint.drafts,
-        of_drafts or None,
+        draft_weights or None,
         dtype=blueprint.dtype,
         device=device,
         quick_compile=False,
@@ -68,8 +68,8 @@ def load_backend(
     )
 
 
-def _unseen(num_bytes: int) -> None:
-    """Ignores progress of bytes that are read again."""
+def _ignore_progress(num_bytes: int) -> None:
+    """Ignores the progress of repeated reads."""
 
 
 def read_weights(

@@ -17,16 +17,17 @@ from shared.boundary.shm_allgather import AllGatherTimeout
 
 @dataclass(frozen=True)
 class AllGather:
-    """How a rank's program finds the mailboxes of all GPUs, and its gathers.
+    """All-gathers of a rank's program through the symmetric buffers of all GPUs.
 
-    All ranks run one program, so that their gathers come in one order, whatever XLA makes of it.
+    All ranks run the same program, so their all-gathers have the same order however XLA schedules
+    it.
 
     Attributes:
-      place: See `kernels.pallas_gpu.all_gather.Gather`; an operand of the program, as addresses are
-        others in each process. Outside of it, that of all ranks or its shape.
-      kernels: Those of gathers.
-      vocabulary: Those of rows of which all is asked for.
-      boxes: The sizes of the mailboxes.
+      place: See `AllGatherArgs` of the kernels. It is an operand of the program, because addresses
+        differ between processes. Outside the program it is the array of all ranks, or its shape.
+      kernels: All-gather kernels.
+      vocabulary: Kernels that gather selected rows of logits.
+      boxes: Layout of the symmetric buffers.
     """
 
     place: Any
@@ -47,19 +48,17 @@ class AllGather:
         """Raises the error that an error word encodes.
 
         Raises:
-          RankMissingError: A rank did not join an all-gather.
+          AllGatherTimeout: A rank did not join an all-gather in time.
         """
         missing = PeerTimeout.read(word)
         if missing is not None:
             raise AllGatherTimeout(
-                f"rank {missing.rank} of {self.boxes.ranks} did not come to gather {missing.call}, "
-                "as they are counted from the start on"
+                f"rank {missing.rank} of {self.boxes.ranks} did not join all-gather {missing.call} "
+                "(counted from startup) in time; see the log of that rank"
             )
 
     def next(self) -> Any:
-        """The next gather of the step, for a kernel that takes part in it; see
-        `all_gather.Gather`.
-        """
+        """Returns the arguments of the step's next all-gather, for a kernel with a fused gather."""
         return self.kernels.AllGatherArgs(self.place, self.boxes)
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
@@ -106,12 +105,15 @@ def connect(
     boxes: BufferLayout,
     looks: int,
 ) -> AllGather:
-    """How the program of all ranks finds the mailboxes.
+    """Connects the ranks of one process through the symmetric buffers of their GPUs.
 
     Args:
-      join: Makes one array of those of all ranks.
-      memory: The `Mailboxes` of the kernels; None of GPUs that are not here.
-      looks: After so many a wait ends; 0 waits for nothing.
+      kernels: Kernels of the GPUs.
+      devices: GPU of each rank.
+      join: Joins the arrays of the ranks into a global one.
+      memory: The `SymmetricBuffer` of the kernels; None if the GPUs are absent.
+      boxes: Layout of the symmetric buffers.
+      looks: Maximum number of polls of a wait; 0 does not wait.
     """
     if memory is None:
         places = [jax.ShapeDtypeStruct((2 * boxes.ranks + 2,), np.int32)] * boxes.ranks

@@ -1,8 +1,8 @@
-"""The weights of a model: arrays on a device under their names, and the records that a step reads.
+"""Weights of a model: named arrays on a device, and the records that a step reads.
 
-A program takes the arrays, a stack `[layers, ...]` for each parameter that every layer has one of,
-and makes the records of them while it is traced. Norms are float32 and scale by what they are, not
-by 1 more.
+A program takes the arrays as arguments, with one stack `[layers, ...]` per layer parameter, and
+builds the records while it is traced. Norm weights are float32 and include the offset of
+zero-centred norms.
 """
 
 import math
@@ -51,8 +51,8 @@ from shared.models.vision_parameters import check_tower
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 LARGE = 1 << 24
-"""Numbers from which on a parameter is read to the device piece by piece and never lies as a whole
-in main memory; for less, compiling what writes a piece would cost more."""
+"""Elements from which on a parameter is copied to the device in pieces, never as a whole in host
+memory. For smaller ones, compiling the program that writes a piece would cost more."""
 
 
 class Loaded(NamedTuple):
@@ -97,15 +97,19 @@ def load(
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
-    """Reads a rank's share of a checkpoint to the device, parameter by parameter.
+    """Reads a rank's shard of a checkpoint to the device, parameter by parameter.
 
     Args:
-      dtype: Of the weights, float32 or bfloat16.
+      checkpoint: Files of the model.
+      config: Config of the whole model.
+      with_mtp: True to load the MTP layer.
+      dtype: Dtype of the weights, float32 or bfloat16.
+      device: Device of the rank.
       progress: Called with the number of stored bytes after each tensor.
-      as_w8a16, as_w8a8: Parameters that stay FP8; all are stacks. Those in codes quantise their
-        rows.
-      group: The ranks that have the model between them.
-      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
+      as_w8a16, as_w8a8: Parameters that stay FP8; all are stacks. The activations of W8A8 are
+        quantised too.
+      group: TP group of the rank.
+      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.DrafterSpec`.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
@@ -153,7 +157,7 @@ def load_tower(
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> Loaded:
-    """Reads a vision tower to the device, of which every rank has all; see `load`.
+    """Reads a vision encoder to the device; it is replicated on all ranks. See `load`.
 
     Raises:
       CheckpointError: See `shared.models.vision_parameters.check_tower`.
@@ -170,7 +174,7 @@ def from_arrays(
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
-    """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
+    """Copies a rank's shard of arrays by the names of `shared.models.parameters` to the device."""
     wanted = divided_parameters(config, "mtp.fc" in arrays, group.count, token_map)
     wanted = of_rank(wanted, group.rank, group.count)
     return _with_ids(
@@ -181,7 +185,7 @@ def from_arrays(
 def head_from_arrays(
     head: DraftHead, dtype: np.dtype | type, device: jax.Device, group: TPGroup = SINGLE_RANK
 ) -> Loaded:
-    """Brings a rank's share of the arrays of a draft head to the device; it may lack some."""
+    """Copies a rank's shard of a draft head's arrays to the device; some may be absent."""
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
     read = partial(_share_of, head.weights)
     loaded = _sorted_out(of_rank(wanted, group.rank, group.count), read, dtype, device)
@@ -221,7 +225,7 @@ def _loaded(
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
-    """One parameter: read to main memory, or if large to the device; or made there."""
+    """Loads one parameter: via host memory, in pieces if large, or generated on the device."""
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy_weights.parameter_array(
@@ -271,17 +275,17 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Returns True if a layer gets stacked weights for kernels, not its own matrices."""
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
-    if stacks[name].dtype == jnp.float8_e4m3fn:  # with scales of float32
+    if stacks[name].dtype == jnp.float8_e4m3fn:  # has float32 scales
         return linear.reads_stacks(loaded.alone["embed"], device)
-    # The words of FP8 are whole numbers, and their scales bfloat16.
+    # Packed FP8 weights are int32, and their scales bfloat16.
     return linear.reads_stacks(stacks.get(f"{name}{SCALES}", stacks[name]), device)
 
 
-# Records, of the arrays that a trace has
+# Records of the arrays of a trace
 
 
 def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
-    """A model's records; `in_stacks` is that of `are_read_in_stacks`."""
+    """Builds a model's records; `in_stacks` is the result of `are_read_in_stacks`."""
     alone, rows = loaded.alone, None
     if DRAFT_HEAD in alone:
         rows = DraftVocabHead(Matrix(alone[DRAFT_HEAD]), alone["draft_ids"])
@@ -296,12 +300,12 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
 
 
 def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights | BlockWeights:
-    """A draft head's records; see `weights_of`."""
+    """Builds a draft head's records; see `weights_of`."""
     return (_block if config.block else _eagle)(config, loaded, in_stacks)
 
 
 def tower_of(loaded: Loaded) -> TowerWeights:
-    """A vision tower's records; those of its blocks hold the stacks."""
+    """Builds a vision encoder's records; its blocks share the stacks."""
 
     def matrix(name: str) -> Matrix:
         named = loaded.named
@@ -391,7 +395,7 @@ def _gated_delta(
 
 
 def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: bool) -> Matrix:
-    """The weight of one layer of a stack, with what stands beside it."""
+    """Returns the weight of one layer of a stack, with its scales and bias."""
     stack, beside = stacks[name], [stacks.get(f"{name}{end}") for end in (BIAS, SCALES)]
     if in_stacks:
         return Matrix(stack, place, *beside)
@@ -399,7 +403,7 @@ def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: b
 
 
 def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:
-    """The vector of one layer of a stack, where the model has one."""
+    """Returns the vector of one layer of a stack, or None if the model has none."""
     if stack is None:
         return None
     return Scale(stack, jnp.asarray(place, jnp.int32)) if in_stacks else stack[place]

@@ -56,7 +56,7 @@ class TorchBackend:
     """A `shared.boundary.backend.Backend` in torch.
 
     Attributes:
-      capacity: What exists.
+      capacity: Programs, and numbers of slots, pages and snapshots.
     """
 
     def __init__(
@@ -73,24 +73,27 @@ class TorchBackend:
         group: TPGroup = SINGLE_RANK,
         tower: TowerWeights | None = None,
     ) -> None:
-        """Allocates a rank's share of the pools of `capacity` on the device.
+        """Allocates a rank's shard of the pools of `capacity` on the device.
 
         Args:
-          weights: A rank's share, loaded already, or whole arrays under the names of
+          config: Config of the target model.
+          weights: Loaded weights of this rank, or whole arrays by the names of
             `shared.models.parameters`.
+          capacity: Programs, and numbers of slots, pages and snapshots.
           drafts: Drafter configuration.
-          draft_weights: Of a head or a small model, loaded already or as arrays; None of the other
-            kinds.
-          dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
-            their device already.
-          captured: Works whose steps are captured and replayed.
-          group: The ranks that have the model between them. All get the same plans in the same
-            order, and give the same results.
+          draft_weights: Weights of a draft head or draft model, loaded or as arrays; None for other
+            drafters.
+          dtype: Dtype of weights, activations and KV, float32 or bfloat16. Loaded weights keep
+            their own.
+          device: Device of this rank. Loaded weights keep their own.
+          captured: Step kinds that run as CUDA graphs.
+          group: TP group of this rank. All ranks receive the same plans in the same order and
+            return the same results.
           tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
 
         Raises:
-          ValueError: A model does not divide among the ranks, or graphs are asked for where there
-            is no GPU. Or see `shared.boundary.checks.check_capacity` and
+          ValueError: The model cannot be sharded evenly, or CUDA graphs are requested without a
+            GPU. See also `shared.boundary.checks.check_capacity` and
             `shared.boundary.kernel_coverage`.
         """
         if not isinstance(weights, Weights):
@@ -100,7 +103,10 @@ class TorchBackend:
         device = weights.embed.device
         check_capacity(capacity, drafts, weights.mtp is not None, tower is not None)
         if captured and device.type != "cuda":
-            raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
+            raise ValueError(
+                f"CUDA graphs require a GPU, but the weights are on {device}; "
+                "use --disable-cuda-graph"
+            )
         if isinstance(draft_weights, Mapping):
             draft_weights = _placed(drafts, draft_weights, dtype, device, group)
         config, drafts = shard_config(config, group.count), drafts.local(group.count)

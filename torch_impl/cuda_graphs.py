@@ -1,4 +1,4 @@
-"""Steps that are captured as CUDA graphs, and how all programs are made ready on a GPU."""
+"""CUDA graph capture of steps, and the warm-up of all programs on a GPU."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch_impl.triton_precompile import compile_kernels
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A captured program: where it reads its plan and leaves its result."""
+    """Captured program with its static input, the plan, and its static output."""
 
     graph: torch.cuda.CUDAGraph
     plan: Int[Tensor, " words"]
@@ -24,12 +24,12 @@ class CapturedGraph:
 
 
 class CapturedGraphs:
-    """The captured programs of a context.
+    """Captured programs of a step context.
 
-    What a graph works on is of the pool of all graphs, of which one runs at a time.
+    All graphs share one memory pool, because only one runs at a time.
 
     Attributes:
-      captured: By program.
+      captured: Graph of each captured program.
     """
 
     def __init__(
@@ -40,12 +40,14 @@ class CapturedGraphs:
         works: Collection[StepKind],
         workspace: Callable[[Program], int],
     ) -> None:
-        """Captures nothing yet.
+        """Initialises without capturing.
 
         Args:
-          stream: Of all steps.
-          works: Whose programs are captured.
-          workspace: Bytes that a step of a program works on.
+          context: Context of all steps.
+          device: GPU of the steps.
+          stream: Stream of all steps.
+          works: Step kinds to capture.
+          workspace: Returns the workspace of a program's step in bytes.
         """
         self.captured: dict[Program, CapturedGraph] = {}
         self._context, self._device, self._stream = context, device, stream
@@ -54,24 +56,24 @@ class CapturedGraphs:
 
     @torch.inference_mode()
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles the kernels of all programs side by side, runs each, and then captures them.
+        """Compiles the kernels of all programs in parallel, runs each once, and then captures.
 
-        They run over plans of padding, which touch the sinks only. A first run sets up libraries,
-        outside of the capture and of serving. What first runs took is given back before a graph
-        takes as much.
+        The runs have padded plans, which touch reserved rows and pages only. A first run
+        initialises libraries before capture and serving. Its memory is freed before the graphs
+        allocate theirs.
         """
         captured = [program for program in programs if program.work in self._works]
         others = [program for program in programs if program.work not in self._works]
         with torch.cuda.stream(self._stream):
-            self._take(programs)
+            self._reserve(programs)
             self._run(programs, progress)
             torch.cuda.empty_cache()
             for program in captured:
                 self.captured[program] = self._capture(program, captured)
-            self._take(others)
+            self._reserve(others)
 
     def _run(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles the kernels of all programs, and then runs each."""
+        """Compiles the kernels of all programs, then runs each program once."""
 
         def steps() -> None:
             for program in programs:
@@ -83,15 +85,15 @@ class CapturedGraphs:
         exchange = group.on_device
         for program in programs:
             if exchange is not None:
-                exchange.meet()  # on the GPU ranks wait less long than one may compile
+                exchange.meet()  # compilation may exceed the timeout of waits on the GPU
             step(self._context, self._padding(program), program)
             self._stream.synchronize()
 
-    def _take(self, programs: Sequence[Program]) -> None:
-        """Has torch take what any of the programs works on, in one piece, and keep it.
+    def _reserve(self, programs: Sequence[Program]) -> None:
+        """Lets torch's allocator cache one segment of the largest workspace of the programs.
 
-        It cuts what is asked for from what it has. Had it taken a piece for each array, the larger
-        arrays of another program would fit in none of them.
+        The allocator splits cached segments. With one segment per array, larger arrays of another
+        program would fit in none of them.
         """
         most = max(map(self._workspace, programs), default=0)
         torch.empty(most, dtype=torch.uint8, device=self._device)
@@ -101,9 +103,9 @@ class CapturedGraphs:
         return torch.from_numpy(plan.buffer).to(self._device)
 
     def _capture(self, program: Program, captured: Sequence[Program]) -> CapturedGraph:
-        """Captures one of some programs; the first takes the pool of all."""
+        """Captures a program; the first capture reserves the memory pool of all."""
         plan, graph = self._padding(program), torch.cuda.CUDAGraph()
-        # Another thread of the process (a JAX backend, say) may allocate meanwhile.
+        # Another thread of the process, for example of a JAX backend, may allocate meanwhile.
         options = {
             "pool": self._pool,
             "stream": self._stream,
@@ -111,6 +113,6 @@ class CapturedGraphs:
         }
         with torch.cuda.graph(graph, **options):
             if not self.captured:
-                self._take(captured)
+                self._reserve(captured)
             result = step(self._context, plan, program)
         return CapturedGraph(graph, plan, result)

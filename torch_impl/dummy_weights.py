@@ -1,4 +1,4 @@
-"""As `shared.models.dummy_weights`, on the device: a parameter is made there piece by piece."""
+"""Same as `shared.models.dummy_weights`, for tensors that are generated on the device in chunks."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,11 @@ from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
 PIECE = 1 << 24
-"""Elements that are made at a time, so that little memory is needed beside the parameter's own."""
+"""Elements generated at a time, so that temporary memory is small next to the parameter."""
 
 
 def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
-    """Same as the specification; a word is the bits of an int32, whose products wrap."""
+    """Same as the specification, with the bits of uint32 in int32, which wraps on overflow."""
     for shift, factor in ROUNDS:
         words = (words ^ _shifted(words, shift)).mul_(_signed(factor))
     return words ^ _shifted(words, LAST_SHIFT)
@@ -30,7 +30,7 @@ def elements(
 
 
 def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
-    """The FP8 codes of the numbers that `elements` gives by `FP8_INIT`."""
+    """Returns the FP8 values of the numbers that `elements` computes for `FP8_INIT`."""
     tops, half = _tops(FP8_INIT, key, places), 2 ** (FP8_INIT.bits - 1)
     is_negative = tops < half
     place = torch.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
@@ -40,7 +40,7 @@ def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, "
 
 
 def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "..."]:
-    """A parameter in FP8 or a rank's share, in words of four; pieces as in `parameter_array`."""
+    """Generates a packed FP8 parameter or a rank's shard, in chunks as in `parameter_array`."""
     made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
     count = FP8_BLOCK // 4
     for start, stop, shift in _pieces(parameter, 4, device):
@@ -56,7 +56,7 @@ def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "...
 def parameter_array(
     parameter: Parameter, law: InitSpec, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "..."]:
-    """A parameter or a rank's share; beside it stand a few pieces of `PIECE` elements."""
+    """Generates a parameter or a rank's shard; temporary memory is a few chunks of `PIECE`."""
     new = torch.empty if parameter.is_filled else torch.zeros
     made = new(parameter.shape, dtype=dtype, device=device)
     for start, stop, shift in _pieces(parameter, 1, device):
@@ -67,7 +67,7 @@ def parameter_array(
 
 
 def _layers(parameter: Parameter, made: Tensor) -> Iterator[tuple[Int[Tensor, ""], Tensor]]:
-    """The key of each layer, and its numbers one behind the other."""
+    """Yields the key of each layer, and a flat view of its elements."""
     keys = torch.from_numpy(keys_of(parameter).view("int32")).to(made.device)
     yield from zip(keys, made.view(len(keys), -1), strict=True)
 
@@ -75,15 +75,15 @@ def _layers(parameter: Parameter, made: Tensor) -> Iterator[tuple[Int[Tensor, ""
 def _pieces(
     parameter: Parameter, unit: int, device: torch.device
 ) -> Iterator[tuple[int, int, int | Int32[Tensor, " units"]]]:
-    """The pieces of a layer, in units of so many numbers.
+    """Splits a layer into chunks, in units of `unit` elements.
 
-    A mixture's share has many short spans, of which a piece has as many as follow each other.
+    A shard of experts has many short spans; a chunk joins consecutive ones.
 
     Yields:
-      Where a piece begins and ends, and how far its numbers, counted from its begin, lie from
-      their places in the whole.
+      The first unit and the end of a chunk, and the offset from an index within the chunk to the
+      element's index in the whole parameter.
     """
-    spans: list[tuple[int, int]] = []  # of a piece: units, and how far they lie
+    spans: list[tuple[int, int]] = []  # length and offset of each span of a chunk
     start = stop = 0
     for at, first, numbers in parameter.spans():
         for begin in range(at // unit, (at + numbers) // unit, PIECE):
@@ -108,15 +108,15 @@ def _shifts(spans: list[tuple[int, int]], device: torch.device) -> int | Int32[T
 def _tops(
     law: InitSpec, key: Int[Tensor, ""], places: Int[Tensor, " places"]
 ) -> Int[Tensor, " places"]:
-    """The highest bits of the hash, as many as a law looks at."""
+    """Returns the highest `law.bits` bits of the hash."""
     return _shifted(mixed(mixed(places) ^ key), 32 - law.bits)
 
 
 def _shifted(words: Int[Tensor, " places"], by: int) -> Int[Tensor, " places"]:
-    """Shifted to the right; the mask takes the copies of the sign off again."""
+    """Computes a logical right shift; the mask removes the copies of the sign bit."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _signed(word: int) -> int:
-    """A word of 32 bits as the int32 of the same bits."""
+    """Returns the int32 with the bits of a uint32."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)

@@ -1,6 +1,6 @@
-"""Parameters that stay FP8, as `shared.models.fp8_packing`, on a device.
+"""FP8 parameters on a device, packed as in `shared.models.fp8_packing`.
 
-They are read tensor by tensor and put in words there; no number is widened on the way.
+They are read tensor by tensor and packed on the device, without dequantisation.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def read(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> tuple[Int32[Tensor, "*stack N words"], Float[Tensor, "*stack scales scales_in"]]:
-    """The words of a parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
+    """Reads a packed parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
     if isinstance(checkpoint, DummyCheckpoint):
         scales = packed_scales(code_scales(parameter, granularity))
         words = dummy_weights.word_array(parameter, device)
@@ -62,14 +62,14 @@ def read_codes(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> tuple[Float8e4m3fn[Tensor, "*stack N K"], Float32[Tensor, "*stack outputs blocks_in"]]:
-    """The codes of a parameter whose rows are quantised, and its scales.
+    """Reads the FP8 values and scales of a W8A8 parameter.
 
-    They are those of blocks on a GPU, and those of each output elsewhere; see `Matrix`.
+    The scales are per block on a GPU, and per output and block elsewhere; see `Matrix`.
     """
     by_output = device.type != "cuda"
     if isinstance(checkpoint, DummyCheckpoint):
         words = dummy_weights.word_array(parameter, device)
-        for layer in words.view(-1, *words.shape[-2:]):  # so that the stack is held once
+        for layer in words.view(-1, *words.shape[-2:]):  # without a copy of the stack
             layer.copy_(unpacked(layer).view(torch.int32))
         codes = words.view(torch.float8_e4m3fn)
         scales = (scales_of_outputs if by_output else code_scales)(parameter, Granularity.BLOCK)
@@ -98,7 +98,7 @@ def _placed(scales: Shaped[np.ndarray, "..."], device: torch.device) -> Float[Te
 def scaled(
     numbers: Float[Tensor, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[Tensor, "*stack N K"]:
-    """The numbers of a dummy's codes times their scales, in their own memory."""
+    """Multiplies dummy FP8 values by their scales, in place."""
     scales = torch.from_numpy(scales_of_outputs(parameter, granularity))
     scales = scales.to(numbers.device, numbers.dtype)
     if granularity is Granularity.CHANNEL:

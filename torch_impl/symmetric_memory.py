@@ -14,51 +14,52 @@ from torch_impl.ops import Kernels
 
 
 class AllGather:
-    """The mailboxes of a rank's GPU, and the gathers of its steps in their order.
+    """All-gathers of a rank's steps through the symmetric buffers of all GPUs.
 
-    All ranks make the same steps in the same order, each in one stream.
+    All ranks run the same steps in the same order, each in one stream.
     """
 
     def __init__(self, kernels: Kernels, group: TPGroup, device: torch.device) -> None:
-        """Takes the memory, and meets the other ranks, which open it.
+        """Allocates the symmetric buffer and opens the buffers of the other ranks.
 
         Raises:
-          RuntimeError: There is not enough memory, or a GPU cannot reach another one.
-          RankMissingError: A rank did not join.
+          RuntimeError: GPU memory is insufficient, or a GPU has no peer access to another one.
+          AllGatherTimeout: A rank did not join in time.
         """
-        assert group.mailboxes is not None  # ranks that are processes have some
+        assert group.mailboxes is not None  # set for ranks in processes of their own
         self._kernels, self._group, self._calls = kernels, group, 0
         boxes = BufferLayout(group.count, BLOCK_BYTES)
-        self._mailbox = kernels.symmetric_memory.SymmetricBuffer(boxes, group.rank, device)
-        handle = np.frombuffer(self._mailbox.handle, np.uint8)
+        self._buffer = kernels.symmetric_memory.SymmetricBuffer(boxes, group.rank, device)
+        handle = np.frombuffer(self._buffer.handle, np.uint8)
         handles = group.mailboxes.all_gather(group.rank, handle)
-        self._mailbox.connect([each.tobytes() for each in handles])
-        self._mailbox.wait(MAX_POLLS)
+        self._buffer.connect([each.tobytes() for each in handles])
+        self._buffer.wait(MAX_POLLS)
         torch.cuda.synchronize(device)
 
     @property
     def error(self) -> Int32[Tensor, "1"]:
         """Returns the error word of the steps so far, on the GPU, for `check`."""
-        return self._mailbox.mail.error
+        return self._buffer.mail.error
 
     def check(self, word: int) -> None:
         """Raises the error that an error word encodes.
 
         Raises:
-          RankMissingError: A rank did not join an all-gather.
+          AllGatherTimeout: A rank did not join an all-gather in time.
         """
         missing = PeerTimeout.read(word)
         if missing is not None:
             raise AllGatherTimeout(
-                f"rank {missing.rank} of {self._group.count} did not come to gather {missing.call} "
-                f"of a step; rank {self._group.rank} waited for it"
+                f"rank {missing.rank} of {self._group.count} did not join all-gather "
+                f"{missing.call} of a step in time; rank {self._group.rank} waited for it; see the "
+                "log of that rank"
             )
 
     def meet(self) -> None:
         """Barrier of all ranks on the host.
 
         Raises:
-          RankMissingError: A rank did not join.
+          AllGatherTimeout: A rank did not join in time.
         """
         assert self._group.mailboxes is not None
         self._group.mailboxes.all_gather(self._group.rank, np.zeros(1, np.uint8))
@@ -69,26 +70,24 @@ class AllGather:
 
     def end(self) -> None:
         """Ends a step, after all its all-gathers."""
-        self._kernels.all_gather.advance_sequence(self._mailbox.mail, self._calls)
+        self._kernels.all_gather.advance_sequence(self._buffer.mail, self._calls)
 
     def next(self) -> Any:
-        """The next gather of the step, for a kernel that takes part in it; see
-        `all_gather.Gather`.
-        """
+        """Returns the arguments of the step's next all-gather, for a kernel with a fused gather."""
         self._calls += 1
         return self._kernels.all_gather.AllGatherArgs(
-            self._mailbox.mail, self._calls - 1, self._mailbox.boxes
+            self._buffer.mail, self._calls - 1, self._buffer.boxes
         )
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
         """Returns True if rows and their squares fit in one all-gather."""
-        return self._mailbox.boxes.fits(rows, share, item_bytes)
+        return self._buffer.boxes.fits(rows, share, item_bytes)
 
     def gathered(self, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
         """Returns the columns of all ranks, concatenated in rank order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share).contiguous()
-        most = self._mailbox.boxes.most_rows(share * rows.element_size())
+        most = self._buffer.boxes.most_rows(share * rows.element_size())
         parts = [self._gathered(part) for part in rows.split(most)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(*values.shape[:-1], self._group.count * share)
@@ -97,7 +96,7 @@ class AllGather:
         self, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
     ) -> Float[Tensor, "R size"]:
         """Same as `gathered`, for the listed rows; the last entry of `rows` is their number."""
-        most = self._mailbox.boxes.most_rows(values.shape[1] * values.element_size())
+        most = self._buffer.boxes.most_rows(values.shape[1] * values.element_size())
         gathers = [self.next() for _ in range(0, len(values), most)]
         return self._kernels.vocab_parallel.gathered_rows(values, rows, gathers)
 
@@ -113,7 +112,7 @@ class AllGather:
     def close(self) -> None:
         """Frees the memory after a barrier of all ranks."""
         self.meet()
-        self._mailbox.close()
+        self._buffer.close()
 
     def _gathered(self, rows: Shaped[Tensor, "R share"]) -> Shaped[Tensor, "R size"]:
         gather = self.next()
@@ -124,7 +123,10 @@ class AllGather:
 
 
 def connect(group: TPGroup, kernels: Kernels | None, device: torch.device) -> TPGroup:
-    """Ranks that exchange through their GPUs, where those of a host have some; each calls it."""
+    """Returns the TP group, connected through symmetric memory if each rank has a GPU.
+
+    Every rank must call it.
+    """
     if group.mailboxes is None or kernels is None:
         return group
     return group.on(AllGather(kernels, group, device))

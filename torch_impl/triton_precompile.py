@@ -1,11 +1,11 @@
-"""The kernels of all steps, compiled side by side before one first runs.
+"""Parallel compilation of the Triton kernels of all steps before the first launch.
 
-Triton compiles a kernel at its first launch, one after the other. A pass over the steps that
-launches none tells it of all: its memory is zeros, so that what no kernel has written names things
-that exist, and they are steps of padding, whose results nobody reads. What has not been compiled on
-this machine before is compiled by other processes, as much of a compile holds Python's lock, and
-read from Triton's cache when it is first launched. Ranks that start together want the same kernels:
-each is compiled by one of them, while the others go on with the next.
+Triton compiles each kernel at its first launch, sequentially. Here a pass over padded steps records
+all kernels and launches none. New memory is zeroed in this pass, so that indices that no kernel has
+written are valid. Kernels that are missing in Triton's cache are compiled in other processes,
+because compilation mostly holds the GIL. The first launch reads them from the cache. Ranks that
+start together need the same kernels: one rank compiles each kernel, and the others continue with
+the next.
 """
 
 import fcntl
@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared import children
 
 _MOST_COMPILERS = 32
-"""Processes that compile, at most; fewer where there are fewer cores for each rank."""
+"""Maximum number of compiler processes; at most one per core of a rank."""
 _DONE = "compiled"
-"""Of Triton's cache: a kernel that was compiled before has a file of this name."""
+"""Name of the file in Triton's cache that marks a compiled kernel."""
 _EMPTY = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -39,7 +39,7 @@ _EMPTY = (
 
 
 class _Zeros(TorchDispatchMode):
-    """New memory is zeros."""
+    """Dispatch mode that zeroes new memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -49,10 +49,11 @@ class _Zeros(TorchDispatchMode):
 
 
 def compile_kernels(steps: Callable[[], object], ranks: int = 1) -> None:
-    """Compiles every kernel that steps of padding launch, and launches none.
+    """Compiles all kernels of padded steps without launching them.
 
     Args:
-      ranks: How many start together and share the cores.
+      steps: Runs the steps.
+      ranks: Number of ranks that start together and share the cores.
 
     Raises:
       RuntimeError: A kernel cannot be compiled.
@@ -70,19 +71,19 @@ def compile_kernels(steps: Callable[[], object], ranks: int = 1) -> None:
         compilers = stack.enter_context(_Compilers(ranks))
         stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
         stack.callback(setattr, JITFunction, "run", launch)
-        knobs.runtime.jit_cache_hook = compilers.ask
+        knobs.runtime.jit_cache_hook = compilers.request
         JITFunction.run = compile_only
         with _Zeros():
             steps()
 
 
 class _CompileRequest(NamedTuple):
-    """A kernel that was not compiled before.
+    """Kernel that is missing in Triton's cache.
 
     Attributes:
-      kept: Its place in Triton's cache.
-      line: What is told of it.
-      is_ours: Whether it is compiled now; not where another rank was at it.
+      kept: Its entry in Triton's cache.
+      line: Specialization of the kernel, as JSON.
+      is_ours: Result is True after this rank compiled it, False if another rank was compiling it.
     """
 
     kept: Any
@@ -91,20 +92,20 @@ class _CompileRequest(NamedTuple):
 
 
 class _Compilers:
-    """Processes that compile, each as soon as there is something for it to do."""
+    """Pool of compiler processes, started on demand."""
 
     def __init__(self, ranks: int) -> None:
         cores = len(os.sched_getaffinity(0)) // ranks
         self._threads = ThreadPoolExecutor(min(max(cores, 1), _MOST_COMPILERS))
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen] = []
-        self._asked: dict[str, _CompileRequest | None] = {}
+        self._requests: dict[str, _CompileRequest | None] = {}
 
     def __enter__(self) -> "_Compilers":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Waits for all; where anything has failed, what has not begun is left."""
+        """Waits for all kernels; after an error, cancels those that have not started."""
         try:
             if error is None:
                 self._finish()
@@ -114,13 +115,17 @@ class _Compilers:
                 process.communicate()
 
     def _finish(self) -> None:
-        """Waits for all kernels, and for those of other ranks when nothing else is left to do."""
-        theirs = [x for x in self._asked.values() if x is not None and not x.is_ours.result()]
+        """Waits for this rank's kernels, then for the kernels that other ranks compile."""
+        theirs = [x for x in self._requests.values() if x is not None and not x.is_ours.result()]
         for waits in [self._threads.submit(self._compile, x.kept, x.line, True) for x in theirs]:
             waits.result()
 
-    def ask(self, *, fn: Any, compile: Any, **_: object) -> bool:
-        """Stands where Triton would compile a kernel, or read it from its cache; True: neither."""
+    def request(self, *, fn: Any, compile: Any, **_: object) -> bool:
+        """Triton's hook before it compiles or loads a kernel; requests a missing kernel.
+
+        Returns:
+          True if Triton must neither compile nor load the kernel.
+        """
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
@@ -132,25 +137,25 @@ class _Compilers:
             _encoded_constant(value, plain) for value, plain in values
         ]
         line = json.dumps(job | {"data": specialization})
-        if line not in self._asked:
+        if line not in self._requests:
             kept = kept_of(fn.jit_function, line)
-            asked = None
+            request = None
             if not kept.has_file(_DONE):
-                asked = _CompileRequest(
+                request = _CompileRequest(
                     kept, line, self._threads.submit(self._compile, kept, line, False)
                 )
-            self._asked[line] = asked
-        return self._asked[line] is not None
+            self._requests[line] = request
+        return self._requests[line] is not None
 
     def _compile(self, kept: Any, line: str, waits: bool) -> bool:
-        """Whether a kernel is compiled now; unless it waits, another rank may still be at it."""
-        with _alone(kept, waits) as is_alone:
-            if is_alone and not kept.has_file(_DONE):
-                self._tell(line)
-        return is_alone
+        """Compiles a kernel; returns False if another rank is compiling it and `waits` is False."""
+        with _locked(kept, waits) as is_locked:
+            if is_locked and not kept.has_file(_DONE):
+                self._send(line)
+        return is_locked
 
-    def _tell(self, line: str) -> None:
-        """Has the process of this thread compile a kernel."""
+    def _send(self, line: str) -> None:
+        """Sends a kernel to the compiler process of this thread, and waits for it."""
         process = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = subprocess.Popen(
@@ -167,13 +172,16 @@ class _Compilers:
         process.stdin.flush()
         answer = process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"what compiles kernels has ended with code {process.wait()}")
+            raise RuntimeError(
+                f"the kernel compiler process ended with code {process.wait()}; see its output "
+                "above"
+            )
         if error := json.loads(answer):
             raise RuntimeError(f"{json.loads(line)['name']} cannot be compiled: {error}")
 
 
 def kept_of(function: Any, line: str) -> Any:
-    """Where Triton's cache says whether a kernel was compiled before."""
+    """Returns the entry of a kernel in Triton's cache."""
     from triton.runtime.cache import get_cache_manager
 
     _name(function)
@@ -181,9 +189,9 @@ def kept_of(function: Any, line: str) -> Any:
 
 
 def _name(function: Any) -> None:
-    """Has Triton name a kernel in its cache, after all that it calls.
+    """Computes Triton's cache key of a kernel, after the keys of the functions that it calls.
 
-    A name holds the constants of what was named before: in another order it would be another one.
+    A key depends on the constants of previously hashed functions, so it depends on the order.
     """
     from triton.runtime.jit import JITFunction
 
@@ -196,28 +204,32 @@ def _name(function: Any) -> None:
 
 
 def compile_line(line: str) -> None:
-    """Compiles what `_Compilers.ask` was told of into Triton's cache."""
+    """Compiles a kernel that `_Compilers.request` has recorded into Triton's cache."""
     job = json.loads(line)
     function = getattr(import_module(job["module"]), job["name"])
     _compile_into(kept_of(function, line), function, job)
 
 
 @contextmanager
-def _alone(kept: Any, waits: bool) -> Iterator[bool]:
-    """Whether within it no other process compiles the kernel; one that dies holds nobody up.
+def _locked(kept: Any, waits: bool) -> Iterator[bool]:
+    """Locks a kernel against compilation by other processes; the lock of a dead process is free.
 
     Args:
-      waits: Until it is so.
+      kept: The kernel's entry in Triton's cache.
+      waits: Wait for the lock.
+
+    Yields:
+      False if another process has the lock.
     """
-    is_alone = True
+    is_locked = True
     with open(os.path.join(kept.cache_dir, "compiling"), "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            is_alone = False
-        except OSError:  # of a file system that locks nothing: it is compiled twice
+            is_locked = False
+        except OSError:  # file system without locks: the kernel is compiled twice
             pass
-        yield is_alone
+        yield is_locked
 
 
 def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:
@@ -257,14 +269,14 @@ def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:
 
 
 def _encoded_constant(value: Any, plain: Any) -> Any:
-    """A constant as Triton tells it, but that its named tuples keep their names."""
+    """Encodes a constant of Triton's specialization, with the types of named tuples."""
     if type(value).__name__ == "constexpr":
         return {"constexpr": _encoded(value.value)}
     return _encoded(value) if isinstance(value, tuple) else plain
 
 
 def _encoded(value: Any) -> Any:
-    """A value for JSON, which has lists only and no names: a named tuple says what it is."""
+    """Encodes a value for JSON; a named tuple becomes a record with its type."""
     if isinstance(value, dict):
         return {name: _encoded(x) for name, x in value.items()}
     if not isinstance(value, tuple | list):
@@ -277,7 +289,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """What was encoded; what a kernel is given are tuples, never lists."""
+    """Decodes a value; lists become tuples, because kernels take no lists."""
     if isinstance(value, list):
         return tuple(map(_decoded, value))
     if isinstance(value, dict) and "record" in value:
@@ -287,19 +299,19 @@ def _decoded(value: Any) -> Any:
 
 
 def root_cause(error: BaseException) -> str:
-    """What went wrong first: Triton tells of every function that it was in."""
+    """Returns the first error of a chain; Triton raises one per function of its call stack."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
-    """Compiles a kernel a line, and answers each with what is wrong, or null."""
+    """Compiles one kernel per line of stdin, and prints its error or null."""
     for line in sys.stdin:
         try:
             compile_line(line.rstrip("\n"))
             error = None
-        except Exception as failure:  # whatever a compiler raises is the answer
+        except Exception as failure:  # any error of the compiler is sent back
             error = root_cause(failure)
         print(json.dumps(error), flush=True)
 

@@ -1,4 +1,4 @@
-"""The weights of a model as tensors on a device, one by one for each layer."""
+"""Weights of a model: tensors on a device, with one record per layer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -57,15 +57,18 @@ def load(
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
-    """Reads a rank's share of a checkpoint's weights onto a device, parameter by parameter.
+    """Reads a rank's shard of a checkpoint to the device, parameter by parameter.
 
     Args:
-      with_mtp: Whether the MTP layer is wanted.
+      checkpoint: Files of the model.
+      config: Config of the whole model.
+      with_mtp: True to load the MTP layer.
       dtype: A name of `DTYPES`.
-      progress: Called with the number of stored bytes read since the last call.
-      as_w8a16, as_w8a8: Parameters that stay FP8; those in codes quantise their rows.
-      group: The ranks that have the model between them.
-      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
+      device: Device of the rank.
+      progress: Called with the number of stored bytes after each tensor.
+      as_w8a16, as_w8a8: Parameters that stay FP8. The activations of W8A8 are quantised too.
+      group: TP group of the rank.
+      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.DrafterSpec`.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
@@ -93,7 +96,7 @@ def from_arrays(
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
-    """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
+    """Copies a rank's shard of arrays by the names of `shared.models.parameters` to the device."""
     wanted = divided_parameters(config, "mtp.fc" in arrays, group.count, token_map)
     return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group), token_map)
 
@@ -106,7 +109,7 @@ def load_head(
     progress: Callable[[int], None],
     group: TPGroup = SINGLE_RANK,
 ) -> HeadWeights | BlockWeights:
-    """Reads a draft head's weights onto a device; the arguments are those of `load`.
+    """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
@@ -125,7 +128,7 @@ def load_tower(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> TowerWeights:
-    """Reads a vision tower onto a device, of which every rank has all; see `load`.
+    """Reads a vision encoder to the device; it is replicated on all ranks. See `load`.
 
     Raises:
       CheckpointError: See `shared.models.vision_parameters.check_tower`.
@@ -138,7 +141,7 @@ def load_tower(
 def head_from_arrays(
     head: DraftHead, dtype: str, device: torch.device, group: TPGroup = SINGLE_RANK
 ) -> HeadWeights | BlockWeights:
-    """A rank's share of a head's weights from arrays, which are copied."""
+    """Copies a rank's shard of a draft head's arrays to the device; some may be absent."""
     wanted = head_parameters(head.config, None)
     tensors = _from_arrays(wanted, head.weights, dtype, device, group)
     if head.config.has_draft_vocab:
@@ -178,7 +181,7 @@ def _loaded(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> Tensor:
-    """One parameter, read onto the device tensor by tensor, or made there."""
+    """Loads one parameter: read to the device tensor by tensor, or generated there."""
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy_weights.parameter_array(
@@ -200,8 +203,8 @@ def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
 
 
 def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
-    """The same memory as a tensor."""
-    if array.dtype == ml_dtypes.bfloat16:  # torch does not know numpy's
+    """Returns a tensor that shares the array's memory."""
+    if array.dtype == ml_dtypes.bfloat16:  # torch does not support the NumPy dtype
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -277,7 +280,7 @@ def _attention(
 
 
 def _matrix(tensors: dict[str, Tensor], name: str, place: int) -> Matrix:
-    """The weight of one layer of a stack, with what stands beside it."""
+    """Returns the weight of one layer of a stack, with its scales and bias."""
     beside = (tensors.get(f"{name}{end}") for end in (BIAS, SCALES))
     bias, scales = (x if x is None else x[place] for x in beside)
     return Matrix(tensors[name][place], bias, scales)

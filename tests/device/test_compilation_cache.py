@@ -69,7 +69,7 @@ def test_compilation_cache_replaces_corrupt_file_with_warning(keeping, program, 
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
     assert keeping().find("decode") is None
-    assert "is no compiled program and is compiled again" in caplog.text
+    assert "is not a valid compiled program; compiling it again" in caplog.text
     keeping().keep("decode", program)
     assert keeping().find("decode") is not None
     assert list(tmp_path.iterdir()) == [file]
@@ -105,7 +105,7 @@ def test_compilation_cache_full_disk_leaves_no_partial_file(
     keeping().keep("decode", program)
     assert not [*tmp_path.iterdir()]
     assert caplog.messages == [
-        f"{tmp_path} cannot store a compiled program, so that later starts compile it again: "
+        f"{tmp_path} cannot store a compiled program; later starts compile it again: "
         "No space left on device"
     ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_impl import convert, weights
-from jax_impl.convert import EXIT_REFUSED, OrbaxCheckpoint, main
+from jax_impl.convert import EXIT_INVALID, OrbaxCheckpoint, main
 from shared.models.checkpoint import CheckpointError
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.parameters import parameters
@@ -75,14 +75,14 @@ def test_orbax_checkpoint_checks_shapes_before_load(source, tmp_path):
 
 
 def refusal(capsys, *argv):
-    assert main([str(arg) for arg in argv]) == EXIT_REFUSED
+    assert main([str(arg) for arg in argv]) == EXIT_INVALID
     *_, last = capsys.readouterr().err.strip().splitlines()
     return last
 
 
 def test_convert_rejects_unusable_source_or_target(source, tmp_path, capsys):
     assert "does not exist" in refusal(capsys, tmp_path / "nowhere", tmp_path / "new")
-    assert "exists already" in refusal(capsys, source, source)
+    assert "already exists" in refusal(capsys, source, source)
     (source / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 20)
     assert "truncated" in refusal(capsys, source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -90,7 +90,7 @@ def test_convert_rejects_unusable_source_or_target(source, tmp_path, capsys):
 
 def test_open_checkpoint_rejects_incomplete_orbax_folder(source):
     (source / "orbax").mkdir()
-    with pytest.raises(CheckpointError, match="no complete Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete Orbax checkpoint"):
         convert.open_checkpoint(source)
 
 
@@ -99,7 +99,7 @@ def test_missing_orbax_error_names_extra(source, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="Install the extra `train`"):
         convert.convert(source, tmp_path / "new")
     (source / "orbax").mkdir()
-    with pytest.raises(CheckpointError, match="needs orbax-checkpoint, which is not installed"):
+    with pytest.raises(CheckpointError, match="requires orbax-checkpoint, which is not installed"):
         convert.open_checkpoint(source)
 
 
@@ -115,6 +115,6 @@ def test_jax_server_imports_no_training_libraries():
 def test_convert_error_exits_with_code_two(tmp_path):
     command = [sys.executable, "-m", "jax_impl.convert", str(tmp_path / "a"), str(tmp_path / "b")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert ended.returncode == EXIT_REFUSED
+    assert ended.returncode == EXIT_INVALID
     assert ended.stderr.strip().endswith("does not exist")
     assert "Traceback" not in ended.stderr

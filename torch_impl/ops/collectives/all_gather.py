@@ -21,7 +21,7 @@ def all_gather(ranks: TPGroup, values: Shaped[Tensor, "... share"]) -> Shaped[Te
     All ranks must call it in the same order.
 
     Raises:
-      RankMissingError: See `shared.boundary.shm_allgather.Mailboxes.all_gather`; between hosts too.
+      AllGatherTimeout: See `shared.boundary.shm_allgather.ShmAllGather.all_gather`, also for hosts.
     """
     if ranks.is_single:
         return values
