@@ -15,39 +15,39 @@ from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
 
 WORD_CEILINGS = {
     "picture": 5,
-    "tell of data": 25,
-    "say of data": 18,
-    "ask, hear, want of data": 42,
-    "refuse": 14,
+    "tell of data": 20,
+    "say of data": 14,
+    "ask, hear, want of data": 34,
+    "refuse": 13,
     "refused by name": 0,
-    "stand": 10,
-    "lie": 13,
-    "is left": 14,
+    "stand": 6,
+    "lie": 8,
+    "is left": 12,
     "by lot": 0,
     "law": 7,
-    "mailbox": 18,
-    "tower": 13,
+    "mailbox": 12,
+    "tower": 10,
     "that sees": 5,
     "seen text": 0,
     "turns": 29,
     "promise": 1,
     "asleep": 9,
-    "who, whose": 237,
-    "so many, as many": 20,
+    "who, whose": 228,
+    "so many, as many": 13,
 }
 OPENING_CEILINGS = {
     "bench": 0,
-    "jax_impl": 6,
+    "jax_impl": 0,
     "kernels": 0,
     "models": 0,
     "shared": 0,
     "tests": 0,
-    "torch_impl": 5,
+    "torch_impl": 0,
 }
 """Docstrings by top folder that open with a word of `OPENINGS`."""
-AS_CEILING = 3
+AS_CEILING = 1
 CLASS_NAME_CEILING = 16
-UNDOCUMENTED_CEILING = 138
+UNDOCUMENTED_CEILING = 128
 SPREAD_CEILINGS = {"# fmt: skip": 4, "f(*(a, b))": 95, "f(*name)": 867}
 
 
