@@ -112,7 +112,7 @@ def test_image_outputs_match_spec(server):
         conversation("what? ", ONE),
         conversation("a" * 40, ONE, "b", LONG, "and so on, and so on"),
         conversation("what? ", OTHER),
-        conversation("no image"),
+        conversation("only text"),
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda one: answer_to(server, one[0]), asked))
