@@ -274,7 +274,7 @@ class JaxBackend:
         """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
-        tower = seeing and weights.tower_of(seeing)
+        tower = seeing and weights.vision_encoder_of(seeing)
         return StepContext(*self._bind(loaded, own, self._group.on(exchange)), tower, self.capacity)
 
 

@@ -72,7 +72,7 @@ class OrbaxCheckpoint:
         return any(name.startswith("mtp.") for name in self._arrays)
 
     @property
-    def has_tower(self) -> bool:
+    def has_vision_encoder(self) -> bool:
         """Returns False: an Orbax folder has the text model only."""
         return False
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DeviceState, Fields, Mask, Plan
+from jax_impl.device_state import DeviceState, Fields, Plan, TokenMask
 from jax_impl.drafters import DraftTrees, ExtendRows
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
@@ -24,7 +24,7 @@ from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from jax_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from jax_impl.step_context import StepContext, behind_images, logprobs_of, ranking
+from jax_impl.step_context import StepContext, logprobs_of, ranking, with_image_mrope
 from shared.boundary.program import Program, ProgramFeature
 from shared.spec.ngram import width_of
 
@@ -191,7 +191,7 @@ def verify(
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
     )
-    rows = behind_images(context, state, plan, rows)
+    rows = with_image_mrope(context, state, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(context, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], context.streams(program)
@@ -252,7 +252,7 @@ def _choose(
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
     """Chooses the token after each node; also returns the mask of rows with finite logits."""
     of_trees = (trees.tokens, trees.parents, rows.request, node, program.is_chain)
-    seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
+    seen = sampling.counts_in_trees(state.seen, plan.slots, *of_trees)
     positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
         allowed = _allowed(plan.mask, rows.request, node, context.capacity.vocab)
@@ -281,7 +281,10 @@ def _choose(
 
 
 def _allowed(
-    mask: Mask | None, request: Int[jax.Array, " R"], node: Int[jax.Array, " R"], vocab: int
+    mask: TokenMask | None,
+    request: Int[jax.Array, " R"],
+    node: Int[jax.Array, " R"],
+    vocab: int,
 ) -> Bool[jax.Array, "R vocab"] | None:
     """Returns the tokens that the grammar allows each verify row, or None for all."""
     return (
@@ -330,7 +333,7 @@ def commit(
             kv, plan.page_table, lengths, verified.accepted.path, counts
         )
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
-    draft = None if context.feeds(program) else state.draft  # leaves a gap in its KV
+    draft = None if context.extends_drafter(program) else state.draft  # leaves a gap in its KV
     new_lengths, newest, seen, draft_from = slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
@@ -381,7 +384,7 @@ def draft_extend(
 
     A step of plain decoding leaves a gap in the draft KV instead.
     """
-    if not context.feeds(program):
+    if not context.extends_drafter(program):
         return state
     assert context.drafter is not None  # required by draft extend
     assert state.draft is not None
@@ -392,7 +395,7 @@ def draft_extend(
     rank = ranking(context, state, plan, lengths + counts, context.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
-    rows = behind_images(context, state, plan, rows)
+    rows = with_image_mrope(context, state, plan, rows)
     fed = ExtendRows(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
     memory = context.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)

@@ -19,7 +19,7 @@ from jax_impl.ops.trees.merge_drafts import NgramTrees
 from jax_impl.vision_encoder import Begun, Pixels
 from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import Field, plan_layout, result_layout
-from shared.boundary.images import most_begun
+from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
 from shared.models.cache_spec import CacheArraySpec
@@ -138,7 +138,7 @@ def _new_images(capacity: BackendLimits, dtype: np.dtype | type) -> ImageState |
     images = capacity.images
     if images is None:
         return None
-    vision, most, begun = images.vision, most_begun(capacity.programs, images.vision), None
+    vision, most, begun = images.vision, max_begun(capacity.programs, images.vision), None
     if most:
         cos, sin = (jnp.zeros((most, vision.head_size // 2)) for _ in range(2))
         begun = Begun(jnp.zeros((most, vision.hidden), dtype), cos, sin, jnp.zeros(1, np.int32))
@@ -254,8 +254,8 @@ class HostDraft:
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Grammar token bitmask; see `shared.boundary.backend.Mask`."""
+class TokenMask:
+    """Grammar token bitmask; see `shared.boundary.backend.GrammarBitmask`."""
 
     bits: Int[jax.Array, "Q words"]
     index: Int[jax.Array, "B N"]
@@ -298,7 +298,7 @@ class Plan:
     prompt: Prompt | None
     drafts: HostDraft | None
     copies: NgramTrees | None
-    mask: Mask | None
+    mask: TokenMask | None
     image: ImageToEncode | None
     texts: NgramScopes | None
 
@@ -320,7 +320,9 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
         copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
+        mask=TokenMask(at["mask_bits"], at["mask_index"])
+        if program.has(ProgramFeature.MASK)
+        else None,
         image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )

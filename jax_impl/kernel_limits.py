@@ -6,7 +6,7 @@ from shared.boundary.kernel_coverage import KernelLimits
 KERNEL_LIMITS = KernelLimits(
     head_sizes=HEAD_SIZES,
     delta_sizes=DELTA_SIZES,
-    most_nodes=MOST_NODES,
+    max_nodes=MOST_NODES,
     product_dtype="bfloat16",
     experts_unit=EXPERTS_UNIT,
 )

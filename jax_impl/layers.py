@@ -34,7 +34,7 @@ Feed = Callable[[ModelConfig, Layer, NormedStream, Norm | None], NormedStream]
 """Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
 
 
-class DeltaMixer(Protocol):
+class GDNMixer(Protocol):
     """Runs the GDN layers of a pass.
 
     Attributes:
@@ -209,7 +209,7 @@ def write_keys(
     )
 
 
-def delta_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
+def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
     return GDNWeights(
         conv=weights.conv,
@@ -251,7 +251,7 @@ class PrefillMixer:
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, snapshots = carry
-        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, snapshots, place)
         out, states, snapshots = gdn_layer.prefill(*given, *self._where)
         return out, (states, snapshots)
@@ -284,7 +284,7 @@ class VerifyMixer:
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, scratch = carry
-        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
         if isinstance(scratch.kept, ReplayInputs):
             out, states, scratch = gdn_layer.verify(*given, scratch)

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from jax_impl.layers import (
     FEEDS,
     AttentionContext,
-    DeltaMixer,
     Feed,
+    GDNMixer,
     Hidden,
     attention,
     output_and_mlp,
@@ -95,7 +95,7 @@ def forward(
     shown: ImageEmbeds | None,
     rows: AttentionRows,
     kv: KV,
-    mixer: DeltaMixer | None,
+    mixer: GDNMixer | None,
     kept_streams: tuple[int, ...],
 ) -> Forward:
     """Runs all layers over flat rows and writes their KV.

@@ -249,7 +249,7 @@ class LayerNorm(NamedTuple):
     bias: Float[jax.Array, "*blocks size"]
 
 
-class TowerBlock(NamedTuple):
+class EncoderBlock(NamedTuple):
     """Block of a vision encoder, or all blocks stacked."""
 
     attention_norm: LayerNorm
@@ -260,7 +260,7 @@ class TowerBlock(NamedTuple):
     down: Matrix
 
 
-class TowerWeights(NamedTuple):
+class VisionEncoderWeights(NamedTuple):
     """Vision encoder weights.
 
     Attributes:
@@ -271,7 +271,7 @@ class TowerWeights(NamedTuple):
 
     patches: Matrix
     places: Float[jax.Array, "places hidden"]
-    blocks: TowerBlock
+    blocks: EncoderBlock
     merger_norm: LayerNorm
     merger_up: Matrix
     merger_down: Matrix

@@ -12,9 +12,9 @@ from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.kernel_limits import KERNEL_LIMITS
 from jax_impl.mesh import RankMesh, free_on_each, reserve_host_devices
-from jax_impl.weights import Loaded, load, load_head, load_tower
+from jax_impl.weights import Loaded, load, load_head, load_vision_encoder
 from jax_impl.workspace import workspace
-from kernels.peer_buffers import device_mailbox_bytes
+from kernels.peer_buffers import symmetric_buffer_bytes
 from shared.boundary.backend import BackendSpec
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
@@ -51,7 +51,9 @@ def load_backend(
         assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # has no vision encoder
         tower_source = (checkpoint, images.vision, jnp.dtype(blueprint.dtype))
         for each in together.devices:  # progress counts the bytes of the first device only
-            towers.append(load_tower(*tower_source, each, _ignore_progress if towers else progress))
+            towers.append(
+                load_vision_encoder(*tower_source, each, _ignore_progress if towers else progress)
+            )
     draft_weights = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
@@ -97,7 +99,7 @@ PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=convert.open_checkpoint,
     costs=ProgramCosts(
-        workspace=workspace, are_compiled=True, device_mailbox_bytes=device_mailbox_bytes
+        workspace=workspace, are_compiled=True, symmetric_buffer_bytes=symmetric_buffer_bytes
     ),
     kernels=KERNEL_LIMITS,
     load=load_backend,

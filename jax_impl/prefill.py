@@ -60,8 +60,8 @@ def prefill(
         seen=slot_state.count(state.seen, plan.slots, newest, is_output, is_row),
     )
     following = _following(prompts, newest)
-    if context.feeds(program):
-        state = _feed_prompts(context, state, plan, prompts, passed, following)
+    if context.extends_drafter(program):
+        state = _prefill_prompts(context, state, plan, prompts, passed, following)
     if state.texts is not None:
         texts = _learnt_texts(state.texts, plan, prompts, following)
         state = state._replace(texts=texts)
@@ -161,7 +161,7 @@ def _count_prompts(
     )
 
 
-def _feed_prompts(
+def _prefill_prompts(
     context: StepContext,
     state: DeviceState,
     plan: Plan,
@@ -211,7 +211,7 @@ def _choose_next(
     lengths: Int[jax.Array, " B"],
 ) -> sampling.SampledTokens:
     """Chooses the target's token after each chunk."""
-    seen = sampling.seen_alone(state.seen, plan.slots)
+    seen = sampling.counts_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))
     vocabulary = context.model.vocabulary
     return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)

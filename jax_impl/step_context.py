@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
-from jax_impl.model_weights import TowerWeights
+from jax_impl.model_weights import VisionEncoderWeights
 from jax_impl.ops.attention.attention import AttentionRows, with_mrope
 from jax_impl.ops.sampling import logprobs
 from shared.boundary.backend import BackendLimits
@@ -27,10 +27,10 @@ class StepContext(NamedTuple):
 
     model: Model
     drafter: Drafter | None
-    tower: TowerWeights | None
+    tower: VisionEncoderWeights | None
     capacity: BackendLimits
 
-    def feeds(self, program: Program) -> bool:
+    def extends_drafter(self, program: Program) -> bool:
         """Returns True if the step extends the drafter; else the draft KV gets a gap."""
         is_prefill = program.work is StepKind.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
@@ -41,7 +41,11 @@ class StepContext(NamedTuple):
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """Returns the residual streams (auxiliary hidden states) that the drafter reads."""
-        return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
+        return (
+            self.drafter.streams
+            if self.drafter is not None and self.extends_drafter(program)
+            else ()
+        )
 
 
 def ranking(
@@ -78,7 +82,7 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_images(
+def with_image_mrope(
     context: StepContext, state: DeviceState, plan: Plan, rows: AttentionRows
 ) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""

@@ -69,7 +69,7 @@ class AllGather:
         """Returns the columns of all ranks, concatenated in rank order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share)
-        most = self.boxes.most_rows(share * rows.dtype.itemsize)
+        most = self.boxes.max_rows(share * rows.dtype.itemsize)
         parts = [
             self.kernels.all_gather(rows[first : first + most], None, self.next())[0]
             for first in range(0, len(rows), most)
@@ -81,11 +81,11 @@ class AllGather:
         self, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
     ) -> Float[jax.Array, "R size"]:
         """Same as `gathered`, for the listed rows; the last entry of `rows` is their number."""
-        most = self.boxes.most_rows(values.shape[1] * values.dtype.itemsize)
+        most = self.boxes.max_rows(values.shape[1] * values.dtype.itemsize)
         gathers = [self.next() for _ in range(0, len(values), most)]
         return self.vocabulary.gathered_rows(values, rows, gathers)
 
-    def gathered_beside(
+    def all_gather_with_squares(
         self, scaled: Shaped[jax.Array, "R share"], squares: Shaped[jax.Array, "R chunks"]
     ) -> tuple[Shaped[jax.Array, "R size"], Shaped[jax.Array, "R chunks_of_all"]]:
         """Same as `gathered`, for both arrays at once; `fits` must be True."""

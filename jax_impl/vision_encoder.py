@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, UInt8
 
-from jax_impl.model_weights import LayerNorm, TowerBlock, TowerWeights
+from jax_impl.model_weights import EncoderBlock, LayerNorm, VisionEncoderWeights
 from jax_impl.ops import Place, scan
 from jax_impl.ops.attention import attention
 from jax_impl.ops.gemm import layers, linear
@@ -75,7 +75,7 @@ def patches(vision: VisionConfig, image: Pixels) -> Patches:
 
 
 def encoded(
-    config: VisionConfig, weights: TowerWeights, image: Patches
+    config: VisionConfig, weights: VisionEncoderWeights, image: Patches
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return project(
@@ -83,14 +83,14 @@ def encoded(
     )
 
 
-def embed_patches(weights: TowerWeights, image: Patches) -> Begun:
+def embed_patches(weights: VisionEncoderWeights, image: Patches) -> Begun:
     """Computes the activations before the first block."""
     x = linear.product(image.pixels.astype(weights.places.dtype), weights.patches)
     x = x + layers.bilinear_pos_embed(weights.places, image.corners, image.shares)
     return Begun(rows=x, cos=image.cos, sin=image.sin, count=image.count)
 
 
-def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
+def run_blocks(weights: VisionEncoderWeights, image: Begun, blocks: range) -> Begun:
     """Runs the given blocks, which must be the next ones."""
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
@@ -101,7 +101,7 @@ def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
 
 
 def project(
-    config: VisionConfig, weights: TowerWeights, image: Begun
+    config: VisionConfig, weights: VisionEncoderWeights, image: Begun
 ) -> Float[jax.Array, "tokens out"]:
     """Computes the image embeddings from the activations after the last block."""
     merged = _normed(weights.merger_norm, image.rows).reshape(-1, config.merged * config.hidden)
@@ -109,13 +109,13 @@ def project(
     return linear.product(wide, weights.merger_down)
 
 
-def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
+def _at(blocks: EncoderBlock, place: Place) -> EncoderBlock:
     """Returns the weights of one block; GEMM weights stay in the stack that kernels read."""
 
     def norm(stacks: LayerNorm) -> LayerNorm:
         return LayerNorm(stacks.weight[place], stacks.bias[place])
 
-    return TowerBlock(
+    return EncoderBlock(
         attention_norm=norm(blocks.attention_norm),
         inputs=blocks.inputs._replace(layer=place),
         out=blocks.out._replace(layer=place),
@@ -126,7 +126,7 @@ def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
 
 
 def _block(
-    block: TowerBlock, x: Float[jax.Array, "R hidden"], image: Begun
+    block: EncoderBlock, x: Float[jax.Array, "R hidden"], image: Begun
 ) -> Float[jax.Array, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
     mixed = attention.bidirectional_attention(qkv, image.cos, image.sin, image.count)

@@ -21,14 +21,14 @@ from jax_impl.model_weights import (
     Attention,
     BlockWeights,
     DraftVocabHead,
+    EncoderBlock,
     GatedDelta,
     HeadWeights,
     Layer,
     LayerNorm,
     Mlp,
     MTPLayer,
-    TowerBlock,
-    TowerWeights,
+    VisionEncoderWeights,
     Weights,
 )
 from jax_impl.ops import Norm, Scale
@@ -46,7 +46,7 @@ from shared.models.layers import LayerConfig
 from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
 from shared.models.vision_config import VisionConfig
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -150,7 +150,7 @@ def load_head(
     return _with_ids(_sorted_out(wanted, read, dtype, device), ids, device)
 
 
-def load_tower(
+def load_vision_encoder(
     checkpoint: Stored,
     config: VisionConfig,
     dtype: np.dtype | type,
@@ -160,10 +160,10 @@ def load_tower(
     """Reads a vision encoder to the device; it is replicated on all ranks. See `load`.
 
     Raises:
-      CheckpointError: See `shared.models.vision_parameters.check_tower`.
+      CheckpointError: See `shared.models.vision_parameters.check_vision_encoder`.
     """
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    return _sorted_out(check_tower(checkpoint, config), read, dtype, device)
+    return _sorted_out(check_vision_encoder(checkpoint, config), read, dtype, device)
 
 
 def from_arrays(
@@ -304,7 +304,7 @@ def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights
     return (_block if config.block else _eagle)(config, loaded, in_stacks)
 
 
-def tower_of(loaded: Loaded) -> TowerWeights:
+def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
     """Builds a vision encoder's records; its blocks share the stacks."""
 
     def matrix(name: str) -> Matrix:
@@ -314,10 +314,10 @@ def tower_of(loaded: Loaded) -> TowerWeights:
     def norm(name: str) -> LayerNorm:
         return LayerNorm(*(loaded.named[f"vision.{name}{end}"] for end in ("", BIAS)))
 
-    return TowerWeights(
+    return VisionEncoderWeights(
         patches=matrix("patches"),
         places=loaded.alone["vision.places"],
-        blocks=TowerBlock(
+        blocks=EncoderBlock(
             attention_norm=norm("attention_norm"),
             inputs=matrix("attention.inputs"),
             out=matrix("attention.out"),

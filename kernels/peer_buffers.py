@@ -112,12 +112,12 @@ class BufferLayout:
         """
         return rows * share * item_bytes * 5 // 4 + 1024 <= self.block_bytes
 
-    def most_rows(self, row_bytes: int) -> int:
+    def max_rows(self, row_bytes: int) -> int:
         """Returns the number of rows of `row_bytes` bytes that fit in one call, at least one."""
         return max(1, self.block_bytes * 3 // 4 // row_bytes)
 
 
-def device_mailbox_bytes(ranks: int) -> int:
+def symmetric_buffer_bytes(ranks: int) -> int:
     """Returns the bytes of the symmetric buffer on each GPU of a step.
 
     Raises:

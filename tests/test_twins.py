@@ -27,7 +27,7 @@ ONE_SIDED_NAMES = {
     "weights.py::Loaded.has_mtp": "the same",
     "weights.py::weights_of": "the same",
     "weights.py::head_of": "the same",
-    "weights.py::tower_of": "the same",
+    "weights.py::vision_encoder_of": "the same",
     "weights.py::are_read_in_stacks": "kernels of JAX read a stack where it lies",
     "weights.py::from_arrays": "each names first what makes its own records",
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",
@@ -50,7 +50,7 @@ ONE_SIDED_NAMES = {
         f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
         for x in _MET
     },
-    "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
+    "layers.py::GDNMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
     "layers.py::AttentionContext.of": "the same",

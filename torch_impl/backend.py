@@ -41,7 +41,7 @@ from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
 from torch_impl.kernel_limits import KERNEL_LIMITS
 from torch_impl.model import Model
-from torch_impl.model_weights import BlockWeights, HeadWeights, TowerWeights, Weights
+from torch_impl.model_weights import BlockWeights, HeadWeights, VisionEncoderWeights, Weights
 from torch_impl.ops import kernels_on
 from torch_impl.step import step
 from torch_impl.step_context import StepContext
@@ -71,7 +71,7 @@ class TorchBackend:
         device: torch.device | str,
         captured: Collection[StepKind] = (),
         group: TPGroup = SINGLE_RANK,
-        tower: TowerWeights | None = None,
+        tower: VisionEncoderWeights | None = None,
     ) -> None:
         """Allocates a rank's shard of the pools of `capacity` on the device.
 
@@ -288,12 +288,12 @@ class _GPUStreamWorker:
         capacity = context.capacity
         self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._compute.wait_stream(torch.cuda.current_stream(device))
-        most_plan = max(plan_layout(p, capacity).size for p in capacity.programs)
-        most_result = max(result_layout(p, capacity).size for p in capacity.programs)
-        self._plans = [_pinned(most_plan) for _ in range(capacity.overlap + 2)]
-        self._results = [_pinned(most_result) for _ in range(capacity.overlap + 2)]
+        max_plan = max(plan_layout(p, capacity).size for p in capacity.programs)
+        max_result = max(result_layout(p, capacity).size for p in capacity.programs)
+        self._plans = [_pinned(max_plan) for _ in range(capacity.overlap + 2)]
+        self._results = [_pinned(max_result) for _ in range(capacity.overlap + 2)]
         self._on_device = [
-            torch.zeros(most_result, dtype=torch.int32, device=device) for _ in self._results
+            torch.zeros(max_result, dtype=torch.int32, device=device) for _ in self._results
         ]
         self._exchange: AllGather | None = context.model.group.on_device
         self._errors = [_pinned(1) for _ in self._results]

@@ -14,7 +14,7 @@ from torch import Tensor
 from shared.boundary.program import Program, ProgramFeature
 from shared.spec.ngram import width_of
 from torch_impl import model
-from torch_impl.device_state import Fields, HostDraft, Mask, Plan
+from torch_impl.device_state import Fields, HostDraft, Plan, TokenMask
 from torch_impl.drafters import DraftTrees, ExtendRows
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
@@ -27,7 +27,7 @@ from torch_impl.ops.sampling.acceptance import AcceptedPath
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from torch_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from torch_impl.step_context import StepContext, behind_images, logprobs_of, ranking
+from torch_impl.step_context import StepContext, logprobs_of, ranking, with_image_mrope
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def verify(
         shape.rows,
         program.is_chain,
     )
-    rows = behind_images(context, plan, rows)
+    rows = with_image_mrope(context, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(context, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
@@ -254,7 +254,7 @@ def _choose(
     """Chooses the token after each node; also returns the mask of rows with finite logits."""
     request, positions, params = rows.request, rows.positions + 1, plan.sampling
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
-    seen = sampling.seen_in_trees(context.state.seen, plan.slots, *of_trees)
+    seen = sampling.counts_in_trees(context.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
         allowed = _allowed(plan.mask, request, node, context.capacity.vocab)
         given = (seen, positions, params, request, allowed, context.model.vocabulary)
@@ -282,7 +282,7 @@ def _choose(
 
 
 def _allowed(
-    mask: Mask | None, request: Int[Tensor, " R"], node: Int[Tensor, " R"], vocab: int
+    mask: TokenMask | None, request: Int[Tensor, " R"], node: Int[Tensor, " R"], vocab: int
 ) -> Bool[Tensor, "R vocab"] | None:
     """Returns the tokens that the grammar allows each verify row, or None for all."""
     return (
@@ -334,7 +334,7 @@ def commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,
-        draft_from=None if draft is None or context.feeds(program) else draft.draft_from,
+        draft_from=None if draft is None or context.extends_drafter(program) else draft.draft_from,
         slots=plan.slots,
         before=lengths,
         tokens=verified.accepted.tokens,
@@ -372,7 +372,7 @@ def draft_extend(
 
     A step of plain decoding leaves a gap in the draft KV instead.
     """
-    if not context.feeds(program):
+    if not context.extends_drafter(program):
         return
     W, counts, draft = (
         verified.accepted.path.shape[1],
@@ -384,7 +384,7 @@ def draft_extend(
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(context, plan, lengths + counts, context.capacity.max_width, False)
     fed = ExtendRows(
-        rows=behind_images(context, plan, rows),
+        rows=with_image_mrope(context, plan, rows),
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
         following=verified.accepted.tokens.flatten(),
         shown=None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.boundary.images import most_begun
+from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
 from shared.models.cache_spec import CacheArraySpec
@@ -132,7 +132,7 @@ def _new_images(
     images = capacity.images
     if images is None:
         return None
-    vision, most = images.vision, most_begun(capacity.programs, images.vision)
+    vision, most = images.vision, max_begun(capacity.programs, images.vision)
 
     def new(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
@@ -262,8 +262,8 @@ class HostDraft:
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Grammar token bitmask; see `shared.boundary.backend.Mask`."""
+class TokenMask:
+    """Grammar token bitmask; see `shared.boundary.backend.GrammarBitmask`."""
 
     bits: Int[Tensor, "Q words"]
     index: Int[Tensor, "B N"]
@@ -306,7 +306,7 @@ class Plan:
     prompt: Prompt | None
     drafts: HostDraft | None
     copies: NgramTrees | None
-    mask: Mask | None
+    mask: TokenMask | None
     image: ImageToEncode | None
     texts: NgramScopes | None
 
@@ -335,7 +335,9 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.has(ProgramFeature.HOST_DRAFT) else None,
         copies=_read_copies(at) if program.has(ProgramFeature.NGRAM_DRAFTS) else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(ProgramFeature.MASK) else None,
+        mask=TokenMask(at["mask_bits"], at["mask_index"])
+        if program.has(ProgramFeature.MASK)
+        else None,
         image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
     )

@@ -204,7 +204,7 @@ def write_keys(
     attention_layer.write_kv(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
-def delta_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
+def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
     return GDNWeights(
         conv=weights.conv,
@@ -241,7 +241,7 @@ class PrefillMixer:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
         return gdn_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
@@ -267,7 +267,7 @@ class VerifyMixer:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, ReplayInputs):
             return gdn_layer.verify(*given, self._scratch)

@@ -263,7 +263,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class TowerBlock:
+class EncoderBlock:
     """Block of a vision encoder."""
 
     attention_norm: LayerNorm
@@ -275,7 +275,7 @@ class TowerBlock:
 
 
 @dataclass(frozen=True)
-class TowerWeights:
+class VisionEncoderWeights:
     """Vision encoder weights.
 
     Attributes:
@@ -285,7 +285,7 @@ class TowerWeights:
 
     patches: Matrix
     places: Float[Tensor, "places hidden"]
-    blocks: tuple[TowerBlock, ...]
+    blocks: tuple[EncoderBlock, ...]
     merger_norm: LayerNorm
     merger_up: Matrix
     merger_down: Matrix

@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as distributed
 
-from kernels.peer_buffers import device_mailbox_bytes
+from kernels.peer_buffers import symmetric_buffer_bytes
 from shared.boundary.backend import BackendSpec
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
@@ -20,7 +20,7 @@ from shared.process.start import Platform
 from torch_impl.backend import TorchBackend
 from torch_impl.devices import find_device
 from torch_impl.kernel_limits import KERNEL_LIMITS
-from torch_impl.weights import load, load_head, load_tower
+from torch_impl.weights import load, load_head, load_vision_encoder
 from torch_impl.workspace import workspace
 
 ALL_THREADS = torch.get_num_threads()
@@ -56,7 +56,7 @@ def load_backend(
     )
     images, tower = blueprint.capacity.images, None
     if images is not None:
-        tower = load_tower(checkpoint, images.vision, *placement)
+        tower = load_vision_encoder(checkpoint, images.vision, *placement)
     if device.type == "cpu":
         set_cpu_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     return TorchBackend(
@@ -93,7 +93,7 @@ PLATFORM = Platform(
         are_compiled=False,
         has_mailboxes=True,
         captures=True,
-        device_mailbox_bytes=device_mailbox_bytes,
+        symmetric_buffer_bytes=symmetric_buffer_bytes,
     ),
     kernels=KERNEL_LIMITS,
     load=load_backend,

@@ -59,8 +59,8 @@ def prefill(context: StepContext, plan: Plan, program: Program) -> Fields:
         prompt_length=plan.sampling.prompt_length,
     )
     following = _following(prompts, newest)
-    if context.feeds(program):
-        _feed_prompts(context, plan, prompts, passed, following)
+    if context.extends_drafter(program):
+        _prefill_prompts(context, plan, prompts, passed, following)
     if state.texts is not None:
         _learn_texts(state.texts, plan, prompts, following)
     failed = ~chosen.is_finite & is_row
@@ -178,13 +178,13 @@ def _choose_next(
     lengths: Int[Tensor, " B"],
 ) -> sampling.SampledTokens:
     """Chooses the target's token after each chunk."""
-    seen = sampling.seen_alone(context.state.seen, plan.slots)
+    seen = sampling.counts_alone(context.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
     vocabulary = context.model.vocabulary
     return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)
 
 
-def _feed_prompts(
+def _prefill_prompts(
     context: StepContext,
     plan: Plan,
     prompts: PrefillChunks,

@@ -10,7 +10,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.model_weights import TowerWeights
+from torch_impl.model_weights import VisionEncoderWeights
 from torch_impl.ops.attention.attention import AttentionRows, with_mrope
 from torch_impl.ops.sampling import logprobs
 
@@ -29,11 +29,11 @@ class StepContext:
 
     model: Model
     drafter: Drafter | None
-    tower: TowerWeights | None
+    tower: VisionEncoderWeights | None
     capacity: BackendLimits
     state: DeviceState
 
-    def feeds(self, program: Program) -> bool:
+    def extends_drafter(self, program: Program) -> bool:
         """Returns True if the step extends the drafter; else the draft KV gets a gap."""
         is_prefill = program.work is StepKind.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
@@ -44,7 +44,11 @@ class StepContext:
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """Returns the residual streams (auxiliary hidden states) that the drafter reads."""
-        return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
+        return (
+            self.drafter.streams
+            if self.drafter is not None and self.extends_drafter(program)
+            else ()
+        )
 
 
 def ranking(
@@ -84,7 +88,7 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def behind_images(context: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
+def with_image_mrope(context: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     images = context.state.images
     return rows if images is None else with_mrope(rows, images.deltas[plan.slots])

@@ -87,7 +87,7 @@ class AllGather:
         """Returns the columns of all ranks, concatenated in rank order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share).contiguous()
-        most = self._buffer.boxes.most_rows(share * rows.element_size())
+        most = self._buffer.boxes.max_rows(share * rows.element_size())
         parts = [self._gathered(part) for part in rows.split(most)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(*values.shape[:-1], self._group.count * share)
@@ -96,11 +96,11 @@ class AllGather:
         self, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
     ) -> Float[Tensor, "R size"]:
         """Same as `gathered`, for the listed rows; the last entry of `rows` is their number."""
-        most = self._buffer.boxes.most_rows(values.shape[1] * values.element_size())
+        most = self._buffer.boxes.max_rows(values.shape[1] * values.element_size())
         gathers = [self.next() for _ in range(0, len(values), most)]
         return self._kernels.vocab_parallel.gathered_rows(values, rows, gathers)
 
-    def gathered_beside(
+    def all_gather_with_squares(
         self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]
     ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
         """Same as `gathered`, for both arrays at once; `fits` must be True."""

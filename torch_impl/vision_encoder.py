@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from shared.models.vision_config import EPS, VisionConfig
-from torch_impl.model_weights import LayerNorm, TowerBlock, TowerWeights
+from torch_impl.model_weights import EncoderBlock, LayerNorm, VisionEncoderWeights
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gemm import layers, linear
 
@@ -77,7 +77,7 @@ def patches(vision: VisionConfig, image: Pixels) -> Patches:
 
 
 def encoded(
-    config: VisionConfig, weights: TowerWeights, image: Patches
+    config: VisionConfig, weights: VisionEncoderWeights, image: Patches
 ) -> Float[Tensor, "tokens out"]:
     """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return project(
@@ -85,14 +85,14 @@ def encoded(
     )
 
 
-def embed_patches(weights: TowerWeights, image: Patches) -> Begun:
+def embed_patches(weights: VisionEncoderWeights, image: Patches) -> Begun:
     """Computes the activations before the first block."""
     x = linear.product(image.pixels.to(weights.places.dtype), weights.patches)
     x = x + layers.bilinear_pos_embed(weights.places, image.corners, image.shares)
     return Begun(rows=x, cos=image.cos, sin=image.sin, count=image.count)
 
 
-def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
+def run_blocks(weights: VisionEncoderWeights, image: Begun, blocks: range) -> Begun:
     """Runs the given blocks, which must be the next ones."""
     x = image.rows
     for block in weights.blocks[blocks.start : blocks.stop]:
@@ -103,7 +103,7 @@ def run_blocks(weights: TowerWeights, image: Begun, blocks: range) -> Begun:
 
 
 def project(
-    config: VisionConfig, weights: TowerWeights, image: Begun
+    config: VisionConfig, weights: VisionEncoderWeights, image: Begun
 ) -> Float[Tensor, "tokens out"]:
     """Computes the image embeddings from the activations after the last block."""
     merged = _normed(weights.merger_norm, image.rows).reshape(-1, config.merged * config.hidden)
@@ -112,7 +112,7 @@ def project(
 
 
 def _mixed(
-    block: TowerBlock, x: Float[Tensor, "R hidden"], image: Begun
+    block: EncoderBlock, x: Float[Tensor, "R hidden"], image: Begun
 ) -> Float[Tensor, "R hidden"]:
     """Computes the attention output of a block."""
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
@@ -120,7 +120,7 @@ def _mixed(
     return linear.product(mixed, block.out)
 
 
-def _fed(block: TowerBlock, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
+def _fed(block: EncoderBlock, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
     """Computes the MLP output of a block."""
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return linear.product(wide, block.down)

@@ -20,20 +20,20 @@ from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 from torch_impl import dummy_weights, fp8_weights
 from torch_impl.model_weights import (
     Attention,
     BlockWeights,
     DraftVocabHead,
+    EncoderBlock,
     GatedDelta,
     HeadWeights,
     Layer,
     LayerNorm,
     Mlp,
     MTPLayer,
-    TowerBlock,
-    TowerWeights,
+    VisionEncoderWeights,
     Weights,
 )
 from torch_impl.ops.gemm.linear import Matrix
@@ -121,19 +121,19 @@ def load_head(
     return _head(_local_head(config, group), tensors)
 
 
-def load_tower(
+def load_vision_encoder(
     checkpoint: Stored,
     config: VisionConfig,
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-) -> TowerWeights:
+) -> VisionEncoderWeights:
     """Reads a vision encoder to the device; it is replicated on all ranks. See `load`.
 
     Raises:
-      CheckpointError: See `shared.models.vision_parameters.check_tower`.
+      CheckpointError: See `shared.models.vision_parameters.check_vision_encoder`.
     """
-    wanted = check_tower(checkpoint, config)
+    wanted = check_vision_encoder(checkpoint, config)
     tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
     return _tower(config, tensors)
 
@@ -311,19 +311,19 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> MTPLayer:
     )
 
 
-def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> TowerWeights:
+def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> VisionEncoderWeights:
     def matrix(name: str) -> Matrix:
         return Matrix(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
 
     def norm(name: str) -> LayerNorm:
         return LayerNorm(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
 
-    def block(i: int) -> TowerBlock:
+    def block(i: int) -> EncoderBlock:
         def norm_of(name: str) -> LayerNorm:
             stacks = norm(name)
             return LayerNorm(stacks.weight[i], stacks.bias[i])
 
-        return TowerBlock(
+        return EncoderBlock(
             attention_norm=norm_of("attention_norm"),
             inputs=_matrix(tensors, "vision.attention.inputs", i),
             out=_matrix(tensors, "vision.attention.out", i),
@@ -332,7 +332,7 @@ def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> TowerWeights:
             down=_matrix(tensors, "vision.mlp.down", i),
         )
 
-    return TowerWeights(
+    return VisionEncoderWeights(
         patches=matrix("patches"),
         places=tensors["vision.places"],
         blocks=tuple(map(block, range(config.depth))),

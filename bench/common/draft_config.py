@@ -85,7 +85,7 @@ class Draft:
         return dict(self.settings).get("corpus") == "own"
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Maximum draft tokens of a request in a step; None: all of the draft shape."""
         most = dict(self.settings).get("most")
         return None if most is None else int(most)

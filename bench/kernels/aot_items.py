@@ -79,7 +79,7 @@ def _step(name: str, step: Step, scratch: Path) -> Found:
     line = f"{STEP_HEADER}\n{name:66}{count:8}{sizes}{time.monotonic() - began:7.1f}"
     faults = (
         *faults_of_order(found.thunks, name),
-        *faults_of_copies(found.text, step.most_copied, name),
+        *faults_of_copies(found.text, step.max_copied, name),
         *faults_of_memory(found.temp_bytes, planned, name),
     )
     return Found(kernels=tuple(found.kernels), faults=faults, line=line)

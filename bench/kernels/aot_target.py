@@ -218,7 +218,7 @@ class AbsentStart:
             images, towers = blueprint.capacity.images, None
             if images is not None:
                 of_tower = (begun.checkpoint, images.vision, jnp.dtype(blueprint.dtype))
-                tower = partial(platform.load_tower, *of_tower)
+                tower = partial(platform.load_vision_encoder, *of_tower)
                 towers = [
                     jax.eval_shape(partial(tower, device, lambda num_bytes: None))
                     for device, _ in each

@@ -180,7 +180,7 @@ def kernel_names(folder: Path) -> set[str]:
 def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
     """Yields the faults of a kernel in a case, one sentence each."""
     known = excuse(kernel, case)
-    most = known.most_bytes if known else 0
+    most = known.max_bytes if known else 0
     if kernel.spilled_bytes > most:
         beyond = f", and {most} are excused" if known else ""
         yield f"{kernel.name} of {case} spills {kernel.spilled_bytes} bytes{beyond}"
@@ -226,9 +226,9 @@ def _listed(names: Sequence[str]) -> str:
     return (", ".join(names[:3]) or "nothing") + more
 
 
-def faults_of_copies(text: str, most_bytes: int, step: str) -> Iterator[str]:
+def faults_of_copies(text: str, max_bytes: int, step: str) -> Iterator[str]:
     """Yields the copies of weights, pools or states in a step, as a sentence."""
-    large = {name: size for name, size in copied_by_xla(text).items() if size > most_bytes}
+    large = {name: size for name, size in copied_by_xla(text).items() if size > max_bytes}
     if large:
         yield f"{step} copies {sum(large.values())} bytes in {_listed(list(large))}"
 

@@ -93,7 +93,7 @@ def _narrowed(is_brief: bool, capacity: BackendLimits) -> BackendLimits:
 def results(asks: Sequence[Ask], options: argparse.Namespace) -> Iterator[Done]:
     """The answers as they come; a process has one, and takes only the memory that it needs."""
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return shared_out(answered, asks, options.jobs, options.limit_s, most_items=1)
+    return shared_out(answered, asks, options.jobs, options.limit_s, max_items=1)
 
 
 def line_of(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:

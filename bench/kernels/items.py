@@ -21,7 +21,7 @@ class Step:
       model: A folder of `bench/shapes`.
       drafts: What drafts, as `bench.common.draft_config` reads it.
       batch: Requests at once.
-      most_copied: Bytes that XLA may take out of weights, pools and states at once. The embeddings
+      max_copied: Bytes that XLA may take out of weights, pools and states at once. The embeddings
         of some rows are fewer; a weight of a layer has more, and so has the state of a slot.
       tokens: Of a prompt; 0: it decodes.
       scores: The prompt's tokens are all scored.
@@ -32,7 +32,7 @@ class Step:
     model: str
     drafts: str
     batch: int
-    most_copied: int
+    max_copied: int
     tokens: int = 0
     scores: bool = False
     flags: tuple[str, ...] = ()

@@ -14,13 +14,13 @@ class Excuse:
     Attributes:
       kernel: As its source names it.
       cases: Cases, or steps.
-      most_bytes: It may grow no further.
+      max_bytes: It may grow no further.
       reason: Why it stays.
     """
 
     kernel: str
     cases: tuple[str, ...]
-    most_bytes: int
+    max_bytes: int
     reason: str
 
 
@@ -78,33 +78,38 @@ DESCRIBED_PROMPTS = (
 )
 
 EXCUSES = (
-    Excuse("attend", ("heads of 192, prompt of 512",), 1916, PADDED),
-    Excuse("attend", PROMPTS, 1600, OF_SPANS),
-    Excuse("attend_described", DESCRIBED_PROMPTS, 900, OF_SPANS),
-    Excuse("choose_rows", (SCORED, CODES), 8, FEW),
-    Excuse("choose_rows", ("head, 1 rows, greedy",), 8, FEW),
-    Excuse("choose_rows", (FED,), 24, SOME),
-    Excuse("choose_tiles", (BLOCKS,), 8, FEW),
-    Excuse("delta_mix", ("8 x chain of 4", EXPERTS, *EXPERTS_OF_RANKS), 64, TIMED),
-    Excuse("described_product", (CODES_FED,), 144, GATED_CODES),
+    Excuse("prefill_attention", ("heads of 192, prompt of 512",), 1916, PADDED),
+    Excuse("prefill_attention", PROMPTS, 1600, OF_SPANS),
+    Excuse("attention_sm90", DESCRIBED_PROMPTS, 900, OF_SPANS),
+    Excuse("sample_rows", (SCORED, CODES), 8, FEW),
+    Excuse("sample_rows", ("head, 1 rows, greedy",), 8, FEW),
+    Excuse("sample_rows", (FED,), 24, SOME),
+    Excuse("sample_tiles", (BLOCKS,), 8, FEW),
+    Excuse("gdn_decode", ("8 x chain of 4", EXPERTS, *EXPERTS_OF_RANKS), 64, TIMED),
+    Excuse("linear_sm90", (CODES_FED,), 144, GATED_CODES),
     Excuse(
-        "described_product",
+        "linear_sm90",
         WIDE_HEADS,
         332,
         "what groups hold of rows with a temperature, after the sums",
     ),
-    Excuse("mix_described", DESCRIBED, 200, "numbers that stay the same while tiles are added"),
-    Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
-        "find_border", (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
+        "attention_layer_sm90", DESCRIBED, 200, "numbers that stay the same while tiles are added"
     ),
-    Excuse("find_border", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
-    Excuse("mix", MIXES, 240, TIMED),
-    Excuse("product", CODES_OF_MANY, 320, TIMED),
-    Excuse("product", HEADS, 1128, "a head joined with its choice, which no table takes"),
+    Excuse("tree_next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
-        "mix", ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"), 8, SOME
+        "find_threshold", (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
     ),
-    Excuse("mix", (*WIDE, MARKED, PAIRED, COPIED), 96, SOME),
-    Excuse("mix", (TREES,), 48, "heads of 256 by 8 warps; by 4 it was 1,448 bytes"),
+    Excuse("find_threshold", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
+    Excuse("attention_layer", MIXES, 240, TIMED),
+    Excuse("linear", CODES_OF_MANY, 320, TIMED),
+    Excuse("linear", HEADS, 1128, "a head joined with its choice, which no table takes"),
+    Excuse(
+        "attention_layer",
+        ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"),
+        8,
+        SOME,
+    ),
+    Excuse("attention_layer", (*WIDE, MARKED, PAIRED, COPIED), 96, SOME),
+    Excuse("attention_layer", (TREES,), 48, "heads of 256 by 8 warps; by 4 it was 1,448 bytes"),
 )

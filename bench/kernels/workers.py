@@ -65,7 +65,7 @@ def shared_out(
     items: Iterable[Any],
     jobs: int,
     limit_s: float,
-    most_items: int = MOST_ITEMS,
+    max_items: int = MOST_ITEMS,
 ) -> Iterator[Done]:
     """Does the work of each item in some process, and yields items as they end.
 
@@ -73,13 +73,13 @@ def shared_out(
       work: A function of a module.
       jobs: How many processes run at once.
       limit_s: After so long a process is ended, and the next item has another.
-      most_items: Of one process.
+      max_items: Of one process.
     """
     left, workers = iter(items), list[_Worker]()
     try:
         workers += [_begun(work, item) for item in islice(left, jobs)]
         while workers:
-            yield from _some_done(work, left, workers, limit_s, most_items)
+            yield from _some_done(work, left, workers, limit_s, max_items)
     finally:
         for worker in workers:
             _end(worker)
@@ -100,7 +100,7 @@ def _some_done(
     left: Iterator[Any],
     workers: list[_Worker],
     limit_s: float,
-    most_items: int,
+    max_items: int,
 ) -> Iterator[Done]:
     """Waits for an item, or the time limit of one; what has ended takes the next item."""
     now = time.monotonic()
@@ -120,7 +120,7 @@ def _some_done(
         else:
             continue
         yield Done(worker.item, value, error, seconds)
-        can_stay = worker.process.is_alive() and not is_late and worker.items < most_items
+        can_stay = worker.process.is_alive() and not is_late and worker.items < max_items
         _take_next(work, left, workers, worker, can_stay)
 
 

@@ -122,7 +122,7 @@ class Measurement:
         self, served: Served, backend: str, draft: Draft, temperature: float, tasks: Tasks
     ) -> None:
         times = 1 if draft.remembers else self.settings.repeat
-        requests = self._requests(tasks, temperature, served.eos_ids, draft.most_drafts)
+        requests = self._requests(tasks, temperature, served.eos_ids, draft.max_drafts)
         runs = [timed(served, list(map(copy.deepcopy, requests))) for _ in range(times)]
         run = min(runs, key=lambda run: run.seconds)
         outputs = [outcome.tokens for outcome in run.outcomes]
@@ -140,7 +140,7 @@ class Measurement:
         self._report(self)
 
     def _requests(
-        self, tasks: Tasks, temperature: float, eos_ids: tuple[int, ...], most_drafts: int | None
+        self, tasks: Tasks, temperature: float, eos_ids: tuple[int, ...], max_drafts: int | None
     ) -> list[Request]:
         def sampling(index: int) -> SamplingParams:
             return SamplingParams(
@@ -148,7 +148,7 @@ class Measurement:
                 seed32=derive_seed(index, 0),
                 max_tokens=self.settings.max_tokens,
                 stop_token_ids=eos_ids,
-                max_draft_tokens=most_drafts,
+                max_draft_tokens=max_drafts,
             )
 
         return [

@@ -27,7 +27,7 @@ from bench.common.environment import write_results
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.image_processor import ImageProcessorConfig
 from shared.models.vision_config import VisionConfig
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.spec import vision_encoder
 from shared.spec.vision_encoder import Pixels
 from tests.support.op_sides import SIDES
@@ -52,7 +52,7 @@ def image_of(tokens: int, vision: VisionConfig) -> Pixels:
 
 def products_of(patches: int, vision: VisionConfig) -> int:
     """Multiplications for one image, with those of every patch's attention to all."""
-    outside = [p for p in tower_parameters(vision) if len(p.shape) == 2 and not p.stacked]
+    outside = [p for p in vision_encoder_parameters(vision) if len(p.shape) == 2 and not p.stacked]
     sizes = {p.name: math.prod(p.shape) for p in outside if p.name != "vision.places"}
     of_merger = sum(size for name, size in sizes.items() if "merger" in name)
     of_patch = sum(sizes.values()) - of_merger
@@ -64,7 +64,7 @@ def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     """Loads the vision encoder in torch; returns a function that encodes an image on the device."""
     torch, of_torch = import_module("torch"), import_module("torch_impl.vision_encoder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weights = import_module("torch_impl.weights").load_tower(
+    weights = import_module("torch_impl.weights").load_vision_encoder(
         _dummy(vision), vision, "bfloat16", device, _unseen
     )
 
@@ -109,12 +109,14 @@ def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     of_jax, loading = import_module("jax_impl.vision_encoder"), import_module("jax_impl.weights")
     device = jax.devices()[0]
-    loaded = loading.load_tower(_dummy(vision), vision, jnp.bfloat16, device, _unseen)
+    loaded = loading.load_vision_encoder(_dummy(vision), vision, jnp.bfloat16, device, _unseen)
 
     @jax.jit
     def encoded(loaded: Any, image: Any) -> Any:
         patches = of_jax.patches(vision, image)
-        return of_jax.encoded(vision, loading.tower_of(loaded), patches).astype(jnp.float32)
+        return of_jax.encoded(vision, loading.vision_encoder_of(loaded), patches).astype(
+            jnp.float32
+        )
 
     def of(image: Pixels) -> Encoder:
         own = of_jax.Pixels(**jax.device_put(vars(image), device))
@@ -127,7 +129,7 @@ ENCODERS = {"torch": torch_encoder, "jax": jax_encoder}
 
 
 def _dummy(vision: VisionConfig) -> DummyCheckpoint:
-    return DummyCheckpoint(tower_parameters(vision), {}, None)
+    return DummyCheckpoint(vision_encoder_parameters(vision), {}, None)
 
 
 def _unseen(num_bytes: int) -> None:

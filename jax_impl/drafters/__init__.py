@@ -150,7 +150,7 @@ class Ranking(NamedTuple):
           logits: Logits of the drafter, or this rank's shard of them.
         """
         B, S, share = logits.shape
-        seen = sampling.seen_alone(self.counts, jnp.repeat(self.slots, S))
+        seen = sampling.counts_alone(self.counts, jnp.repeat(self.slots, S))
         params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
         given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
         ids = sampling.rank(*given).ids
@@ -190,7 +190,7 @@ class Ranking(NamedTuple):
             return drafts.T, None, jnp.moveaxis(processed, 0, 1)
         request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
         positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
-        seen = sampling.seen_alone(self.counts, self.slots[request])
+        seen = sampling.counts_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)

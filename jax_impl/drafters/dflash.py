@@ -195,7 +195,7 @@ def block_rows(
             is_real=is_real,
             page_table=page_table,
             row_starts=row_starts,
-            most_rows=size,
+            max_rows=size,
         )
         rows_of.append(rows)
     return rows_of

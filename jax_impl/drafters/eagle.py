@@ -208,7 +208,7 @@ def extend_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=W * jnp.arange(B + 1, dtype=jnp.int32),
-        most_rows=W,
+        max_rows=W,
     )
 
 
@@ -403,5 +403,5 @@ def _expansion_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=k * jnp.arange(B + 1, dtype=jnp.int32),
-        most_rows=k,
+        max_rows=k,
     )

@@ -11,7 +11,7 @@ from jax_impl.device_state import DraftState, Plan, select
 from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, grow
 from jax_impl.drafters.heads import Tokens
-from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
+from jax_impl.layers import GDNMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
 from jax_impl.ops.attention.attention import KV, AttentionRows
 from jax_impl.ops.gdn import gdn_layer, gdn_state
@@ -126,7 +126,7 @@ class StandaloneDrafter(NamedTuple):
         return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
 
     def _forward(
-        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
+        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer | None
     ) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         rows = rows._replace(turns=None)  # the draft model is text-only, also with a VLM as target

@@ -64,9 +64,9 @@ def language_model_loss(
         loss += mtp_weight * mtp_loss
         metrics |= {f"mtp_{name}": value for name, value in mtp_metrics.items()}
     if passed.routed:
-        balance_loss, least_load = experts.balance(passed.routed, loss_mask.reshape(-1) > 0)
+        balance_loss, min_load = experts.balance(passed.routed, loss_mask.reshape(-1) > 0)
         loss += balance_weight * balance_loss
-        metrics |= {"experts_balance": balance_loss, "experts_least_used": least_load}
+        metrics |= {"experts_balance": balance_loss, "experts_min_used": min_load}
     return loss, metrics | {"loss": loss}
 
 

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from jax_impl import vision_encoder
-from jax_impl.weights import Loaded, tower_of
+from jax_impl.weights import Loaded, vision_encoder_of
 from models.demo.synthetic_images import (
     COUNTS,
     HEIGHT,
@@ -37,7 +37,7 @@ from shared.models.families import vision_from_folder
 from shared.models.image_processor import images_from_folder
 from shared.models.parameters import Parameter
 from shared.models.saving import split
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.spec import vision_encoder as spec
 
 HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ class Task:
     def __init__(self) -> None:
         vision = vision_from_folder(FOLDER)
         assert vision is not None
-        self.vision, self.wanted = vision, tower_parameters(vision)
+        self.vision, self.wanted = vision, vision_encoder_parameters(vision)
         tensors = load_file(TEXT / "model.safetensors")
         table = next(x for name, x in tensors.items() if name.endswith("embed_tokens.weight"))
         self.table, self.words = table.astype(np.float32), words()
@@ -107,7 +107,7 @@ class Task:
         """Returns the image embeddings."""
         stacks = {each.name: params[each.name] for each in self.wanted if each.stacked}
         alone = {name: x for name, x in params.items() if name not in stacks}
-        weights = tower_of(Loaded(alone=alone, stacks=stacks))
+        weights = vision_encoder_of(Loaded(alone=alone, stacks=stacks))
 
         def one(image: jax.Array) -> jax.Array:
             pixels = vision_encoder.Pixels(**self.pixels | {"bytes": image})

@@ -199,7 +199,7 @@ def _pixel_layout(
     if program.work is not StepKind.ENCODE or program.blocks.start or capacity.images is None:
         return []
     vision = capacity.images.vision
-    lines, quarter = vision.most_lines(program.tokens), vision.head_size // 4
+    lines, quarter = vision.max_lines(program.tokens), vision.head_size // 4
     return [
         ("image_bytes", (vision.image_bytes(program.tokens),), np.uint8),
         ("image_sides", (2,), np.int32),

@@ -11,7 +11,7 @@ from shared.drafts.drafter_spec import DrafterSpec
 
 
 def check_capacity(
-    capacity: BackendLimits, drafts: DrafterSpec, has_mtp: bool, has_tower: bool
+    capacity: BackendLimits, drafts: DrafterSpec, has_mtp: bool, has_vision_encoder: bool
 ) -> None:
     """Checks that the backend's models can run its programs.
 
@@ -19,14 +19,14 @@ def check_capacity(
       capacity: Limits and programs of the backend.
       drafts: Drafter of the backend.
       has_mtp: True if the target's weights contain an MTP layer.
-      has_tower: True if a vision encoder is loaded.
+      has_vision_encoder: True if a vision encoder is loaded.
 
     Raises:
       ValueError: A program cannot exist; the message names it.
     """
     if drafts.with_mtp and not has_mtp:
         raise ValueError("drafter NEXTN requires a checkpoint with mtp.* tensors")
-    if has_tower != (capacity.images is not None):
+    if has_vision_encoder != (capacity.images is not None):
         raise ValueError(
             "a vision encoder requires an encoder cache, and an encoder cache a vision encoder"
         )
@@ -46,14 +46,14 @@ def check_capacity(
             )
 
 
-def _check_program(program: Program, drafts: DrafterSpec, most_scores: int) -> None:
+def _check_program(program: Program, drafts: DrafterSpec, max_scores: int) -> None:
     shape = program.shape
     if program.has(ProgramFeature.MASK) and (
         program.work is not StepKind.DECODE or program.drafts_on_device
     ):
         raise ValueError(f"grammar masks require draft trees built by the host, got {program}")
     if program.has(ProgramFeature.PROMPT_LOGPROBS) and (
-        program.work is not StepKind.PREFILL or not most_scores
+        program.work is not StepKind.PREFILL or not max_scores
     ):
         raise ValueError(
             f"prompt logprobs require a prefill and max_scores of at least 1, got {program}"

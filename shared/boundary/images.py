@@ -65,7 +65,7 @@ class EncodeImage:
     place: Int32[np.ndarray, " 1"]
 
 
-def most_begun(programs: Iterable[Program], vision: VisionConfig) -> int:
+def max_begun(programs: Iterable[Program], vision: VisionConfig) -> int:
     """Returns the patches of the largest image that is encoded in several steps; 0 if none is."""
     cut = (p.tokens for p in programs if p.work is StepKind.ENCODE and len(p.blocks) < vision.depth)
     return max(cut, default=0)

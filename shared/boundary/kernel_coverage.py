@@ -23,14 +23,14 @@ class KernelLimits:
     Attributes:
       head_sizes: Supported attention head sizes.
       delta_sizes: Supported key and value sizes of GDN heads.
-      most_nodes: Maximum nodes of a tree that GDN layers verify.
+      max_nodes: Maximum nodes of a tree that GDN layers verify.
       product_dtype: Dtype of the activations and weights of matrix products.
       experts_unit: Number that the widths of experts must be multiples of.
     """
 
     head_sizes: tuple[int, ...]
     delta_sizes: tuple[int, ...]
-    most_nodes: int
+    max_nodes: int
     product_dtype: str
     experts_unit: int
 
@@ -88,8 +88,8 @@ def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) 
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
             if size not in takes.delta_sizes:
                 return f"GDN {name} of size {_listed(takes.delta_sizes)}, got {size}"
-        if program.shape.nodes > takes.most_nodes:
-            return f"trees of at most {takes.most_nodes} nodes, got {program.shape.nodes}"
+        if program.shape.nodes > takes.max_nodes:
+            return f"trees of at most {takes.max_nodes} nodes, got {program.shape.nodes}"
     return None
 
 

@@ -31,7 +31,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 little time from others when there are more ranks than processors."""
 
 
-def mailbox_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
+def shm_buffer_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
     """Returns the bytes of the shared memory of `count` ranks."""
     return count * (_PAGE + 2 * box_bytes)
 
@@ -82,7 +82,7 @@ class ShmAllGather:
         # A memfd has no name in a folder, so the kernel frees it however the processes end. Other
         # processes of the same user open it by this process's id and descriptor.
         descriptor = os.memfd_create("tandem_ranks")
-        os.ftruncate(descriptor, mailbox_bytes(count, box_bytes))
+        os.ftruncate(descriptor, shm_buffer_bytes(count, box_bytes))
         created = cls(path_in(descriptor), count, box_bytes, wait_s)
         created._descriptor = descriptor
         return created

@@ -114,18 +114,18 @@ def gathered_attention(
 
 
 def split_attention(
-    most_pairs: int, program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+    max_pairs: int, program: Program, model: ModelConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of split-KV attention: queries, the output, and partial results if rows are
     few.
 
     A partial result has an accumulator, a max and a sum, in float32. A prompt has few rows if its
-    (row, query head) pairs per key head are at most `most_pairs`.
+    (row, query head) pairs per key head are at most `max_pairs`.
     """
     attention = model.attention
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
     size = 2 * rows * attention.num_heads * attention.head_size * item
-    if program.tokens * group <= most_pairs:
+    if program.tokens * group <= max_pairs:
         positions = program.pages * capacity.page_size
         splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
         pairs, most = rows * group, (program.tokens or rows // program.batch) * group

@@ -178,7 +178,7 @@ def read_raw_config(config: Json) -> RawDraftConfig:
     of_target = ("vocab_size", "num_hidden_layers", "max_position_embeddings")
     own = {name: value for name, value in own.items() if name not in of_target}
     settings = {**own, **config, **nested}
-    refuse_unknown(settings, kind)
+    reject_unknown_fields(settings, kind)
     return RawDraftConfig(kind, settings, False, frozenset(nested))
 
 
@@ -193,7 +193,7 @@ def _of_speculators(config: Json) -> RawDraftConfig:
     family = word(layer, "model_type", "qwen3", PLACE)
     outer = {name: value for name, value in config.items() if name != "transformer_layer_config"}
     if kind == "NEXTN":
-        refuse_unknown(outer, kind)
+        reject_unknown_fields(outer, kind)
         return RawDraftConfig(kind, config, True, frozenset())
     if family not in LAYERS:
         raise ValueError(
@@ -202,7 +202,7 @@ def _of_speculators(config: Json) -> RawDraftConfig:
         )
     own = _layer_defaults(family)
     settings = {**LEFT_OUT[kind], **outer, **own, **layer, "model_type": family}
-    refuse_unknown(settings, kind)
+    reject_unknown_fields(settings, kind)
     return RawDraftConfig(kind, settings, True, frozenset())
 
 
@@ -226,7 +226,7 @@ def _kind(config: Json) -> str:
     )
 
 
-def refuse_unknown(settings: Json, kind: str) -> None:
+def reject_unknown_fields(settings: Json, kind: str) -> None:
     """Checks that all fields with an effect are supported.
 
     Raises:

@@ -25,7 +25,7 @@ Key = tuple[str, bytes]
 """Tenant and digest of an image: cached embeddings are never shared between tenants."""
 
 
-def least_rows(largest: int) -> int:
+def min_rows(largest: int) -> int:
     """Returns the minimum rows of the cache for any chunk of `CHUNK` tokens.
 
     The first and the last token of a chunk (and the token after it) may both be in a largest image.

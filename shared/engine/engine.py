@@ -97,7 +97,7 @@ class Engine:
                 "request_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
-                **_lot(capacity),
+                **_simulated_acceptance(capacity),
                 **_image_gauges(self.images),
             },
             capacity.max_depth,
@@ -178,7 +178,7 @@ class Engine:
         self._num_steps += 1
         self.flights.append(InFlightStep(self.backend.submit(plan), rows, self._num_steps, began))
         self.metrics.count_step(rows.work, self.backend.launch(plan.program))
-        for request, most in zip(rows.requests, rows.most_tokens, strict=True):
+        for request, most in zip(rows.requests, rows.max_tokens, strict=True):
             request.step_submitted(most)
         self.planner.prepare_next(plan.program)
         self.controller.on_submit(rows)
@@ -190,7 +190,7 @@ class Engine:
         saved = result.snapshot_saved.tolist()
         leaves_hole = self.cache.skips_draft_kv(rows)
         committed: list[int] = []
-        for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
+        for row, (request, most) in enumerate(zip(rows.requests, rows.max_tokens, strict=True)):
             request.step_finished(most)
             if self.is_stale(request):
                 self.metrics.count("overlap_stale_rows_total", 1)
@@ -335,7 +335,7 @@ def _image_gauges(images: EncoderCache | None) -> Gauges:
     }
 
 
-def _lot(capacity: BackendLimits) -> Gauges:
+def _simulated_acceptance(capacity: BackendLimits) -> Gauges:
     """Returns the gauge of simulated acceptance, if it is enabled."""
     length = capacity.simulated_accept_length
     return {} if length is None else {"spec_decode_simulated_accept_length": lambda: length}

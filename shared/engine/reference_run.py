@@ -75,7 +75,7 @@ class ReferenceRunner:
     ) -> None:
         self._backend, self._planner = backend, planner
         self._allocator, self._cache, self._images = allocator, cache, images
-        self._most_tokens = _check_programs(backend.capacity)
+        self._max_tokens = _check_programs(backend.capacity)
         self._request: Request | None = None
 
     @property
@@ -133,7 +133,7 @@ class ReferenceRunner:
         if request.decodes:
             self._reserve(request, request.length + PLAIN.scratch)
             return ScheduledRows.decode([request], PLAIN)
-        chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
+        chunk = Chunk(request, request.prefilled, chunk_end(request, self._max_tokens))
         if self._images is not None and request.images:
             found = self._images.chunk_of(request, chunk.end, may_encode=True)
             assert found is not None, "encode steps are allowed"

@@ -328,17 +328,17 @@ class Request:
         """Removes its slot (preemption); the output stays."""
         self.slot = 0
 
-    def step_submitted(self, most_tokens: int) -> None:
-        """Records a submitted step that adds 1..`most_tokens` tokens, or none if that is 0."""
+    def step_submitted(self, max_tokens: int) -> None:
+        """Records a submitted step that adds 1..`max_tokens` tokens, or none if that is 0."""
         self.in_flight += 1
-        self.max_in_flight_tokens += most_tokens
-        self.min_in_flight_tokens += min(most_tokens, 1)
+        self.max_in_flight_tokens += max_tokens
+        self.min_in_flight_tokens += min(max_tokens, 1)
 
-    def step_finished(self, most_tokens: int) -> None:
+    def step_finished(self, max_tokens: int) -> None:
         """Reverts `step_submitted` for the oldest step in flight."""
         self.in_flight -= 1
-        self.max_in_flight_tokens -= most_tokens
-        self.min_in_flight_tokens -= min(most_tokens, 1)
+        self.max_in_flight_tokens -= max_tokens
+        self.min_in_flight_tokens -= min(max_tokens, 1)
 
     def append_tokens(self, tokens: list[int]) -> int:
         """Appends tokens up to the end of the output, and sets the finish reason there.

@@ -164,7 +164,7 @@ class ScheduledRows:
         return self.patches + sum(chunk.end - chunk.first for chunk in chunks)
 
     @property
-    def most_tokens(self) -> list[int]:
+    def max_tokens(self) -> list[int]:
         """Maximum tokens that the step adds to each row; 0 if it samples none."""
         if self.work is StepKind.DECODE:
             assert self.shape is not None

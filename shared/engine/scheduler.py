@@ -51,7 +51,7 @@ class Scheduler:
         self._capacity, self.allocator, self._controller = capacity, allocator, controller
         self._cache, self._images = cache, images
         counts = (p.tokens for p in capacity.programs if p.work is StepKind.COUNT)
-        self._most_counted = max(counts, default=0)
+        self._max_counted = max(counts, default=0)
         self._num_arrived = 0
         self._growth_in_flight = overlap * (capacity.max_depth + 1)
         self._max_tokens, self._max_prefill_rows = _prefill_sizes(capacity, chunked_prefill_size)
@@ -68,7 +68,7 @@ class Scheduler:
         Raises:
           InvalidRequestError: The request could not finish even with all pages.
         """
-        pages = self._capacity.num_pages_for(self._most_positions(request))
+        pages = self._capacity.num_pages_for(self._max_positions(request))
         if pages > self._capacity.num_pages - 1:
             raise InvalidRequestError(
                 "max_tokens",
@@ -117,14 +117,14 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def _most_positions(self, request: Request) -> int:
+    def _max_positions(self, request: Request) -> int:
         """Returns the positions that its last step may need, with all previous steps in flight."""
         return request.max_length - 1 + self._growth_in_flight + self._capacity.scratch
 
     def _next_positions(self, request: Request) -> int:
         """Returns the positions that its next step may need once those in flight have ended."""
         widest = self._capacity.max_depth + 1 + self._growth_in_flight + self._capacity.scratch
-        return min(request.length + widest, self._most_positions(request))
+        return min(request.length + widest, self._max_positions(request))
 
     def _may_admit(self) -> bool:
         if len(self.running) == self._max_running or not self.allocator.num_free_slots:
@@ -145,7 +145,7 @@ class Scheduler:
         for request in self.running:
             first, end = request.num_counted, request.count_length
             if request.slot and first < end and request is not self._leaving:
-                request.num_counted = min(end, first + self._most_counted)
+                request.num_counted = min(end, first + self._max_counted)
                 return ScheduledRows.count(Chunk(request, first, request.num_counted))
         return self._prefill_rows()
 

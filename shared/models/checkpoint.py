@@ -75,7 +75,7 @@ class Checkpoint:
         return any(name.startswith("mtp.") for name in self._owners)
 
     @property
-    def has_tower(self) -> bool:
+    def has_vision_encoder(self) -> bool:
         """True if the files contain a vision encoder; a config may name one that is missing."""
         return any(name.startswith(TENSORS) for name in self._owners)
 

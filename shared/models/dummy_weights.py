@@ -25,7 +25,7 @@ from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import LM_HEAD
 from shared.models.vision_config import TENSORS, VisionConfig
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shift and factor of each round of `hash_u32`."""
@@ -205,7 +205,7 @@ class DummyCheckpoint:
         """Creates the checkpoint of a whole model, with the MTP layer and vision encoder that its
         config names.
         """
-        tower = [] if vision is None else tower_parameters(vision)
+        tower = [] if vision is None else vision_encoder_parameters(vision)
         return cls([*parameters(config, config.has_mtp), *tower], {}, granularity)
 
     @property
@@ -214,7 +214,7 @@ class DummyCheckpoint:
         return any(name.startswith("mtp.") for name in self.names)
 
     @property
-    def has_tower(self) -> bool:
+    def has_vision_encoder(self) -> bool:
         """True if there is a vision encoder."""
         return any(name.startswith(TENSORS) for name in self.names)
 

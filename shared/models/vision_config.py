@@ -81,7 +81,7 @@ class VisionConfig:
         """Returns the number of patches; the inverse of `image_bytes`."""
         return image_bytes // self.patch_bytes
 
-    def most_lines(self, num_patches: int) -> int:
+    def max_lines(self, num_patches: int) -> int:
         """Returns the maximum of rows plus columns for an image of `num_patches` patches (the
         narrowest image).
         """

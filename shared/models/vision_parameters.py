@@ -30,7 +30,7 @@ class EncoderFiles(Protocol):
         ...
 
 
-def tower_parameters(config: VisionConfig) -> list[Parameter]:
+def vision_encoder_parameters(config: VisionConfig) -> list[Parameter]:
     """Returns all parameters of a vision encoder; its blocks are stacked, and matrices are `[out,
     in]`.
     """
@@ -54,7 +54,7 @@ def tower_parameters(config: VisionConfig) -> list[Parameter]:
     ]
 
 
-def check_tower(checkpoint: EncoderFiles, config: VisionConfig) -> list[Parameter]:
+def check_vision_encoder(checkpoint: EncoderFiles, config: VisionConfig) -> list[Parameter]:
     """Checks presence, dtype and shape of a vision encoder's tensors, and that there are no others.
 
     Returns:
@@ -63,7 +63,7 @@ def check_tower(checkpoint: EncoderFiles, config: VisionConfig) -> list[Paramete
     Raises:
       CheckpointError: The first fault, with the name of its tensor.
     """
-    wanted = tower_parameters(config)
+    wanted = vision_encoder_parameters(config)
     checkpoint.check_parameters(wanted)
     of_tower = {name for name in checkpoint.names if name.startswith(TENSORS)}
     if unknown := sorted(of_tower - checkpoint.known(wanted)):

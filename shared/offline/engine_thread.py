@@ -59,7 +59,7 @@ class EngineThread:
     """
 
     def __init__(self, start: Callable[[], Started]) -> None:
-        self._pid, self._loop = os.getpid(), _Loop()
+        self._pid, self._loop = os.getpid(), _EngineLoop()
         self._thread = threading.Thread(
             target=self._loop.run, args=(start,), name="tandem-engine", daemon=True
         )
@@ -130,7 +130,7 @@ class EngineThread:
             self._thread.join()
 
 
-def _release(loop: _Loop, thread: threading.Thread, pid: int) -> None:
+def _release(loop: _EngineLoop, thread: threading.Thread, pid: int) -> None:
     """Ends an unclosed engine; does nothing in a forked process."""
     if os.getpid() != pid:
         return
@@ -139,7 +139,7 @@ def _release(loop: _Loop, thread: threading.Thread, pid: int) -> None:
         thread.join(RELEASE_WAIT_S)
 
 
-class _Loop:
+class _EngineLoop:
     """Loop of the engine's thread.
 
     Attributes:

@@ -134,7 +134,7 @@ class SamplingParams:
         return bool(self.return_trace)
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Most draft tokens of a step."""
         return self.max_draft_tokens
 

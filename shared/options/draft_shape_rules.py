@@ -121,7 +121,7 @@ DRAFT_SHAPE_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            _shapes_itself(s) and s.draft.topk == 1 and s.draft.num_draft_tokens != s.most_nodes
+            _shapes_itself(s) and s.draft.topk == 1 and s.draft.num_draft_tokens != s.max_nodes
         ),
         reason="--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {chain} "
         "with --speculative-eagle-topk 1",
@@ -136,7 +136,7 @@ DRAFT_SHAPE_RULES = (
             _shapes_itself(s)
             and s.draft.topk > 1
             and not _lacks_nodes(s)
-            and not s.draft.num_steps < s.draft.num_draft_tokens <= s.most_nodes
+            and not s.draft.num_steps < s.draft.num_draft_tokens <= s.max_nodes
         ),
         reason="--speculative-num-draft-tokens must be {chain} to {most} with "
         "--speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}",

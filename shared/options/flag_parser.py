@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     group.add_argument(
         "--version",
-        action=_Version,
+        action=_VersionAction,
         nargs=0,
         help="print the version, the revision and the backend packages, and exit",
     )
@@ -140,7 +140,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _Version(argparse.Action):
+class _VersionAction(argparse.Action):
     """Prints the versions of the server and of the backend packages, and exits."""
 
     def __call__(

@@ -38,7 +38,7 @@ NGRAM_RULES = (
         ),
         reason="--speculative-ngram-external-sam-budget {budget} must be less than "
         "--speculative-num-draft-tokens {N}",
-        hint="give at most {most_budget}",
+        hint="give at most {max_budget}",
         example=Example(
             drafter=HOST_ALGORITHM,
             flags=flags_of(

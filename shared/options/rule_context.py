@@ -59,7 +59,7 @@ class RuleContext:
         return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
     @property
-    def most_nodes(self) -> int:
+    def max_nodes(self) -> int:
         """Maximum number of nodes of a tree with S and k."""
         k = self.draft.topk
         return min(1 + k + (self.draft.num_steps - 1) * k * k, MOST_NODES)
@@ -101,7 +101,7 @@ class RuleContext:
             "k": self.draft.topk,
             "N": self.draft.num_draft_tokens,
             "chain": self.draft.num_steps + 1,
-            "most": self.most_nodes,
+            "most": self.max_nodes,
             "simulated": self.draft.speculative_simulate_accept_length,
             "levels": self.num_levels,
             "overlap": self.options.engine.overlap_depth,
@@ -113,7 +113,7 @@ class RuleContext:
             "min_breadth": self.options.ngram.speculative_ngram_min_bfs_breadth,
             "max_breadth": self.options.ngram.speculative_ngram_max_bfs_breadth,
             "budget": self.options.ngram.sam_budget,
-            "most_budget": self.draft.num_draft_tokens - 1,
+            "max_budget": self.draft.num_draft_tokens - 1,
             "copies": self.options.ngram.speculative_ngram_num_draft_tokens,
             "both": self.draft.speculative_algorithm,
             "context": self.options.model.context_length,
@@ -142,7 +142,7 @@ WORDS = {
     "min_breadth": "N",
     "max_breadth": "M",
     "budget": "N",
-    "most_budget": "N - 1",
+    "max_budget": "N - 1",
     "copies": "C",
     "both": "NAME+NGRAM",
     "context": "N",

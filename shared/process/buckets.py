@@ -38,7 +38,7 @@ class ProgramCosts:
       are_compiled: True if each program is compiled at startup, which takes seconds on a CPU.
       has_mailboxes: True if its ranks use the shared-memory all-gather on a CPU.
       captures: True if it may capture steps on a GPU as graphs.
-      device_mailbox_bytes: Returns the bytes of the all-gather buffers on each of several GPUs;
+      symmetric_buffer_bytes: Returns the bytes of the all-gather buffers on each of several GPUs;
         raises ValueError for an unsupported number.
     """
 
@@ -46,7 +46,7 @@ class ProgramCosts:
     are_compiled: bool
     has_mailboxes: bool = False
     captures: bool = False
-    device_mailbox_bytes: Callable[[int], int] = lambda count: 0
+    symmetric_buffer_bytes: Callable[[int], int] = lambda count: 0
 
 
 def capacity_for(
@@ -372,8 +372,8 @@ def _reach(settled: ResolvedConfig, context: int) -> int:
     scratch.
     """
     shapes = decode_shapes(settled, 1)
-    most_tokens, scratch = (max(getattr(s, n) for s in shapes) for n in ("max_tokens", "scratch"))
-    return context + (settled.overlap + 1) * most_tokens + scratch
+    max_tokens, scratch = (max(getattr(s, n) for s in shapes) for n in ("max_tokens", "scratch"))
+    return context + (settled.overlap + 1) * max_tokens + scratch
 
 
 def pages_for(settled: ResolvedConfig, context: int) -> int:

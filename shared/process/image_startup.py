@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.engine.encoder_cache import least_rows
+from shared.engine.encoder_cache import min_rows
 from shared.models.families import vision_from_folder
 from shared.models.image_processor import ImageProcessorConfig, images_from_folder
 from shared.models.vision_config import VisionConfig
@@ -97,9 +97,9 @@ def image_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheSpe
       ConfigError: The flags leave no room for an image.
     """
     processor, per_row = tower.processor, tower.processor.multiple**2
-    most = max(1, min(settled.most_image_tokens, processor.max_pixels // per_row))
+    most = max(1, min(settled.max_image_tokens, processor.max_pixels // per_row))
     wanted = settled.options.engine.mm_encoder_cache_tokens
-    rows, least = wanted or KEPT_IMAGES * most, least_rows(most)
+    rows, least = wanted or KEPT_IMAGES * most, min_rows(most)
     if wanted is not None and wanted < least:
         raise ConfigError(
             f"--mm-encoder-cache-tokens {wanted} is too small for one step, which needs "

@@ -12,10 +12,10 @@ from math import prod
 
 from shared.boundary.backend import ITEM_BYTES, BackendLimits, BackendSpec
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.boundary.images import EncoderCacheSpec, most_begun
+from shared.boundary.images import EncoderCacheSpec, max_begun
 from shared.boundary.ngram_table import NgramTableSpec
 from shared.boundary.program import StepKind
-from shared.boundary.shm_allgather import mailbox_bytes
+from shared.boundary.shm_allgather import shm_buffer_bytes
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
@@ -25,7 +25,7 @@ from shared.models.config import ModelConfig
 from shared.models.fp8_packing import InWords, bytes_of_codes, bytes_of_words
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.tp_sharding import shard_config
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts, capacity_for, captured_step_kinds, pages_for
@@ -222,7 +222,7 @@ class PageCountSearch:
                     f"least {needed * page_size}"
                 )
             return pages
-        return max(needed, self._most_that_fit(self._wanted_pages()))
+        return max(needed, self._max_that_fit(self._wanted_pages()))
 
     def checked(self, plan: MemoryPlan) -> MemoryPlan:
         """Returns the plan if it fits.
@@ -254,7 +254,7 @@ class PageCountSearch:
             wanted = min(wanted, CPU_TOTAL_TOKENS // settled.page_size)
         return wanted
 
-    def _most_that_fit(self, wanted: int) -> int:
+    def _max_that_fit(self, wanted: int) -> int:
         fitting, too_many = 0, wanted + 1
         while fitting + 1 < too_many:  # binary search: bytes grow with pages
             middle = (fitting + too_many) // 2
@@ -278,10 +278,10 @@ def _lines(
         yield _image_line(blueprint, blueprint.capacity.images)
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_single or blueprint.on_gpu):
-        num_bytes = mailbox_bytes(blueprint.ranks.count)
+        num_bytes = shm_buffer_bytes(blueprint.ranks.count)
         yield MemoryPlanEntry("all-gather buffers", "shared by all ranks", num_bytes)
     if blueprint.on_gpu and not blueprint.ranks.is_single:
-        num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
+        num_bytes = costs.symmetric_buffer_bytes(blueprint.ranks.count)
         yield MemoryPlanEntry("all-gather buffers", "written by the other ranks", num_bytes)
     if (table := blueprint.capacity.texts) is not None:
         yield _table_line(table, blueprint.capacity.num_slots)
@@ -319,7 +319,8 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
 
 def _vision_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
     """Returns the line of the vision encoder, which is replicated on all ranks."""
-    return _weights_line("vision encoder", blueprint.dtype, tower_parameters(images.vision), {})
+    wanted = vision_encoder_parameters(images.vision)
+    return _weights_line("vision encoder", blueprint.dtype, wanted, {})
 
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parameter]:
@@ -384,7 +385,7 @@ def _image_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanE
     vision, item = images.vision, blueprint.item_bytes
     num_bytes = images.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
     detail = f"{images.num_rows - 1} image tokens, and a scratch row"
-    if most := most_begun(blueprint.capacity.programs, vision):
+    if most := max_begun(blueprint.capacity.programs, vision):
         num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
         detail += f"; {most} patches of a partly encoded image"
     return MemoryPlanEntry("encoder cache", detail, num_bytes)

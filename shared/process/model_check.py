@@ -39,7 +39,7 @@ from shared.models.sampling import SamplingDefaults
 from shared.models.tied import as_stored
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 from shared.options.adaptive import read_candidates
 from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import ConfigError, with_absolute_paths
@@ -62,7 +62,7 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def has_tower(self) -> bool:
+    def has_vision_encoder(self) -> bool:
         """True if the files contain a vision encoder."""
         ...
 
@@ -230,10 +230,10 @@ def _check_rules(options: Options, opened: _Opened) -> None:
 
 def _checked_tower(options: Options, checkpoint: WeightSource) -> VisionEncoder | None:
     folder = options.model.model_path
-    vision = find_vision(options, folder) if checkpoint.has_tower else None
+    vision = find_vision(options, folder) if checkpoint.has_vision_encoder else None
     tower = find_vision_encoder(options, folder, vision)
     if tower is not None and isinstance(checkpoint, Checkpoint):
-        check_tower(checkpoint, tower.vision)
+        check_vision_encoder(checkpoint, tower.vision)
     return tower
 
 

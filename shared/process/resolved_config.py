@@ -22,7 +22,7 @@ class ResolvedConfig:
       page_size: KV positions of a page.
       max_running_requests: Maximum running requests.
       prefill_chunk_size: Maximum prompt tokens of a step.
-      most_image_tokens: Maximum tokens of an image; the checkpoint may limit them further.
+      max_image_tokens: Maximum tokens of an image; the checkpoint may limit them further.
       track_interval: Tokens between state snapshots of the prefix cache.
       overlap: Maximum steps in flight while the next is planned.
       draft: Drafter with its shape.
@@ -37,7 +37,7 @@ class ResolvedConfig:
     page_size: int
     max_running_requests: int
     prefill_chunk_size: int
-    most_image_tokens: int
+    max_image_tokens: int
     track_interval: int
     overlap: int
     draft: SpeculativeConfig
@@ -88,7 +88,7 @@ def resolve(
         page_size=page_size,
         max_running_requests=engine.max_running_requests or defaults.max_running_requests,
         prefill_chunk_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
-        most_image_tokens=engine.max_image_tokens or defaults.max_image_tokens,
+        max_image_tokens=engine.max_image_tokens or defaults.max_image_tokens,
         track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
         overlap=engine.steps_in_flight,
         draft=draft,

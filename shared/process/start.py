@@ -19,7 +19,7 @@ from shared.models.fp8 import BLOCK, Granularity
 from shared.models.fp8_packing import EXPERTS, has_whole_blocks
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.sampling import SamplingDefaults
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.options.flags import ConfigError, spelling
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts
@@ -86,7 +86,7 @@ class ValidatedStartup:
         blueprint = self.memory.blueprint
         wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
         if blueprint.capacity.images is not None:
-            wanted += tower_parameters(blueprint.capacity.images.vision)
+            wanted += vision_encoder_parameters(blueprint.capacity.images.vision)
         if (token_map := blueprint.drafts.token_map) is not None:
             wanted.append(draft_head(blueprint.config, token_map))
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes

@@ -200,7 +200,7 @@ class ReferenceBackend:
             skipped = 0 if batch.starts[b] else 1  # counted by the previous chunk as its next token
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = self._logits(np.stack([read.hidden[-1] for read, _ in passes]))
-        counted = sampling.seen_alone(self.state.seen, batch.slots)
+        counted = sampling.counts_alone(self.state.seen, batch.slots)
         everyone = np.arange(len(lengths))
         chosen = sampling.choose(logits, counted, lengths, batch.sampling, everyone, None)
         newest = np.where(ends, chosen.ids, work.next_tokens[batch.index]).astype(np.int32)
@@ -211,7 +211,7 @@ class ReferenceBackend:
             if work.images is not None:
                 following = work.images.next_embed_sources[batch.index]
                 seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
-            self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
+            self._prefill_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
         if self.state.texts is not None:
             self.state.texts = ngram.learn_prompts(self.state.texts, batch, work, newest)
         failed = ~chosen.is_finite
@@ -268,7 +268,7 @@ class ReferenceBackend:
         put(self.state.delta, slot, state)
         return forward
 
-    def _feed_prompt(
+    def _prefill_prompt(
         self,
         batch: Batch,
         chunks: list[Int[np.ndarray, " T"]],

@@ -21,7 +21,7 @@ def chosen(
     """
     B, N, vocab = logits.shape
     request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
-    seen = sampling.seen_in_trees(
+    seen = sampling.counts_in_trees(
         state.seen, batch.slots, trees.tokens, trees.parents, request, node
     )
     lengths = state.lengths[batch.slots]

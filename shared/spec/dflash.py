@@ -157,7 +157,7 @@ def fill(
             sizes, sizes.attention, weights, "layer.", layer, y, stream, layer_rows, kv
         )
         mlp = sizes.layers[layer].mlp
-        stream = model.feed(sizes, mlp, weights, "layer.", layer, layer, stream)
+        stream = model.mlp_layer(sizes, mlp, weights, "layer.", layer, layer, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
 

@@ -221,7 +221,7 @@ def _layers(
         stream, pools = model.attention_layer(
             config, each.mixer, weights, "later.", place, y, stream, rows, pools
         )
-        stream = model.feed(config, each.mlp, weights, "later.", place, place, stream)
+        stream = model.mlp_layer(config, each.mlp, weights, "later.", place, place, stream)
     k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
     return stream.rows, KV(k, v)
 
@@ -239,7 +239,7 @@ def _decoder_layer(
     stream, kv = model.attention_layer(
         config, config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv
     )
-    return model.feed(config, config.draft_layer.mlp, weights, prefix, 0, 0, stream).rows, kv
+    return model.mlp_layer(config, config.draft_layer.mlp, weights, prefix, 0, 0, stream).rows, kv
 
 
 @dataclass(frozen=True)

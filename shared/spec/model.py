@@ -50,7 +50,7 @@ class Forward:
         return Forward(self.hidden[rows], self.streams[:, rows], self.kv)
 
 
-DeltaMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
+GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
 """GDN layers of a pass: maps a layer's index among GDN layers and its projected inputs to its
 output."""
 
@@ -153,7 +153,7 @@ def forward(
     rows: AttentionRows,
     tokens: Int[np.ndarray, " R"],
     shown: ImageEmbeds | None,
-    mixer: DeltaMixer,
+    mixer: GDNMixer,
 ) -> Forward:
     """Runs all layers over ragged rows, with a given visibility.
 
@@ -173,7 +173,7 @@ def forward(
         place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
         if isinstance(layer_mixer, AttentionConfig):
-            mixed, kv = mix(config, layer_mixer, weights, "", place, inputs, rows, kv)
+            mixed, kv = token_mixer(config, layer_mixer, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
         out, norm_of = (
@@ -182,7 +182,7 @@ def forward(
         )
         stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, norm_of)
         norm_of = norms[layer + 1]
-        stream = feed(config, mlp, weights, "", layer, places[mlp.kind], stream, norm_of)
+        stream = mlp_layer(config, mlp, weights, "", layer, places[mlp.kind], stream, norm_of)
         places[kind] += 1
         places[mlp.kind] += 1
         streams.append(stream.rows)
@@ -229,7 +229,7 @@ def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -
     return HeadNorms(q, k, config.rms_eps)
 
 
-def mix(
+def token_mixer(
     config: ModelConfig,
     attention: AttentionConfig,
     weights: Weights,
@@ -278,13 +278,13 @@ def attention_layer(
     """
     name = f"{prefix}attention."
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
-    out, kv = mix(config, attention, weights, prefix, layer, qkv, rows, kv)
+    out, kv = token_mixer(config, attention, weights, prefix, layer, qkv, rows, kv)
     between = norm_between(config, weights, prefix, layer)
     added = linear.linear_add(out, matrix(weights, f"{name}out", layer), stream, norm=between)
     return added, kv
 
 
-def feed(
+def mlp_layer(
     config: ModelConfig,
     mlp: MLPConfig | MoEConfig,
     weights: Weights,
@@ -365,7 +365,7 @@ def _replaced(
     return pools
 
 
-def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
+def gdn_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
     """Returns the weights of one GDN layer besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
     arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
@@ -388,11 +388,11 @@ class PrefillGDN:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """Same as `DeltaMixer`."""
+        """Same as `GDNMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
         out, self.recurrent[layer], self.window[layer] = gdn_state.gdn_prefill(
             inputs,
-            delta_weights(self._config, self._weights, layer),
+            gdn_weights(self._config, self._weights, layer),
             self._config.gated_delta,
             self.recurrent[layer],
             self.window[layer],
@@ -422,11 +422,11 @@ class VerifyGDN:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """Same as `DeltaMixer`."""
+        """Same as `GDNMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
         out, kept = gdn_state.gdn_verify_tree(
             inputs,
-            delta_weights(self._config, self._weights, layer),
+            gdn_weights(self._config, self._weights, layer),
             self._config.gated_delta,
             self._state.recurrent[layer],
             self._state.window[layer],

@@ -82,7 +82,7 @@ class NgramState:
 
 
 @dataclass(frozen=True)
-class Grown:
+class BuiltTrees:
     """Draft trees; node 0 is the newest token.
 
     Attributes:
@@ -200,7 +200,7 @@ def draft(
     nodes: int,
     depth: int,
     width: int,
-) -> Grown:
+) -> BuiltTrees:
     """Grows a draft tree for each sequence, adding the most likely candidate first; ties go to the
     earlier one.
 
@@ -232,7 +232,7 @@ def draft(
             texts.append(np.append(texts[best[1]][1:], best[2]))
             levels.append(levels[best[1]] + 1)
             weights[b, node], num_nodes[b] = -best[0] / UNITS, node + 1
-    return Grown(tokens, parents, num_nodes, weights)
+    return BuiltTrees(tokens, parents, num_nodes, weights)
 
 
 def windows(

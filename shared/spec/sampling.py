@@ -83,14 +83,16 @@ class TokenCounts:
     on_path: Bool[np.ndarray, "R path"]
 
 
-def seen_alone(counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]) -> TokenCounts:
+def counts_alone(
+    counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]
+) -> TokenCounts:
     """Returns the token counts of rows that choose directly after their newest token."""
     return TokenCounts(
         counts, slots, np.zeros((len(slots), 0), np.int32), np.zeros((len(slots), 0), bool)
     )
 
 
-def seen_in_trees(
+def counts_in_trees(
     counts: I32[np.ndarray, "slots vocab"],
     slots: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B N"],
@@ -107,7 +109,7 @@ def seen_in_trees(
     return TokenCounts(counts, slots[request], tokens[request], is_before[request, node])
 
 
-def seen_rows(seen: TokenCounts) -> I32[np.ndarray, "R vocab"]:
+def counts_of_rows(seen: TokenCounts) -> I32[np.ndarray, "R vocab"]:
     """Computes the counts before each row's choice."""
     counts = seen.counts[seen.slots]
     row = np.arange(len(counts))[:, None]
@@ -181,7 +183,7 @@ def processed(
       allowed: Tokens that the grammar allows; None without a grammar.
     """
     by_row = sampling.rows(request)
-    logits = penalized(logits, seen_rows(seen), by_row)
+    logits = penalized(logits, counts_of_rows(seen), by_row)
     row = np.arange(len(logits))[:, None]
     np.add.at(logits, (row, by_row.bias_ids), by_row.bias_values)
     too_short = np.flatnonzero(positions < by_row.min_length)

@@ -37,7 +37,7 @@ class SmallModel:
     target_vocab: int
 
     def forward(
-        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: model.DeltaMixer
+        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: model.GDNMixer
     ) -> model.Forward:
         """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)

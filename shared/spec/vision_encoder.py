@@ -57,7 +57,7 @@ class Pixels:
 
     def padded(self, size: int, vision: VisionConfig) -> "Pixels":
         """Returns the image padded to `size` patches."""
-        lines = vision.most_lines(size) - len(self.corners)
+        lines = vision.max_lines(size) - len(self.corners)
         names = ("corners", "shares", "cos", "sin")
         longer = {name: np.pad(getattr(self, name), ((0, lines), (0, 0))) for name in names}
         spare = vision.image_bytes(size) - len(self.bytes)

@@ -13,7 +13,7 @@ _KEEPING = {"NFD", "NFKD", "Lowercase", "Prepend"}  # results are at least as lo
 _STANDING_FOR_BYTES = {"ByteLevel", "ByteFallback"}
 
 
-def most_characters(tokenizer: FastTokenizer) -> int | None:
+def max_characters(tokenizer: FastTokenizer) -> int | None:
     """Returns the most characters of a text that become one token, or None without a bound.
 
     A tokenizer that drops characters has no bound: it replaces unknown characters, strips space
@@ -23,13 +23,13 @@ def most_characters(tokenizer: FastTokenizer) -> int | None:
     if any(token.lstrip or token.rstrip for token in added):
         return None
     kinds = {part["type"] for part in _parts(tokenizer.decoder, "decoders")}
-    joined = _most_joined(tokenizer)
+    joined = _max_joined(tokenizer)
     if joined is None or not kinds & _STANDING_FOR_BYTES:
         return None
     return joined * max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
 
-def _most_joined(tokenizer: FastTokenizer) -> int | None:
+def _max_joined(tokenizer: FastTokenizer) -> int | None:
     most = 1
     for part in _parts(tokenizer.normalizer, "normalizers"):
         if part["type"] in _JOINING:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
-from shared.text.length_bound import most_characters
+from shared.text.length_bound import max_characters
 from shared.text.tokenizer_files import open_tokenizer, read_config
 
 REPLACEMENT = "\ufffd"  # decoded from incomplete or invalid bytes
@@ -58,7 +58,7 @@ class Tokenizer:
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_tokens = '"ByteFallback"' in decoder
         self._space_mark = SPACE_MARK if SPACE_MARK in decoder else " "
-        self._most_characters = most_characters(tokenizer)
+        self._max_characters = max_characters(tokenizer)
 
     @classmethod
     def from_folder(
@@ -112,7 +112,7 @@ class Tokenizer:
 
     def can_fit(self, text: str, num_tokens: int) -> bool:
         """Returns False if a text is too long for this number of tokens, by its length alone."""
-        most = self._most_characters
+        most = self._max_characters
         return most is None or len(text) <= most * num_tokens
 
     def encode(self, text: str) -> list[int]:

@@ -221,7 +221,7 @@ def table_file(*rows: dict) -> dict:
     return file | {"rows": list(rows), "refusals": [], "tokens": 1, "excused": 0, "wrong": 0}
 
 
-def test_accuracy_table_merges_backends_and_prefers_most_tasks():
+def test_accuracy_table_merges_backends_and_prefers_max_tasks():
     torch = table_file(
         table_row("torch", 8, "none", accept_length=1.0), table_row("torch", 8, "NEXTN")
     )
@@ -333,7 +333,7 @@ def test_match_rule_preserves_output_and_rejection_is_exempt(in_own_ways):
     assert {row["text_hash"] for row in matched} == {plain["text_hash"]}
 
 
-def test_setting_most_limits_draft_tokens(in_own_ways):
+def test_setting_max_limits_draft_tokens(in_own_ways):
     one = next(row for row in in_own_ways.rows if "most=1" in row["algorithm"])
     assert one["accept_length_histogram"][2] == 0
     assert one["accept_length_histogram"][0]

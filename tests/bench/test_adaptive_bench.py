@@ -52,7 +52,7 @@ def test_in_orders_reports_phases_in_first_order():
     assert copying["S3"] > 1.2 * copying["none"]
 
 
-def test_in_orders_step_time_at_least_device_time():
+def test_in_orders_step_time_at_min_device_time():
     phases, texts = written_work([1], 20, 3)
     seconds = {"1": {"none": 0.006, "S3": 0.007, "disabled": 0.001}}
     lines = in_orders(seconds, phases[:1], texts, orders=1, submit_s=0.001)

@@ -100,9 +100,9 @@ def test_read_ptxas_rejects_unknown_format(gone: str) -> None:
 
 def test_read_mosaic_returns_kernel_and_shared_memory():
     said = PTXAS.split("ptxas info    : Compiling entry function 'input")[0]
-    said = said.replace("product__1", "described_product_mosaic_gpu_kernel")
+    said = said.replace("product__1", "linear_sm90_mosaic_gpu_kernel")
     passes = "gpu.launch blocks(%1) threads(%2) dynamic_shared_memory_size %c163840_i32 {"
-    assert read_mosaic(said, passes) == Kernel("described_product", 48, 0, 163840)
+    assert read_mosaic(said, passes) == Kernel("linear_sm90", 48, 0, 163840)
     for text, other in ((PTXAS, passes), (said, "gpu.launch")):
         with pytest.raises(
             ValueError, match="the dump of Mosaic GPU has no kernel or no shared memory size"
@@ -135,7 +135,7 @@ def test_faults_of_kernel_reports_spills_and_shared_memory():
 
 def test_known_spill_limits_bytes_per_kernel_and_case():
     known = EXCUSES[0]
-    name, case, most = known.kernel, known.cases[0], known.most_bytes
+    name, case, most = known.kernel, known.cases[0], known.max_bytes
     kernel = Kernel(f"{name}__1", 255, most, 0)
     assert not list(faults_of_kernel(kernel, case))
     assert line_of(kernel, case, 1.0).endswith(f"excused: {known.reason}")
@@ -198,7 +198,7 @@ def test_report_names_uncompiled_kernels_and_unused_excuses(monkeypatch) -> None
     assert {
         "mix",
         "product",
-        "described_product",
+        "linear_sm90",
         "norm",
         "beside",
         "delta_mix",

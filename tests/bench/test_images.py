@@ -48,8 +48,10 @@ def test_bench_encodes_same_images_on_both_backends(monkeypatch, tmp_path, capsy
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_bench_encoders_match_spec(name):
     image = vision_encoder.image_of(4, TINY)
-    dummy = vision_encoder.DummyCheckpoint(vision_encoder.tower_parameters(TINY), {}, None)
-    weights = {p.name: dummy.load(p, "float32") for p in vision_encoder.tower_parameters(TINY)}
+    dummy = vision_encoder.DummyCheckpoint(vision_encoder.vision_encoder_parameters(TINY), {}, None)
+    weights = {
+        p.name: dummy.load(p, "float32") for p in vision_encoder.vision_encoder_parameters(TINY)
+    }
     want = vision_encoder.vision_encoder.encoded(
         TINY, weights, vision_encoder.vision_encoder.patches(TINY, image)
     )

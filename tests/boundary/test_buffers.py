@@ -15,12 +15,12 @@ CAPACITY = contract_capacity(contract_model()[0])
 
 @dataclass(frozen=True)
 class OneMore(Sampling):
-    most_words: Int32[np.ndarray, "B K"]
+    max_words: Int32[np.ndarray, "B K"]
 
 
 @dataclass(frozen=True)
 class TooWide(Sampling):
-    most_words: Int64[np.ndarray, " B"]
+    max_words: Int64[np.ndarray, " B"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Unbounded(Sampling):
 
 def test_sampling_layout_follows_field_annotations():
     layout = sampling_layout(OneMore, CAPACITY)
-    assert layout["most_words"] == ((CAPACITY.max_bias,), np.int32)
+    assert layout["max_words"] == ((CAPACITY.max_bias,), np.int32)
     assert layout["seed"] == ((), np.uint32)
     assert layout["bias_values"] == ((CAPACITY.max_bias,), np.float32)
 
@@ -38,7 +38,7 @@ def test_sampling_layout_follows_field_annotations():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (TooWide, "most_words: dtype must be one of float32, int32, uint32, got int64"),
+        (TooWide, "max_words: dtype must be one of float32, int32, uint32, got int64"),
         (Unbounded, "weights: axis words has no bound"),
     ],
 )

@@ -106,7 +106,7 @@ def test_attention_layer_matches_spec(name: str, how: How, run) -> None:
 def test_attention_layer_fused_and_split_bitwise_equal(name: str, run) -> None:
     fused, apart = (found(run, name, how) for how in (FUSED, APART))
     # XLA rounds arrays of one row otherwise on a CPU.
-    is_rounded = INTERPRET and run is run_pallas and CASES[name].most_rows == 1
+    is_rounded = INTERPRET and run is run_pallas and CASES[name].max_rows == 1
     error = FLOAT32 if is_rounded else 0
     np.testing.assert_allclose(fused.out, apart.out, rtol=0, atol=error)
     written = (each.pools[:, 1:] for each in (fused, apart))
@@ -140,7 +140,7 @@ UNCUT = {"programs": 1, "splits": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "span", "most_parts", "cut"),
+    ("name", "span", "max_parts", "cut"),
     [
         ("trees", 64, 64, UNCUT),
         slow("trees", 128, 64, {"splits": 2}),
@@ -152,9 +152,9 @@ UNCUT = {"programs": 1, "splits": 1}
     ],
     ids=str,
 )
-def test_attention_layer_bits_independent_of_tile_config(name, span, most_parts, cut, run):
+def test_attention_layer_bits_independent_of_tile_config(name, span, max_parts, cut, run):
     tiles, order = replace(SHARED, **cut), replace(SHORT, span=span)
-    got = found(run, name, How(True, order, most_parts, tiles))
+    got = found(run, name, How(True, order, max_parts, tiles))
     want = found(run, name, How(False, order))
     np.testing.assert_array_equal(got.out, want.out)
     assert not np.asarray(got.arrivals).any()
@@ -182,7 +182,7 @@ def test_attention_layer_row_is_batch_invariant(how: How, run) -> None:
         k_pages, v_pages = together.pools
         alone = replace(case.only(request, row), k_pages=k_pages, v_pages=v_pages)
         if INTERPRET and run is run_pallas:  # XLA rounds arrays of one row otherwise on a CPU
-            alone = replace(alone, most_rows=case.most_rows)
+            alone = replace(alone, max_rows=case.max_rows)
         flat = case.row_starts[request] + row
         np.testing.assert_array_equal(run(alone, FUSED).out[0], together.out[flat])
 
@@ -220,14 +220,14 @@ def test_row_bounds_kernel_matches_spec(name: str, language: str) -> None:
     names = ("row_starts", "places", "first", "until", "is_real")
     arrays = {key: arrays_of(case)[key] for key in names}
     if language == "pallas":
-        bounds, arrivals = map(np.asarray, pallas_reach(case.most_rows)(*arrays.values()))
+        bounds, arrivals = map(np.asarray, pallas_reach(case.max_rows)(*arrays.values()))
     else:
         device, kernel = (
             "cuda" if ON_GPU else "cpu",
             KERNELS["triton"]["row_bounds"].compute_row_bounds,
         )
         placed = (torch.tensor(x, device=device) for x in arrays.values())
-        got = kernel(*placed, max_rows=case.most_rows, k_heads=K_HEADS)
+        got = kernel(*placed, max_rows=case.max_rows, k_heads=K_HEADS)
         bounds, arrivals = (x.cpu().numpy() for x in got)
     has_rows = np.diff(case.row_starts) > 0
     np.testing.assert_array_equal(
@@ -274,7 +274,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
     new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
     rows = {"rows": max_rows * 4, "requests": B}
     tiles = TILES["pallas"].attention_layer.of(item_bytes=item_bytes, head_size=D, **rows)
-    sums = {"max_rows": max_rows, "most_parts": MOST_PARTS, "scale": D**-0.5}
+    sums = {"max_rows": max_rows, "max_parts": MOST_PARTS, "scale": D**-0.5}
     sums |= ATTENTION.sizes_for(item_bytes)
     pallas = KERNELS["pallas"]
     kernels = (
@@ -315,7 +315,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     rows = ops.attention.attention.AttentionRows(
         **{name: make(getattr(case.rows, name)) for name in fields},
         row_starts=make(case.row_starts),
-        most_rows=case.most_rows,
+        max_rows=case.max_rows,
     )
     norms = case.norms and ops.attention.attention_layer.HeadNorms(
         make(case.norms.q), make(case.norms.k), EPS

@@ -65,7 +65,7 @@ def case_of(name: str, sizes: str) -> MixCase:
 
 def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
     """Returns the tile config of the table with some changes."""
-    sizes = {"item_bytes": 2, "rows": case.most_rows * case.group}
+    sizes = {"item_bytes": 2, "rows": case.max_rows * case.group}
     tiles = TILES[language].attention.of(**sizes, head_size=case.heads.head_size)
     return replace(tiles, **changes)
 

@@ -110,7 +110,7 @@ def test_compilation_cache_full_disk_leaves_no_partial_file(
     ]
 
 
-def test_compilation_cache_evicts_least_recently_used(keeping, program, tmp_path, monkeypatch):
+def test_compilation_cache_evicts_min_recently_used(keeping, program, tmp_path, monkeypatch):
     monkeypatch.setattr(compilation_cache, "MOST_FILES", 2)
     names = ["plain", "chain", "tree"]
     for age, name in enumerate(names):

@@ -204,10 +204,10 @@ def test_step_without_drafts_after_full_acceptance_preserves_output(framework, s
     each = cell("qwen3_5", sampling, "alone", 1, 16)
     backend = Starving(backends.get(framework, each))
     cells.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
-    assert backend.most_before, "no step accepted all of its drafts"
+    assert backend.max_before, "no step accepted all of its drafts"
 
 
-def with_most_drafts(request: Request, most: int) -> Request:
+def with_max_drafts(request: Request, most: int) -> Request:
     sampling = replace(request.sampling, max_draft_tokens=most)
     return Request(request_id=request.request_id, prompt=request.prompt, sampling=sampling)
 
@@ -218,7 +218,7 @@ def test_max_drafts_shortens_chain_and_preserves_block(framework, backends):
     each, chains = cell("qwen3_5", GREEDY, "alone", 0, 16), []
     for most in (0, 1, 2, 3):
         backend = Recorder(backends.get(framework, each))
-        drive(engine_of(backend), [with_most_drafts(requests_of(each)[0], most)])
+        drive(engine_of(backend), [with_max_drafts(requests_of(each)[0], most)])
         first_tokens, first_parents = backend.trees()[0]
         assert not any(first_tokens[1 + most :])
         assert first_parents == tuple(max(i - 1, 0) if i <= most else 0 for i in range(4))

@@ -169,4 +169,4 @@ def test_eagle_step_without_drafts_preserves_output(framework, sampling, all_bac
 def assert_starved(framework: str, each: TreeCell, backends: Backends) -> None:
     backend = Starving(backends.get(framework, each))
     compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
-    assert backend.most_before, "no step accepted all of its drafts"
+    assert backend.max_before, "no step accepted all of its drafts"

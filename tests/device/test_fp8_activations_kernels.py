@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.pallas_gpu.gemm import fp8_w8a8, linear
-from kernels.pallas_gpu.gemm.linear_sm90 import described_product
+from kernels.pallas_gpu.gemm.linear_sm90 import linear_sm90
 from kernels.tiles import LinearTiles, Tiles
 from shared.models import fp8
 from shared.spec import fp8_activations as spec
@@ -291,7 +291,7 @@ def test_fp8_sm90_rejects_invalid_tiles(change: dict[str, int], why: str) -> Non
     kind = jnp.float8_e4m3fn
     how = {"rows": 64, "swapped": False, "described": True, "persistent": True} | change
     with pytest.raises(ValueError, match=f"tiles of FP8 rows {why}, got"):
-        described_product(
+        linear_sm90(
             jnp.zeros((64, 128), kind),
             jnp.zeros((1, 256, 128), kind),
             jnp.int32(0),

@@ -18,7 +18,7 @@ if "triton" in KERNELS:
         import triton.language as tl
 
         noise_of_words = KERNELS["triton"]["gumbel_noise"].noise_of_words
-        most_noise = KERNELS["triton"]["gumbel_noise"].most_noise
+        max_noise = KERNELS["triton"]["gumbel_noise"].max_noise
 
         @triton.jit
         def noise_kernel(words_at, out_at, lanes: tl.constexpr):
@@ -26,7 +26,7 @@ if "triton" in KERNELS:
             lane = tl.arange(0, lanes)
             words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
             tl.store(out_at + lane, noise_of_words(words))
-            tl.store(out_at + lanes + lane, most_noise(words))
+            tl.store(out_at + lanes + lane, max_noise(words))
 
 
 each_language = pytest.mark.parametrize("language", KERNELS)
@@ -41,7 +41,7 @@ WORDS = np.concatenate(
 def noise(language: str) -> np.ndarray:
     """The noise of all words, and its bounds."""
     if language == "pallas":
-        both = (pallas_noise.noise_of_words, pallas_noise.most_noise)
+        both = (pallas_noise.noise_of_words, pallas_noise.max_noise)
         return np.stack([np.asarray(jax.jit(function)(WORDS)) for function in both])
     device = "cuda" if ON_GPU else "cpu"
     words, out = to_torch(WORDS).to(device), torch.empty(2, len(WORDS), device=device)

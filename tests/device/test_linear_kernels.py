@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernels.pallas_gpu.gemm import linear_sm90
-from kernels.pallas_gpu.gemm.linear_sm90 import described_product
 from kernels.tiles import LinearTiles
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
@@ -305,7 +304,7 @@ def test_pallas_sm90_linear_rejects_invalid_tiles(change: dict[str, int], why: s
     x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
     how = {"rows": 64, "swapped": False} | TMA
     with pytest.raises(ValueError, match=f"described tiles {why}"):
-        described_product(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
+        linear_sm90.linear_sm90(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
 
 
 @pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])

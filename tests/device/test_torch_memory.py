@@ -30,7 +30,7 @@ from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import stack
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process import image_startup
 from tests.support.golden_images import MODEL, image_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
@@ -44,7 +44,7 @@ from torch_impl.ops.attention import attention
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.step import step
 from torch_impl.step_context import StepContext
-from torch_impl.weights import load_tower
+from torch_impl.weights import load_vision_encoder
 from torch_impl.workspace import workspace
 
 VISION = replace(QWEN3_5, depth=4)
@@ -99,10 +99,10 @@ def tower(kernels: None) -> Iterator[Tower]:
         config=config, drafts=DrafterSpec.none(), capacity=capacity, dtype="bfloat16", on_gpu=True
     )
     meta, memory = torch.device("meta"), Memory()
-    checkpoint = DummyCheckpoint(tower_parameters(VISION), {}, None)
+    checkpoint = DummyCheckpoint(vision_encoder_parameters(VISION), {}, None)
     with memory, torch.inference_mode():
         memory.pool = LOADING
-        weights = load_tower(checkpoint, VISION, "bfloat16", meta, lambda num_bytes: None)
+        weights = load_vision_encoder(checkpoint, VISION, "bfloat16", meta, lambda num_bytes: None)
         state = allocate(config, capacity, None, torch.bfloat16, meta)
         memory.free_unused()
         memory.pool = EAGER
@@ -114,7 +114,7 @@ def test_encode_memory_within_planned_workspace(tower: Tower) -> None:
     """Each block of the encoder frees its arrays before the next one allocates."""
     for program in tower.blueprint.capacity.programs:
         plan, planned = tower.plan(program), tower.workspace(program)
-        used = tower.memory.most_used_by(partial(step, tower.context, plan, program))
+        used = tower.memory.max_used_by(partial(step, tower.context, plan, program))
         assert 0.75 * planned < used <= planned, program
 
 

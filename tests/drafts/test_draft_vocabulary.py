@@ -70,7 +70,7 @@ def test_read_token_map_rejects_pickle_and_missing_file():
         read_token_map("nowhere.json", VOCAB)
 
 
-def test_most_frequent_keeps_top_tokens_ties_lower():
+def test_max_frequent_keeps_top_tokens_ties_lower():
     counts = np.array([3, 0, 5, 3, 0, 3])
     assert most_frequent(counts, 3).tolist() == [0, 2, 3]
     assert most_frequent(counts, 3, [4]).tolist() == [0, 2, 4]

@@ -40,7 +40,7 @@ def situation(
 @pytest.mark.parametrize(
     "policy", [Greedy(), ExpectedValuePolicy()], ids=lambda p: type(p).__name__
 )
-def test_policy_chooses_most_tokens_per_second(policy, tokens, tier):
+def test_policy_chooses_max_tokens_per_second(policy, tokens, tier):
     assert policy.choose(situation(tokens)) == tier
 
 
@@ -48,7 +48,7 @@ def test_static_policy_returns_its_tier():
     assert Static(CHAIN).choose(situation(8.0)) == CHAIN
 
 
-def test_policy_without_measured_seconds_chooses_most_tokens():
+def test_policy_without_measured_seconds_chooses_max_tokens():
     for policy in (ExpectedValuePolicy(), Greedy()):
         assert policy.choose(replace(situation(8.5), seconds=None)) == CHAIN
 

@@ -18,7 +18,7 @@ from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program, StepKind
 from shared.engine import shadow_verify
 from shared.engine.allocator import Allocator
-from shared.engine.encoder_cache import EncoderCache, least_rows
+from shared.engine.encoder_cache import EncoderCache, min_rows
 from shared.engine.engine import Engine
 from shared.engine.image_inputs import MropePositions, PromptImage, cache_key, first_difference
 from shared.engine.ngram.index import NgramIndex
@@ -201,10 +201,10 @@ def test_prompts_with_different_images_prefill_concurrently():
 def test_small_encoder_cache_reencodes_images():
     many = Prompt(*(part for i in range(5) for part in (words(3, i), pixels(4, 6, i))), words(9, 1))
     large = Prompt(words(50, 1), pixels(8, 12, 8), pixels(8, 12, 9), words(5, 1))
-    fewer = replace(backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(96))
+    fewer = replace(backend_of("reference", "none").capacity.images, num_rows=1 + min_rows(96))
     engine = engine_of("reference", "none", images=fewer)
     assert served(engine, many, large, many) == [many.text(), large.text(), many.text()]
-    assert engine.images.num_held <= least_rows(96)
+    assert engine.images.num_held <= min_rows(96)
 
 
 def test_image_encoded_after_prompt_with_cached_image():
@@ -321,9 +321,7 @@ def test_ngram_index_ignores_image_tokens():
 def test_encoder_cache_rows_of_chunk_images_disjoint():
     """The images of a chunk have disjoint rows after any sequence of encodings."""
     rng = np.random.default_rng(0)
-    pool = replace(
-        backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
-    )
+    pool = replace(backend_of("reference", "none").capacity.images, num_rows=1 + min_rows(LARGEST))
     rows, sizes = (
         EncoderCache(pool, backend_of("reference", "none").capacity.programs),
         [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)],
@@ -353,9 +351,7 @@ def test_encoder_cache_rows_of_chunk_images_disjoint():
 
 
 def test_encoder_cache_keeps_images_of_current_chunk():
-    pool = replace(
-        backend_of("reference", "none").capacity.images, num_rows=1 + least_rows(LARGEST)
-    )
+    pool = replace(backend_of("reference", "none").capacity.images, num_rows=1 + min_rows(LARGEST))
     rows = EncoderCache(pool, backend_of("reference", "none").capacity.programs)
     first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
     for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):

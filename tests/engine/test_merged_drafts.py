@@ -172,7 +172,7 @@ def test_merged_output_equals_plain_and_accepts_corpus_drafts(backend, plain, sa
     found = served(tracked, controller, overlap, sampled)
     for number, outcome in found.items():
         assert outcome.tokens == plain[sampled][number].tokens
-        check_trace(outcome, most_rows=BATCH)
+        check_trace(outcome, max_rows=BATCH)
         assert number != 2 or max(outcome.accepted) <= 5
     longest = max(count for outcome in found.values() for count in outcome.accepted)
     assert longest > CHAIN.depth

@@ -308,7 +308,7 @@ def test_ngram_decode_steps_serialize_and_overlap_prefill(overlap, served):
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_ngram_at_most_one_prefill_between_decodes(overlap, served):
+def test_ngram_at_max_one_prefill_between_decodes(overlap, served):
     tracked = TrackedBackend(served.backend())
     rng = np.random.default_rng(6)
     longs = [request(n, rng.integers(2, 250, 180).tolist()) for n in range(1, 5)]

@@ -312,7 +312,7 @@ def assert_sound(index: NgramIndex) -> None:
     assert (nodes[below, COUNT] > 0).all()
 
 
-def test_ngram_index_evicts_least_recently_used():
+def test_ngram_index_evicts_min_recently_used():
     capacity = 1024
     index, rng = index_of(capacity=capacity, max_trie_depth=4), np.random.default_rng(3)
     old, loved, writer = request(1), request(2), request(3)

@@ -217,7 +217,7 @@ def test_resumed_prefill_excludes_last_output_token(house):
     plan = house.planner.plan(ScheduledRows.prefill((chunk,)))
     assert plan.work.tokens[:4].tolist() == [7, 8, 9, 10]
     assert (plan.work.ends_prompt[0], plan.work.next_tokens[0], plan.starts[0]) == (0, 11, 1)
-    assert ScheduledRows.prefill((chunk,)).most_tokens == [0]
+    assert ScheduledRows.prefill((chunk,)).max_tokens == [0]
 
 
 def test_select_program_returns_smallest_fit(house):

@@ -64,7 +64,7 @@ def test_step_trace_sums_to_output(overlap, num_pages):
     assert (engine.scheduler.num_preemptions > 0) == (num_pages == 45)
     for outcome in outcomes.values():
         assert len(outcome.tokens) == 40
-        check_trace(outcome, most_rows=SLOTS - 1)
+        check_trace(outcome, max_rows=SLOTS - 1)
     steps = [event.step for outcome in outcomes.values() for event in outcome.traced]
     assert {step.source for step in steps if step} == {PREFILL, PLAIN, DRAFT}
     assert max(step.num_rows for step in steps if step) > 1

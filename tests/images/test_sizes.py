@@ -49,11 +49,11 @@ def test_smart_resize_matches_transformers_within_limits(height, width, factor, 
     assume(max(height, width) <= MOST_STRETCHED * min(height, width))
     config = config_of(factor, least, most)
     sides = config.smart_resize(height, width)
-    most_tokens = max(1, most // factor**2)
+    max_tokens = max(1, most // factor**2)
     assert all(side >= factor and side % factor == 0 for side in sides)
-    assert 1 <= config.num_tokens(*sides) <= most_tokens
+    assert 1 <= config.num_tokens(*sides) <= max_tokens
     want = wanted(height, width, config)
-    if math.prod(want) // factor**2 <= most_tokens:
+    if math.prod(want) // factor**2 <= max_tokens:
         assert list(sides) == want
 
 

@@ -12,7 +12,7 @@ from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_dict, config_from_folder, vision_from_folder
 from shared.models.image_processor import images_from_folder, read_images
 from shared.models.vision_config import read_vision
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 from tests.support.golden_images import IMAGES, MODEL, vision
 from tests.support.tiny_models import write_tiny
 
@@ -110,7 +110,7 @@ def test_text_model_loads_despite_unsupported_vision_config(folder):
 
 def test_check_tower_covers_exactly_vision_tensors():
     checkpoint = open_checkpoint(MODEL)
-    wanted = check_tower(checkpoint, vision())
+    wanted = check_vision_encoder(checkpoint, vision())
     stored = {x: y for x, y in load_file(MODEL / "model.safetensors").items() if "visual." in x}
     assert {f"model.{source.name}" for p in wanted for source in p.sources} == stored.keys()
     loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted}
@@ -132,7 +132,7 @@ def test_faulty_vision_tensor_named_in_error(fault, folder):
         del tensors[name]
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match="visual.merger.norm.bias"):
-        check_tower(open_checkpoint(folder), vision())
+        check_vision_encoder(open_checkpoint(folder), vision())
 
 
 def test_image_processor_config_accepts_both_spellings(folder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jax_impl import serve
-from kernels.peer_buffers import BLOCK_BYTES, device_mailbox_bytes
+from kernels.peer_buffers import BLOCK_BYTES, symmetric_buffer_bytes
 from shared.boundary.backend import HostDraft
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.boundary.shm_allgather import ShmAllGather
@@ -54,14 +54,14 @@ def prompt_workspace(lines: dict[str, int]) -> int:
 
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize(("free_bytes", "positions"), [(140 * GB, 440_000), (80 * GB, 150_000)])
-def test_memory_plan_gives_kv_most_of_gpu(framework, free_bytes, positions):
+def test_memory_plan_gives_kv_max_of_gpu(framework, free_bytes, positions):
     memory = planned(framework, free_bytes)
     assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= positions
     assert memory.max_request_tokens == QWEN3_8B.context_length
     assert memory.total_bytes <= 0.9 * free_bytes
 
 
-def test_jax_gpu_share_preserves_most_kv_pages():
+def test_jax_gpu_share_preserves_max_kv_pages():
     """JAX preallocates its share of the memory; the rest is unusable for the plan."""
     share = float(serve.GPU_SHARE)
     whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
@@ -378,11 +378,11 @@ def test_tp_memory_plan_includes_symmetric_buffers(name):
     flags = ["--model-path", str(ROOT / "models" / "random"), "--tp-size", "2"]
     start = prepare(parse(flags), gpu)
     (line,) = (line for line in start.memory.lines if line.name == "all-gather buffers")
-    assert line.num_bytes == device_mailbox_bytes(2) > 2 * 2 * BLOCK_BYTES
+    assert line.num_bytes == symmetric_buffer_bytes(2) > 2 * 2 * BLOCK_BYTES
     (note,) = rank_notes(start.memory)
     assert "each layer reads only 0 MB of weights" in note
     shape = ["--model-path", str(SHAPES / "qwen3-8b"), "--load-format", "dummy", "--tp-size", "2"]
     large = replace(gpu, find_device=lambda: Device("gpu", "NVIDIA H200", 100 * GB))
     assert list(rank_notes(prepare(parse(shape), large).memory)) == []
     with pytest.raises(ValueError, match="ranks on GPUs must be 2, 4 or 8, got 16"):
-        device_mailbox_bytes(16)
+        symmetric_buffer_bytes(16)

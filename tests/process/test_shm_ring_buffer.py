@@ -68,7 +68,7 @@ class ReaderProcess:
 
 @pytest.fixture
 def ring():
-    made = Ring(readers=2, most_words=max(SIZES), slots=4)
+    made = Ring(readers=2, max_words=max(SIZES), slots=4)
     yield made
     made.close()
 
@@ -163,5 +163,5 @@ def test_ring_rejects_oversized_message_and_unknown_reader(ring):
 def test_ring_leaves_no_shared_memory_file(ring):
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    Ring(readers=1, most_words=4, slots=2).close()
+    Ring(readers=1, max_words=4, slots=2).close()
     assert (set(shared.iterdir()) if shared.is_dir() else set()) == before

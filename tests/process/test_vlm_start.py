@@ -11,7 +11,7 @@ import torch
 
 from jax_impl import platform as jax_platform
 from shared.boundary.program import StepKind
-from shared.engine.encoder_cache import least_rows
+from shared.engine.encoder_cache import min_rows
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.options.command_line import parse
@@ -24,7 +24,7 @@ from tests.support.run_engine import drive
 from tests.support.tensors import tensor_bytes
 from tests.support.vlm import Prompt, pixels, words, write_seeing
 from torch_impl import platform as torch_platform
-from torch_impl.weights import load_tower
+from torch_impl.weights import load_vision_encoder
 
 GB = 10**9
 PLATFORMS = {
@@ -87,7 +87,9 @@ def test_vision_encoder_memory_equals_plan(folder):
 def vision_encoder_bytes(start: ValidatedStartup) -> int:
     """Bytes of the vision encoder in torch."""
     vision, where = start.memory.capacity.images.vision, ("float32", torch.device("cpu"))
-    return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
+    return tensor_bytes(
+        load_vision_encoder(start.checkpoint, vision, *where, lambda num_bytes: None)
+    )
 
 
 def test_every_rank_holds_whole_vision_encoder(folder):
@@ -102,7 +104,7 @@ def test_encode_buckets_double_in_size(folder, name, kind):
     patches = [p.tokens for p in capacity.programs if p.work is StepKind.ENCODE]
     assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
     assert capacity.max_image_tokens == 32
-    assert capacity.images.num_rows == 1 + max(4 * 32, least_rows(32))
+    assert capacity.images.num_rows == 1 + max(4 * 32, min_rows(32))
 
 
 def test_memory_plan_covers_partially_encoded_image(folder, monkeypatch):
@@ -175,7 +177,7 @@ def test_unsupported_vision_encoder_requires_language_model_only(tmp_path, flags
 def test_dummy_checkpoint_has_vision_encoder_by_config(folder):
     start = started(folder, "--load-format dummy")
     assert isinstance(start.checkpoint, DummyCheckpoint)
-    assert start.checkpoint.has_tower
-    assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_tower
+    assert start.checkpoint.has_vision_encoder
+    assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_vision_encoder
     start.load(PLATFORMS["torch"], lambda num_bytes: None).close()
     assert vision_encoder_bytes(start) == sizes(start)["vision encoder"]

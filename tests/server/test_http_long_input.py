@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.text.length_bound import most_characters
+from shared.text.length_bound import max_characters
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import (
     CHAT,
@@ -141,9 +141,9 @@ def joining_tokenizer() -> FastTokenizer:
 @pytest.mark.parametrize("make", [byte_tokenizer, joining_tokenizer])
 @given(st.text(alphabet=st.sampled_from("aé\u0301 <|end|>\u1112\u1161\u11ab\u03b1\u0313\u0345🎉")))
 @settings(deadline=None, max_examples=200)
-def test_most_characters_bounds_text_per_token(make, text):
+def test_max_characters_bounds_text_per_token(make, text):
     tokenizer = make()
-    most = most_characters(tokenizer)
+    most = max_characters(tokenizer)
     assert most is not None
     assert len(text) <= most * len(tokenizer.encode(text).ids)
 
@@ -173,5 +173,5 @@ def shortened_text() -> FastTokenizer:
 
 
 @pytest.mark.parametrize("make", [unknown_words, stripping_token, stripped_text, shortened_text])
-def test_most_characters_of_lossy_tokenizer_returns_none(make):
-    assert most_characters(make()) is None
+def test_max_characters_of_lossy_tokenizer_returns_none(make):
+    assert max_characters(make()) is None

@@ -41,7 +41,7 @@ def answered(page, server) -> Page:
     """Returns the page with a short answer."""
     page.open(server.url)
     page.driver.execute_script("localStorage.clear()")
-    page.set_most_tokens(31)
+    page.set_max_tokens(31)
     page.ask("tokens and steps")
     return page
 
@@ -159,7 +159,7 @@ def test_playground_switches_theme_and_fits_phone(answered):
 
 def test_playground_error_keeps_question(page, server):
     page.open(server.url)
-    page.set_most_tokens(POOL_TOKENS + 1)
+    page.set_max_tokens(POOL_TOKENS + 1)
     page.one("#question").send_keys("hello", "\n")
     page.until(lambda: page.one("#alert").text)
     assert "max_tokens" in page.one("#alert").text
@@ -180,7 +180,7 @@ def test_playground_wrong_api_key_shows_key_form(page, folder):
         assert page.one("#key-form").is_displayed()
         page.one("#key").send_keys(KEY, "\n")
         page.until(lambda: not page.one("#key-form").is_displayed())
-        page.set_most_tokens(7)
+        page.set_max_tokens(7)
         page.ask("hello")
         assert len(page.all(".token")) == 7
         assert KEY not in page.driver.page_source

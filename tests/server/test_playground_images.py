@@ -60,7 +60,7 @@ def give(page: Page, kind: str, name: str, data: bytes) -> None:
 
 def test_playground_accepts_images_by_file_drop_paste(page, server, tmp_path):
     page.open(server.url)
-    page.set_most_tokens(7)
+    page.set_max_tokens(7)
     assert page.one("#add-image").is_displayed()
     file: Path = tmp_path / "file.png"
     file.write_bytes(png(2, 3))
@@ -86,7 +86,7 @@ def test_playground_accepts_images_by_file_drop_paste(page, server, tmp_path):
 
 def test_playground_image_errors_keep_question_and_images(page, server):
     page.open(server.url)
-    page.set_most_tokens(7)
+    page.set_max_tokens(7)
     page.driver.execute_script(GIVE, "drop", "not.png", "bm8=")
     page.until(lambda: page.one("#alert").text)
     assert page.one("#alert").text == "not.png cannot be decoded by this browser"

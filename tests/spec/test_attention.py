@@ -175,11 +175,11 @@ def attend(
     v_pages: np.ndarray,
     rows: spec.AttentionRows,
     row_starts: np.ndarray,
-    most_rows: int,
+    max_rows: int,
 ) -> np.ndarray:
     """The op of a framework, over the specification's rows."""
     sees = (rows.page_table, rows.request, row_starts, rows.first, rows.until, rows.window)
-    return implementation("attention").attend(q, k_pages, v_pages, *sees, most_rows=most_rows)
+    return implementation("attention").attend(q, k_pages, v_pages, *sees, max_rows=max_rows)
 
 
 @each_implementation

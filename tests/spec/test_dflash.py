@@ -203,7 +203,7 @@ class Choosing:
 
     def spec(self) -> tuple[np.ndarray, np.ndarray]:
         """Slot by slot: the target's own choice after the committed text, and its log weight."""
-        everyone, text, found = np.arange(2), sampling.seen_alone(self.seen, self.slots), []
+        everyone, text, found = np.arange(2), sampling.counts_alone(self.seen, self.slots), []
         for slot in range(S):
             logits, positions = self.logits[:, slot], self.lengths + 1 + slot
             ids = sampling.choose(logits, text, positions, self.how, everyone, None).ids

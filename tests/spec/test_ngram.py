@@ -30,14 +30,14 @@ def drafted(
     nodes: int = 6,
     width: int = 5,
     **bounds: int,
-) -> spec.Grown:
+) -> spec.BuiltTrees:
     tail = np.array([([-1] * spec.WINDOW + text)[-spec.WINDOW :]], np.int32)
     most = np.array([bounds.get("most", 99)], np.int32)
     depth = bounds.get("depth", nodes - 1)
     return spec.draft(table, tail, np.full((1, 2), scope, np.int32), most, nodes, depth, width)
 
 
-def tree(grown: spec.Grown) -> list[tuple[int, int]]:
+def tree(grown: spec.BuiltTrees) -> list[tuple[int, int]]:
     """Token and parent of each draft."""
     return list(zip(grown.tokens[0].tolist(), grown.parents[0].tolist(), strict=True))[
         1 : grown.num_nodes[0]
@@ -61,7 +61,7 @@ def test_ngram_repeated_token_newest_and_unique():
     assert tree(drafted(table, [7, 2], depth=1)) == [(40, 0), (52, 0)]
 
 
-def test_ngram_draft_grows_most_likely_node():
+def test_ngram_draft_grows_max_likely_node():
     table = seen([1, 2, 3, 4, 5, 6])
     table = seen([2, 9], table=table)
     # After [1, 2], 3 is the longer match's; its child is likelier than 9, a text's newest.

@@ -125,8 +125,8 @@ FAULTS = {
     "one noise for all positions": (sampling, "gumbel", _one_noise_for_all_positions, BOTH),
     "one noise for two positions": (sampling, "gumbel", _one_noise_for_two_positions, BOTH),
     "noise without bound": (gumbel_noise, "noise_of_words", _noise_without_bound, NOTHING),
-    "only the last token counts": (sampling, "seen_in_trees", _only_the_last_token_counts, BOTH),
-    "siblings count": (sampling, "seen_in_trees", _siblings_count, BOTH),
+    "only the last token counts": (sampling, "counts_in_trees", _only_the_last_token_counts, BOTH),
+    "siblings count": (sampling, "counts_in_trees", _siblings_count, BOTH),
     "filters one after another": (sampling, "support", _filters_one_after_another, BOTH),
     "every draft is accepted": (acceptance, "accept_greedy_path", _every_draft_is_accepted, BOTH),
 }

@@ -172,7 +172,7 @@ def _next(oracle: Oracle, output: tuple[int, ...]) -> list[tuple[int, float]]:
         seen[0, token] += 2
     rows = spec_sampling(params, len(PROMPT), logits.shape[1], 1)
     row, positions = np.zeros(1, np.int32), np.array([len(text)], np.int32)
-    alone = sampling.seen_alone(seen, row)
+    alone = sampling.counts_alone(seen, row)
     scores = sampling.processed(logits, alone, positions, rows, row, None)
     (law,) = sampling.probabilities(scores)
     return [(int(v), float(law[v])) for v in np.flatnonzero(law)]

@@ -103,9 +103,9 @@ def test_seen_in_trees_of_chains_matches_spec(N: int, implementation: Implementa
     parents = np.broadcast_to(np.maximum(np.arange(N, dtype=np.int32) - 1, 0), (3, N)).copy()
     request, node = i32(0, 0, 1, 1, 2), np.minimum(i32(0, 1, 0, 4, 2), N - 1)
     given = (np.zeros((4, 9), np.int32), i32(3, 1, 2), tokens)
-    want = spec.seen_in_trees(*given, parents, request, node)
-    got = ops.seen_in_trees(*given, 0 * parents, request, node, True)
-    np.testing.assert_array_equal(spec.seen_rows(want), ops.seen_rows(got))
+    want = spec.counts_in_trees(*given, parents, request, node)
+    got = ops.counts_in_trees(*given, 0 * parents, request, node, True)
+    np.testing.assert_array_equal(spec.counts_of_rows(want), ops.counts_of_rows(got))
 
 
 @each_implementation

@@ -105,8 +105,8 @@ def given(rng: np.random.Generator) -> dict:
     seen = rng.integers(0, 6, (ROWS, VOCAB)).astype(np.int32)
     request = np.arange(ROWS, dtype=np.int32)
     return {
-        "seen": spec.seen_alone(seen, request),
-        "of_nodes": spec.seen_alone(seen, np.repeat(request, NODES)),
+        "seen": spec.counts_alone(seen, request),
+        "of_nodes": spec.counts_alone(seen, np.repeat(request, NODES)),
         "positions": request + 5,
         "sampling": params(VOCAB),
         "request": request,

@@ -34,7 +34,7 @@ class How(NamedTuple):
 
     is_fused: bool
     order: AttentionOrder = ATTENTION
-    most_parts: int = MOST_PARTS
+    max_parts: int = MOST_PARTS
     tiles: DecodeAttentionTiles | AttentionTiles | None = None
 
 
@@ -45,12 +45,12 @@ ROWS = ("page_table", "request", "places", "first", "until", "window", "is_real"
 def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     """Returns keyword arguments of the kernels that make rows, and of those that attend."""
     new = {"gated": case.heads.gated, "eps": EPS, "digits": SQUARES.digits}
-    item_bytes, pairs = 2 if case.half else 4, case.most_rows * case.group
+    item_bytes, pairs = 2 if case.half else 4, case.max_rows * case.group
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}
     table = TILES[language].attention_layer if how.is_fused else TILES[language].attention
     tiles = table.of(**sizes, requests=len(case.rows.page_table))
     order = how.order.sizes_for(item_bytes)
-    attends = {"max_rows": case.most_rows, **order, "scale": case.heads.scale}
+    attends = {"max_rows": case.max_rows, **order, "scale": case.heads.scale}
     return new, attends | {"tiles": how.tiles or tiles}
 
 
@@ -85,20 +85,20 @@ def call_with(kernel: Callable, arrays: dict, **settings: object) -> object:
 
 
 @cache
-def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callable:
-    """Both kernels in one program; or `attention_layer`, where `most_parts` is given."""
+def pallas_program(new: tuple, attends: tuple, max_parts: int | None) -> Callable:
+    """Both kernels in one program; or `attention_layer`, where `max_parts` is given."""
     new, attends = ({**dict(x), "interpret": INTERPRET} for x in (new, attends))
     modules = KERNELS["pallas"]
 
     def program(arrays: dict) -> tuple:
-        if most_parts is None or attends["tiles"].placed:
+        if max_parts is None or attends["tiles"].placed:
             q, kv = call_with(modules["qk_norm_rope_kv_write"].place, arrays, **new)
             arrays = arrays | {"q": q, "kv": kv}
-        if most_parts is not None:
+        if max_parts is not None:
             return call_with(
                 modules["attention_layer"].attention_layer,
                 arrays,
-                most_parts=most_parts,
+                max_parts=max_parts,
                 **new | attends,
             )
         arrays["gate"] = arrays["projected"] if new["gated"] else None
@@ -114,7 +114,7 @@ def run_pallas(case: MixCase, how: How = FUSED) -> Found:
     arrays["layer"] = jnp.ones(1, jnp.int32)
     new, attends = given(case, how, "pallas")
     settings = (tuple(x.items()) for x in (new, attends))
-    program = pallas_program(*settings, how.most_parts if how.is_fused else None)
+    program = pallas_program(*settings, how.max_parts if how.is_fused else None)
     out, kv, arrivals = program(arrays)
     kv = np.asarray(kv, np.float32)
     return Found(np.asarray(out, np.float32), kv[1], kv[::2], arrivals)
@@ -133,7 +133,7 @@ def run_triton(case: MixCase, how: How = FUSED, given_as: Callable = torch.clone
     is_placed = not how.is_fused or attends["tiles"].placed
     q = call_with(modules["qk_norm_rope_kv_write"].place, arrays, **new) if is_placed else None
     if how.is_fused:
-        settings = new | attends | {"most_parts": how.most_parts, "q": q}
+        settings = new | attends | {"max_parts": how.max_parts, "q": q}
         out = call_with(modules["attention_layer"].attention_layer, arrays, **settings)
     else:
         gate = arrays["projected"] if case.heads.gated else None

@@ -14,7 +14,7 @@ from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import Weights, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 from shared.reference.backend import ReferenceBackend
 from shared.spec.standalone import SmallModel
 from tests.support.ranks import MAKERS, side_by_side
@@ -112,7 +112,7 @@ def make_seeing_backend(
     if framework == "reference":
         read = None
         if checkpoint is not None and sees is not None:
-            wanted = check_tower(checkpoint, sees.vision)
+            wanted = check_vision_encoder(checkpoint, sees.vision)
             read = {p.name: checkpoint.load(p, np.float32) for p in wanted}
         return PreparedOnUse(ReferenceBackend(*made_from, read))
     assert checkpoint is not None
@@ -125,7 +125,7 @@ def make_seeing_backend(
 
         device = "cuda" if on_gpu else "cpu"
         where = ("float32", torch.device(device), lambda num_bytes: None)
-        seeing = torch_weights.load_tower(checkpoint, sees.vision, *where)
+        seeing = torch_weights.load_vision_encoder(checkpoint, sees.vision, *where)
         if framework in MAKERS:
             return PreparedOnUse(side_by_side(framework, made_from, tower=seeing))
         captured = CAPTURED if framework == "torch graphs" else ()
@@ -138,7 +138,7 @@ def make_seeing_backend(
 
     device = "gpu" if on_gpu else "cpu"
     where = (np.float32, jax.devices(device)[0], lambda num_bytes: None)
-    seeing = jax_weights.load_tower(checkpoint, sees.vision, *where)
+    seeing = jax_weights.load_vision_encoder(checkpoint, sees.vision, *where)
     how = {"dtype": "float32", "device": device, "quick_compile": not on_gpu, "tower": seeing}
     backend = JaxBackend(*made_from, **how)
     JAX_BACKENDS.append(backend)

@@ -70,7 +70,7 @@ class Page:
         self.until(lambda: self.one("#send").is_displayed())
         assert not self.one("#alert").text
 
-    def set_most_tokens(self, number: int) -> None:
+    def set_max_tokens(self, number: int) -> None:
         """Sets the maximum number of tokens of later answers."""
         self.one("#open-settings").click()
         self.one("#max-tokens").clear()

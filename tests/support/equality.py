@@ -127,7 +127,7 @@ class Oracle:
         for place in range(1, count):
             seen[place:, output[place - 1]] += 2
         rows = spec_sampling(params, len(prompt), vocab, count)
-        alone, row = sampling.seen_alone(seen, np.arange(count)), np.arange(count)
+        alone, row = sampling.counts_alone(seen, np.arange(count)), np.arange(count)
         processed = sampling.processed(logits, alone, positions, rows, row, None)
         perturbed = sampling.add_gumbel_noise(processed, rows, row, positions, TARGET_STREAM)
         best_two = np.sort(perturbed, axis=1)[:, -2:]

@@ -82,7 +82,7 @@ def make(
     saves: Sequence[tuple[int, int]] = (),
     padding: int = 3,
     alike: float = 0.0,
-    most_gate: float = 14,
+    max_gate: float = 14,
     seed: int = 0,
 ) -> Case:
     """Random prompts.
@@ -90,7 +90,7 @@ def make(
     Args:
       saves: After how many rows a state is saved, and where, for each request.
       alike: How much of a key all rows share, up to 1: neighbours' keys of real prompts are alike.
-      most_gate: Of a head, on which the log of its decay depends linearly; 14 is some 1e-6 a token.
+      max_gate: Of a head, on which the log of its decay depends linearly; 14 is some 1e-6 a token.
     """
     rng = np.random.default_rng(seed)
     (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
@@ -108,7 +108,7 @@ def make(
         conv=in_half(rng.standard_normal((C, 4))),
         a_log=rng.uniform(-1, 0, H).astype(np.float32),
         # The first head's decays are nearly 1.
-        dt_bias=np.linspace(-11, most_gate, H, dtype=np.float32),
+        dt_bias=np.linspace(-11, max_gate, H, dtype=np.float32),
         norm=rng.standard_normal(V).astype(np.float32),
         eps=EPS,
     )
@@ -133,7 +133,7 @@ SAVES = ((64, 3), (1, 5), (0, 2), (128, 0), (64, 1))
 CASES = {
     "ragged": make(RAGGED, saves=SAVES),
     "similar keys": make(RAGGED, saves=SAVES, alike=0.9),
-    "strong decay": make(RAGGED, saves=SAVES, most_gate=500),
+    "strong decay": make(RAGGED, saves=SAVES, max_gate=500),
     "unshared keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
     "a long prompt": make((512,), saves=((256, 1),), padding=0),
 }

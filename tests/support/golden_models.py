@@ -253,7 +253,7 @@ class SpecHead:
 
     def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
         hidden, logits = self.extend(tokens, reads)
-        rank, length = partial(_most_likely, shape.width), np.array([len(tokens)])
+        rank, length = partial(_max_likely, shape.width), np.array([len(tokens)])
         relay = eagle.relay_of(hidden, logits, length - 1, rank)
         most = np.array([shape.nodes - 1])
         requests = DraftRequests(tokens[-1:], length, np.array([0]), most, TABLE)
@@ -266,7 +266,7 @@ class SpecHead:
         return out, logits
 
 
-def _most_likely(width: int, logits: Array, paths: Array) -> tuple[Array, Array]:
+def _max_likely(width: int, logits: Array, paths: Array) -> tuple[Array, Array]:
     """Ranks greedily: the `width` most likely children of each node."""
     B, k, vocab = logits.shape
     log_probability = sampling.log_softmax(logits.reshape(B * k, vocab))

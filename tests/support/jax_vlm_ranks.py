@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jax_impl.backend import JaxBackend
-from jax_impl.weights import Loaded, load_tower
+from jax_impl.weights import Loaded, load_vision_encoder
 from shared.boundary.tp_group import TPGroup
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
@@ -35,7 +35,9 @@ def main() -> None:
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
 
     def tower(device: jax.Device) -> Loaded:
-        return load_tower(open_checkpoint(MODEL), vision(), np.float32, device, lambda _: None)
+        return load_vision_encoder(
+            open_checkpoint(MODEL), vision(), np.float32, device, lambda _: None
+        )
 
     devices = jax.devices("cpu")
     alone = JaxBackend(*made, **how, tower=tower(devices[0]))

@@ -117,7 +117,7 @@ def rows_of(texts: Texts, seen: np.ndarray, depth: np.ndarray) -> dict[str, Any]
     """
     everyone = np.arange(len(texts.lengths), dtype=np.int32)
     return {
-        "seen": sampling.seen_alone(seen, everyone),
+        "seen": sampling.counts_alone(seen, everyone),
         "positions": (texts.lengths + depth + 1).astype(np.int32),
         "sampling": texts.how,
     }
@@ -196,7 +196,7 @@ def counts_at(
     """Returns the token counts for penalties at one node of each tree."""
     request = np.arange(len(tokens), dtype=np.int32)
     trees = (texts.seen, request, tokens, parents, request, np.full_like(request, node))
-    return rule.sampling.seen_rows(rule.sampling.seen_in_trees(*trees))
+    return rule.sampling.counts_of_rows(rule.sampling.counts_in_trees(*trees))
 
 
 def step(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:

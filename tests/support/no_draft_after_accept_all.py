@@ -19,7 +19,7 @@ class Starving:
 
     Attributes:
       capacity: The backend's.
-      most_before: Drafts of the longest accepted path before each step that was denied drafts.
+      max_before: Drafts of the longest accepted path before each step that was denied drafts.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -28,7 +28,7 @@ class Starving:
         self._most = cycle(
             range(1, 1 + max(program.shape.depth for program in self.capacity.programs))
         )
-        self.most_before: list[int] = []
+        self.max_before: list[int] = []
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues a step, if it decodes with fewer drafts than it was planned to have."""
@@ -36,7 +36,7 @@ class Starving:
             return self._backend.submit(plan)
         accepted = self._accepted_by_all()
         if accepted:
-            self.most_before.append(accepted)
+            self.max_before.append(accepted)
         plan.sampling.max_drafts[:] = 0 if accepted else next(self._most)
         future = self._backend.submit(plan)
         self._last = int(np.count_nonzero(plan.slots)), future

@@ -288,7 +288,7 @@ def penalties_in_a_tree_see_the_node_only(patch: Patch) -> None:
         is_node = np.arange(seen.path.shape[1]) == node
         return replace(seen, on_path=is_node & (node > 0))
 
-    after(patch, sampling, "seen_in_trees", spoil)
+    after(patch, sampling, "counts_in_trees", spoil)
 
 
 def recurrent_state_of_the_root(patch: Patch) -> None:

@@ -364,7 +364,7 @@ def check(server: Server, visit: Visit) -> None:
     outcome, params = visit.outcome, visit.request.sampling
     tokens, stops = outcome.tokens, params.stop_token_ids
     check_end(visit)
-    check_trace(outcome, most_rows=BATCH)
+    check_trace(outcome, max_rows=BATCH)
     if server.rule == "exact":
         check_bonus(visit)
     assert (params.logprobs is not None) == bool(outcome.logprobs) or not tokens

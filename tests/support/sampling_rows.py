@@ -54,7 +54,7 @@ def process(
 ) -> np.ndarray:
     """`processed` of one row a request, which chooses right after its newest token."""
     everyone = np.arange(len(logits), dtype=np.int32)
-    alone = spec.seen_alone(seen, everyone)
+    alone = spec.counts_alone(seen, everyone)
     return ops.processed(logits, alone, positions, sampling, everyone, allowed)
 
 
@@ -69,7 +69,7 @@ def choose(
     """`choose` of one row a request."""
     everyone = np.arange(len(logits), dtype=np.int32)
     counts = np.zeros(logits.shape, np.int32) if seen is None else seen
-    alone = spec.seen_alone(counts, everyone)
+    alone = spec.counts_alone(counts, everyone)
     return ops.choose(logits, alone, positions, sampling, everyone, allowed).ids
 
 
@@ -78,5 +78,5 @@ def in_tree(ops: Any, seen: np.ndarray, tokens: np.ndarray, parents: np.ndarray)
     B, N = tokens.shape
     request = np.repeat(np.arange(B, dtype=np.int32), N)
     node, slots = np.tile(np.arange(N, dtype=np.int32), B), np.arange(B, dtype=np.int32)
-    rows = ops.seen_in_trees(seen, slots, tokens, parents, request, node)
-    return ops.seen_rows(rows).reshape(B, N, -1)
+    rows = ops.counts_in_trees(seen, slots, tokens, parents, request, node)
+    return ops.counts_of_rows(rows).reshape(B, N, -1)

@@ -12,7 +12,7 @@ from shared.drafts.checkpoint import DraftFiles, load_head
 from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.models.vision_parameters import tower_parameters
+from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process.buckets import ProgramCosts
 from shared.process.device import Device
 from shared.process.launch import launch
@@ -40,7 +40,7 @@ def load(
     made_for = (blueprint.capacity, blueprint.drafts, draft_weights)
     images, tower = blueprint.capacity.images, None
     if images is not None:
-        wanted = tower_parameters(images.vision)
+        wanted = vision_encoder_parameters(images.vision)
         tower = {p.name: checkpoint.load(p, np.float32, progress) for p in wanted}
     return ReferenceBackend(model, read_model(checkpoint, model), *made_for, tower)
 

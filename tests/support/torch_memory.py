@@ -45,11 +45,11 @@ class Allocator:
 
     Attributes:
       reserved, most: Bytes taken from the device now, and at most.
-      used, most_used: Bytes that arrays have of them.
+      used, max_used: Bytes that arrays have of them.
     """
 
     def __init__(self) -> None:
-        self.reserved = self.most = self.used = self.most_used = self._address = 0
+        self.reserved = self.most = self.used = self.max_used = self._address = 0
         self._free: dict[tuple[str, bool], list[Block]] = {}
 
     def allocate(self, num_bytes: int, pool: str) -> Block:
@@ -72,7 +72,7 @@ class Allocator:
             free.append(cut)
         block.is_free = False
         self.used += block.size
-        self.most_used = max(self.most_used, self.used)
+        self.max_used = max(self.max_used, self.used)
         return block
 
     def _taken(self, size: int, place: tuple[str, bool]) -> Block:
@@ -154,13 +154,13 @@ class Memory(TorchDispatchMode):
         for name in [name for name, (storage, _) in self._held.items() if storage.expired()]:
             self.allocator.free(self._held.pop(name)[1])
 
-    def most_used_by(self, step: Any) -> int:
+    def max_used_by(self, step: Any) -> int:
         """Most bytes of arrays that a step makes, which live at once."""
         self.free_unused()
-        before = self.allocator.most_used = self.allocator.used
+        before = self.allocator.max_used = self.allocator.used
         step()
         self.free_unused()
-        return self.allocator.most_used - before
+        return self.allocator.max_used - before
 
 
 def _is_narrow(index: torch.Tensor) -> bool:

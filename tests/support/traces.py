@@ -8,7 +8,7 @@ from shared.engine.request import CORPUS, DRAFT, MERGED, NGRAM, PREFILL, Event, 
 from tests.support.run_engine import Outcome
 
 
-def check_trace(outcome: Outcome, *, most_rows: int) -> None:
+def check_trace(outcome: Outcome, *, max_rows: int) -> None:
     """Checks that the steps of a request add up to its output and its accepted counts."""
     steps = [event.step for event in outcome.traced if event.step is not None]
     assert [token for event in outcome.traced for token in event.tokens] == outcome.tokens
@@ -20,7 +20,7 @@ def check_trace(outcome: Outcome, *, most_rows: int) -> None:
         assert before.number < after.number
         assert before.at_ms <= after.at_ms
     for step in steps:
-        assert 1 <= step.num_rows <= most_rows
+        assert 1 <= step.num_rows <= max_rows
         assert 0 <= step.host_ms <= step.at_ms
         assert step.device_ms is None or step.device_ms > 0
 

@@ -12,7 +12,7 @@ from jax_impl import vision_encoder as jax_tower
 from jax_impl import weights as jax_weights
 from jax_impl.backend import compiler_options
 from shared.models.checkpoint import open_checkpoint
-from shared.models.vision_parameters import check_tower
+from shared.models.vision_parameters import check_vision_encoder
 from shared.spec import vision_encoder
 from shared.spec.vision_encoder import Patches, Pixels
 from tests.support.golden_images import MODEL, vision
@@ -39,13 +39,17 @@ def padded(patches: Patches, size: int) -> Patches:
 
 def of_specification() -> Tower:
     checkpoint, config = open_checkpoint(MODEL), vision()
-    weights = {p.name: checkpoint.load(p, np.float32) for p in check_tower(checkpoint, config)}
+    weights = {
+        p.name: checkpoint.load(p, np.float32) for p in check_vision_encoder(checkpoint, config)
+    }
     return partial(vision_encoder.encoded, config, weights)
 
 
 def of_torch() -> Tower:
     config, cpu = vision(), torch.device("cpu")
-    weights = torch_weights.load_tower(open_checkpoint(MODEL), config, "float32", cpu, _unseen)
+    weights = torch_weights.load_vision_encoder(
+        open_checkpoint(MODEL), config, "float32", cpu, _unseen
+    )
 
     def encoded(image: Patches) -> np.ndarray:
         given = torch_tower.Patches(**{x: torch.from_numpy(y) for x, y in vars(image).items()})
@@ -57,11 +61,13 @@ def of_torch() -> Tower:
 @cache
 def of_jax() -> Tower:
     config, cpu = vision(), jax.devices("cpu")[0]
-    loaded = jax_weights.load_tower(open_checkpoint(MODEL), config, np.float32, cpu, _unseen)
+    loaded = jax_weights.load_vision_encoder(
+        open_checkpoint(MODEL), config, np.float32, cpu, _unseen
+    )
 
     @partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
     def program(arrays, image):
-        return jax_tower.encoded(config, jax_weights.tower_of(arrays), image)
+        return jax_tower.encoded(config, jax_weights.vision_encoder_of(arrays), image)
 
     def encoded(image: Patches) -> np.ndarray:
         return np.asarray(program(loaded, jax_tower.Patches(**vars(image))))

@@ -88,7 +88,7 @@ class Ranking:
         Args:
           logits: Logits of the drafter, or this rank's shard of them.
         """
-        seen = sampling.seen_alone(self.counts, self.slots.repeat_interleave(logits.shape[1]))
+        seen = sampling.counts_alone(self.counts, self.slots.repeat_interleave(logits.shape[1]))
         params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
         given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
         ids = sampling.rank(*given).ids
@@ -120,7 +120,7 @@ class Ranking:
         request = torch.arange(B, device=device).repeat_interleave(S)
         place = torch.arange(1, S + 1, dtype=torch.int32, device=device)
         positions = (self.lengths[:, None] + place).flatten()
-        seen = sampling.seen_alone(self.counts, self.slots[request])
+        seen = sampling.counts_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)

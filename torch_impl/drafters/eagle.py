@@ -256,7 +256,7 @@ def extend_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=_row_starts(B, W, lengths.device),
-        most_rows=W,
+        max_rows=W,
     )
 
 
@@ -307,7 +307,7 @@ def _expansion_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=_row_starts(B, k, sees.device),
-        most_rows=k,
+        max_rows=k,
     )
 
 
@@ -316,7 +316,7 @@ def _next_rows(rows: AttentionRows, sees: Bool[Tensor, "B k window"]) -> Attenti
     return replace(
         rows,
         positions=rows.positions + 1,
-        places=rows.places + rows.most_rows,
+        places=rows.places + rows.max_rows,
         window=sees.flatten(0, 1) & rows.is_real[:, None],
     )
 

@@ -1,6 +1,6 @@
 """Attention over paged KV; same results as `shared.spec.attention`.
 
-Rows are flat. The reference implementation pads the queries of each request to `most_rows` and
+Rows are flat. The reference implementation pads the queries of each request to `max_rows` and
 reads all positions of the page table.
 
 On a GPU `flatten_tree` and `compact_accepted_kv` are kernels; see `jax_impl.ops`.
@@ -35,7 +35,7 @@ class AttentionRows(NamedTuple):
       page_table: Pages of each request.
       row_starts: First row of each request, and the end of the last; later rows are padding and
         belong to request 0.
-      most_rows: Maximum number of rows of a request.
+      max_rows: Maximum number of rows of a request.
       turns: M-RoPE positions (time, row, column); None if all three are equal to the position.
     """
 
@@ -48,7 +48,7 @@ class AttentionRows(NamedTuple):
     is_real: Bool[jax.Array, " R"]
     page_table: Int[jax.Array, "B table"]
     row_starts: Int[jax.Array, " B1"]
-    most_rows: int
+    max_rows: int
     turns: Int[jax.Array, "R 3"] | None = None
 
 
@@ -73,7 +73,7 @@ def causal_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=row_starts,
-        most_rows=tokens,
+        max_rows=tokens,
     )
 
 
@@ -158,7 +158,7 @@ def tree_rows(
         is_real=flat.is_real,
         page_table=page_table,
         row_starts=flat.row_starts,
-        most_rows=parents.shape[1],
+        max_rows=parents.shape[1],
     )
     return flat_rows, flat.node
 
@@ -247,7 +247,7 @@ def attend(
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
-    most_rows: int,
+    max_rows: int,
     scale: float | None = None,
     k_offset: int = 0,
     v_offset: int = 0,
@@ -260,7 +260,7 @@ def attend(
     in a larger pool.
     """
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    grid, back = _grid(request, row_starts, most_rows)
+    grid, back = _grid(request, row_starts, max_rows)
     bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
     columns = min(page_table.shape[1], max(1, BLOCK // page_size))
     num_blocks = -(-page_table.shape[1] // columns)
@@ -284,15 +284,15 @@ def attend(
 
 
 def _grid(
-    request: Int[jax.Array, " R"], row_starts: Int[jax.Array, " B1"], most_rows: int
+    request: Int[jax.Array, " R"], row_starts: Int[jax.Array, " B1"], max_rows: int
 ) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
     """Returns the flat row at each index of a [request, row] grid, and the index of each row."""
     R = len(request)
-    grid = row_starts[:-1, None] + jnp.arange(most_rows, dtype=jnp.int32)
+    grid = row_starts[:-1, None] + jnp.arange(max_rows, dtype=jnp.int32)
     grid = jnp.minimum(grid, R - 1)
     place = jnp.arange(R, dtype=jnp.int32) - row_starts[request]
-    place = jnp.minimum(place, most_rows - 1)  # any, for padding
-    return grid, request * most_rows + place
+    place = jnp.minimum(place, max_rows - 1)  # any, for padding
+    return grid, request * max_rows + place
 
 
 class _Partial(NamedTuple):

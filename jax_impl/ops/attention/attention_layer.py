@@ -66,11 +66,11 @@ def kernel_row_bounds(
     kernels: Kernels, rows: AttentionRows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """Same as `plain_row_bounds`, for steps with few enough rows for the kernel."""
-    if rows.most_rows > MOST_LANES:
+    if rows.max_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
     return kernels.row_bounds.compute_row_bounds(
-        *given, max_rows=rows.most_rows, k_heads=num_kv_heads
+        *given, max_rows=rows.max_rows, k_heads=num_kv_heads
     )
 
 
@@ -126,7 +126,7 @@ def plain_attention_layer(
         first=rows.first,
         until=rows.until,
         window=rows.window,
-        most_rows=rows.most_rows,
+        max_rows=rows.max_rows,
         scale=heads.scale,
         k_offset=0,
         v_offset=num_pages,
@@ -149,7 +149,7 @@ def kernel_attention_layer(
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
-    pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
+    pairs, sees = rows.max_rows * group, (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
     if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
@@ -162,7 +162,7 @@ def kernel_attention_layer(
             *pool,
             *table,
             *sees,
-            max_rows=rows.most_rows,
+            max_rows=rows.max_rows,
             scale=heads.scale,
             tiles=tiles,
             **order,
@@ -192,8 +192,8 @@ def kernel_attention_layer(
         gated=heads.gated,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
-        max_rows=rows.most_rows,
-        most_parts=MOST_PARTS,
+        max_rows=rows.max_rows,
+        max_parts=MOST_PARTS,
         scale=heads.scale,
         tiles=tiles,
         **order,

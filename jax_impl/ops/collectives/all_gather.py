@@ -70,7 +70,7 @@ def all_gather_kv_heads(
     return shares[..., ::num_copies, :].reshape(*values.shape[:-1], -1)
 
 
-def gathers_beside(ranks: TPGroup, columns: Float[jax.Array, "R share"]) -> bool:
+def gathers_with_squares(ranks: TPGroup, columns: Float[jax.Array, "R share"]) -> bool:
     """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
     This requires that each chunk of the sums of squares is on one rank.
@@ -85,16 +85,16 @@ def kept(
 ) -> Float[jax.Array, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = local_columns(ranks, rows)
-    return columns if norm is not None and gathers_beside(ranks, columns) else rows
+    return columns if norm is not None and gathers_with_squares(ranks, columns) else rows
 
 
-def norm_beside(
+def norm_with_squares(
     ranks: TPGroup, columns: Float[jax.Array, "R share"], norm: Norm | None
 ) -> Norm | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_single:
         return norm
-    if not gathers_beside(ranks, columns):
+    if not gathers_with_squares(ranks, columns):
         return None
     if isinstance(norm, Scale):  # for all layers: XLA slices the stack once per step
         return norm._replace(values=local_columns(ranks, norm.values))

@@ -273,8 +273,8 @@ def kernel_linear_add(
 ) -> NormedStream:
     """Same as `plain_linear_add`, and also returns the fields for the next norm."""
     group, own = stream.group, stream.own
-    gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
-    scale = all_gather.norm_beside(group, own, norm)
+    gather = group.on_device.next() if all_gather.gathers_with_squares(group, own) else None
+    scale = all_gather.norm_with_squares(group, own, norm)
     how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
     return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
 
@@ -283,10 +283,11 @@ def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None)
     """Returns the stream after a kernel has added to it.
 
     Args:
-      added: This rank's columns; with `gathers_beside` also the scaled rows and squares of all.
+      added: This rank's columns; with `gathers_with_squares` also the scaled rows and squares of
+        all.
     """
     group, rows = stream.group, added.rows
-    if not (group.is_single or all_gather.gathers_beside(group, rows)):
+    if not (group.is_single or all_gather.gathers_with_squares(group, rows)):
         rows = all_gather.all_gather(group, rows)
         begun = kernel_stream(kernels, rows, norm)
         return stream.with_next_norm(rows, norm, begun.scaled, begun.squares)

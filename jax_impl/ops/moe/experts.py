@@ -185,7 +185,7 @@ def kernel_added_experts(
     if count is None:
         count = jnp.full((1,), len(own), jnp.int32)
     bias, _ = stacked(weights.score_bias)
-    scale, norm_layer = stacked(all_gather.norm_beside(group, own, norm))
+    scale, norm_layer = stacked(all_gather.norm_with_squares(group, own, norm))
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
     added, arrivals = kernels.experts.experts(
         rows=own,
@@ -212,8 +212,8 @@ def kernel_added_experts(
         ),
     )
     stream = stream._replace(arrivals=arrivals)
-    if all_gather.gathers_beside(group, own):
-        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+    if all_gather.gathers_with_squares(group, own):
+        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
         added = NormedStream(added.rows, norm, scaled, squares)
     return linear.ended(kernels, stream, added, norm)
 

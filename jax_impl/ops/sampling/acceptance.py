@@ -11,9 +11,9 @@ from jax_impl.ops.sampling.gumbel_noise import uniforms
 from jax_impl.ops.sampling.sampling import (
     Sampling,
     TokenCounts,
+    add_shared_gumbel_noise,
     best,
     is_finite,
-    perturbed_alike,
     probabilities,
     processed,
 )
@@ -256,7 +256,7 @@ def plain_rejection_sample(
 
     def judged(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         # Only a chain's last node uses the target's noise.
-        noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
+        noisy = add_shared_gumbel_noise(scores, sampling, lengths + num_nodes, TARGET_STREAM)
         chosen = best(noisy.reshape(B * N, vocab), vocabulary).reshape(B, N)
         p = probabilities(scores.reshape(B * N, vocab), vocabulary).reshape(B, N, vocab)
         q = draft_probs(drafted, tokens, vocabulary)
@@ -329,7 +329,7 @@ def _decided(
     B, S, vocab = residual.shape
     is_left = any_of((residual > 0).any(axis=2).reshape(-1), vocabulary).reshape(B, S, 1)
     left = jnp.where(is_left, jnp.maximum(residual, 0), p[:, :S])
-    scores = perturbed_alike(jnp.log(left), sampling, lengths, RESIDUAL_STREAM)
+    scores = add_shared_gumbel_noise(jnp.log(left), sampling, lengths, RESIDUAL_STREAM)
     drawn = best(scores.reshape(B * S, vocab), vocabulary).reshape(B, S)
     decided = jnp.where(accepted, tokens[:, 1:], drawn)
     is_judged = (jnp.arange(S) + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]

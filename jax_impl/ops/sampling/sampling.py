@@ -79,13 +79,13 @@ class TokenCounts(NamedTuple):
     on_path: Bool[jax.Array, "R path"]
 
 
-def seen_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> TokenCounts:
+def counts_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> TokenCounts:
     """Returns the token counts of rows that choose directly after their newest token."""
     nothing = jnp.zeros((len(slots), 0), jnp.int32)
     return TokenCounts(counts, slots, nothing, nothing > 0)
 
 
-def seen_in_trees(
+def counts_in_trees(
     counts: Int[jax.Array, "slots vocab"],
     slots: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B N"],
@@ -99,13 +99,13 @@ def seen_in_trees(
     In a chain all earlier nodes are ancestors.
     """
     if tokens.shape[1] == 1:
-        return seen_alone(counts, slots[request])
+        return counts_alone(counts, slots[request])
     place = jnp.arange(tokens.shape[1])
     on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
     return TokenCounts(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
-def seen_rows(seen: TokenCounts) -> Int[jax.Array, "R vocab"]:
+def counts_of_rows(seen: TokenCounts) -> Int[jax.Array, "R vocab"]:
     """Computes the token counts before each row's choice."""
     counts, row = seen.counts[seen.slots], jnp.arange(len(seen.slots))[:, None]
     return counts.at[row, seen.path].add(2 * seen.on_path.astype(jnp.int32))
@@ -150,7 +150,7 @@ def _edited(
     by_row, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
 
     def with_penalties(logits: Scores) -> Scores:
-        return penalized(logits, seen_rows(seen), by_row)
+        return penalized(logits, counts_of_rows(seen), by_row)
 
     logits = cond_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
     logits = logits.at[row, by_row.bias_ids].add(by_row.bias_values)
@@ -199,7 +199,7 @@ def add_gumbel_noise(
     return cond_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
-def perturbed_alike(
+def add_shared_gumbel_noise(
     processed: Float[jax.Array, "B k vocab"],
     sampling: Sampling,
     keys: Int[jax.Array, " B"],
@@ -289,7 +289,7 @@ def of_parts(
     every = all_gather.gathered_rows(group, logits, rows)
     first = first_of(vocabulary).astype(jnp.int32).reshape(1)
     part = kernels.sampling.VocabShard(size, group.count, first, every)
-    left, *held = kernels.sampling.leave(
+    left, *held = kernels.sampling.shard_partials(
         *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
         **how,
@@ -373,7 +373,7 @@ def plain_rank(
     edited = edited if columns is None else edited[:, columns]
     scores = _supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).reshape(B, k, vocab)
-    noisy = perturbed_alike(by_node, sampling, keys, stream).reshape(B * k, vocab)
+    noisy = add_shared_gumbel_noise(by_node, sampling, keys, stream).reshape(B * k, vocab)
     noisy = noisy if columns is None else noisy[:, columns]
     values, ids = best_of(noisy, width, vocabulary)
     temperature = sampling.temperature[request]

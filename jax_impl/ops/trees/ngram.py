@@ -33,7 +33,7 @@ class NgramState(NamedTuple):
     table: NgramTable
 
 
-class Grown(NamedTuple):
+class BuiltTrees(NamedTuple):
     """Draft trees; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B N"]
@@ -147,7 +147,7 @@ def plain_draft(
     nodes: int,
     depth: int,
     width: int,
-) -> Grown:
+) -> BuiltTrees:
     """Builds a tree for each context by adding the most likely token below any node in turn."""
     B, row = len(contexts), jnp.arange(len(contexts))
     none = jnp.zeros((B, nodes), jnp.int32)
@@ -184,7 +184,7 @@ def plain_draft(
     tokens, parents, costs, *_, num_nodes = lax.fori_loop(1, nodes, grow, state)
     is_node = jnp.arange(nodes) < num_nodes[:, None]
     weights = jnp.where(is_node, -costs.astype(jnp.float32) / UNITS, -jnp.inf)
-    return Grown(tokens, parents, num_nodes, weights)
+    return BuiltTrees(tokens, parents, num_nodes, weights)
 
 
 def kernel_draft(
@@ -196,9 +196,9 @@ def kernel_draft(
     nodes: int,
     depth: int,
     width: int,
-) -> Grown:
+) -> BuiltTrees:
     given = (contexts, scopes, max_drafts, nodes, depth, width)
-    return Grown(*kernels.ngram.draft(*table, *given))
+    return BuiltTrees(*kernels.ngram.draft(*table, *given))
 
 
 draft = kernel_or_reference(kernel_draft, plain_draft)

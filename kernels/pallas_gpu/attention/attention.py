@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.kernel_limits import MOST_NODES
 from kernels.pallas_gpu.attention.attention_layer_sm90 import takes
-from kernels.pallas_gpu.attention.attention_sm90 import attend_described
+from kernels.pallas_gpu.attention.attention_sm90 import attention_sm90
 from kernels.pallas_gpu.attention.head_dim_padding import (
     columns_of,
     in_head,
@@ -72,7 +72,7 @@ def attend(
     if tiles.described and is_narrow and not interpret and takes(q.shape[1], kv, tile):
         rows = (page_table, row_starts, first, until, window)
         sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
-        return attend_described(q, gate, kv, layer, *rows, **sums, tiles=tiles)
+        return attention_sm90(q, gate, kv, layer, *rows, **sums, tiles=tiles)
     R, Hq, D = q.shape
     Hk, B = kv.shape[4], len(page_table)
     blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
@@ -90,7 +90,7 @@ def attend(
         out_shape=jax.ShapeDtypeStruct((R, Hq * D), q.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="attend",
+        name="prefill_attention",
     )(
         *(q, q if gate is None else gate, kv, layer, page_table, row_starts, first, until),
         window_operand(window),
@@ -331,7 +331,7 @@ def _add_masked(q, seen, i, high, sums, order):
         load = functools.partial(load_rows, seen, mask=inside[:, None])
         k = load(which=0, pages=pages, position=position)
         scores = scores_of(q, k, order)
-        sees = _sees(seen, position, order.nodes)
+        sees = _visible(seen, position, order.nodes)
         scores = jnp.where(sees, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
@@ -353,7 +353,7 @@ def _add_masked(q, seen, i, high, sums, order):
     return add_tile(sums._replace(value=values), highest, weights, v)
 
 
-def _sees(seen, position, nodes):
+def _visible(seen, position, nodes):
     """Returns the mask of the positions of a tile that each row attends to."""
     first, until = seen.first[:, None], seen.until[:, None]
     is_seen = (position[None, :] >= first) & (position[None, :] < until)

@@ -25,16 +25,16 @@ from kernels.pallas_gpu.attention.attention import (
     window_operand,
 )
 from kernels.pallas_gpu.attention.attention_layer_mainloop import sum_share
-from kernels.pallas_gpu.attention.attention_layer_sm90 import mix_described, takes
+from kernels.pallas_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, load_head
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     Projected,
-    Turning,
+    RopeArgs,
     early,
     fetch,
     is_bad_line,
     projected_of,
-    turn,
+    rotate,
     write_pair,
 )
 from kernels.pallas_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
@@ -68,7 +68,7 @@ def attention_layer(
     span: int,
     split: int,
     tile: int,
-    most_parts: int,
+    max_parts: int,
     scale: float,
     tiles: DecodeAttentionTiles,
     interpret: bool = False,
@@ -86,7 +86,7 @@ def attention_layer(
       bounds, arrivals: From `compute_row_bounds`.
       row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
         window, all rows of a request have the same `until`.
-      most_parts: Maximum splits of a request with partial results per split; above, per span.
+      max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
       interpret: Run on a CPU.
 
@@ -103,16 +103,16 @@ def attention_layer(
         rows = (bounds, page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         gate = projected if gated else None
-        return mix_described(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
+        return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
     R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
     splits = pl.cdiv(columns * page, split)
-    parts = max(min(splits, most_parts), pl.cdiv(columns * page, span))
+    parts = max(min(splits, max_parts), pl.cdiv(columns * page, span))
     programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
     pairs = max_rows * (Hq // Hk)
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
     config = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
-    sizes = _Sizes(Hq, max_rows, *config, most_parts, splits > most_parts)
+    sizes = _Sizes(Hq, max_rows, *config, max_parts, splits > max_parts)
     of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
@@ -132,7 +132,7 @@ def attention_layer(
         input_output_aliases={len(Projected._fields) + which: which for which in range(2)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="mix",
+        name="attention_layer",
     )(
         projected_of(projected, q_norm, k_norm, cos, sin),
         *(kv, arrivals, layer, page_table, bounds),
@@ -186,11 +186,11 @@ class _Sizes(NamedTuple):
     blocks: int
     programs: int
     splits: int
-    most_parts: int
+    max_parts: int
     may_span: bool
 
 
-class _Share(NamedTuple):
+class _PositionRange(NamedTuple):
     """Share of a request's positions that one program processes.
 
     Attributes:
@@ -277,7 +277,7 @@ def _attention_layer_kernel(
             place = pltriton.load(rows.places.at[written], mask=is_new, other=0)
             is_new &= pltriton.load(rows.is_real.at[written], mask=is_new, other=0) != 0
             norming = (settings.has_norms, settings.eps, settings.digits)
-            turning = Turning(projected.cos.shape[1], *norming, D)
+            turning = RopeArgs(projected.cos.shape[1], *norming, D)
             fetch_of = partial(fetch, projected, layer=layer, turning=turning)
             start_of_head = q_head * ((1 + settings.gated) * D)
             of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
@@ -290,7 +290,7 @@ def _attention_layer_kernel(
             def write():
                 is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
                 of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
-                k = turn(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
+                k = rotate(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
                 write_pair(
                     projected.rows,
                     kv_ref,
@@ -313,7 +313,7 @@ def _attention_layer_kernel(
                 has_new = bounds.new_from < share.share_end
                 has_new &= bounds.new_until > share.share_begin
                 pl.when(has_new)(write)
-                q = turn(fetched or fetch_q(), turning).astype(projected.rows.dtype)
+                q = rotate(fetched or fetch_q(), turning).astype(projected.rows.dtype)
             window = pack_window_bits(rows.window, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
@@ -359,7 +359,7 @@ def _share(number, capacity, bounds, order, sizes):
     high = jnp.minimum(bounds.seen_until + order.nodes, capacity)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:
-        by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.most_parts
+        by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.max_parts
         unit = _select(by_span, order.span, order.split)
         fewest = _select(by_span, 1, sizes.splits)
     begin = lax.div(jnp.minimum(bounds.low, bounds.new_from), unit)
@@ -373,7 +373,7 @@ def _share(number, capacity, bounds, order, sizes):
         per_span = lax.div(order.span, unit)
         is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
         is_alone = is_in_one & (each == end - begin)
-    return _Share(
+    return _PositionRange(
         low=bounds.low,
         high=high,
         from_position=jnp.maximum(bounds.low, share_begin),

@@ -84,7 +84,8 @@ COPYING_REGISTERS, REGISTERS = 24, 240
 
 
 def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
-    """Returns whether `mix_described` supports the arrays: bfloat16, pages of whole tiles, Hopper.
+    """Returns whether `attention_layer_sm90` supports the arrays: bfloat16, pages of whole tiles,
+    Hopper.
 
     Args:
       q_heads: Query heads; a warpgroup processes all query heads of a KV head, at most 64.
@@ -102,7 +103,7 @@ def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> b
 @functools.partial(
     jax.jit, static_argnames=("max_rows", "span", "split", "scale", "tiles"), inline=False
 )
-def mix_described(
+def attention_layer_sm90(
     q: Float[jax.Array, "R Hq D"],
     gate: Float[jax.Array, "R outputs"] | None,
     kv: Float[jax.Array, "L 2 P page Hk D"],
@@ -174,7 +175,7 @@ def mix_described(
         thread_name="group",
         scratch_types=shared_of(work)._asdict(),
         compiler_params=plgpu.CompilerParams(),
-        kernel_name="mix_described",
+        kernel_name="attention_layer_sm90",
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts, bounds),
         *(pairs, visible_to_all),
@@ -285,7 +286,7 @@ def _combined(out, gate, partials, bounds, row_starts, columns, work):
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        name="combine_spans",
+        name="combine_splits",
     )(out, gate, *partials, bounds, row_starts)
 
 

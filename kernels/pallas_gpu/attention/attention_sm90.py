@@ -74,7 +74,7 @@ class PrefillRefs(NamedTuple):
     out: Any
 
 
-def attend_described(
+def attention_sm90(
     q: Float[jax.Array, "R Hq D"],
     gate: Float[jax.Array, "R outputs"] | None,
     kv: Float[jax.Array, "L 2 P page Hk D"],
@@ -129,7 +129,7 @@ def attend_described(
     return _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, work=work)
 
 
-# A separate function, for the same reason as `mix_described`.
+# A separate function, for the same reason as `attention_layer_sm90`.
 @functools.partial(jax.jit, static_argnames=("work",), inline=False)
 def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *, work):
     (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
@@ -147,7 +147,7 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
         thread_name="group",
         scratch_types=shared_of(work)._asdict(),
         compiler_params=plgpu.CompilerParams(),
-        kernel_name="attend_described",
+        kernel_name="attention_sm90",
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts),
         *(pairs, _block_bounds_of(row_starts, first, until, work)),

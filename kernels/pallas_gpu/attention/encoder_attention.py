@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 
 from kernels.encoder_head_sizes import sizes_of
 from kernels.pallas_gpu.attention.encoder_attention_sm90 import (
-    attend_all_described,
+    encoder_attention_sm90,
     takes,
 )
-from kernels.pallas_gpu.attention.encoder_qkv_layout import lay
+from kernels.pallas_gpu.attention.encoder_qkv_layout import pack_encoder_qkv
 from kernels.tiles import EncoderAttentionTiles
 
 LOG2_E = 1.4426950408889634
@@ -53,10 +53,10 @@ def bidirectional_attention(
     sizes = sizes_of(columns // 3 // D, D)
     if tiles.described and takes(qkv, D, tile):
         rows = pl.cdiv(R, tiles.groups * tile) * tiles.groups * tile
-        laid = lay(qkv, cos, sin, count, rows, sizes, interpret=interpret)
+        laid = pack_encoder_qkv(qkv, cos, sin, count, rows, sizes, interpret=interpret)
         settings = {"heads": sizes.heads, "scale": scale * LOG2_E, "tiles": tiles}
-        return attend_all_described(laid, count, R, **settings)
-    laid = lay(qkv, cos, sin, count, R, sizes, interpret=interpret)
+        return encoder_attention_sm90(laid, count, R, **settings)
+    laid = pack_encoder_qkv(qkv, cos, sin, count, R, sizes, interpret=interpret)
     settings = {"sizes": sizes, "tile": tile, "scale": scale * LOG2_E, "lanes": tiles.lanes}
     return pl.pallas_call(
         functools.partial(_attend_kernel, **settings),
@@ -64,7 +64,7 @@ def bidirectional_attention(
         out_shape=jax.ShapeDtypeStruct((R, columns // 3), qkv.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="attend_all",
+        name="encoder_attention",
     )(laid, count)
 
 

@@ -94,7 +94,7 @@ class EncoderTileWork(NamedTuple):
 
 
 def takes(qkv: Float[jax.Array, "R columns"], D: int, tile: int) -> bool:
-    """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
+    """Returns whether `encoder_attention_sm90` supports the arrays: bfloat16 on Hopper.
 
     Args:
       qkv: See `bidirectional_attention`.
@@ -107,7 +107,7 @@ def takes(qkv: Float[jax.Array, "R columns"], D: int, tile: int) -> bool:
 # A separate function, which is lowered and compiled once for all layers: for a Mosaic GPU kernel
 # that takes half a second.
 @functools.partial(jax.jit, static_argnames=("num_rows", "heads", "scale", "tiles"), inline=False)
-def attend_all_described(
+def encoder_attention_sm90(
     laid: Float[jax.Array, "rows width"],
     count: Int[jax.Array, " 1"],
     num_rows: int,
@@ -138,7 +138,7 @@ def attend_all_described(
         thread_name="group",
         scratch_types=_shared_of(work)._asdict(),
         compiler_params=plgpu.CompilerParams(),
-        kernel_name="attend_all_described",
+        kernel_name="encoder_attention_sm90",
     )(laid, count)
     return out[:num_rows]
 

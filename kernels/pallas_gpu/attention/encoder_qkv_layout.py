@@ -1,6 +1,6 @@
 """RoPE and column-block layout of vision encoder queries, keys and values (Pallas, Triton backend).
 
-Used by `bidirectional_attention` and `attend_all_described`.
+Used by `bidirectional_attention` and `encoder_attention_sm90`.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from kernels.encoder_head_sizes import EncoderHeadSizes
 
 
-def lay(
+def pack_encoder_qkv(
     qkv: Float[jax.Array, "R columns"],
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
@@ -34,16 +34,16 @@ def lay(
       interpret: Run on a CPU.
     """
     return pl.pallas_call(
-        functools.partial(_lay_kernel, sizes=sizes),
+        functools.partial(_pack_encoder_qkv_kernel, sizes=sizes),
         grid=(rows,),
         out_shape=jax.ShapeDtypeStruct((rows, sizes.width), qkv.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=8),
         interpret=interpret,
-        name="lay",
+        name="encoder_qkv_layout",
     )(qkv, cos, sin, count)
 
 
-def _lay_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
+def _pack_encoder_qkv_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
     """One program per row: its rotated queries and keys, and its values."""
     row, half = pl.program_id(0), cos_ref.shape[1]
     patch = jnp.minimum(row, jnp.maximum(count_ref[0] - 1, 0))

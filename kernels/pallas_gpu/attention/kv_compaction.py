@@ -31,7 +31,7 @@ def commit(
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="commit_window",
+        name="kv_compaction",
     )(pools, page_table, lengths, path, counts)
     return moved.reshape(pages.shape)
 

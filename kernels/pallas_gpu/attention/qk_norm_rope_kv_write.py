@@ -1,6 +1,7 @@
 """QK norm, RoPE and KV cache write before attention (Pallas, Triton backend).
 
-`attention_layer` fuses them into its attention kernel. For many rows, `place` runs before `attend`.
+`attention_layer` fuses them into its attention kernel. For many rows, `qk_norm_rope_kv_write` runs
+before `attend`.
 """
 
 import functools
@@ -25,7 +26,7 @@ from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 _ROWS = 16  # rows of a program
 
 
-class Turning(NamedTuple):
+class RopeArgs(NamedTuple):
     """QK norm and RoPE settings of heads of D elements; `half` is half of the rotated elements."""
 
     half: int
@@ -54,7 +55,9 @@ class Written(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Inputs of `turn`: head elements and their RoPE partners, norm scales of both, and angles."""
+    """Inputs of `rotate`: head elements and their RoPE partners, norm scales of both, and
+    angles.
+    """
 
     x: Any
     other: Any
@@ -64,7 +67,7 @@ class Fetched(NamedTuple):
     sin: Any
 
 
-def place(
+def qk_norm_rope_kv_write(
     projected: Float[jax.Array, "R outputs"],
     q_norm: Float[jax.Array, "*L D"] | None,
     k_norm: Float[jax.Array, "*L D"] | None,
@@ -109,9 +112,9 @@ def place(
     queries = jax.ShapeDtypeStruct((R, q_heads, D), projected.dtype) if q_heads else None
     kv, q = pl.pallas_call(
         functools.partial(
-            _place_kernel,
+            _qk_norm_rope_kv_write_kernel,
             gated=gated,
-            turning=Turning(cos.shape[1], k_norm is not None, eps, digits, D),
+            turning=RopeArgs(cos.shape[1], k_norm is not None, eps, digits, D),
             interpret=interpret,
         ),
         grid=(pl.cdiv(R, _ROWS), q_heads + k_heads),
@@ -119,7 +122,7 @@ def place(
         input_output_aliases={len(Projected._fields): 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="place",
+        name="qk_norm_rope_kv_write",
     )(
         projected_of(projected, q_norm, k_norm, cos, sin),
         *(kv, layer, page_table),
@@ -145,7 +148,7 @@ def projected_of(
     )
 
 
-def _place_kernel(
+def _qk_norm_rope_kv_write_kernel(
     projected, _, layer_ref, table_ref, written, kv_ref, q_ref, *, gated, turning, interpret
 ):
     """One program per block of rows and head, the query heads first."""
@@ -209,11 +212,11 @@ def load_rotated(projected, norm_ref, layer, row, start, is_in, turning):
 
     `start` is the head's first column.
     """
-    return turn(fetch(projected, norm_ref, layer, row, start, is_in, turning), turning)
+    return rotate(fetch(projected, norm_ref, layer, row, start, is_in, turning), turning)
 
 
 def fetch(projected, norm_ref, layer, row, start, is_in, turning):
-    """Loads the inputs of `turn`; each column comes with its RoPE partner."""
+    """Loads the inputs of `rotate`; each column comes with its RoPE partner."""
     half, column = turning.half, columns_of(turning.D)[None, :]
     keep = in_head(is_in[:, None], turning.D)
     partner = jnp.where(column < half, column + half, column - half)
@@ -237,7 +240,7 @@ def fetch(projected, norm_ref, layer, row, start, is_in, turning):
     return Fetched(x=x, other=other, x_norm=x_norm, other_norm=other_norm, cos=cos, sin=sin)
 
 
-def turn(fetched, turning):
+def rotate(fetched, turning):
     """Applies QK norm and RoPE to loaded heads."""
     x, other = fetched.x, fetched.other
     if turning.has_norms:

@@ -52,7 +52,7 @@ def compute_row_bounds(
         out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads * BLOCKS)],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="reach",
+        name="row_bounds",
     )(row_starts, places, first, until, is_real.astype(jnp.int8))
     return bounds, arrivals
 

@@ -1,7 +1,7 @@
 """TMA loads of tiles and stores of results for warp-specialised attention (Pallas, Mosaic GPU).
 
-Used by `mix_described` and `attend_described`: the K/V pipeline, rows of queries and outputs, and
-padding.
+Used by `attention_layer_sm90` and `attention_sm90`: the K/V pipeline, rows of queries and outputs,
+and padding.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""WGMMA main loop of `mix_described` and `attend_described`: online softmax (Pallas, Mosaic GPU).
+"""WGMMA main loop of `attention_layer_sm90` and `attention_sm90`: online softmax (Pallas, Mosaic
+GPU).
 
 Scores, weights and accumulators of a tile stay in the registers of a warpgroup, in WGMMA layout.
 Threads exchange only the maximum of a row.
@@ -192,7 +193,7 @@ def sum_span(shared, share, span, group, mask, work):
         scores = times(scores, work.scale)
         scores = lax.cond(
             is_partly,
-            lambda scores: jnp.where(_sees(mask.pairs, i, work.nodes), scores, NEGATIVE),
+            lambda scores: jnp.where(_visible(mask.pairs, i, work.nodes), scores, NEGATIVE),
             lambda scores: scores,
             scores,
         )
@@ -259,7 +260,7 @@ def folded(sums, more):
     )
 
 
-def _sees(pairs, i, nodes):
+def _visible(pairs, i, nodes):
     """Returns the mask of the positions of a tile that each pair attends to."""
     shape = LANES, TILE
     position = i * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
@@ -304,7 +305,7 @@ def _zero_nonfinite(value, number, shared, group, i, mask, work):
             clean = jnp.where(beside(is_zeroed, v.shape[1]) > 0, jnp.zeros_like(v), v)
             shared.values.at[tile].at[at][...] = clean
         plgpu.commit_smem()
-        gets_nan = jnp.where(_sees(mask.pairs, i, work.nodes), across, 0).max(axis=1)
+        gets_nan = jnp.where(_visible(mask.pairs, i, work.nodes), across, 0).max(axis=1)
         return jnp.where(beside(gets_nan, work.width) > 0, jnp.nan, value), tile
 
     return lax.cond(bad_ref[1, 0] > 0, zero_positions, lambda value: (value, number), value)

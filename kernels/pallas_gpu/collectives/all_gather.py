@@ -139,7 +139,7 @@ def all_gather(
         compiler_params=pltriton.CompilerParams(
             num_warps=_WORD_WARPS if is_words else BLOCK_WARPS, num_stages=1
         ),
-        name="gathered",
+        name="all_gather",
     )(*arrays, gather.place, after)
     return outs[0], None if sums is None else outs[1]
 
@@ -170,7 +170,7 @@ def missed(gather: AllGatherArgs, after: Shaped[jax.Array, "..."]) -> Int32[jax.
         functools.partial(_missed_kernel, ranks=gather.boxes.ranks),
         out_shape=jax.ShapeDtypeStruct((1,), jnp.int32),
         compiler_params=pltriton.CompilerParams(num_warps=1),
-        name="missed",
+        name="all_gather_timeout",
     )(gather.place, after)
 
 

@@ -70,7 +70,7 @@ def commit(
         input_output_aliases={number: number for number in range(4)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.commit_warps, num_stages=1),
         interpret=interpret,
-        name="commit_states",
+        name="gdn_commit",
     )(
         caches,
         Paths(slots=slots, nodes=path, counts=counts, save_after=save_after, save=save),

@@ -133,7 +133,7 @@ def verify(
             input_output_aliases={len(reads) + i: len(makes) + i for i in range(len(writes))},
             compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
             interpret=interpret,
-            name="delta_mix" if "out" in makes else "delta_nodes",
+            name="gdn_decode" if "out" in makes else "gdn_verify",
         )(reads, writes)
         return made | written
 

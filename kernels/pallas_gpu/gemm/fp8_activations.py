@@ -43,7 +43,7 @@ def quantised(
         ),
         compiler_params=pltriton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
-        name="quantised",
+        name="fp8_quantize",
     )(x)
 
 

@@ -61,7 +61,7 @@ def widened(
         out_shape=jax.ShapeDtypeStruct((outputs, 4 * count), jnp.bfloat16),
         compiler_params=pltriton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
-        name="widened",
+        name="fp8_dequantize",
     )(words, scales, layer.reshape(1))
 
 

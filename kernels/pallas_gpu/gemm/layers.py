@@ -42,7 +42,7 @@ def beside(
     out = (scaled, jax.ShapeDtypeStruct(shape, jnp.float32))
     kernel = functools.partial(_beside_kernel, order=order)
     given = (x, norms, layer.reshape(1))
-    return _over_rows(kernel, *given, out=out, name="beside", interpret=interpret)
+    return _over_rows(kernel, *given, out=out, name="rms_norm_partial", interpret=interpret)
 
 
 def rms_norm(
@@ -56,7 +56,7 @@ def rms_norm(
     """Implements `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
     kernel = functools.partial(_norm_kernel, eps=eps, order=order)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _over_rows(kernel, x, weight, out=out, name="norm", interpret=interpret)
+    return _over_rows(kernel, x, weight, out=out, name="rms_norm", interpret=interpret)
 
 
 def layer_norm(
@@ -113,7 +113,7 @@ def bilinear_pos_embed(
         out_shape=jax.ShapeDtypeStruct(shape, table.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4),
         interpret=interpret,
-        name="blend",
+        name="bilinear_pos_embed",
     )(table, corners, shares)
 
 

@@ -25,7 +25,7 @@ from kernels.pallas_gpu.collectives.all_gather import (
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
 from kernels.pallas_gpu.gemm.linear_mainloop import Factors, ResultBlock, sums_of
-from kernels.pallas_gpu.gemm.linear_sm90 import described_product, is_on_hopper, takes
+from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     BlockPartials,
@@ -162,7 +162,7 @@ def product(
             tiles=tiles,
         )
     ):
-        found = described_product(
+        found = linear_sm90(
             x,
             weights,
             layer,
@@ -226,7 +226,7 @@ def product(
         out_shape=(out, scaled, sums, left),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="product",
+        name="linear",
     )(
         x,
         weights,

@@ -51,7 +51,7 @@ def scales_of(squares, rows, inputs, eps, order):
         grid=(rows // _SCALE_ROWS,),
         out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=4),
-        name="scales",
+        name="row_scales",
     )(squares)
 
 

@@ -75,7 +75,7 @@ def takes(
     order: SquaresOrder,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `described_product` supports a call: bfloat16 or FP8, whole lines, Hopper.
+    """Returns whether `linear_sm90` supports a call: bfloat16 or FP8, whole lines, Hopper.
 
     A norm before and a residual after are not supported together, because the compiler may fuse a
     product with a sum here.
@@ -98,7 +98,7 @@ def takes(
 
 def is_on_hopper() -> bool:
     """Returns whether the GPU is a Hopper, or is described as one for a trace without a GPU."""
-    return _described_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
+    return _tma_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
 
 
 def has_mosaic() -> bool:
@@ -118,7 +118,7 @@ def has_mosaic() -> bool:
         *("num_rows", "first", "out_type", "eps", "is_gated", "factor", "order", "tiles"),
     ),
 )
-def described_product(
+def linear_sm90(
     x: Float[jax.Array, "R inputs"],
     weights: Float[jax.Array, "L stored inputs"],
     layer: Int[jax.Array, ""],
@@ -213,7 +213,7 @@ def described_product(
         thread_name="group",
         scratch_types=ring_of(work, x.dtype, np.dtype(out_type))._asdict(),
         compiler_params=plgpu.CompilerParams(),
-        kernel_name="described_product",
+        kernel_name="linear_sm90",
     )(*operands.values())
     out = out[:R]
     if fuses_next_norm:
@@ -260,11 +260,11 @@ def _pad_to_lines(x):
 
 
 def _multiprocessors():
-    described = _described_gpu()
+    described = _tma_gpu()
     return _gpu().core_count if described is None else described.num_cores
 
 
-def _described_gpu():
+def _tma_gpu():
     """Returns the GPU described for a trace without a GPU, as in `bench.kernels.aot`."""
     return jax.sharding.get_abstract_mesh().abstract_device
 

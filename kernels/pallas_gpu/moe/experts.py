@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, ExpertWeights, product, tile_of
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
-from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
+from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.pallas_gpu.moe.router import LOG2_E, RouterSelection, barrier, route, scale_of
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
@@ -176,7 +176,7 @@ def silu_and_mul_linear(
         out_shape=jax.ShapeDtypeStruct((R * routing.slots, N), scaled.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="gated",
+        name="experts_gate_up",
     )(scaled, squares, gate_up, ids, expert_blocks, layer.reshape(1))
 
 
@@ -222,7 +222,7 @@ def linear_add(
             num_warps=tiles.down_warps, num_stages=tiles.down_stages
         ),
         interpret=interpret,
-        name="down",
+        name="experts_down",
     )(
         arrivals,
         inner,
@@ -244,13 +244,13 @@ def linear_add(
             out_shape=(stream,),
             compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
             interpret=interpret,
-            name="sum_slots",
+            name="experts_sum",
         )(parts, chosen.ids, epilogue)
     return out._replace(scaled=out.rows if next_norm is None else out.scaled), arrivals
 
 
 def _tiles(rows, routing, tiles):
-    return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
+    return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
 def _check(stored, config):

@@ -52,7 +52,7 @@ def group(
       The expert blocks, and the arrivals, reset to zero.
     """
     R = len(ids)
-    most = most_tiles(R, routing, tiles.slots)
+    most = max_tiles(R, routing, tiles.slots)
     of = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arrivals, expert_blocks, _ = pl.pallas_call(
         partial(
@@ -75,12 +75,12 @@ def group(
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="group",
+        name="moe_align",
     )(arrivals, ids)
     return expert_blocks, arrivals
 
 
-def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
+def max_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)

@@ -120,7 +120,7 @@ def route(
             num_warps=tiles.router_warps, num_stages=tiles.router_stages
         ),
         interpret=interpret,
-        name="route",
+        name="router",
     )(
         arrivals,
         _RouterInputs(

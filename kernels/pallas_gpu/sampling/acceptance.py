@@ -36,7 +36,7 @@ def follow(
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="follow",
+        name="accept_path",
     )(
         *(tokens, parents, num_nodes, choices, row_of),
         *(flags.astype(jnp.int8) for flags in (is_finite, is_row)),

@@ -46,7 +46,7 @@ def uniforms(
         out_shape=jax.ShapeDtypeStruct((len(seeds), levels), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="uniforms",
+        name="gumbel_noise",
     )(seeds, positions)
 
 
@@ -101,7 +101,7 @@ def noise_of_words(words):
     return -log(-_log(fraction, exponent))
 
 
-def most_noise(words):
+def max_noise(words):
     """Computes a cheap upper bound of `noise_of_words`, which is below -log(uniform).
 
     The bits of a float, read as an integer, are piecewise linear between powers of two and never

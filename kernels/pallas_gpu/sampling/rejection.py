@@ -145,15 +145,15 @@ def rejection_sample(
         [((*sides, parts), ints), ((*sides, parts), floats)],
         grid=(parts, B * S, 2),
         num_warps=_WARPS,
-        name="weigh_parts",
+        name="partial_masses",
     )
     joined = launch(
-        functools.partial(_laws_kernel, is_block=is_block),
+        functools.partial(_distributions_kernel, is_block=is_block),
         (*chains, *sums),
         [*3 * [(sides, floats)], ((B, S + 1), floats)],
         grid=(B,),
         num_warps=4,
-        name="join_laws",
+        name="join_distributions",
     )
     distributions = Distributions(*sums, *joined)
     residuals = launch(
@@ -162,7 +162,7 @@ def rejection_sample(
         [*4 * [(places, ints)], (places, floats)],
         grid=(parts, B * S),
         num_warps=_WARPS,
-        name="draw_residuals",
+        name="sample_residuals",
     )
     (chosen,) = launch(
         functools.partial(_decide_kernel, stream=accept_stream, is_block=is_block),
@@ -170,7 +170,7 @@ def rejection_sample(
         [(choices.shape, ints)],
         grid=(B,),
         num_warps=4,
-        name="decide",
+        name="accept_tokens",
     )
     return chosen
 
@@ -225,7 +225,7 @@ def _masses_kernel(*refs):
         masses_ref[side, request, level, part] = number_of(sum)
 
 
-def _laws_kernel(*refs, is_block):
+def _distributions_kernel(*refs, is_block):
     """One program per request; levels are its lanes."""
     chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = (
         _unpack_refs(refs, Chains)

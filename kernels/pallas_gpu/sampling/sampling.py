@@ -22,8 +22,8 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials
 from kernels.pallas_gpu.sampling.logits_processing import PAIRS, VocabShard, inputs_of, sizes_of
 from kernels.pallas_gpu.sampling.sampling_kernels import (
     NUM_INPUTS,
-    border_kernel,
     rows_kernel,
+    threshold_kernel,
     tiles_kernel,
 )
 from kernels.pallas_gpu.sampling.topk import TilePartials, TopK
@@ -153,7 +153,7 @@ def rank(
     return *found, partials.scores
 
 
-def leave(
+def shard_partials(
     logits: Float[jax.Array, "R share"],
     seen: Any,
     positions: Int[jax.Array, " named"],
@@ -273,10 +273,10 @@ def _ranked(
         input_output_aliases=aliases,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
-        name="choose_tiles",
+        name="sample_tiles",
     )(*inputs, *left, *scores)
     partials = TilePartials(*outputs)
-    kernel = functools.partial(border_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
+    kernel = functools.partial(threshold_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
     notes, _ = pl.pallas_call(
         kernel,
         grid=(min(tiles.row_programs, pl.cdiv(groups, tiles.at_once)), R),
@@ -284,7 +284,7 @@ def _ranked(
         input_output_aliases={NUM_INPUTS: 0},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.row_warps, num_stages=1),
         interpret=interpret,
-        name="find_border",
+        name="find_threshold",
     )(*inputs, partials.notes, partials.peaks, partials.masses)
     outputs = [x for x in partials._replace(notes=notes) if x is not None]
     best = TopK(
@@ -305,6 +305,6 @@ def _ranked(
         },
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
-        name="choose_rows",
+        name="sample_rows",
     )(*inputs, *left, *outputs, bad)
     return best, TilePartials(*outputs)

@@ -139,7 +139,7 @@ def _process_own_tile(
         store_winners(partials.winners, row, tile, keys, ids, width)
 
 
-def border_kernel(*refs, sizes, tiles, interpret):
+def threshold_kernel(*refs, sizes, tiles, interpret):
     """One program per split of a row with a filter; the last to finish finds the threshold."""
     inputs = SamplingInputs(*refs[:-5])
     _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]

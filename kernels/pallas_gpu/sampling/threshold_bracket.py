@@ -60,10 +60,10 @@ def bracket_threshold(peaks, masses, bounds, source, sampled):
     def step(_, spans):
         below, above, low, under, over, high = spans
         middle = (below + above) * 0.5
-        _, most_below, fewest, _ = _estimate(middle, sample, bounds, tail)
+        _, max_below, fewest, _ = _estimate(middle, sample, bounds, tail)
         is_peak = best > middle
         is_low = is_peak.astype(jnp.int32).sum() >= bounds.most
-        is_low |= (fewest >= bounds.most.astype(jnp.float32)) | (most_below < tail)
+        is_low |= (fewest >= bounds.most.astype(jnp.float32)) | (max_below < tail)
         is_low |= jnp.where(is_peak, best_weight, 0.0).sum() > bounds.weight * (1 + _ROUNDING)
         low = jnp.where(is_low, key_of(middle) + 1, low)
         below, above = jnp.where(is_low, middle, below), jnp.where(is_low, above, middle)

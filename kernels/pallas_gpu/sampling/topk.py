@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.sampling.gumbel_noise import MOST_NOISE, most_noise, noise_of_words
+from kernels.pallas_gpu.sampling.gumbel_noise import MOST_NOISE, max_noise, noise_of_words
 from kernels.pallas_gpu.sampling.logits_processing import (
     HIGHEST,
     LOWEST,
@@ -165,7 +165,7 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
 
         if tau is not None:
             return noisy()
-        may_win = jnp.max(x + most_noise(words)) >= score_of(best)
+        may_win = jnp.max(x + max_noise(words)) >= score_of(best)
         return lax.cond(may_win, noisy, without_any)
 
     if tau is None and partials.scores is None:

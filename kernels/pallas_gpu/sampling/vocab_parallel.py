@@ -177,7 +177,7 @@ def sum_exp(
         out_shape=jax.ShapeDtypeStruct((len(left), 3), jnp.int32),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="totals_of_parts",
+        name="sum_exp",
     )(left, peaks, masses, temperature, first)
 
 
@@ -246,7 +246,7 @@ def merge_topk(
         ),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="join_parts",
+        name="merge_topk",
     )(left, totals, temperature, columns)
     return ids, weights, is_finite != 0
 

@@ -29,7 +29,7 @@ def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[j
         out_shape=jax.ShapeDtypeStruct((B, N, N), jnp.int8),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="ancestors",
+        name="tree_ancestors",
     )(parents).astype(bool)
 
 
@@ -120,7 +120,7 @@ def next_level(
         ),
         compiler_params=pltriton.CompilerParams(num_warps=1 if k * k <= 64 else 4, num_stages=1),
         interpret=interpret,
-        name="next_level",
+        name="tree_next_level",
     )(
         Expanded(
             tokens=tokens.reshape(B, k * k),
@@ -263,7 +263,7 @@ def keep_best(
         ),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="keep_best",
+        name="tree_keep_best",
     )(
         Candidates(
             newest=newest,
@@ -333,7 +333,7 @@ def chains(
         ],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="chains",
+        name="draft_chains",
     )(drafts, newest, max_drafts, can_draft.astype(jnp.int8))
     return tuple(outputs)
 

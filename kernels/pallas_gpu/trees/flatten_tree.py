@@ -69,7 +69,7 @@ def flat_nodes(
         ),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="flat_nodes",
+        name="flatten_tree",
     )(parents, num_nodes, lengths)
     sees = jnp.zeros((rows, 0), bool) if is_chain else flat.window.astype(bool)
     return tuple(flat._replace(is_real=flat.is_real.astype(bool), window=sees))

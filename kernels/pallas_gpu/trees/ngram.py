@@ -91,7 +91,7 @@ def insert(
         input_output_aliases={number: number for number in range(len(table))},
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="learn",
+        name="ngram_insert",
     )(table, texts)
     return tuple(outputs)
 
@@ -176,7 +176,7 @@ def draft(
         out_shape=[jax.ShapeDtypeStruct(*x) for x in (*shapes, ((B, nodes), jnp.float32))],
         compiler_params=pltriton.CompilerParams(num_warps=1 if nodes <= 16 else 4, num_stages=1),
         interpret=interpret,
-        name="draft",
+        name="ngram_draft",
     )(table, contexts, scopes, max_drafts)
     return tuple(outputs)
 
@@ -220,7 +220,7 @@ def _draft_kernel(
     table,
     contexts_ref,
     scopes_ref,
-    most_ref,
+    max_ref,
     tokens_ref,
     parents_ref,
     num_nodes_ref,
@@ -237,7 +237,7 @@ def _draft_kernel(
     slot = place[:, None] * _WAYS + way[None, :]
     number = node[:, None] * children + child[None, :]
     scope, other_scope = scopes_ref[request, 0], scopes_ref[request, 1]
-    limit = jnp.minimum(nodes, 1 + most_ref[request])
+    limit = jnp.minimum(nodes, 1 + max_ref[request])
     first = jnp.zeros(_RING, jnp.int32) + scope
     second = jnp.zeros(_RING, jnp.int32) + other_scope
     missing, newest = jnp.int32(0), jnp.int32(0)

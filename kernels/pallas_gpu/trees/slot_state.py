@@ -66,7 +66,7 @@ def commit(
         input_output_aliases={number: number for number in range(len(jax.tree.leaves(held)))},
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="commit",
+        name="slot_commit",
     )(held, rows)
     return tuple(outputs)
 
@@ -119,7 +119,7 @@ def restore(
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
-        name="restore",
+        name="slot_restore",
     )(flat, kept, slots, sources, starts)
     return restored.reshape(memory.shape)
 

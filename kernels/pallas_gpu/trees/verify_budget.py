@@ -28,11 +28,11 @@ def log_acceptance(
         out_shape=jax.ShapeDtypeStruct(weights.shape, jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-        name="rank_weights",
+        name="log_acceptance",
     )(parents, weights, calibration)
 
 
-def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
+def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, min_ref):
     """One program per request; nodes are its lanes, and each climbs to the root twice."""
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
@@ -67,7 +67,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
     start = start_node, depth, jnp.zeros(start_node.shape, jnp.float32)
     *_, least = lax.while_loop(is_on_path, weigh, start)
     at = jnp.minimum(node, nodes)  # outside the array, for the interpreter
-    pltriton.store(least_ref.at[request, at], least, mask=node < nodes)
+    pltriton.store(min_ref.at[request, at], least, mask=node < nodes)
 
 
 def prune_to_budget(
@@ -81,17 +81,17 @@ def prune_to_budget(
     """Implements `shared.spec.verify_budget.prune_to_budget`."""
     B, N = tokens.shape
     outputs = pl.pallas_call(
-        functools.partial(_share_kernel, budget=rows - B),
+        functools.partial(_prune_to_budget_kernel, budget=rows - B),
         grid=(B,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, N), (B, N), (B,))],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="share",
+        name="prune_to_budget",
     )(tokens, parents, num_nodes, rank_weights)
     return tuple(outputs)
 
 
-def _share_kernel(
+def _prune_to_budget_kernel(
     tokens_ref,
     parents_ref,
     num_nodes_ref,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.attention.attention_layer_sm90 import takes
-from kernels.triton_gpu.attention.attention_sm90 import attend_described
+from kernels.triton_gpu.attention.attention_sm90 import attention_sm90
 from kernels.triton_gpu.attention.head_dim_padding import (
     columns_of,
     in_head,
@@ -126,7 +126,7 @@ def attend(
     if tiles.described and takes(kv, tile) and window.shape[1] <= MOST_NODES:
         rows = (page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
-        return attend_described(q, gate, kv, layer, *rows, **order, tiles=tiles)
+        return attention_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles)
     q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     out, nodes = q.new_empty((R, Hq * D)), window.shape[1]

@@ -27,16 +27,16 @@ from kernels.triton_gpu.attention.attention import (
     page_of,
 )
 from kernels.triton_gpu.attention.attention_layer_mainloop import sum_share
-from kernels.triton_gpu.attention.attention_layer_sm90 import mix_described, takes
+from kernels.triton_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, load_head
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     HeadSizes,
     Pool,
-    Turning,
+    RopeArgs,
     fetch,
     is_bad_line,
     projected_of,
-    turn,
+    rotate,
     write_pair,
 )
 from kernels.triton_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
@@ -140,7 +140,7 @@ def attention_layer(
     span: int,
     split: int,
     tile: int,
-    most_parts: int,
+    max_parts: int,
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
@@ -153,7 +153,7 @@ def attention_layer(
       bounds, arrivals: From `compute_row_bounds`; `arrivals` is zero again afterwards.
       row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
         window, all rows of a request have the same `until`.
-      most_parts: Maximum splits of a request with partial results per split; above, per span.
+      max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
 
     Raises:
@@ -162,7 +162,7 @@ def attention_layer(
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
     if tiles.described and q is not None and takes(kv, tile):
-        return mix_described(
+        return attention_layer_sm90(
             q,
             projected if gated else None,
             kv,
@@ -190,7 +190,7 @@ def attention_layer(
     lanes = min(tiles.lanes, max(16, triton.next_power_of_2(pairs)))
     blocks = triton.cdiv(pairs, lanes)
     splits = triton.cdiv(columns * page, split)
-    parts = max(min(splits, most_parts), triton.cdiv(columns * page, span))
+    parts = max(min(splits, max_parts), triton.cdiv(columns * page, span))
     sums = projected.new_empty((parts, R, Hq, D), dtype=torch.float32)
     peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
     out = projected.new_empty((R, Hq * D))
@@ -213,9 +213,9 @@ def attention_layer(
         num_requests=B,
         columns=columns,
         scale=scale * LOG2_E.value,
-        most_parts=most_parts,
+        max_parts=max_parts,
         heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
+        turning=RopeArgs(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
         config=AttentionLayerConfig(
             lanes=lanes,
@@ -225,7 +225,7 @@ def attention_layer(
             new_rows=triton.next_power_of_2(max_rows),
             counters=arrivals.shape[1],
             is_placed=q is not None,
-            may_span=splits > most_parts,
+            may_span=splits > max_parts,
         ),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -235,7 +235,7 @@ def attention_layer(
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "max_parts"])
 def _attention_layer_kernel(
     projected,
     pool,
@@ -248,7 +248,7 @@ def _attention_layer_kernel(
     num_requests,
     columns,
     scale,
-    most_parts,
+    max_parts,
     heads: tl.constexpr,
     turning: tl.constexpr,
     order: tl.constexpr,
@@ -273,7 +273,7 @@ def _attention_layer_kernel(
     high = tl.minimum(bounds.seen_until + order.nodes, columns * heads.page)
     by_span, unit = False, split
     if config.may_span:
-        by_span = tl.cdiv(high, split) - bounds.low // split > most_parts
+        by_span = tl.cdiv(high, split) - bounds.low // split > max_parts
         unit = tl.where(by_span, order.span, split)
     begin = tl.minimum(bounds.low, bounds.new_from) // unit
     end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
@@ -330,7 +330,7 @@ def _attention_layer_kernel(
             fetched = fetch(
                 projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
             )
-        q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
+        q = rotate(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
     window = pack_window_bits(rows.window, lane_row, order.nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:

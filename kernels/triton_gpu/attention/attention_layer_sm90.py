@@ -60,7 +60,8 @@ With 128 it holds two, which use all registers. Warps that then request register
 
 
 def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
-    """Returns whether `mix_described` supports the arrays: bfloat16, pages of whole tiles, Hopper.
+    """Returns whether `attention_layer_sm90` supports the arrays: bfloat16, pages of whole tiles,
+    Hopper.
 
     Args:
       kv: KV pools.
@@ -71,7 +72,7 @@ def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
     return is_whole and D in (64, 128, 256) and kv.dtype == torch.bfloat16 and is_on_hopper()
 
 
-def mix_described(
+def attention_layer_sm90(
     q: Float[Tensor, "R Hq D"],
     gate: Float[Tensor, "R outputs"] | None,
     kv: Float[Tensor, "L 2 P page Hk D"],

@@ -50,7 +50,7 @@ _REGISTERS = 168
 _MULTIPLYING_REGISTERS = gl.constexpr(240)
 
 
-def attend_described(
+def attention_sm90(
     q: Float[Tensor, "R Hq D"],
     gate: Float[Tensor, "R outputs"] | None,
     kv: Float[Tensor, "L 2 P page Hk D"],

@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.encoder_head_sizes import sizes_of
 from kernels.tiles import EncoderAttentionTiles
 from kernels.triton_gpu.attention.encoder_attention_sm90 import (
-    attend_all_described,
+    encoder_attention_sm90,
     takes,
 )
-from kernels.triton_gpu.attention.encoder_qkv_layout import lay
+from kernels.triton_gpu.attention.encoder_qkv_layout import pack_encoder_qkv
 from kernels.triton_gpu.gemm.linear import launching
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -78,10 +78,10 @@ def bidirectional_attention(
     sizes = sizes_of(hidden // D, D)
     if tiles.described and takes(qkv, D, tile):
         rows = triton.cdiv(R, tiles.groups * tile) * tiles.groups * tile
-        laid = lay(qkv, cos, sin, count, rows, sizes)
-        attend_all_described(laid, count, out, heads=sizes.heads, scale=scale, tiles=tiles)
+        laid = pack_encoder_qkv(qkv, cos, sin, count, rows, sizes)
+        encoder_attention_sm90(laid, count, out, heads=sizes.heads, scale=scale, tiles=tiles)
         return out
-    laid = lay(qkv, cos, sin, count, R, sizes)
+    laid = pack_encoder_qkv(qkv, cos, sin, count, R, sizes)
     _attend_kernel[(triton.cdiv(R, tiles.lanes), sizes.heads)](
         *(laid, out, count, R),
         scale=scale,

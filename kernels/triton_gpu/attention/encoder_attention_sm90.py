@@ -92,7 +92,7 @@ class EncoderTileConfig(NamedTuple):
 
 
 def takes(qkv: Float[Tensor, "R columns"], D: int, tile: int) -> bool:
-    """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
+    """Returns whether `encoder_attention_sm90` supports the arrays: bfloat16 on Hopper.
 
     Args:
       qkv: See `bidirectional_attention`.
@@ -103,7 +103,7 @@ def takes(qkv: Float[Tensor, "R columns"], D: int, tile: int) -> bool:
     return is_whole and qkv.dtype == torch.bfloat16 and is_on_hopper()
 
 
-def attend_all_described(
+def encoder_attention_sm90(
     laid: Float[Tensor, "rows width"],
     count: Int[Tensor, " 1"],
     out: Float[Tensor, "R hidden"],

@@ -1,6 +1,6 @@
 """RoPE and column-block layout of vision encoder queries, keys and values (Triton).
 
-Used by `bidirectional_attention` and `attend_all_described`.
+Used by `bidirectional_attention` and `encoder_attention_sm90`.
 """
 
 import triton
@@ -13,7 +13,7 @@ from kernels.encoder_head_sizes import EncoderHeadSizes
 from kernels.triton_gpu.gemm.linear import launching
 
 
-def lay(
+def pack_encoder_qkv(
     qkv: Float[Tensor, "R columns"],
     cos: Float[Tensor, "R half"],
     sin: Float[Tensor, "R half"],
@@ -31,12 +31,12 @@ def lay(
     laid = qkv.new_empty((rows, sizes.width))
     block = triton.next_power_of_2(sizes.width)
     settings = {"sizes": sizes, "block": block, "num_warps": 8, **launching(qkv)}
-    _lay_kernel[(rows,)](qkv, cos, sin, count, laid, **settings)
+    _pack_encoder_qkv_kernel[(rows,)](qkv, cos, sin, count, laid, **settings)
     return laid
 
 
 @triton.jit
-def _lay_kernel(
+def _pack_encoder_qkv_kernel(
     qkv_at,
     cos_at,
     sin_at,

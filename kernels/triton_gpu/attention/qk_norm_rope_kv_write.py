@@ -1,6 +1,7 @@
 """QK norm, RoPE and KV cache write before attention (Triton).
 
-`attention_layer` fuses them into its attention kernel. For many rows, `place` runs before `attend`.
+`attention_layer` fuses them into its attention kernel. For many rows, `qk_norm_rope_kv_write` runs
+before `attend`.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class HeadSizes(NamedTuple):
     gated: bool
 
 
-class Turning(NamedTuple):
+class RopeArgs(NamedTuple):
     """QK norm and RoPE settings; `half` is half of the rotated elements."""
 
     half: int
@@ -70,7 +71,9 @@ class Written(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Inputs of `turn`: head elements and their RoPE partners, norm scales of both, and angles."""
+    """Inputs of `rotate`: head elements and their RoPE partners, norm scales of both, and
+    angles.
+    """
 
     x: Any
     other: Any
@@ -80,7 +83,7 @@ class Fetched(NamedTuple):
     sin: Any
 
 
-def place(
+def qk_norm_rope_kv_write(
     projected: Float[Tensor, "R outputs"],
     q_norm: Float[Tensor, " D"] | None,
     k_norm: Float[Tensor, " D"] | None,
@@ -123,7 +126,7 @@ def place(
     projected, cos, sin, table = (x.contiguous() for x in (projected, cos, sin, page_table))
     q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
     q = projected.new_empty((R, q_heads, D))
-    _place_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads)](
+    _qk_norm_rope_kv_write_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
         Written(
@@ -135,7 +138,7 @@ def place(
         num_rows=R,
         columns=table.shape[1],
         heads=HeadSizes(q_heads=q_heads, k_heads=k_heads, D=D, page=page, gated=gated),
-        turning=Turning(half=half, has_norms=k_norm is not None, digits=digits),
+        turning=RopeArgs(half=half, has_norms=k_norm is not None, digits=digits),
         rows=_ROWS,
         num_warps=4,
         **launching(projected),
@@ -163,7 +166,7 @@ def projected_of(
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns"])
-def _place_kernel(
+def _qk_norm_rope_kv_write_kernel(
     projected,
     pool,
     written,
@@ -225,12 +228,12 @@ def load_rotated(
 ):
     """Returns a head of some rows after QK norm and RoPE, [rows, D] in float32."""
     fetched = fetch(projected, norm_at, offset, row, is_in, heads, turning)
-    return turn(fetched, projected.eps, heads, turning)
+    return rotate(fetched, projected.eps, heads, turning)
 
 
 @triton.jit
 def fetch(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr):
-    """Loads the inputs of `turn`; each column comes with its RoPE partner."""
+    """Loads the inputs of `rotate`; each column comes with its RoPE partner."""
     D: tl.constexpr = heads.D
     half: tl.constexpr = turning.half
     column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
@@ -249,7 +252,7 @@ def fetch(projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: 
 
 
 @triton.jit
-def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
+def rotate(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
     """Applies QK norm and RoPE to loaded heads."""
     x, other = fetched.x.to(tl.float32), fetched.other.to(tl.float32)
     if turning.has_norms:

@@ -1,6 +1,7 @@
 """Loads of (row, query head) pairs and TMA loads of tiles for attention (Gluon).
 
-Used by `mix_described` and `attend_described`: the K/V pipeline, mask bounds of pairs, and padding.
+Used by `attention_layer_sm90` and `attention_sm90`: the K/V pipeline, mask bounds of pairs, and
+padding.
 """
 
 from typing import Any, NamedTuple

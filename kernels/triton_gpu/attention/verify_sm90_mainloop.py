@@ -1,4 +1,4 @@
-"""WGMMA main loop of `mix_described` and `attend_described`: online softmax (Gluon).
+"""WGMMA main loop of `attention_layer_sm90` and `attention_sm90`: online softmax (Gluon).
 
 Scores, weights and accumulators of a tile stay in the registers of a warpgroup, in WGMMA layout.
 Threads exchange only the maximum of a row.
@@ -253,7 +253,7 @@ def sum_span(
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
         if is_partly:
             position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
-            scores = gl.where(_sees(position, pairs, config.nodes), scores, NEGATIVE)
+            scores = gl.where(_visible(position, pairs, config.nodes), scores, NEGATIVE)
         highest = gl.maximum(s_peak, gl.max(scores, 1))
         # Before the first visible position, masked scores must not get the weight of the maximum.
         above = gl.where(highest == NEGATIVE, 0.0, highest)
@@ -347,7 +347,7 @@ def fold(peak, total, sums, more_peak, more_total, more_sums):
 
 
 @gluon.jit
-def _sees(position, pairs, nodes: gl.constexpr):
+def _visible(position, pairs, nodes: gl.constexpr):
     """Returns the mask of positions that each pair attends to, [pairs, positions]."""
     position = position[None, :]
     is_seen = (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
@@ -392,7 +392,7 @@ def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, n
     for i in range(0, TILE):
         position = begin + i + gl.zeros((1,), gl.int32, layout=gl.SliceLayout(0, wide(TILE)))
         if gl.max(gl.where(number == i, is_zeroed, 0), 0) > 0:
-            gets_nan |= gl.max(_sees(position, pairs, nodes).to(gl.int32), 1)
+            gets_nan |= gl.max(_visible(position, pairs, nodes).to(gl.int32), 1)
     return gets_nan
 
 

@@ -117,7 +117,7 @@ def launch(
         parts = [(2, size.value // 2, config.depth) for size in (WIDE, NARROW)]
     else:
         parts = [(size.value, config.depth) for size in (WIDE, NARROW)]
-    _described_kernel[(programs,)](
+    _linear_sm90_kernel[(programs,)](
         described(x, config.rows, config.depth),
         *(described(weight, *shape) for shape in parts),
         args,
@@ -134,7 +134,7 @@ def launch(
 
 
 @gluon.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
-def _described_kernel(
+def _linear_sm90_kernel(
     x_of,
     wide_of,
     narrow_of,

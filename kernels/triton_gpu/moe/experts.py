@@ -29,7 +29,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     tile_of,
 )
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
-from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, most_tiles
+from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
 from shared.models.fp8_packing import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
@@ -244,7 +244,7 @@ def linear_add(
 
 
 def _tiles(rows: int, routing: RoutingSettings, tiles: ExpertsTiles) -> int:
-    return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
+    return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
 def _expert_blocks_or_pointers(expert_blocks: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:

@@ -56,7 +56,7 @@ def group(
       tiles: Tile config.
     """
     R = len(ids)
-    most = most_tiles(R, routing, tiles.slots)
+    most = max_tiles(R, routing, tiles.slots)
     empty = torch.Tensor.new_empty
     expert_blocks = ExpertBlocks(
         slots=empty(ids, (routing.stored, R)),
@@ -85,21 +85,21 @@ def group(
     return expert_blocks
 
 
-def most_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
+def max_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)
     return tiles + (triton.cdiv(rows, slots) if routing.is_shared else 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "max_tiles"])
 def _group_kernel(
     ids_at,
     counts_at,
     arrivals_at,
     expert_blocks,
     num_rows,
-    most_tiles,
+    max_tiles,
     grouping: tl.constexpr,
     is_launched: tl.constexpr,
 ):
@@ -123,11 +123,11 @@ def _group_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == grouping.stored - 1:
         tl.store(arrivals_at, 0)
-        _cut(counts_at, expert_blocks, num_rows, most_tiles, grouping)
+        _cut(counts_at, expert_blocks, num_rows, max_tiles, grouping)
 
 
 @triton.jit
-def _cut(counts_at, expert_blocks, num_rows, most_tiles, grouping: tl.constexpr):
+def _cut(counts_at, expert_blocks, num_rows, max_tiles, grouping: tl.constexpr):
     """Cuts the lists into tiles, from the last expert on: a shared expert has the most slots."""
     tile: tl.constexpr = grouping.tile
     place = tl.arange(0, grouping.spread)
@@ -144,6 +144,6 @@ def _cut(counts_at, expert_blocks, num_rows, most_tiles, grouping: tl.constexpr)
         tl.store(expert_blocks.counts + at, tl.minimum(count - number * tile, tile), mask=keep)
     spread: tl.constexpr = grouping.spread
     nothing = tl.zeros((spread,), tl.int32)
-    for first in range(0, most_tiles, spread):
+    for first in range(0, max_tiles, spread):
         at = first + place
-        tl.store(expert_blocks.counts + at, nothing, mask=(at >= total) & (at < most_tiles))
+        tl.store(expert_blocks.counts + at, nothing, mask=(at >= total) & (at < max_tiles))

@@ -113,7 +113,7 @@ def noise_of_words(words):
 
 
 @triton.jit
-def most_noise(words):
+def max_noise(words):
     """Computes a cheap upper bound of `noise_of_words`, which is below -log(uniform).
 
     The bits of a float, read as an integer, are piecewise linear between powers of two and never

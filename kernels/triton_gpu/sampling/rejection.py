@@ -166,7 +166,7 @@ def rejection_sample(
     fixed = {"sizes": Lengths(S, S + 1, vocab, parts, *lanes), "enable_fp_fusion": False}
     chosen = torch.empty_like(chains.choices)
     _masses_kernel[(parts, B * S, 2)](chains, distributions, num_warps=_WARPS, **fixed)
-    _laws_kernel[(B,)](chains, distributions, is_block=is_block, num_warps=4, **fixed)
+    _distributions_kernel[(B,)](chains, distributions, is_block=is_block, num_warps=4, **fixed)
     _draws_kernel[(parts, B * S)](
         chains, distributions, residuals, word=residual_stream, num_warps=_WARPS, **fixed
     )
@@ -216,7 +216,7 @@ def _masses_kernel(chains, distributions, sizes: tl.constexpr):
 
 
 @triton.jit
-def _laws_kernel(chains, distributions, is_block: tl.constexpr, sizes: tl.constexpr):
+def _distributions_kernel(chains, distributions, is_block: tl.constexpr, sizes: tl.constexpr):
     """One program per request; levels are its lanes."""
     request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
     has_draft = _has_draft(chains, request, level) & (level < sizes.levels)

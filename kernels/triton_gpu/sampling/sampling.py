@@ -20,8 +20,8 @@ from kernels.tiles import SamplingTiles
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials
 from kernels.triton_gpu.sampling.logits_processing import PAIRS, VocabShard, inputs_of, sizes_of
 from kernels.triton_gpu.sampling.sampling_kernels import (
-    border_kernel,
     rows_kernel,
+    threshold_kernel,
     tiles_kernel,
 )
 from kernels.triton_gpu.sampling.topk import TilePartials, TopK
@@ -139,7 +139,7 @@ def rank(
     return *found, scores if is_sampled else None
 
 
-def leave(
+def shard_partials(
     logits: Float[Tensor, "R share"],
     seen: Any,
     positions: Int[Tensor, " named"],
@@ -270,7 +270,7 @@ def _ranked(
         **fixed,
         **chosen,
     )
-    border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
+    threshold_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
         *(inputs, partials, new(R, 2, tiles.listed, **ints)),
         group_lanes=group_lanes,
         at_once=tiles.at_once,

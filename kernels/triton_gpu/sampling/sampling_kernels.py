@@ -144,7 +144,7 @@ def _process_own_tile(
 
 
 @triton.jit
-def border_kernel(
+def threshold_kernel(
     inputs,
     partials,
     near_at,

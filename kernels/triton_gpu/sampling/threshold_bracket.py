@@ -74,8 +74,8 @@ def bracket_threshold(peaks, masses, bounds, source, sampled: tl.constexpr, size
             tl.where(sample.x <= upper, sample.weights, 0.0),
             (sample.x > upper).to(tl.float32),
         )
-        _, most_below, fewest, _ = _estimate(lower, below_lower, above_lower, scale, bounds, tail)
-        is_low = (num_peaks >= bounds.most) | (fewest >= bounds.most) | (most_below < tail)
+        _, max_below, fewest, _ = _estimate(lower, below_lower, above_lower, scale, bounds, tail)
+        is_low = (num_peaks >= bounds.most) | (fewest >= bounds.most) | (max_below < tail)
         is_low |= peak_weight > weight * (1 + _ROUNDING)
         low = tl.where(is_low, key_of(lower) + 1, low)
         below, above = tl.where(is_low, lower, below), tl.where(is_low, above, lower)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.sampling.gumbel_noise import MOST_NOISE, most_noise, noise_of_words
+from kernels.triton_gpu.sampling.gumbel_noise import MOST_NOISE, max_noise, noise_of_words
 from kernels.triton_gpu.sampling.logits_processing import (
     HIGHEST,
     LOWEST,
@@ -149,7 +149,7 @@ def choose_in_tile(
         words = words_at(source.params.noise, pairs, ids, inputs, sizes)
         may_win = tau is not None
         if tau is None:
-            may_win = tl.max(x + most_noise(words)) >= score_of(best)
+            may_win = tl.max(x + max_noise(words)) >= score_of(best)
         if may_win:
             keys = tl.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
     if is_scored:

@@ -199,7 +199,7 @@ def _entry(table, first, second, level, missing, groups):
 
 
 @triton.jit
-def _draft_kernel(table, contexts_at, scopes_at, most_at, trees, groups, sizes: tl.constexpr):
+def _draft_kernel(table, contexts_at, scopes_at, max_at, trees, groups, sizes: tl.constexpr):
     """One program per request, which grows its tree node by node."""
     lanes: tl.constexpr = sizes.lanes
     children: tl.constexpr = sizes.children
@@ -209,7 +209,7 @@ def _draft_kernel(table, contexts_at, scopes_at, most_at, trees, groups, sizes: 
     slot = tl.arange(0, _LENGTHS)[:, None] * _WAYS + tl.arange(0, _WAYS)[None, :]
     number = node[:, None] * children + child[None, :]
     scope, other_scope = tl.load(scopes_at + 2 * request), tl.load(scopes_at + 2 * request + 1)
-    limit = tl.minimum(sizes.nodes, 1 + tl.load(most_at + request))
+    limit = tl.minimum(sizes.nodes, 1 + tl.load(max_at + request))
     first = tl.zeros((_RING,), tl.int32) + scope
     second = tl.zeros((_RING,), tl.int32) + other_scope
     newest, missing = 0, 0

@@ -35,7 +35,7 @@ def _rank_weights_kernel(
     parents_at,
     weights_at,
     calibration_at,
-    least_at,
+    min_at,
     nodes: tl.constexpr,
     depths: tl.constexpr,
     lanes: tl.constexpr,
@@ -57,7 +57,7 @@ def _rank_weights_kernel(
         least = tl.where(is_on & (weight < least), weight, least)
         above = tl.load(parents_at + request * nodes + above, mask=is_on, other=0)
         depth -= 1
-    tl.store(least_at + request * nodes + node, least, mask=node < nodes)
+    tl.store(min_at + request * nodes + node, least, mask=node < nodes)
 
 
 def prune_to_budget(
@@ -71,7 +71,7 @@ def prune_to_budget(
     B, N = tokens.shape
     kept_tokens, kept_parents = tokens.new_empty((2, B, N), dtype=torch.int32)
     kept_nodes = tokens.new_empty(B, dtype=torch.int32)
-    _share_kernel[(B,)](
+    _prune_to_budget_kernel[(B,)](
         *(x.contiguous() for x in (tokens, parents, num_nodes, rank_weights)),
         *(kept_tokens, kept_parents, kept_nodes),
         rows - B,
@@ -85,7 +85,7 @@ def prune_to_budget(
 
 
 @triton.jit
-def _share_kernel(
+def _prune_to_budget_kernel(
     tokens_at,
     parents_at,
     num_nodes_at,

@@ -25,7 +25,7 @@ MOST_STEPS_AHEAD = 25
 longer."""
 
 
-class _Flight(NamedTuple):
+class _AdaptiveStep(NamedTuple):
     """A decode step in flight.
 
     Attributes:
@@ -81,7 +81,7 @@ class AdaptiveController:
         self._trace = trace
         self._planned = self.max_rows, 0  # batch bucket and tier of the last returned rows
         self._hopes: dict[int, float] = {}  # expected accepted tokens of a chain, per request
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_AdaptiveStep] = deque()
         self._after_off: set[int] = set()
         self._chosen, self.steps = 0, Counter[int]()
         self.gauges: Gauges = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
@@ -120,7 +120,7 @@ class AdaptiveController:
         by depth.
         """
         rows = self.acceptance.rows_of([request.request_id for request in ready])
-        left = np.array([most_left(request) for request in ready])
+        left = np.array([max_left(request) for request in ready])
         capacity = [request.sampling.max_draft_tokens for request in ready]
         most = np.minimum(left - 1, [np.inf if m is None else m for m in capacity]).astype(np.int64)
         after_off = np.array([request.request_id in self._after_off for request in ready])
@@ -153,7 +153,7 @@ class AdaptiveController:
         is_off = self.shapes.tiers[self._chosen].is_off
         is_whole = is_off or not self.has_experts or self._after_off.isdisjoint(ids)
         hopes = [self._hopes.get(i, 0.0) for i in ids]
-        self._flights.append(_Flight(batch, self._chosen, is_whole, hopes))
+        self._flights.append(_AdaptiveStep(batch, self._chosen, is_whole, hopes))
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
     def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
@@ -189,7 +189,7 @@ class AdaptiveController:
         """Does nothing: no data is kept of a finished request."""
 
 
-def most_left(request: Request) -> int:
+def max_left(request: Request) -> int:
     """Returns the maximum tokens that a request can use after the steps in flight; at least 1."""
     return max(request.sampling.max_tokens - len(request.output) - request.min_in_flight_tokens, 1)
 

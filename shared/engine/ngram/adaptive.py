@@ -28,7 +28,7 @@ from jaxtyping import Float64, Int64
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
-from shared.engine.adaptive.controller import gauges_of, most_left, step_time_notes
+from shared.engine.adaptive.controller import gauges_of, max_left, step_time_notes
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import TraceWriter
@@ -207,7 +207,7 @@ class AdaptiveNgramController:
         """Returns the tier, and the trees pruned to it; None for a plain step."""
         trees, ids = self.index.trees(requests), [request.request_id for request in requests]
         self._made = PreparedTrees(trees, dict(zip(ids, range(len(ids)), strict=True)))
-        most = np.array([most_left(request) - 1 for request in requests])
+        most = np.array([max_left(request) - 1 for request in requests])
         weights = self.evidence.weights(trees, most)
         if self._trace is not None:
             self._hopes |= zip(ids, (weights.sum(axis=1) - 1).tolist(), strict=True)

@@ -49,7 +49,7 @@ OFF = "none"
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _MergedStep:
     """A decode step in flight.
 
     Attributes:
@@ -117,8 +117,8 @@ class MergedDraftController:
         if self.measured is not None:
             self._shapes[OFF] = shapes(lambda s: s.is_plain)
         self.pause = Backoff()
-        self._planned: _Flight | None = None
-        self._flights = deque[_Flight]()
+        self._planned: _MergedStep | None = None
+        self._flights = deque[_MergedStep]()
         self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
         self.gauges: Gauges = {**index_gauges(index), **_gauges(self)}
         self.notes: Sequence[str] = ()
@@ -147,7 +147,7 @@ class MergedDraftController:
         ahead = np.array([self._ahead(request) for request in requests])
         tokens = self.worth.expected_tokens_of_tree(trees, chances, ahead)
         kind = self.kind_of(dict(zip(KINDS, tokens, strict=True)), len(requests))
-        self._planned = _Flight(trees, [len(request.output) for request in requests], kind)
+        self._planned = _MergedStep(trees, [len(request.output) for request in requests], kind)
         shape = smallest_that_holds(self._shapes[kind], len(requests))
         if not shape.copied:
             return ScheduledRows.decode(requests, shape)

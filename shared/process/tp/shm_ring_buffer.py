@@ -45,20 +45,20 @@ class Ring:
       written: Messages so far.
     """
 
-    def __init__(self, readers: int, most_words: int, slots: int) -> None:
+    def __init__(self, readers: int, max_words: int, slots: int) -> None:
         """Allocates the memory.
 
         Args:
           readers: Processes that read every message.
-          most_words: Words of 4 bytes in the longest message.
+          max_words: Words of 4 bytes in the longest message.
           slots: Messages that may wait for the slowest reader.
         """
         self.descriptor = os.memfd_create("tandem_plans")
-        stride = _stride(most_words)
+        stride = _stride(max_words)
         num_bytes = 8 * (_HEAD + readers * _LINE + slots * stride)
         os.ftruncate(self.descriptor, num_bytes)
         self._words = memoryview(mmap.mmap(self.descriptor, num_bytes)).cast("q")
-        self._words[0], self._words[1], self._words[2] = readers, slots, most_words
+        self._words[0], self._words[1], self._words[2] = readers, slots, max_words
         self._places = _Places(self._words)
         self.written = 0
 
@@ -76,8 +76,8 @@ class Ring:
           ValueError: The message is longer than a slot.
         """
         places = self._places
-        if len(message) > places.most_words:
-            raise ValueError(f"a message has at most {places.most_words} words, got {len(message)}")
+        if len(message) > places.max_words:
+            raise ValueError(f"a message has at most {places.max_words} words, got {len(message)}")
         self._wait_for_slot(timeout_s)
         number = self.written + 1
         slot = places.slot(number)
@@ -179,9 +179,9 @@ class _Places:
     """Memory layout of the ring, in words of 8 bytes."""
 
     def __init__(self, words: memoryview) -> None:
-        self.readers, self.slots, self.most_words = words[0], words[1], words[2]
+        self.readers, self.slots, self.max_words = words[0], words[1], words[2]
         self._first = _HEAD + self.readers * _LINE
-        self._stride = _stride(self.most_words)
+        self._stride = _stride(self.max_words)
         self._all = np.frombuffer(words, np.int32)
 
     def reader(self, reader: int) -> int:
@@ -195,9 +195,9 @@ class _Places:
     def data(self, slot: int) -> Int32[np.ndarray, " words"]:
         """Returns the payload area of a slot."""
         first = 2 * (slot + _SLOT_HEAD)
-        return self._all[first : first + self.most_words]
+        return self._all[first : first + self.max_words]
 
 
-def _stride(most_words: int) -> int:
+def _stride(max_words: int) -> int:
     """Returns the words of 8 bytes of a slot, in whole cache lines."""
-    return -(-(_SLOT_HEAD + -(-most_words // 2)) // _LINE) * _LINE
+    return -(-(_SLOT_HEAD + -(-max_words // 2)) // _LINE) * _LINE

@@ -98,7 +98,7 @@ class TPStartup:
         followers, platform = self._followers, self._find_platform()
         if followers is None:
             return self._plan(replace(platform, find_device=self._shared_device))
-        start = self._plan(replace(platform, find_device=self._least_device))
+        start = self._plan(replace(platform, find_device=self._min_device))
         followers.wait_until(lambda each: each.digest is not None, "done with its plan")
         digest = digest_of(start)
         for each in followers.ranks:
@@ -178,7 +178,7 @@ class TPStartup:
         free = {f"rank {rank}": num_bytes for rank, num_bytes in enumerate(each)}
         return replace(found, free_bytes=self._least(free))
 
-    def _least_device(self) -> Device:
+    def _min_device(self) -> Device:
         """Returns rank 0's device, with the free memory of the rank that has least."""
         followers, own = self._followers, self._find_platform().find_device()
         assert followers is not None, "this is asked where there are others"

@@ -18,7 +18,7 @@ from shared.server.completions.logprobs import (
     for_completion,
     for_prompt,
 )
-from shared.server.completions.traces import RequestTrace, Traces, step_json
+from shared.server.completions.traces import TraceRecorder, Traces, step_json
 from shared.server.parsing.delta import Delta, ToolCallDelta
 from shared.server.protocol.response_types import STREAM_END
 
@@ -145,7 +145,7 @@ class ResponseWriter:
     num_echoed: int | None = None
     num_of_prompt: int | None = None
     ignored: tuple[str, ...] = ()
-    trace: RequestTrace | None = None
+    trace: TraceRecorder | None = None
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)

@@ -53,7 +53,7 @@ class SamplingFields(Protocol):
         ...
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Maximum draft tokens per step; None: no limit."""
         ...
 
@@ -87,7 +87,7 @@ def make_sampling(request: SamplingFields, prompt_tokens: int, facts: ServerInfo
         logit_bias=request.logit_bias,
         logprobs=request.logprobs_field[1],
         prompt_logprobs=request.prompt_logprobs_field[1],
-        max_draft_tokens=request.most_drafts,
+        max_draft_tokens=request.max_drafts,
         traces=facts.trace_all_requests or request.returns_trace,
     )
 

@@ -19,7 +19,7 @@ MAX_TRACE_BYTES = 32 << 20
 TARGET, BONUS = "target", "bonus"
 
 
-class RequestTrace:
+class TraceRecorder:
     """Step trace of one HTTP request.
 
     Args:
@@ -87,10 +87,10 @@ class Traces:
 
     def __init__(self, max_traces: int = MAX_TRACES, max_bytes: int = MAX_TRACE_BYTES) -> None:
         self._max_traces, self._max_bytes = max_traces, max_bytes
-        self._kept: OrderedDict[str, RequestTrace] = OrderedDict()
+        self._kept: OrderedDict[str, TraceRecorder] = OrderedDict()
         self._num_bytes = 0
 
-    def open(self, name: str, head: dict[str, Any], num_choices: int) -> RequestTrace:
+    def open(self, name: str, head: dict[str, Any], num_choices: int) -> TraceRecorder:
         """Starts the trace of a request.
 
         Args:
@@ -98,17 +98,17 @@ class Traces:
           head: Further fields of the trace.
           num_choices: Number of choices of all prompts.
         """
-        trace = RequestTrace(self, {"id": name, "object": "request.trace", **head}, num_choices)
+        trace = TraceRecorder(self, {"id": name, "object": "request.trace", **head}, num_choices)
         self._kept[name] = trace
         if len(self._kept) > self._max_traces:
             self._drop_oldest()
         return trace
 
-    def find(self, name: str) -> RequestTrace | None:
+    def find(self, name: str) -> TraceRecorder | None:
         """Returns the trace of a request; None if it is not stored."""
         return self._kept.get(name)
 
-    def bound(self, trace: RequestTrace, num_bytes: int) -> None:
+    def bound(self, trace: TraceRecorder, num_bytes: int) -> None:
         """Counts a step that was added to a trace, and evicts traces or steps above the limit."""
         if trace not in self._kept.values():
             trace.clear()

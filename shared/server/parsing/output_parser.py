@@ -39,16 +39,16 @@ class OutputBuilder:
     def __init__(
         self,
         tools: Mapping[str, dict[str, Any]],
-        most_calls: int | None,
+        max_calls: int | None,
         are_calls_constrained: bool,
     ) -> None:
-        """Args: `most_calls` is the maximum number of calls of a choice; None: no limit."""
+        """Args: `max_calls` is the maximum number of calls of a choice; None: no limit."""
         self.tools = tools
         self.are_calls_constrained = are_calls_constrained
         self.num_calls = self.num_whole = 0
         self.is_thinking = False
         self.was_cut = False
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._follows_call = False
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -56,7 +56,7 @@ class OutputBuilder:
 
     def allows_call(self, name: Any) -> bool:
         """Returns True if a call of this function may begin."""
-        return isinstance(name, str) and name in self.tools and self.num_calls != self._most_calls
+        return isinstance(name, str) and name in self.tools and self.num_calls != self._max_calls
 
     def add_text(self, text: str) -> None:
         """Adds text that belongs to no call."""

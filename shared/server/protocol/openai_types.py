@@ -63,7 +63,7 @@ class SpeculativeOptions(Strict):
     max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Maximum draft tokens per step; None: no limit."""
         if self.enabled is False:
             return 0
@@ -198,9 +198,9 @@ class GenerationRequest(Strict):
         return {"prompt": self.PROMPT, "grammar": self.grammar_field, **asked}
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """Maximum draft tokens per step; None: no limit."""
-        return self.speculative.most_drafts if self.speculative else None
+        return self.speculative.max_drafts if self.speculative else None
 
 
 class CompletionRequest(GenerationRequest):

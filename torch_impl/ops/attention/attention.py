@@ -19,7 +19,7 @@ from torch_impl.ops.trees import draft_tree
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Same as the class of this name in the specification, with at most `most_rows` per request.
+    """Same as the class of this name in the specification, with at most `max_rows` per request.
 
     Request b has the rows from `row_starts[b]` to `row_starts[b + 1]`. Later rows are padding and
     belong to request 0.
@@ -34,7 +34,7 @@ class AttentionRows:
     is_real: Bool[Tensor, " R"]
     page_table: Int[Tensor, "B table"]
     row_starts: Int[Tensor, " B1"]
-    most_rows: int
+    max_rows: int
     turns: Int[Tensor, "R 3"] | None = None
 
 
@@ -63,7 +63,7 @@ def causal_rows(
         is_real=is_real,
         page_table=page_table,
         row_starts=row_starts,
-        most_rows=clamp_rows((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
+        max_rows=clamp_rows((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
     )
 
 
@@ -144,7 +144,7 @@ def tree_rows(
         is_real=flat.is_real,
         page_table=page_table,
         row_starts=flat.row_starts,
-        most_rows=parents.shape[1],
+        max_rows=parents.shape[1],
     )
     return flat_rows, flat.node
 
@@ -227,7 +227,7 @@ def attend(
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
-    most_rows: int,
+    max_rows: int,
     scale: float | None = None,
 ) -> Float[Tensor, "R Hq D"]:
     """Same as the specification, but padding rows are undefined.
@@ -235,9 +235,9 @@ def attend(
     Args:
       q, k_pages, v_pages, page_table, request, first, until, window, scale: As in the
         specification.
-      row_starts, most_rows: See `AttentionRows`.
+      row_starts, max_rows: See `AttentionRows`.
     """
-    grid, back = _grid(request, row_starts, most_rows)
+    grid, back = _grid(request, row_starts, max_rows)
     page_size = k_pages.shape[1]
     num_pages = clamp_rows(
         torch.div(until.max() + window.shape[1] + page_size - 1, page_size, rounding_mode="floor"),
@@ -254,16 +254,16 @@ def attend(
 
 
 def _grid(
-    request: Int[Tensor, " R"], row_starts: Int[Tensor, " B1"], most_rows: int
+    request: Int[Tensor, " R"], row_starts: Int[Tensor, " B1"], max_rows: int
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, " R"]]:
     """Returns the flat row at each index of a [request, row] grid, and the index of each row."""
     R = len(request)
     row, column = (
-        torch.arange(size, dtype=torch.int32, device=request.device) for size in (R, most_rows)
+        torch.arange(size, dtype=torch.int32, device=request.device) for size in (R, max_rows)
     )
     grid = (row_starts[:-1, None] + column).clamp(max=R - 1)
-    place = (row - row_starts[request]).clamp(max=most_rows - 1)  # any, for padding
-    return grid, request * most_rows + place
+    place = (row - row_starts[request]).clamp(max=max_rows - 1)  # any, for padding
+    return grid, request * max_rows + place
 
 
 def _softmax_attention(

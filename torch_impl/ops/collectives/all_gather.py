@@ -62,7 +62,7 @@ def all_gather_kv_heads(
     return _joined(_shares(ranks, values)[::num_copies])
 
 
-def gathers_beside(ranks: TPGroup, columns: Float[Tensor, "R share"]) -> bool:
+def gathers_with_squares(ranks: TPGroup, columns: Float[Tensor, "R share"]) -> bool:
     """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
     This requires that each chunk of the sums of squares is on one rank.
@@ -77,16 +77,16 @@ def kept(
 ) -> Float[Tensor, "R columns"]:
     """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = local_columns(ranks, rows)
-    return columns if norm is not None and gathers_beside(ranks, columns) else rows
+    return columns if norm is not None and gathers_with_squares(ranks, columns) else rows
 
 
-def norm_beside(
+def norm_with_squares(
     ranks: TPGroup, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, " share"] | None:
     """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_single:
         return norm
-    return local_columns(ranks, norm) if gathers_beside(ranks, columns) else None
+    return local_columns(ranks, norm) if gathers_with_squares(ranks, columns) else None
 
 
 def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... size"]:

@@ -193,7 +193,7 @@ def kernel_added_experts(
         gate_up_scales=gate_up.scales,
         down=down.values,
         down_scales=down.scales,
-        next_norm=all_gather.norm_beside(group, own, norm),
+        next_norm=all_gather.norm_with_squares(group, own, norm),
         live=count,
         arrivals=stream.arrivals,
         gathered=partial(all_gather.all_gather, group),
@@ -203,8 +203,8 @@ def kernel_added_experts(
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(item_bytes=gate_up.item_bytes, **sizes),
     )
-    if all_gather.gathers_beside(group, own):
-        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+    if all_gather.gathers_with_squares(group, own):
+        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
         added = NormedStream(added.rows, norm, scaled, squares)
     return linear.ended(kernels, stream, added, norm)
 

@@ -12,9 +12,9 @@ from torch_impl.ops.sampling.gumbel_noise import uniforms
 from torch_impl.ops.sampling.sampling import (
     Sampling,
     TokenCounts,
+    add_shared_gumbel_noise,
     best,
     is_finite,
-    perturbed_alike,
     probabilities,
     processed,
 )
@@ -244,7 +244,7 @@ def plain_rejection_sample(
     """
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
-    after = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
+    after = add_shared_gumbel_noise(scores, sampling, lengths + num_nodes, TARGET_STREAM)
     choices = best(after.flatten(0, 1), vocabulary).view_as(tokens)
     if not any_row_set(sampling.temperature > 0):
         return choices, is_finite(logits, vocabulary)
@@ -311,7 +311,7 @@ def _decided(
     B, S, _ = residual.shape
     is_left = any_of((residual > 0).any(dim=2).flatten(), vocabulary).view(B, S, 1)
     left = torch.where(is_left, residual.clamp(min=0), p[:, :S])
-    noisy = perturbed_alike(left.log(), sampling, lengths, RESIDUAL_STREAM)
+    noisy = add_shared_gumbel_noise(left.log(), sampling, lengths, RESIDUAL_STREAM)
     drawn = best(noisy.flatten(0, 1), vocabulary).view(B, S)
     decided = torch.where(accepted, tokens[:, 1:], drawn)
     place = torch.arange(S, dtype=torch.int32, device=tokens.device)

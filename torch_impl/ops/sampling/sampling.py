@@ -84,12 +84,12 @@ class TokenCounts:
     on_path: Bool[Tensor, "R path"]
 
 
-def seen_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> TokenCounts:
+def counts_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> TokenCounts:
     nothing = slots.new_zeros(len(slots), 0)
     return TokenCounts(counts, slots, nothing, nothing.bool())
 
 
-def seen_in_trees(
+def counts_in_trees(
     counts: Int[Tensor, "slots vocab"],
     slots: Int[Tensor, " B"],
     tokens: Int[Tensor, "B N"],
@@ -100,13 +100,13 @@ def seen_in_trees(
 ) -> TokenCounts:
     """Returns the token counts of draft-tree nodes; in a chain all earlier nodes are ancestors."""
     if tokens.shape[1] == 1:
-        return seen_alone(counts, slots[request])
+        return counts_alone(counts, slots[request])
     place = torch.arange(tokens.shape[1], device=tokens.device)
     on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
     return TokenCounts(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
-def seen_rows(seen: TokenCounts) -> Int[Tensor, "R vocab"]:
+def counts_of_rows(seen: TokenCounts) -> Int[Tensor, "R vocab"]:
     return seen.counts[seen.slots].scatter_add_(1, seen.path.long(), 2 * seen.on_path.int())
 
 
@@ -145,7 +145,7 @@ def _edited(
 ) -> Float[Tensor, "R vocab"]:
     """Applies penalties, biases and masks, which precede the division by the temperature."""
     if any_row_set(sampling.has_penalty):
-        logits = penalized(logits, seen_rows(seen), sampling.rows(request))
+        logits = penalized(logits, counts_of_rows(seen), sampling.rows(request))
     if any_row_set(sampling.bias_values != 0):
         ids, values = sampling.bias_ids.long()[request], sampling.bias_values[request]
         logits = logits.scatter_add(1, ids, values)
@@ -209,7 +209,7 @@ def _noise(
     return gumbel(seeds[owners], named, vocab, stream)[row]
 
 
-def perturbed_alike(
+def add_shared_gumbel_noise(
     processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
 ) -> Float[Tensor, "B k vocab"]:
     """Same as `add_gumbel_noise`, with one row of noise for the k rows of a request."""
@@ -292,7 +292,7 @@ def of_parts(
     )
     every = all_gather.gathered_rows(group, logits, rows)
     part = kernels.sampling.VocabShard(size, group.count, first_of(vocabulary), every)
-    left, *held = kernels.sampling.leave(
+    left, *held = kernels.sampling.shard_partials(
         *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
         **how,
@@ -369,7 +369,7 @@ def plain_rank(
     edited = edited if columns is None else edited[:, columns]
     scores = _supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).unflatten(0, (B, k))
-    noisy = perturbed_alike(by_node, sampling, keys, stream).flatten(0, 1)
+    noisy = add_shared_gumbel_noise(by_node, sampling, keys, stream).flatten(0, 1)
     noisy = noisy if columns is None else noisy[:, columns]
     values, ids = best_of(noisy, width, vocabulary)
     temperature = sampling.temperature[request]

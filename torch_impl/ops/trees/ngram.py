@@ -32,7 +32,7 @@ class NgramState:
 
 
 @dataclass(frozen=True)
-class Grown:
+class BuiltTrees:
     """Draft trees; same fields as in the specification."""
 
     tokens: Int[Tensor, "B N"]
@@ -144,7 +144,7 @@ def plain_draft(
     nodes: int,
     depth: int,
     width: int,
-) -> Grown:
+) -> BuiltTrees:
     B, device = len(contexts), contexts.device
     row = torch.arange(B, device=device)
     tokens, parents, costs, levels = torch.zeros(4, B, nodes, dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def plain_draft(
         num_nodes = num_nodes + grows.int()
     is_node = torch.arange(nodes, device=device) < num_nodes[:, None]
     weights = torch.where(is_node, -costs.float() / UNITS, -torch.inf)
-    return Grown(tokens, parents, num_nodes, weights)
+    return BuiltTrees(tokens, parents, num_nodes, weights)
 
 
 def kernel_draft(
@@ -183,9 +183,11 @@ def kernel_draft(
     nodes: int,
     depth: int,
     width: int,
-) -> Grown:
+) -> BuiltTrees:
     held = (table.tokens, table.checks, table.stamps, table.clocks)
-    return Grown(*kernels.ngram.draft(*held, contexts, scopes, max_drafts, nodes, depth, width))
+    return BuiltTrees(
+        *kernels.ngram.draft(*held, contexts, scopes, max_drafts, nodes, depth, width)
+    )
 
 
 draft = kernel_or_reference(kernel_draft, plain_draft)

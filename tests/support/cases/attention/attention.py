@@ -49,7 +49,7 @@ class Case:
             "first": self.first,
             "until": self.until,
             "window": self.window,
-            "most_rows": self.max_rows,
+            "max_rows": self.max_rows,
         }
 
 
@@ -108,8 +108,8 @@ def prompt_case(
     rows = spec.causal_rows(starts, first, 0 * first, table, int(starts[-1]) + 1)
     q = rng.standard_normal((starts[-1] + 1, heads[0], D), np.float32)
     ints = (x.astype(np.int32) for x in (starts, rows.first, rows.until))
-    most_rows = int((until - first).max())
-    return Case(q, k_pages, v_pages, table, *ints, rows.window, most_rows, half)
+    max_rows = int((until - first).max())
+    return Case(q, k_pages, v_pages, table, *ints, rows.window, max_rows, half)
 
 
 def _pools(
@@ -240,6 +240,7 @@ def _image_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: int
         wide=("cos", "sin"),
         is_large=dtype == "bfloat16",
         tiles=tiles,
+        tiled="encoder_attention",
         real_rows=lambda arguments: np.arange(arguments["count"][0]),
         specify=lambda arguments, rows: [spec.bidirectional_attention(**arguments)[rows]],
     )

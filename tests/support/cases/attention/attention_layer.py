@@ -28,7 +28,7 @@ class MixCase:
     angles: attention_layer.Angles
     rows: attention.AttentionRows
     row_starts: np.ndarray
-    most_rows: int
+    max_rows: int
     k_pages: np.ndarray
     v_pages: np.ndarray
     half: bool
@@ -52,7 +52,7 @@ class MixCase:
             angles=attention_layer.Angles(self.angles.cos[flat], self.angles.sin[flat]),
             rows=rows,
             row_starts=np.array([0, 1], np.int32),
-            most_rows=1,
+            max_rows=1,
             k_pages=k_pages,
             v_pages=v_pages,
         )
@@ -63,7 +63,7 @@ class AttentionRows(attention.AttentionRows):
     """Record with the fields of the backends' `AttentionRows`."""
 
     row_starts: np.ndarray
-    most_rows: int
+    max_rows: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def arguments(case: MixCase) -> Arguments:
         "norms": case.norms,
         "angles": case.angles,
         "rows": AttentionRows(
-            **vars(case.rows), row_starts=case.row_starts, most_rows=case.most_rows
+            **vars(case.rows), row_starts=case.row_starts, max_rows=case.max_rows
         ),
         "k_pages": case.k_pages,
         "v_pages": case.v_pages,
@@ -109,7 +109,7 @@ def specified(case: MixCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def mix_case(
     rows: attention.AttentionRows,
     row_starts: Sequence[int],
-    most_rows: int,
+    max_rows: int,
     *,
     heads: tuple[int, int] = (4, 2),
     D: int = 16,
@@ -141,7 +141,7 @@ def mix_case(
         angles=attention_layer.Angles(*(f(angle).astype(np.float32) for f in (np.cos, np.sin))),
         rows=replace(rows, **narrow),
         row_starts=np.array(row_starts, np.int32),
-        most_rows=most_rows,
+        max_rows=max_rows,
         k_pages=k_pages,
         v_pages=v_pages,
         half=half,
