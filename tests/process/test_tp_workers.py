@@ -239,7 +239,7 @@ def test_workers_receive_absolute_paths(monkeypatch):
         def __init__(self, *given):
             pass
 
-        def tell(self, kind, values):
+        def send(self, kind, values):
             sent[kind] = values
 
     monkeypatch.setattr(startup, "Workers", Workers)
