@@ -206,14 +206,14 @@ def table_of(title: str, lines: Sequence[Line]) -> str:
     """Lines for a terminal."""
     names = list(lines[0]["tokens_per_s"])
     head = f"{title:24}" + "".join(f"{name:>12}" for name in names)
-    lines = [head + f"{'/best':>8}{'/off':>8}{'regret':>8}{'ranked':>8}"]
+    rows = [head + f"{'/best':>8}{'/off':>8}{'regret':>8}{'ranked':>8}"]
     for line in lines:
         speeds = "".join(f"{line['tokens_per_s'][name]:12.1f}" for name in names)
         rest = f"{line['adaptive_by_best']:8.3f}{line['adaptive_by_off']:8.3f}"
         for key in ("regret", "ranked_by_equal"):
             rest += f"{'-':>8}" if line[key] is None else f"{line[key]:8.3f}"
-        lines.append(f"{line['phase']:24}{speeds}{rest}")
-    return "\n".join(lines)
+        rows.append(f"{line['phase']:24}{speeds}{rest}")
+    return "\n".join(rows)
 
 
 def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
