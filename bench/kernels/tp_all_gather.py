@@ -122,7 +122,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                     R: int = R,
                     chunks: int = chunks,
                 ) -> Any:
-                    gather = gathers.Gather(place, mailboxes.boxes)
+                    gather = gathers.AllGatherArgs(place, mailboxes.boxes)
                     sums = jnp.ones((R, chunks // ranks), jnp.float32) if chunks else None
                     got, how = None, {"largest_words_bytes": largest}
                     for _ in range(count):

@@ -77,7 +77,10 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                     way: str = way,
                     count: int = count,
                 ) -> Any:
-                    gather, sums = gathers.Gather(place, boxes.boxes), jnp.ones((R, HIDDEN // 64))
+                    gather, sums = (
+                        gathers.AllGatherArgs(place, boxes.boxes),
+                        jnp.ones((R, HIDDEN // 64)),
+                    )
 
                     def gathered(values: Any, sums: Any) -> Any:
                         return (

@@ -279,7 +279,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
     pallas = KERNELS["pallas"]
     kernels = (
         (pallas["attention_layer"].attention_layer, new | sums | {"tiles": tiles}),
-        (pallas["qk_norm_rope_kv_write"].place, new),
+        (pallas["qk_norm_rope_kv_write"].qk_norm_rope_kv_write, new),
     )
     for kernel, settings in kernels:
         program = jax.jit(partial(call_with, kernel, **settings))
@@ -290,7 +290,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
 def test_attention_layer_kernels_same_signature() -> None:
     for module, kernel in (
         ("attention", "attend"),
-        ("qk_norm_rope_kv_write", "place"),
+        ("qk_norm_rope_kv_write", "qk_norm_rope_kv_write"),
         ("attention_layer", "attention_layer"),
     ):
         names = [

@@ -92,7 +92,7 @@ def pallas_program(new: tuple, attends: tuple, max_parts: int | None) -> Callabl
 
     def program(arrays: dict) -> tuple:
         if max_parts is None or attends["tiles"].placed:
-            q, kv = call_with(modules["qk_norm_rope_kv_write"].place, arrays, **new)
+            q, kv = call_with(modules["qk_norm_rope_kv_write"].qk_norm_rope_kv_write, arrays, **new)
             arrays = arrays | {"q": q, "kv": kv}
         if max_parts is not None:
             return call_with(
@@ -131,7 +131,11 @@ def run_triton(case: MixCase, how: How = FUSED, given_as: Callable = torch.clone
     arrays["page_table"] = arrays["page_table"].long()  # as a step has it
     new, attends = given(case, how, "triton")
     is_placed = not how.is_fused or attends["tiles"].placed
-    q = call_with(modules["qk_norm_rope_kv_write"].place, arrays, **new) if is_placed else None
+    q = (
+        call_with(modules["qk_norm_rope_kv_write"].qk_norm_rope_kv_write, arrays, **new)
+        if is_placed
+        else None
+    )
     if how.is_fused:
         settings = new | attends | {"max_parts": how.max_parts, "q": q}
         out = call_with(modules["attention_layer"].attention_layer, arrays, **settings)

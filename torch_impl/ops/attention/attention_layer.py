@@ -263,7 +263,7 @@ def _place(
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
     """Writes the rows' keys and values with a kernel; returns the queries for attention."""
-    return kernels.qk_norm_rope_kv_write.place(
+    return kernels.qk_norm_rope_kv_write.qk_norm_rope_kv_write(
         projected,
         *((None, None) if norms is None else (norms.q, norms.k)),
         angles.cos,
