@@ -21,7 +21,7 @@ ONE_SIDED_NAMES = {
     "backend.py::Backend.replays": "the same",
     "backend.py::JaxFuture": "a result of torch is a step in flight, or a thread's",
     "backend.py::JaxFuture.result": "the same",
-    "backend.py::compiler_options": "torch has no compiler to be told",
+    "backend.py::compiler_options": "torch has no compiler options",
     "weights.py::Loaded": "a program of JAX takes arrays, and makes records of them in its trace",
     "weights.py::Loaded.named": "the same",
     "weights.py::Loaded.has_mtp": "the same",
@@ -44,7 +44,7 @@ ONE_SIDED_NAMES = {
     "platform.py::set_cpu_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
-    "device_state.py::new_kv": "a program of JAX says once where what it makes lies",
+    "device_state.py::new_kv": "a JAX program declares the placement of its results",
     "device_state.py::new_states": "the same",
     **{
         f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
@@ -104,17 +104,17 @@ def test_weight_storage_known_to_ops_only(package: str) -> None:
 def test_twin_modules_have_same_public_names():
     """Public names and parameters are equal, but for what functional code carries."""
     found = {
-        key: said
+        key: difference
         for file in backend_parity.files()
-        for key, said in backend_parity.differences(file).items()
+        for key, difference in backend_parity.differences(file).items()
     }
     check_excused(found, ONE_SIDED_NAMES)
 
 
 def test_twin_modules_call_same_ops():
     found = {
-        key: said
+        key: difference
         for file in backend_parity.files()
-        for key, said in backend_parity.other_ops(file).items()
+        for key, difference in backend_parity.other_ops(file).items()
     }
     check_excused(found, OTHER_OPS)

@@ -26,12 +26,12 @@ WORD_CEILINGS = {
     "by lot": 0,
     "law": 7,
     "mailbox": 12,
-    "tower": 10,
+    "tower": 6,
     "that sees": 5,
     "seen text": 0,
-    "turns": 29,
+    "turns": 28,
     "promise": 1,
-    "asleep": 9,
+    "asleep": 8,
     "who, whose": 228,
     "so many, as many": 13,
 }
@@ -46,7 +46,7 @@ OPENING_CEILINGS = {
 }
 """Docstrings by top folder that open with a word of `OPENINGS`."""
 AS_CEILING = 1
-CLASS_NAME_CEILING = 16
+CLASS_NAME_CEILING = 12
 UNDOCUMENTED_CEILING = 128
 SPREAD_CEILINGS = {"# fmt: skip": 4, "f(*(a, b))": 95, "f(*name)": 867}
 
@@ -106,6 +106,14 @@ def test_sections_omitting_parameters_within_ceiling() -> None:
 def test_spreads_and_unformatted_lines_within_ceilings() -> None:
     found = Counter({k: v.total() for k, v in counted(vocabulary.spreads).items()})
     assert not found - Counter(SPREAD_CEILINGS)
+
+
+def test_names_of_tests_are_short_without_articles() -> None:
+    """The pattern of CONTRIBUTING.md: `test_<unit>_<condition>_<expected>`, at most 8 words."""
+    names = vocabulary.names_of_tests()
+    words = {name: name.removeprefix("test_").split("_") for name in names}
+    assert len(names) > 2000
+    assert not [n for n, found in words.items() if len(found) > 8 or {"a", "an", "the"} & {*found}]
 
 
 PLANTED = '''

@@ -100,7 +100,7 @@ def faults(source: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _call_faults(call: ast.Call) -> Iterator[tuple[int, str]]:
-    """Imports by a bare name, which no rule of strings can tell from a word."""
+    """Imports by a bare name, which no rule of strings can distinguish from a word."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     given = call.args[0] if call.args else None
     if name in _IMPORTERS and isinstance(given, ast.Constant) and given.value in PACKAGES:

@@ -138,7 +138,7 @@ def _compiled(lowered: Lowered) -> Compiled:
         kernels += [_of_mosaic(path) for path in sorted(mosaic.glob("*.ptxas"))]
     memory, text = made.memory_analysis(), made.as_text()
     assert memory is not None
-    assert text is not None, "a compiler of XLA tells what it made"
+    assert text is not None, "XLA reports the text of a compiled program"
     return Compiled(kernels, thunks, text, memory.temp_size_in_bytes)
 
 

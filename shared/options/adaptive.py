@@ -137,8 +137,8 @@ def _check_key(key: str) -> None:
         )
     if key.isdigit():
         raise ConfigError(
-            f'{CONFIG_FLAG}: "{key}" lists shapes for a batch size, and here each may be taken at '
-            "any, as its measured seconds say; give one list as candidate_steps"
+            f'{CONFIG_FLAG}: "{key}" lists shapes for a batch size; any batch may take any shape, '
+            "by its measured time: give one list as candidate_steps"
         )
     raise ConfigError(f"{CONFIG_FLAG}: unknown key {key:.40}; known are {', '.join(_KEYS)}")
 

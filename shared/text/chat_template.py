@@ -237,16 +237,16 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "content": [*content[:-1], last]}
 
 
-def _cut(text: str, mark: str, said: str) -> str:
+def _cut(text: str, mark: str, message: str) -> str:
     """Returns a text up to its mark, without the template's end of the message.
 
     Args:
       text: Rendered prompt.
       mark: Ends with a space. If the text lacks this space, the template strips contents.
-      said: End of the message, as the client wrote it.
+      message: End of the message, as the client wrote it.
     """
     end = text.rfind(mark.strip())
-    if end < 0 or said.strip() not in text:
+    if end < 0 or message.strip() not in text:
         reason = "the chat template does not write the last message unchanged"
         raise TemplateError(f"{reason}, so it cannot be continued", "continue_final_message")
     return text[:end] if text.startswith(mark, end) else text[:end].rstrip()

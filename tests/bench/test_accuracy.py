@@ -105,9 +105,9 @@ def test_changed_output_excused_only_for_near_ties(oracle, excused, wrong, capsy
     assert texts.compare(row, requests, [[5, 8], [7]]) == (excused, wrong)
     assert texts.compare(row | {"temperature": 1.0}, requests, [[5, 8], [7]]) == (0, 0)
     assert texts.are_equal == (wrong == 0)
-    said = capsys.readouterr().err
-    assert ("THE TEXT CHANGED" in said) == (wrong == 1)
-    assert "token 1: [6] became [8]" in said
+    err = capsys.readouterr().err
+    assert ("THE TEXT CHANGED" in err) == (wrong == 1)
+    assert "token 1: [6] became [8]" in err
 
 
 def test_near_ties_excused_only_while_rare():
@@ -160,9 +160,9 @@ def test_drafter_changing_token_exits_with_one(monkeypatch, capsys):
     found = Measurement(settings(kinds=["problems"], temperatures=[0.0]), lambda so_far: None)
     found.run()
     assert verdict(found) == 1
-    said = capsys.readouterr().err
-    assert "THE TEXT CHANGED: NEXTN S=2 on torch, problems 1" in said
-    assert "THE TEXTS ARE NOT EQUAL" in said
+    err = capsys.readouterr().err
+    assert "THE TEXT CHANGED: NEXTN S=2 on torch, problems 1" in err
+    assert "THE TEXTS ARE NOT EQUAL" in err
     assert [row["wrong"] for row in found.rows] == [0, 1]
 
 

@@ -36,10 +36,10 @@ def test_rounds_alternate_sides_and_discard_first(capsys):
     offline, http, asked = sides([1, 100, 100, 200], [9, 90, 80, 190])
     found = rounds(offline, http, 3)
     assert asked == ["http", "offline", "offline", "http"] * 2
-    told = summary(found)
-    assert (told["share"], told["low"], told["high"]) == (0.9, 0.8, 0.95)
-    assert (told["best"], told["wall"]) == (0.95, 0.9)
-    assert (told["offline"]["tokens_per_s"], told["http"]["tokens_per_s"]) == (100, 90)
+    summarized = summary(found)
+    assert (summarized["share"], summarized["low"], summarized["high"]) == (0.9, 0.8, 0.95)
+    assert (summarized["best"], summarized["wall"]) == (0.95, 0.9)
+    assert (summarized["offline"]["tokens_per_s"], summarized["http"]["tokens_per_s"]) == (100, 90)
     assert "warm-up" in capsys.readouterr().out
 
 
@@ -50,7 +50,7 @@ def test_clocks_subtract_waiting_time(monkeypatch):
     assert (found["waited_s"], found["seconds"], found["tokens_per_s"]) == (2.0, 6.0, 25.0)
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux tells of it")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs /proc of Linux")
 def test_cpu_and_waited_seconds_follow_process():
     before, waited = cpu_s(os.getpid()), waited_s(os.getpid())
     began = time.process_time()

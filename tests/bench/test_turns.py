@@ -9,8 +9,8 @@ from tests.support.waiting import noted
 def test_in_turns_prepares_batch_before_first_turn(tmp_path: Path) -> None:
     log = tmp_path / "log"
     found = list(in_turns(noted, [(log, name) for name in "abc"], at_once=2))
-    told = [(i, f"{name} {part}") for i, name in enumerate("abc") for part in ("one", "two")]
-    assert found == told
+    expected = [(i, f"{name} {part}") for i, name in enumerate("abc") for part in ("one", "two")]
+    assert found == expected
     notes = log.read_text().splitlines()
     assert sorted(notes[:2]) == ["ready a", "ready b"]
     assert notes[2:] == ["begin a", "end a", "begin b", "end b", "ready c", "begin c", "end c"]
@@ -20,12 +20,12 @@ def test_in_turns_failed_work_does_not_stop_others(tmp_path: Path) -> None:
     faults = {"a": "refused", "b": "ended", "c": "refused then", "d": "late", "e": ""}
     works = [(tmp_path / "log", name, fault) for name, fault in faults.items()]
     found = list(in_turns(noted, works, at_once=5, ready_s=12))
-    told = {i: [str(value) for number, value in found if number == i] for i in range(5)}
-    assert told == {
+    expected = {i: [str(value) for number, value in found if number == i] for i in range(5)}
+    assert expected == {
         0: ["a is too large"],
         1: ["b one", "it has ended with code 3"],
         2: ["c one", "KeyError: 'c'"],
-        3: ["it has said nothing for too long"],
+        3: ["it sent nothing for too long"],
         4: ["e one", "e two"],
     }
     kinds = [type(value) for _, value in found if isinstance(value, Exception)]

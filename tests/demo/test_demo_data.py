@@ -88,12 +88,12 @@ def test_effects_cover_every_story_part():
 @pytest.mark.parametrize("part", EFFECTS, ids=lambda part: part.__name__)
 def test_story_part_value_follows_its_sentences(part):
     rng = random.Random(part.__name__)
-    told = 0
-    while told < 60:
+    checked = 0
+    while checked < 60:
         story = Story(rng)
         story.value = before = rng.randrange(2, 100)
         if part(story):
-            told += 1
+            checked += 1
             want = EFFECTS[part](before, numbers(" ".join(story.sentences)))
             assert story.value == want, (before, story.sentences)
             assert not story.steps or story.steps[-1].result == want
@@ -145,15 +145,15 @@ def test_problem_uses_all_numbers_except_distractors():
     distracted = 0
     for _ in range(1500):
         problem = draw_problem(rng)
-        told, known, taken = numbers(problem.text), set(UNITS), set()
-        known |= set(told)
+        in_text, known, taken = numbers(problem.text), set(UNITS), set()
+        known |= set(in_text)
         for step in problem.steps:
             assert {step.left, step.right} <= known, (problem.text, step)
             taken |= {step.left, step.right}
             known.add(step.result)
-        unused = [n for n in told if n not in taken and n not in problem.noise]
+        unused = [n for n in in_text if n not in taken and n not in problem.noise]
         assert not unused, problem.text
-        assert set(problem.noise) <= set(told)
+        assert set(problem.noise) <= set(in_text)
         distracted += bool(problem.noise)
     assert distracted > 100
 

@@ -23,7 +23,7 @@ class Spawned(NamedTuple):
         """Runs a function of a module in a new process.
 
         Args:
-          function: Takes its end of the line, on which it tells pairs of a kind and a value, and
+          function: Takes its end of the line, over which it sends pairs of a kind and a value, and
             the arguments.
         """
         context = multiprocessing.get_context("spawn")
@@ -41,7 +41,7 @@ class Spawned(NamedTuple):
           until: Deadline, as a value of `time.monotonic`.
         """
         if not self.line.poll(max(until - time.monotonic(), 0)):
-            return "failed", TimeoutError("it has said nothing for too long")
+            return "failed", TimeoutError("it sent nothing for too long")
         try:
             return self.line.recv()
         except EOFError:

@@ -11,8 +11,8 @@ from shared.process.signals import STOP_SIGNALS
 def heard_signals() -> Iterator[None]:
     """Restores the default handlers of all stop signals for processes that start meanwhile.
 
-    What a shell has begun in the background ignores SIGQUIT, and by `nohup` SIGHUP: so would a
-    server that it starts, as it keeps to what its start was told to ignore.
+    A background process of a shell ignores SIGQUIT, and SIGHUP under `nohup`. A server that it
+    starts would inherit this.
     """
     ignored = [each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
     for number in ignored:

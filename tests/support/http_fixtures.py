@@ -116,7 +116,7 @@ class Repeater:
     """An engine that answers with the prompt again and again; `Engine`'s interface, no device.
 
     Token i of the output is token i of the prompt, but the first differs by seed: it is replaced by
-    a letter of the seed, so that choices can be told apart. A positive bias makes its token every
+    a letter of the seed, so that choices differ. A positive bias makes its token every
     token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
     -256, and the ids from it on are the best. The first token of an image is how red its first
     pixel is.

@@ -66,9 +66,9 @@ MODULES = (
 # An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.
 OPTIONS = compiler_options(jax.devices()[0], quick_compile=True)
 # For kernels of which bits are compared: a product and a sum, fused, may be rounded once in one
-# program and twice in another, which a GPU's compiler does not do. A processor that is told to do
-# without the instruction for it (`tests.support.rounding`) rounds twice; another does without
-# fusions, which XLA compiles for three times as long.
+# program and twice in another, which a GPU's compiler does not do. Without the instruction for it
+# (`tests.support.rounding`) a processor rounds twice. Without fusions, which is the alternative,
+# XLA compiles three times as long.
 AS_ROUNDED = OPTIONS
 if not IS_ROUNDED_TWICE:
     AS_ROUNDED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}

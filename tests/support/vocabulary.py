@@ -229,6 +229,14 @@ def spreads(source: Source) -> dict[str, int]:
     }
 
 
+def names_of_tests() -> set[str]:
+    """Returns the names of all test functions."""
+    modules = (source.text for source in sources() if source.path.startswith("tests/"))
+    return {
+        name for text in modules for name in re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M)
+    }
+
+
 def operation(path: str) -> str:
     """The module that twins share: the file name within the backends and kernels, else the path."""
     return Path(path).stem if TWINS.match(path) else path

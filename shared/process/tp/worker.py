@@ -128,12 +128,12 @@ class Rank:
         (indices,) = self._next("prepare")
         self._at(PREPARING)
 
-        def tell(program: Program) -> None:
+        def report_progress(program: Program) -> None:
             nonlocal begun
             begun += 1
             self._link.send("began", begun)
 
-        backend.prepare([programs[index] for index in indices], tell)
+        backend.prepare([programs[index] for index in indices], report_progress)
         if self._mailboxes is not None:
             self._mailboxes.wait_s = EXCHANGE_S
         gc_freeze.freeze_gc()
@@ -193,7 +193,7 @@ class Rank:
         if came == "close":
             raise _Ended
         if came != kind:
-            raise RuntimeError(f"rank 0 said {came!r} where {kind!r} was to come")
+            raise RuntimeError(f"rank 0 must send {kind!r}, got {came!r}")
         return fields
 
     def _hear(self) -> list[Any]:
