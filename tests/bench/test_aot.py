@@ -196,20 +196,20 @@ def test_report_names_uncompiled_kernels_and_unused_excuses(monkeypatch) -> None
     calls = sum(x.count("pl.pallas_call(") + x.count("plgpu.kernel(") for x in texts)
     names = kernel_names(KERNELS)
     assert {
-        "mix",
-        "product",
+        "attention_layer",
+        "linear",
         "linear_sm90",
-        "norm",
-        "beside",
-        "delta_mix",
+        "rms_norm",
+        "rms_norm_partial",
+        "gdn_decode",
     } <= names
-    # Three of `layers` share a call, the four of `delta_feed` and the four of `rejection`.
+    # Three of `layers` share a call, the four of `gdn_prefill` and the four of `rejection`.
     assert len(names) == calls + 2 + 3 + 3
     report = Report()
-    report.compiled = names - {"mix"}
+    report.compiled = names - {"attention_layer"}
     report.needed = {(known, case) for known in EXCUSES for case in known.cases}
     report.check_completeness()
-    assert report.faults == ["the kernel mix is compiled by no case and no step"]
+    assert report.faults == ["the kernel attention_layer is compiled by no case and no step"]
     report.compiled, report.needed, report.faults = names, set(), []
     report.check_completeness()
     assert len(report.faults) == sum(len(known.cases) for known in EXCUSES)
@@ -224,10 +224,10 @@ def test_known_spills_name_existing_cases_and_steps() -> None:
 def test_report_shows_xla_kernels_only_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report()
     fine, wrong = Kernel("loop_add_fusion", 20, 0, 0), Kernel("loop_mul_fusion", 255, 4, 0)
-    report.add_kernels([Kernel("mix", 200, 0, 0), fine, wrong], "a case", 1.0)
-    told = capsys.readouterr().out
-    assert "mix" in told
-    assert "loop_add_fusion" not in told
+    report.add_kernels([Kernel("attention_layer", 200, 0, 0), fine, wrong], "a case", 1.0)
+    printed = capsys.readouterr().out
+    assert "attention_layer" in printed
+    assert "loop_add_fusion" not in printed
     assert report.faults == ["loop_mul_fusion of a case spills 4 bytes"]
     assert report.summary.startswith("aot: 1 kernels, 1 fault, ")
 

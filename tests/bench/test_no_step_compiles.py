@@ -11,7 +11,7 @@ from tests.support.simulation.imposed import (
     VOCAB, rated_runs, rated_work, written_runs, written_work,
 )
 from tests.support.simulation.device import simulated_capacity, with_host_drafts
-from shared.engine.adaptive.policy import BestValue
+from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController
@@ -33,7 +33,7 @@ capacity = simulated_capacity(tiers, [1, 4], overlap=1)
 
 WORK = {
     "heads": """
-AdaptiveController(capacity, BestValue(), {}, has_experts=False)
+AdaptiveController(capacity, ExpectedValuePolicy(), {}, has_experts=False)
 before = compiled()
 costs = {batch: seconds[:2] for batch, seconds in table.items()}
 rated_runs(tiers, costs, rated_work([1, 4], 12, 5), 1)

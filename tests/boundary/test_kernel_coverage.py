@@ -66,7 +66,7 @@ def fallbacks_of(
     options = Options.from_values(values)
     drafts = DrafterSpec.of_mtp(model) if options.speculative.with_mtp else DrafterSpec.none()
     drafts = DrafterSpec.of_head(head) if head else drafts
-    memory = plan(options, model, drafts, device, platform.costs, tower=tower)
+    memory = plan(options, model, drafts, device, platform.costs, vision=tower)
     assert platform.kernels is not None
     return fallback_ops(memory.blueprint, platform.kernels)
 

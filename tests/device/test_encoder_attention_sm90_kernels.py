@@ -124,8 +124,8 @@ def laid_of(module: ModuleType, given: dict[str, np.ndarray], rows: int) -> np.n
     sizes = module.sizes_of(2, D)
     if module is KERNELS.get("triton", {}).get("encoder_attention"):
         arrays = {x: torch.from_numpy(y).to("cuda" if ON_GPU else "cpu") for x, y in given.items()}
-        return module.lay(**arrays, rows=rows, sizes=sizes).cpu().numpy()
-    lay = partial(module.lay, rows=rows, sizes=sizes, interpret=INTERPRET)
+        return module.pack_encoder_qkv(**arrays, rows=rows, sizes=sizes).cpu().numpy()
+    lay = partial(module.pack_encoder_qkv, rows=rows, sizes=sizes, interpret=INTERPRET)
     program = jax.jit(lay, compiler_options=OPTIONS)
     return np.asarray(program(**{name: jnp.asarray(x) for name, x in given.items()}))
 

@@ -374,7 +374,7 @@ def test_jax_sampling_kernels_lowered_for_gpu_only(name, changed, monkeypatch) -
     }
     counts = {platform: text.count("xla.gpu.triton") for platform, text in texts.items()}
     assert counts == {"cpu": 0, "cuda": 3}
-    assert "sort" not in texts["cuda"]
+    assert "stablehlo.sort" not in texts["cuda"]
     assert "top_k" not in texts["cuda"]
 
 
