@@ -267,7 +267,7 @@ REACHED_NAMES = {
     "engine/test_prompt_logprobs.py": {"_scores"},
     "offline/test_llm.py": {"_engine"},
     "reference/test_reference_backend.py": {"_weights"},
-    "server/test_http_room.py": {"_seen"},
+    "server/test_http_connection_limit.py": {"_seen"},
     "server/test_http_slow_readers.py": {"_queue", "_submissions"},
     "spec/test_standalone.py": {"_expansion_rows", "_state", "_step"},
     "support/planted_faults.py": {"_start"},

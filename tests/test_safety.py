@@ -1,6 +1,6 @@
 """Sources contain no code that runs foreign code or opens foreign addresses.
 
-Behaviour that only a call of a library shows is tested in `tests/server/test_canaries.py`.
+Behaviour that only a call of a library shows is tested in `tests/server/test_no_remote_code.py`.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ OF_ENDPOINTS = [
     (field, endpoint)
     for field in UNSUPPORTED_FIELDS
     for endpoint in field.endpoints
-    if not field.is_advice  # see test_http_advice.py
+    if not field.is_advice  # see test_http_ignored_fields.py
 ]
 
 
