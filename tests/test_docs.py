@@ -1,6 +1,7 @@
 """Rules for pages: length, lines, headings, links, and a place in the navigation of the site."""
 
 import re
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -161,6 +162,21 @@ code
 ```
 %s
 """ % ("x" * 101)
+
+
+def test_modules_named_by_pages_exist() -> None:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = [f"/{path}" for path in listed.split() if (ROOT / path).exists()]
+    named = {
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`([\w/]+\.py)`", read(page))
+        if "NAME" not in name
+    }
+    assert len(named) > 100
+    missing = [f"{page}: {n}" for page, n in named if not any(k.endswith(f"/{n}") for k in known)]
+    assert not missing, sorted(missing)
 
 
 def test_page_rules_on_planted_page() -> None:

@@ -1,11 +1,12 @@
 """Acceptance model: predicts the accepted draft tokens of each request.
 
-The log odds of acceptance of a request's draft tokens are those of all requests (`population.py`)
-plus the request's offset, which is the same at all depths and for all families of shapes. The
-offset has a normal distribution, whose variance between requests is learned from finished requests.
-A step updates both estimates in proportion to their uncertainty. If requests differ, an unusual one
-is recognised soon; if all are alike, noise is not taken for a difference. Depths below a rejected
-draft token, or below the tier's last level, are unobserved and change nothing.
+The log odds of acceptance of a request's draft tokens are those of all requests
+(`acceptance_prior.py`) plus the request's offset, which is the same at all depths and for all
+families of shapes. The offset has a normal distribution, whose variance between requests is learned
+from finished requests. A step updates both estimates in proportion to their uncertainty. If
+requests differ, an unusual one is recognised soon; if all are alike, noise is not taken for a
+difference. Depths below a rejected draft token, or below the tier's last level, are unobserved and
+change nothing.
 
 Deep draft tokens have a higher rate than the mean over all requests: a request whose first draft
 tokens were accepted is more likely to have a high rate.
