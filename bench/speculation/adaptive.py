@@ -29,6 +29,7 @@ from typing import Any
 
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
+from bench.speculation.recorded_tiers import seconds_by_tier
 from models.demo.data import KINDS
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
@@ -45,7 +46,7 @@ from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import in_process_engine
 from tests.support.simulation.imposed import (
-    ASLEEP,
+    DISABLED,
     Runs,
     merged,
     rated_runs,
@@ -242,7 +243,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
     tiers, measured = begun.shapes.tiers, begun.costs.table
     table = {batch: measured[batch] for batch in begun.shapes.batches}
-    names = [*map(str, tiers), ASLEEP]
+    names = [*map(str, tiers), DISABLED]
     found: Line = {"backend": backend, "drafts": str(draft), "load": os.getloadavg()[0]}
     found |= versions(backend, "cuda" if served.device == "gpu" else "cpu")
     found["seconds"] = {str(b): dict(zip(names, s, strict=False)) for b, s in table.items()}
@@ -256,11 +257,12 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
 
 def simulated(seconds: Mapping[str, Mapping[str, float]], given: argparse.Namespace) -> Line:
     """Work with given acceptance, at measured costs by batch and tier."""
-    table = {int(batch): list(each.values()) for batch, each in seconds.items()}
-    names = list(next(iter(seconds.values())))
-    tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
+    measured = seconds_by_tier(seconds)
+    table = {batch: list(each.values()) for batch, each in measured.items()}
+    names = list(next(iter(measured.values())))
+    tiers = tuple(Tier.parse(name) for name in names if name != DISABLED)
     works = [(list(table), given.imposed_tokens, seed) for seed in given.seeds]
-    if ASLEEP in names:
+    if DISABLED in names:
         runs = [written_runs(tiers, table, written_work(*work), 1) for work in works]
     else:
         runs = [rated_runs(tiers, table, rated_work(*work), 1) for work in works]

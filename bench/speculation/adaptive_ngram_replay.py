@@ -28,10 +28,11 @@ import numpy as np
 
 from bench.common.environment import versions, write_results
 from bench.speculation.adaptive import lines_of, table_of, task_phases
+from bench.speculation.recorded_tiers import seconds_by_tier
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.request import Request, SamplingParams
 from tests.support import in_process_engine
-from tests.support.simulation.imposed import ASLEEP, Runs, merged, real_time_runs, written_runs
+from tests.support.simulation.imposed import DISABLED, Runs, merged, real_time_runs, written_runs
 from tests.support.simulation.phases import Phase
 
 Line = dict[str, Any]
@@ -79,9 +80,10 @@ def in_orders(
     Args:
       submit_s: See `real_time_runs`; None: in simulated time.
     """
-    table = {int(batch): list(each.values()) for batch, each in seconds.items()}
-    names = list(next(iter(seconds.values())))
-    tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
+    measured = seconds_by_tier(seconds)
+    table = {batch: list(each.values()) for batch, each in measured.items()}
+    names = list(next(iter(measured.values())))
+    tiers = tuple(Tier.parse(name) for name in names if name != DISABLED)
     rng, runs = np.random.default_rng(0), list[Runs]()
     for _ in range(orders):
         order = rng.permutation(len(phases))

@@ -30,6 +30,7 @@ import numpy as np
 
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
+from bench.speculation.recorded_tiers import seconds_by_tier
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Program, ProgramFeature, StepKind
@@ -88,16 +89,11 @@ def _between(table: Mapping[int, float], size: int) -> float:
     return float(np.interp(size, list(table), list(table.values())))
 
 
-_FORMER_TIERS = {"none": "off", "disabled": "asleep"}
-"""Names of tiers in results of former versions."""
-
-
 def _tiers(file: str, tier: str) -> dict[int, float]:
     """Seconds of a tier by batch, of a report of `bench.speculation.adaptive`."""
     (start,) = json.loads((RESULTS / file).read_text(encoding="utf-8"))["starts"]
-    tables = {int(batch): seconds for batch, seconds in start["seconds"].items()}
-    former = _FORMER_TIERS.get(tier, tier)
-    return {batch: seconds.get(tier, seconds.get(former)) for batch, seconds in tables.items()}
+    measured = seconds_by_tier(start["seconds"])
+    return {batch: of_tiers[tier] for batch, of_tiers in measured.items()}
 
 
 def _lines(file: str, drafts: str) -> dict[int, float]:

@@ -28,9 +28,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
+from bench.speculation.recorded_tiers import current_name
 from shared.engine.adaptive.acceptance import AcceptanceModel
 from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, PolicyInput
 from shared.engine.adaptive.tiers import Tier
+from tests.support.simulation.imposed import DISABLED
 from tests.support.simulation.policies import Greedy, Probe
 
 WINDOW = 30
@@ -89,9 +91,10 @@ def read(path: Path) -> Recorded:
     first, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if "tiers" not in first or not lines:
         raise ValueError(f"{path} is no trace of --speculative-adaptive-trace, or an empty one")
-    if {"asleep", "disabled"} & {*first["tiers"]}:
+    names = list(map(current_name, first["tiers"]))
+    if DISABLED in names:
         raise ValueError(f"{path} is a trace of NGRAM: its drafts do not depend on other steps")
-    tiers = tuple(map(Tier.parse, first["tiers"]))
+    tiers = tuple(map(Tier.parse, names))
     steps = [Step(**{n: line[n] for n in Step.__dataclass_fields__}) for line in lines]
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:

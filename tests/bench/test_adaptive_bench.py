@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench.speculation.adaptive import lines_of, table_of
 from bench.speculation.adaptive_ngram_replay import in_orders
+from bench.speculation.recorded_tiers import seconds_by_tier
 from shared.engine.adaptive.acceptance import ExpectedTokens
 from shared.engine.adaptive.policy import PolicyInput
 from shared.engine.adaptive.tiers import Tier
-from tests.support.simulation.imposed import rated_runs, rated_work, written_work
+from tests.support.simulation.imposed import DISABLED, rated_runs, rated_work, written_work
 from tests.support.simulation.policies import Greedy, Probe
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075]}
 
 
@@ -59,3 +64,14 @@ def test_in_orders_step_time_at_min_device_time():
     speeds = lines[0]["tokens_per_s"]
     assert set(speeds) == {"none", "S3", "adaptive"}
     assert speeds["none"] < 1 / 0.005
+
+
+def test_recorded_tiers_have_names_of_today():
+    """Reports of former versions have other names for two tiers."""
+    found = set[str]()
+    for path in RESULTS.glob("adaptive_*.json"):
+        for start in json.loads(path.read_text(encoding="utf-8"))["starts"]:
+            for of_tiers in seconds_by_tier(start["seconds"]).values():
+                found |= of_tiers.keys()
+    assert {"none", DISABLED, "S3"} <= found
+    assert all(str(Tier.parse(name)) == name for name in found - {DISABLED})

@@ -16,7 +16,7 @@ CANDIDATE_EXPONENT = 0.7
 """A level of b candidates misses as b ** CANDIDATE_EXPONENT independent ones would. In a simulation
 of the match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96: 0.7."""
 
-_NAME = re.compile(r"none|off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
+_NAME = re.compile(r"none|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +49,7 @@ class Tier:
         parts = _NAME.fullmatch(name)
         if parts is None:
             raise ValueError(f"{name:.40} is no tier")
-        if name in ("none", "off"):  # "off" in results of former versions
+        if name == "none":
             return cls(1, 0, 0)
         steps, width, nodes, share = parts.groups()
         depth = int(steps)

@@ -51,7 +51,7 @@ PROMPT, VOCAB = 200, 4096
 SHARES = {"copying": 0.85, "half and half": 0.4, "free": 0.03}
 """Share of the pieces of a text that its prompt contains too."""
 
-ASLEEP = "disabled"
+DISABLED = "disabled"
 """Plain steps that do not wait for each other, beside those of NGRAM's tiers that do."""
 
 Table = Mapping[int, Sequence[float]]
