@@ -1,7 +1,6 @@
 """Rules for pages: length, lines, headings, links, and a place in the navigation of the site."""
 
 import re
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import yaml
 
 from docs.make import site_pages
-from tests.support import guarantees
+from tests.support import guarantees, vocabulary
 from tests.support.message_templates import nearest, occurs, quoted_messages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,9 +164,7 @@ code
 
 
 def test_modules_named_by_pages_exist() -> None:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    known = [f"/{path}" for path in listed.split() if (ROOT / path).exists()]
+    known = [f"/{path}" for path in vocabulary.paths()]
     named = {
         (page, name)
         for page in PAGES

@@ -172,17 +172,18 @@ class Source:
 
 
 @cache
-def sources() -> tuple[Source, ...]:
-    """Every module and page that git tracks or could track."""
+def paths() -> tuple[str, ...]:
+    """Paths from the root of every module and page that git tracks or could track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    names = sorted(set(listed.splitlines()) - OWN_FILES - HISTORY)
-    paths = [ROOT / name for name in names]
-    return tuple(
-        Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
-        for path in paths
-        if path.is_file()
-    )
+    return tuple(name for name in sorted({*listed.splitlines()}) if (ROOT / name).is_file())
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """All modules and pages whose words are counted."""
+    counted_paths = (path for path in paths() if path not in OWN_FILES | HISTORY)
+    return tuple(Source(path, (ROOT / path).read_text(encoding="utf-8")) for path in counted_paths)
 
 
 Counts = dict[str, Counter[str]]
