@@ -25,7 +25,7 @@ WORD_CEILINGS = {
     "is left": 12,
     "by lot": 0,
     "law": 7,
-    "mailbox": 12,
+    "mailbox": 6,
     "tower": 6,
     "that sees": 5,
     "seen text": 0,

@@ -91,7 +91,7 @@ PLATFORM = Platform(
     costs=ProgramCosts(
         workspace=workspace,
         are_compiled=False,
-        has_mailboxes=True,
+        has_shm_all_gather=True,
         captures=True,
         symmetric_buffer_bytes=symmetric_buffer_bytes,
     ),

@@ -26,12 +26,12 @@ class AllGather:
           RuntimeError: GPU memory is insufficient, or a GPU has no peer access to another one.
           AllGatherTimeout: A rank did not join in time.
         """
-        assert group.mailboxes is not None  # set for ranks in processes of their own
+        assert group.shm_all_gather is not None  # set for ranks in processes of their own
         self._kernels, self._group, self._calls = kernels, group, 0
         boxes = BufferLayout(group.count, BLOCK_BYTES)
         self._buffer = kernels.symmetric_memory.SymmetricBuffer(boxes, group.rank, device)
         handle = np.frombuffer(self._buffer.handle, np.uint8)
-        handles = group.mailboxes.all_gather(group.rank, handle)
+        handles = group.shm_all_gather.all_gather(group.rank, handle)
         self._buffer.connect([each.tobytes() for each in handles])
         self._buffer.wait(MAX_POLLS)
         torch.cuda.synchronize(device)
@@ -61,8 +61,8 @@ class AllGather:
         Raises:
           AllGatherTimeout: A rank did not join in time.
         """
-        assert self._group.mailboxes is not None
-        self._group.mailboxes.all_gather(self._group.rank, np.zeros(1, np.uint8))
+        assert self._group.shm_all_gather is not None
+        self._group.shm_all_gather.all_gather(self._group.rank, np.zeros(1, np.uint8))
 
     def begin(self) -> None:
         """Begins a step; the previous step may have failed after its begin."""
@@ -127,6 +127,6 @@ def connect(group: TPGroup, kernels: Kernels | None, device: torch.device) -> TP
 
     Every rank must call it.
     """
-    if group.mailboxes is None or kernels is None:
+    if group.shm_all_gather is None or kernels is None:
         return group
     return group.on(AllGather(kernels, group, device))

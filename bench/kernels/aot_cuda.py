@@ -162,7 +162,7 @@ class _Mail:
 @contextmanager
 def _no_memory() -> Iterator[None]:
     """Makes dummy weights and symmetric buffers of ranks without memory."""
-    dummy, mailboxes = map(
+    dummy, symmetric_memory = map(
         import_module,
         ("torch_impl.dummy_weights", "kernels.triton_gpu.collectives.symmetric_memory"),
     )
@@ -173,7 +173,7 @@ def _no_memory() -> Iterator[None]:
     def words(wanted: Parameter, device: Any) -> torch.Tensor:
         return torch.empty(shape_of_words(wanted.shape), dtype=torch.int32, device=device)
 
-    class SymmetricBuffer(mailboxes.SymmetricBuffer):
+    class SymmetricBuffer(symmetric_memory.SymmetricBuffer):
         def __init__(self, boxes: Any, rank: int, device: Any) -> None:
             self.boxes, self._rank, self._device, self.handle = boxes, rank, device, b" "
 
@@ -181,7 +181,7 @@ def _no_memory() -> Iterator[None]:
             self.use([0] * len(handles))
 
     made = patch.multiple(dummy, parameter_array=parameter, word_array=words)
-    with made, patch.object(mailboxes, "SymmetricBuffer", SymmetricBuffer):
+    with made, patch.object(symmetric_memory, "SymmetricBuffer", SymmetricBuffer):
         yield
 
 

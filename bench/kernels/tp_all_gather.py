@@ -31,8 +31,8 @@ from bench.kernels.tp_gemm import (
     Line,
     Timed,
     block_bytes,
+    buffer_of,
     layer_in_torch,
-    mailbox_of,
     note,
     randoms,
     tiles_in_torch,
@@ -56,8 +56,8 @@ WORDS, BLOCKS = 1 << 30, 0
 def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     """Microseconds of a gather by rows, values and way."""
     ranks, found = import_module("kernels.triton_gpu.collectives.all_gather"), []
-    mailbox = mailbox_of(rank, block_bytes(rank.count, max(rows)))
-    device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
+    symmetric_buffer = buffer_of(rank, block_bytes(rank.count, max(rows)))
+    device, timed = symmetric_buffer.mail.place.device, Timed(rank, symmetric_buffer)
     for name, (values, chunks) in VALUES.items():
         for R in rows:
             for way, largest in (("words", WORDS), ("blocks", BLOCKS)):
@@ -77,19 +77,19 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
                     largest: int = largest,
                     got: list[Any] = got,
                 ) -> None:
-                    how = {"boxes": mailbox.boxes, "largest_words_bytes": largest}
+                    how = {"boxes": symmetric_buffer.boxes, "largest_words_bytes": largest}
                     got[:] = [
-                        ranks.all_gather(own, sums, mailbox.mail, call, **how)[0]
+                        ranks.all_gather(own, sums, symmetric_buffer.mail, call, **how)[0]
                         for call in range(count)
                     ]
-                    ranks.advance_sequence(mailbox.mail, count)
+                    ranks.advance_sequence(symmetric_buffer.mail, count)
 
                 us = timed.us(step, count)
                 is_right = all(torch.equal(x, torch.cat(shares, 1)) for x in got)
                 line = {"part": "gathers", "language": "torch", "ranks": rank.count, "rows": R}
                 line |= {"values": name, "way": way, "us": round(us, 2), "is_right": is_right}
                 note(found, line, rank)
-    missing = mailbox.missing()
+    missing = symmetric_buffer.missing()
     assert missing is None, f"rank {rank.rank} missed {missing}"
     return found
 
@@ -103,10 +103,10 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").SymmetricBuffer(
-        BufferLayout(ranks, block_bytes(ranks, max(rows))), devices
-    )
-    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    symmetric_buffer = import_module(
+        "kernels.pallas_gpu.collectives.symmetric_memory"
+    ).SymmetricBuffer(BufferLayout(ranks, block_bytes(ranks, max(rows))), devices)
+    idle, waiting = (joined(mesh, symmetric_buffer.places(looks), 0) for looks in (0, LOOKS))
     for name, (values, chunks) in VALUES.items():
         for R in rows:
             for way, largest in (("words", WORDS), ("blocks", BLOCKS)):
@@ -122,7 +122,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                     R: int = R,
                     chunks: int = chunks,
                 ) -> Any:
-                    gather = gathers.AllGatherArgs(place, mailboxes.boxes)
+                    gather = gathers.AllGatherArgs(place, symmetric_buffer.boxes)
                     sums = jnp.ones((R, chunks // ranks), jnp.float32) if chunks else None
                     got, how = None, {"largest_words_bytes": largest}
                     for _ in range(count):
@@ -159,7 +159,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                 line |= {"values": name, "way": way, "us": round(min(best[1:]), 2)}
                 line |= {"is_right": all(np.array_equal(x, want) for x in parts)}
                 note(found, line, own)
-    late = [x for x in mailboxes.missing() if x is not None]
+    late = [x for x in symmetric_buffer.missing() if x is not None]
     assert not late, f"ranks missed {late}"
     return found
 

@@ -35,11 +35,11 @@ class Timed:
 
     Attributes:
       rank: Rank of the process.
-      mailbox: Symmetric buffer of the rank.
+      symmetric_buffer: Symmetric buffer of the rank.
     """
 
     rank: Rank
-    mailbox: Any
+    symmetric_buffer: Any
 
     def us(self, step: Callable[[], object], count: int, is_alone: bool = False) -> float:
         """Returns the microseconds of each of the operations of a step, in a CUDA graph.
@@ -47,7 +47,7 @@ class Timed:
         With `is_alone` no other rank takes part.
         """
         meet = (lambda: None) if is_alone else self.rank.meet
-        self.mailbox.wait(0)
+        self.symmetric_buffer.wait(0)
         step()  # no rank waits for one that still compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -55,7 +55,7 @@ class Timed:
             step()
         torch.cuda.synchronize()
         meet()
-        self.mailbox.wait(LOOKS)
+        self.symmetric_buffer.wait(LOOKS)
         torch.cuda.synchronize()
         meet()
         found = []
@@ -73,11 +73,11 @@ class Timed:
         return min(found[1:])
 
 
-def mailbox_of(rank: Rank, size: int) -> Any:
-    mailboxes = import_module("kernels.triton_gpu.collectives.symmetric_memory")
+def buffer_of(rank: Rank, size: int) -> Any:
+    symmetric_memory = import_module("kernels.triton_gpu.collectives.symmetric_memory")
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    made = mailboxes.SymmetricBuffer(BufferLayout(rank.count, size), rank.rank, device)
+    made = symmetric_memory.SymmetricBuffer(BufferLayout(rank.count, size), rank.rank, device)
     made.connect(rank.meet(made.handle))
     return made
 
@@ -115,11 +115,11 @@ GATHERED = ("o", "gate_up", "down")
 class Layers:
     """Weights of some layers and what runs them, for one rank of several or for one GPU."""
 
-    def __init__(self, rank: Rank, ranks: int, mailbox: Any, R: int) -> None:
+    def __init__(self, rank: Rank, ranks: int, symmetric_buffer: Any, R: int) -> None:
         self._linear = import_module("kernels.triton_gpu.gemm.linear")
         self._ranks = import_module("kernels.triton_gpu.collectives.all_gather")
-        self._mailbox, self._count, self._R = mailbox, ranks, R
-        self._device = mailbox.mail.place.device
+        self._symmetric_buffer, self._count, self._R = symmetric_buffer, ranks, R
+        self._device = symmetric_buffer.mail.place.device
         own = rank.rank if ranks > 1 else 0
         self._weights = {
             name: [self._weight(name, layer, own) for layer in range(LAYERS)] for name in PRODUCTS
@@ -144,7 +144,7 @@ class Layers:
         if self._count == 1:
             return values, sums
         return self._ranks.all_gather(
-            values, sums, self._mailbox.mail, call, boxes=self._mailbox.boxes
+            values, sums, self._symmetric_buffer.mail, call, boxes=self._symmetric_buffer.boxes
         )
 
     def _multiply(self, name: str, layer: int, x: Any, sums: Any, call: int, way: str) -> Any:
@@ -159,7 +159,9 @@ class Layers:
         )
         gather = None
         if way == "joined" and name in GATHERED:
-            gather = self._ranks.Gather(self._mailbox.mail, call, self._mailbox.boxes)
+            gather = self._ranks.Gather(
+                self._symmetric_buffer.mail, call, self._symmetric_buffer.boxes
+            )
         out, scaled, sums, _ = self._linear.product(
             x,
             weight,
@@ -200,22 +202,24 @@ class Layers:
             _, inner, _ = multiply("gate_up", x=scaled, sums=sums, call=call + 2)
             _, scaled, sums = multiply("down", x=inner, sums=None, call=call + 3)
         if self._count > 1:
-            self._ranks.advance_sequence(self._mailbox.mail, LAYERS if only else 4 * LAYERS)
+            self._ranks.advance_sequence(
+                self._symmetric_buffer.mail, LAYERS if only else 4 * LAYERS
+            )
         return scaled
 
 
 def layer_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     """Microseconds of a layer's products, and of each with its gather."""
     found: list[Line] = []
-    mailbox = mailbox_of(rank, block_bytes(rank.count, max(rows)))
-    timed = Timed(rank, mailbox)
+    symmetric_buffer = buffer_of(rank, block_bytes(rank.count, max(rows)))
+    timed = Timed(rank, symmetric_buffer)
     for R in rows:
         ways = ["alone", "apart", *(["joined"] if R <= MOST_JOINED_ROWS else [])]
         results: dict[str, torch.Tensor] = {}
         for way in ways:
             count = 1 if way == "alone" else rank.count
             is_idle = way == "alone" and rank.rank > 0
-            layers = None if is_idle else Layers(rank, count, mailbox, R)
+            layers = None if is_idle else Layers(rank, count, symmetric_buffer, R)
             line: Line = {"part": "layer", "language": "torch", "ranks": count, "rows": R}
             line["way"] = way
             if layers is not None:
@@ -232,7 +236,7 @@ def layer_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
             note(found, line, rank)
             del layers
             torch.cuda.empty_cache()
-    missing = mailbox.missing()
+    missing = symmetric_buffer.missing()
     assert missing is None, f"rank {rank.rank} missed {missing}"
     return found
 
@@ -257,9 +261,9 @@ more.
 def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -> list[Line]:
     """Returns the microseconds of each GEMM of one rank with other tiles, by number of ranks."""
     linear = import_module("kernels.triton_gpu.gemm.linear")
-    mailbox, jobs = mailbox_of(rank, 1 << 20), list[tuple[Any, ...]]()
+    symmetric_buffer, jobs = buffer_of(rank, 1 << 20), list[tuple[Any, ...]]()
     table = Tiles.load("triton_gpu", torch.cuda.get_device_name()).linear
-    timed, device = Timed(rank, mailbox), mailbox.mail.place.device
+    timed, device = Timed(rank, symmetric_buffer), symmetric_buffer.mail.place.device
     for name, product in PRODUCTS.items():
         for count in counts:
             for R in rows:

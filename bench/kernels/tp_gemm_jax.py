@@ -28,13 +28,15 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
     """Same as `layer_in_torch`, in one queued program for all devices; no GEMM alone."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     gathers, linear = import_module("kernels.pallas_gpu.collectives.all_gather"), _linear_of_jax()
-    sharding, mailboxes = (
+    sharding, symmetric_buffer = (
         import_module("jax.sharding"),
         import_module("kernels.pallas_gpu.collectives.symmetric_memory"),
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    boxes = mailboxes.SymmetricBuffer(BufferLayout(ranks, block_bytes(ranks, max(rows))), devices)
+    boxes = symmetric_buffer.SymmetricBuffer(
+        BufferLayout(ranks, block_bytes(ranks, max(rows))), devices
+    )
     idle, waiting = (joined(mesh, boxes.places(looks), 0) for looks in (0, LOOKS))
     table = Tiles.load("pallas_gpu", devices[0].device_kind).linear
     columns, whole = spec(None, "ranks"), spec()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.kernels.tp_gemm import HIDDEN, Line, Timed, mailbox_of, note, randoms
+from bench.kernels.tp_gemm import HIDDEN, Line, Timed, buffer_of, note, randoms
 from kernels.peer_buffers import BLOCK_BYTES, BufferLayout
 from kernels.rooms import module_in
 from shared.boundary.tp_group import TPGroup
@@ -35,8 +35,13 @@ CALLS = 16
 class _Exchange(AllGather):
     """All-gathers of a step through a connected symmetric buffer."""
 
-    def __init__(self, kernels: Any, group: TPGroup, mailbox: Any) -> None:
-        self._kernels, self._group, self._calls, self._mailbox = kernels, group, 0, mailbox
+    def __init__(self, kernels: Any, group: TPGroup, symmetric_buffer: Any) -> None:
+        self._kernels, self._group, self._calls, self._symmetric_buffer = (
+            kernels,
+            group,
+            0,
+            symmetric_buffer,
+        )
 
 
 def kinds(R: int) -> dict[str, Any]:
@@ -84,10 +89,10 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     ops, found = import_module("torch_impl.ops"), []
     names = ("linear", "lm_head", "sampling", "vocab_parallel")
     linear, projection, sampling, tokens = (module_in("torch_impl.ops", name) for name in names)
-    mailbox = mailbox_of(rank, BLOCK_BYTES)
-    device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
+    symmetric_buffer = buffer_of(rank, BLOCK_BYTES)
+    device, timed = symmetric_buffer.mail.place.device, Timed(rank, symmetric_buffer)
     alone = TPGroup(rank.rank, rank.count, None)
-    exchange = _Exchange(ops.KERNELS, alone, mailbox)
+    exchange = _Exchange(ops.KERNELS, alone, symmetric_buffer)
     vocabulary = tokens.Vocabulary(TOKENS, alone.on(exchange))
     head = randoms(device, 1, TOKENS, HIDDEN).bfloat16()
     first = tokens.first_of(vocabulary)
@@ -114,7 +119,7 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
                 line = {"part": "choices", "language": "torch", "ranks": rank.count, "rows": R}
                 line |= {"rows ask": kind, "way": way, "us": round(timed.us(step, 1), 1)}
                 note(found, line | {"is_right": torch.equal(got[0], want)}, rank)
-    missing = mailbox.missing()
+    missing = symmetric_buffer.missing()
     assert missing is None, f"rank {rank.rank} missed {missing}"
     return found
 
@@ -122,16 +127,16 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """Same as `choices_in_torch`, several in one queued program for all devices."""
     jax, jnp, sharding = (import_module(name) for name in ("jax", "jax.numpy", "jax.sharding"))
-    ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.symmetric_memory")
+    ops, memory = import_module("jax_impl.ops"), import_module("jax_impl.symmetric_memory")
     names = ("linear", "lm_head", "sampling", "vocab_parallel")
     linear, projection, sampling, tokens = (module_in("jax_impl.ops", name) for name in names)
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
     boxes = BufferLayout(ranks, BLOCK_BYTES)
-    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").SymmetricBuffer(
-        boxes, devices
-    )
-    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    symmetric_buffer = import_module(
+        "kernels.pallas_gpu.collectives.symmetric_memory"
+    ).SymmetricBuffer(boxes, devices)
+    idle, waiting = (joined(mesh, symmetric_buffer.places(looks), 0) for looks in (0, LOOKS))
     share = tokens.Vocabulary(TOKENS, TPGroup(0, ranks, None)).share
     # The same numbers on each device, of which it has its part.
     normal = jax.jit(
@@ -157,7 +162,7 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
             for way in WAYS:
 
                 def run(weight: Any, x: Any, given: Any, place: Any, way: str = way) -> Any:
-                    exchange = mailboxes_of.DeviceMailboxes(place, *kernels, boxes)
+                    exchange = memory.AllGather(place, *kernels, boxes)
                     vocabulary = tokens.Vocabulary(TOKENS, TPGroup(0, ranks, None).on(exchange))
                     choose, ids = ways_of("jax", ops.KERNELS, vocabulary)[way], None
                     for _ in range(CALLS):  # of which none begins before the last one's end
@@ -183,6 +188,6 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                 line |= {"rows ask": kind, "way": way, "us": round(min(best[1:]), 1)}
                 is_right = np.array_equal(np.asarray(got), np.tile(want, ranks))
                 note(found, line | {"is_right": is_right}, own)
-    late = [x for x in mailboxes.missing() if x is not None]
+    late = [x for x in symmetric_buffer.missing() if x is not None]
     assert not late, f"ranks missed {late}"
     return found

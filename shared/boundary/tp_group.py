@@ -14,28 +14,26 @@ class TPGroup:
     Attributes:
       rank: TP rank; rank 0 runs the engine. It is 0 if the ranks are devices of one process.
       count: World size.
-      mailboxes: Shared-memory all-gather of processes on one CPU host; None with one rank, or if
-        the ranks are devices of one process.
+      shm_all_gather: All-gather of processes on one CPU host; None with one rank, or if the ranks
+        are devices of one process.
       meeting: Rendezvous address (host:port) of ranks on hosts without shared memory; else None.
       on_device: All-gather object that a backend created on this rank's GPU.
 
     Raises:
-      ValueError: The rank is out of range, or `mailboxes` has another world size.
+      ValueError: The rank is out of range, or `shm_all_gather` has another world size.
     """
 
     rank: int
     count: int
-    mailboxes: ShmAllGather | None
+    shm_all_gather: ShmAllGather | None
     meeting: str | None = None
     on_device: Any = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:
             raise ValueError(f"rank must be in 0..{self.count - 1}, got {self.rank}")
-        if self.mailboxes is not None and self.mailboxes.count != self.count:
-            raise ValueError(
-                f"mailboxes must be created for {self.count} ranks, got {self.mailboxes.count}"
-            )
+        if self.shm_all_gather is not None and (given := self.shm_all_gather.count) != self.count:
+            raise ValueError(f"shm_all_gather must be created for {self.count} ranks, got {given}")
 
     def on(self, device: Any) -> "TPGroup":
         """Returns the same group with the all-gather object of a GPU."""

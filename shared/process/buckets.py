@@ -36,7 +36,7 @@ class ProgramCosts:
     Attributes:
       workspace: Returns the bytes that a step of a program needs beyond the pools.
       are_compiled: True if each program is compiled at startup, which takes seconds on a CPU.
-      has_mailboxes: True if its ranks use the shared-memory all-gather on a CPU.
+      has_shm_all_gather: True if its ranks use the shared-memory all-gather on a CPU.
       captures: True if it may capture steps on a GPU as graphs.
       symmetric_buffer_bytes: Returns the bytes of the all-gather buffers on each of several GPUs;
         raises ValueError for an unsupported number.
@@ -44,7 +44,7 @@ class ProgramCosts:
 
     workspace: Callable[[Program, BackendSpec], int]
     are_compiled: bool
-    has_mailboxes: bool = False
+    has_shm_all_gather: bool = False
     captures: bool = False
     symmetric_buffer_bytes: Callable[[int], int] = lambda count: 0
 

@@ -277,7 +277,7 @@ def _lines(
     if blueprint.capacity.images is not None:
         yield _image_line(blueprint, blueprint.capacity.images)
     yield _buffer_line(blueprint.capacity)
-    if costs.has_mailboxes and not (blueprint.ranks.is_single or blueprint.on_gpu):
+    if costs.has_shm_all_gather and not (blueprint.ranks.is_single or blueprint.on_gpu):
         num_bytes = shm_buffer_bytes(blueprint.ranks.count)
         yield MemoryPlanEntry("all-gather buffers", "shared by all ranks", num_bytes)
     if blueprint.on_gpu and not blueprint.ranks.is_single:

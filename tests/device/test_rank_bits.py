@@ -170,12 +170,12 @@ def test_tp_torch_processes_bitwise_equal():
     plans += [host.decode_plan(request, shape=CHAIN) for _ in range(4)]
     stored = [(plan.program, plan.buffer.copy()) for plan in plans]
     want = steps_of_rank(made_from, stored, SINGLE_RANK)
-    mailboxes = ShmAllGather.create(2, wait_s=60.0)
+    shm_all_gather = ShmAllGather.create(2, wait_s=60.0)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        other = pool.apply_async(steps_of_rank, (made_from, stored, TPGroup(1, 2, mailboxes)))
-        mine = steps_of_rank(made_from, stored, TPGroup(0, 2, mailboxes))
+        other = pool.apply_async(steps_of_rank, (made_from, stored, TPGroup(1, 2, shm_all_gather)))
+        mine = steps_of_rank(made_from, stored, TPGroup(0, 2, shm_all_gather))
         theirs = other.get(120)
-    mailboxes.remove()
+    shm_all_gather.remove()
     for got in (mine, theirs):
         for step, alone in zip(got, want, strict=True):
             for name, array in step.items():

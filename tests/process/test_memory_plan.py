@@ -354,9 +354,9 @@ def test_tp_rank_memory_equals_plan(drafter):
     start = prepare(parse(flags), cpu)
     bytes_of = {line.name: line.num_bytes for line in start.memory.lines}
     kept = sum(n for name, n in bytes_of.items() if name in STATE)
-    mailboxes = ShmAllGather.create(2)
+    shm_all_gather = ShmAllGather.create(2)
     for rank in range(2):
-        of_rank = start.of_rank(TPGroup(rank, 2, mailboxes))
+        of_rank = start.of_rank(TPGroup(rank, 2, shm_all_gather))
         taken = tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
         unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # start of draft KV
         assert taken == kept - unused
@@ -365,7 +365,7 @@ def test_tp_rank_memory_equals_plan(drafter):
         model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
         loaded = load(of_rank.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
         assert tensor_bytes(loaded) == bytes_of["weights"]
-    mailboxes.remove()
+    shm_all_gather.remove()
 
 
 @pytest.mark.parametrize("name", PLATFORMS)

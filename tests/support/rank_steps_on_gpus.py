@@ -180,17 +180,17 @@ def _run_torch(rank: Rank, name: str) -> int:
         where, ways = torch.device("cuda", rank.rank % torch.cuda.device_count()), [(), CAPTURED]
         torch.cuda.set_device(where)
     made, how = made_from(name, rank.count), {"dtype": DTYPE, "device": where}
-    mailboxes = steps = None
+    shm_all_gather = steps = None
     if rank.rank == 0:
-        mailboxes = ShmAllGather.create(rank.count, wait_s=PATIENCE_S)
+        shm_all_gather = ShmAllGather.create(rank.count, wait_s=PATIENCE_S)
         steps = of_one_gpu(TorchBackend(*made, **how), name)
-    mailboxes, steps = rank.meet((mailboxes, steps))[0]
+    shm_all_gather, steps = rank.meet((shm_all_gather, steps))[0]
     for captured in ways:
-        group = TPGroup(rank.rank, rank.count, mailboxes)
+        group = TPGroup(rank.rank, rank.count, shm_all_gather)
         compare(TorchBackend(*made, **how, captured=captured, group=group), steps)
     rank.meet()
     if rank.rank == 0:
-        mailboxes.remove()
+        shm_all_gather.remove()
     return len(steps)
 
 

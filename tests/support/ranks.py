@@ -97,12 +97,12 @@ def torch_ranks(made_from: tuple, count: int, **more: Any) -> SideBySide:
     from torch_impl.backend import TorchBackend
 
     how = {"dtype": "float32", "device": "cpu", "captured": (), **more}
-    mailboxes = ShmAllGather.create(count, wait_s=WAIT_S)
+    shm_all_gather = ShmAllGather.create(count, wait_s=WAIT_S)
     ranks = [
-        TorchBackend(*made_from, **how, group=TPGroup(rank, count, mailboxes))
+        TorchBackend(*made_from, **how, group=TPGroup(rank, count, shm_all_gather))
         for rank in range(count)
     ]
-    return SideBySide(TorchBackend(*made_from, **how), ranks, mailboxes.remove)
+    return SideBySide(TorchBackend(*made_from, **how), ranks, shm_all_gather.remove)
 
 
 Plan = tuple[Program, np.ndarray]

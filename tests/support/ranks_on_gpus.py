@@ -22,9 +22,9 @@ def on_torch(rank: Rank) -> Any:
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    mailbox = SymmetricBuffer(BufferLayout(rank.count, BLOCK_BYTES), rank.rank, device)
-    mailbox.connect(rank.meet(mailbox.handle))
-    return mailbox
+    symmetric_buffer = SymmetricBuffer(BufferLayout(rank.count, BLOCK_BYTES), rank.rank, device)
+    symmetric_buffer.connect(rank.meet(symmetric_buffer.handle))
+    return symmetric_buffer
 
 
 def _placed(case: Case, rank: Rank, step: int, device: torch.device) -> list[torch.Tensor | None]:
@@ -48,22 +48,22 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
     """Gathers all cases in each step; returns a sentence for each fault."""
     from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
-    mailbox = on_torch(rank)
-    device = mailbox.mail.place.device
+    symmetric_buffer = on_torch(rank)
+    device = symmetric_buffer.mail.place.device
     given = [_placed(case, rank, 0, device) for case in CASES]
 
     def step() -> list[Any]:
         found = [
             all_gather(
                 *given[call],
-                mailbox.mail,
+                symmetric_buffer.mail,
                 call,
-                boxes=mailbox.boxes,
+                boxes=symmetric_buffer.boxes,
                 largest_words_bytes=case.largest_words_bytes,
             )
             for call, case in enumerate(CASES)
         ]
-        advance_sequence(mailbox.mail, len(CASES))
+        advance_sequence(symmetric_buffer.mail, len(CASES))
         return found
 
     step()  # no rank waits for one that still compiles
@@ -79,7 +79,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
             return captured
 
     rank.meet()
-    mailbox.wait(LOOKS)
+    symmetric_buffer.wait(LOOKS)
     torch.cuda.synchronize(device)
     rank.meet()
     wrong = []
@@ -98,11 +98,11 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
                         f"{case}, step {number}, rank {rank.rank}: {len(places)} of {want.size} "
                         f"differ, first {places[0]}: {one[tuple(places[0])]:x}"
                     )
-        if late := PeerTimeout.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(symmetric_buffer.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
-    mailbox.close()
+    symmetric_buffer.close()
     return wrong
 
 
@@ -111,8 +111,8 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
     from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.gemm.linear import product
 
-    mailbox = on_torch(rank)
-    device, wrong = mailbox.mail.place.device, []
+    symmetric_buffer = on_torch(rank)
+    device, wrong = symmetric_buffer.mail.place.device, []
 
     def multiply(case: ProductCase, step: int, own: int | None, call: int) -> Any:
         def placed(x: np.ndarray | None) -> Any:
@@ -133,15 +133,17 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
             norm=None if arrays.norm is None else torch.from_numpy(arrays.norm).to(device),
             order=SQUARES,
             tiles=case.tiles,
-            gather=None if own is None else AllGatherArgs(mailbox.mail, call, mailbox.boxes),
+            gather=None
+            if own is None
+            else AllGatherArgs(symmetric_buffer.mail, call, symmetric_buffer.boxes),
         )
 
     for number in range(-1, steps):
         found = [multiply(case, number, rank.rank, call) for call, case in enumerate(PRODUCT_CASES)]
-        advance_sequence(mailbox.mail, len(PRODUCT_CASES))
+        advance_sequence(symmetric_buffer.mail, len(PRODUCT_CASES))
         if number < 0:  # no rank waits for one that still compiles
             rank.meet()
-            mailbox.wait(LOOKS)
+            symmetric_buffer.wait(LOOKS)
             torch.cuda.synchronize(device)
             rank.meet()
             continue
@@ -151,11 +153,11 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
                 f"{case}, step {number}, rank {rank.rank}: {name} differs"
                 for name in case.differing([_bits(x) for x in got], [_bits(x) for x in want])
             ]
-        if late := PeerTimeout.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(symmetric_buffer.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
-    mailbox.close()
+    symmetric_buffer.close()
     return wrong
 
 
@@ -163,33 +165,35 @@ def missing_of_torch(rank: Rank, looks: int) -> tuple[PeerTimeout | None, bool]:
     """The last rank skips the second call of the second step; returns the view of each rank."""
     from kernels.triton_gpu.collectives.all_gather import advance_sequence, all_gather
 
-    mailbox = on_torch(rank)
-    values, _ = _placed(CASES[0], rank, 0, mailbox.mail.place.device)
+    symmetric_buffer = on_torch(rank)
+    values, _ = _placed(CASES[0], rank, 0, symmetric_buffer.mail.place.device)
 
     def gather(call: int) -> torch.Tensor:
-        return all_gather(values, None, mailbox.mail, call, boxes=mailbox.boxes)[0]
+        return all_gather(values, None, symmetric_buffer.mail, call, boxes=symmetric_buffer.boxes)[
+            0
+        ]
 
     gather(0)
     torch.cuda.synchronize()
-    early = mailbox.missing()
+    early = symmetric_buffer.missing()
     rank.meet()
-    mailbox.wait(looks)
+    symmetric_buffer.wait(looks)
     rank.meet()
     gather(0)
-    advance_sequence(mailbox.mail, 1)
+    advance_sequence(symmetric_buffer.mail, 1)
     gather(0)
     out = values
     if rank.rank < rank.count - 1:
         out = gather(1)
     torch.cuda.synchronize()
-    found = mailbox.missing()
+    found = symmetric_buffer.missing()
     rank.meet()
-    mailbox.close()
+    symmetric_buffer.close()
     assert early is None, "who does not wait misses nobody"
     return found, bool(out[:, -1].isnan().all())
 
 
-def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
+def buffers_of_jax(ranks: int) -> tuple[Any, Any]:
     """A mesh of `ranks` devices of this process, and their symmetric buffers."""
     import jax
     from jax.sharding import Mesh
@@ -208,11 +212,11 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
 
     from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather, missed
 
-    mesh, mailboxes = mailboxes_of_jax(ranks)
+    mesh, symmetric_buffer = buffers_of_jax(ranks)
     columns = PartitionSpec(None, "ranks")
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = AllGatherArgs(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, symmetric_buffer.boxes), []
         for case, (values, sums) in zip(CASES, given, strict=True):
             values = values.view(case.dtype)
             sums = sums if sums is None else sums.view(jnp.float32)
@@ -239,7 +243,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
             for one in shares
         ]
 
-    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    idle, waiting = (joined(mesh, symmetric_buffer.places(looks), 0) for looks in (0, LOOKS))
     # No rank waits for one that still loads its kernels.
     jax.block_until_ready(program(placed(0), idle))
     wrong = []
@@ -269,7 +273,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
 
     devices = jax.devices()[:ranks]
     mesh = Mesh(np.array(devices), ("ranks",))
-    mailboxes = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), devices)
+    symmetric_buffer = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), devices)
 
     def multiply(case: ProductCase, arrays: Any, gather: AllGatherArgs | None) -> Any:
         x, weight, squares, added, norm = arrays
@@ -294,7 +298,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
         )
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = AllGatherArgs(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, symmetric_buffer.boxes), []
         for case, arrays in zip(PRODUCT_CASES, given, strict=True):
             got = [x for x in multiply(case, arrays, gather) if x is not None]
             found.append([x.astype(jnp.float32) for x in got])
@@ -340,7 +344,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
             )
         return made
 
-    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    idle, waiting = (joined(mesh, symmetric_buffer.places(looks), 0) for looks in (0, LOOKS))
     jax.block_until_ready(program(placed(0), idle))
     wrong = []
     for number in range(steps):
@@ -367,20 +371,20 @@ def missing_of_jax(ranks: int, looks: int) -> list[PeerTimeout | None]:
     from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather, missed
     from kernels.pallas_gpu.collectives.symmetric_memory import SymmetricBuffer
 
-    mailboxes = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), jax.devices()[:ranks])
+    symmetric_buffer = SymmetricBuffer(BufferLayout(ranks, BLOCK_BYTES), jax.devices()[:ranks])
     values, _ = CASES[0].share(0, ranks, 0)
 
     def run(x: Any, place: Any) -> Any:
-        gather = AllGatherArgs(place, mailboxes.boxes)
+        gather = AllGatherArgs(place, symmetric_buffer.boxes)
         out, _ = all_gather(x, None, gather)
         return out, missed(gather, out)
 
     program, given = jax.jit(run), jnp.asarray(values).view("bfloat16")
     for wait in (0, 0, looks, 1 << 30):  # the last ends as soon: something is missing already
-        out, error = program(given, jnp.asarray(mailboxes.places(wait)[0]))
+        out, error = program(given, jnp.asarray(symmetric_buffer.places(wait)[0]))
         assert bool(jnp.isnan(out[:, -1]).all())
         assert bool(error[0]) == bool(wait), "who does not wait misses nobody"
-    return mailboxes.missing()
+    return symmetric_buffer.missing()
 
 
 def _unsigned(size: int) -> str:

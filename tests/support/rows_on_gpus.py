@@ -10,7 +10,7 @@ import torch
 
 from kernels.peer_buffers import PeerTimeout
 from tests.support.gpu_ranks import LOOKS, Rank
-from tests.support.ranks_on_gpus import joined, mailboxes_of_jax, on_torch
+from tests.support.ranks_on_gpus import buffers_of_jax, joined, on_torch
 
 CASES = ((20, 4, 1), (128, 75_968, 6), (7, 64, 2))
 """Rows, columns of a rank, and gathers among which the rows are divided."""
@@ -44,18 +44,21 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, advance_sequence
     from kernels.triton_gpu.sampling.vocab_parallel import gathered_rows
 
-    mailbox = on_torch(rank)
-    device = mailbox.mail.place.device
+    symmetric_buffer = on_torch(rank)
+    device = symmetric_buffer.mail.place.device
     own = [torch.empty((rows, columns), device=device) for rows, columns, _ in CASES]
     which = [torch.zeros(rows + 1, dtype=torch.int32, device=device) for rows, *_ in CASES]
 
     def step() -> list[Any]:
         call, found = 0, []
         for values, rows, (_, _, count) in zip(own, which, CASES, strict=True):
-            gathers = [AllGatherArgs(mailbox.mail, call + i, mailbox.boxes) for i in range(count)]
+            gathers = [
+                AllGatherArgs(symmetric_buffer.mail, call + i, symmetric_buffer.boxes)
+                for i in range(count)
+            ]
             found.append(gathered_rows(values, rows, gathers))
             call += count
-        advance_sequence(mailbox.mail, call)
+        advance_sequence(symmetric_buffer.mail, call)
         return found
 
     step()  # no rank waits for one that still compiles
@@ -64,7 +67,7 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step()
     rank.meet()
-    mailbox.wait(LOOKS)
+    symmetric_buffer.wait(LOOKS)
     torch.cuda.synchronize(device)
     rank.meet()
     wrong = []
@@ -78,11 +81,11 @@ def rows_of_torch(rank: Rank, steps: int) -> list[str]:
         for case, out in zip(CASES, captured, strict=True):
             got = out.view(torch.int32).cpu().numpy().view(np.uint32)
             wrong += differing(got, rank.count, number, case)
-        if late := PeerTimeout.read(int(mailbox.mail.error)):
+        if late := PeerTimeout.read(int(symmetric_buffer.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
-    mailbox.close()
+    symmetric_buffer.close()
     return wrong
 
 
@@ -95,10 +98,10 @@ def rows_of_jax(ranks: int, steps: int) -> list[str]:
     from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, missed
     from kernels.pallas_gpu.sampling.vocab_parallel import gathered_rows
 
-    mesh, mailboxes = mailboxes_of_jax(ranks)
+    mesh, symmetric_buffer = buffers_of_jax(ranks)
 
     def run(given: list[Any], place: Any) -> Any:
-        gather, found = AllGatherArgs(place, mailboxes.boxes), []
+        gather, found = AllGatherArgs(place, symmetric_buffer.boxes), []
         for (values, rows), (_, _, count) in zip(given, CASES, strict=True):
             out = gathered_rows(values.view(jnp.float32), rows, [gather] * count)
             found.append(out.view(jnp.uint32))
@@ -122,7 +125,7 @@ def rows_of_jax(ranks: int, steps: int) -> list[str]:
             made.append((joined(mesh, own, 1), joined(mesh, [listed(number, rows)] * ranks, None)))
         return made
 
-    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    idle, waiting = (joined(mesh, symmetric_buffer.places(looks), 0) for looks in (0, LOOKS))
     # No rank waits for one that still loads its kernels.
     jax.block_until_ready(program(placed(0), idle))
     wrong = []

@@ -82,8 +82,8 @@ class MirroredBackend:
 
     def close(self) -> None:
         self._thread.shutdown()
-        if self._ranks.mailboxes is not None:  # as ranks that give back memory of each other's
-            self._ranks.mailboxes.all_gather(self._ranks.rank, np.zeros(1, np.uint8))
+        if self._ranks.shm_all_gather is not None:  # as ranks that give back memory of each other's
+            self._ranks.shm_all_gather.all_gather(self._ranks.rank, np.zeros(1, np.uint8))
         self._own.close()
 
     def _compared(self, flight: Any) -> StepResult:
@@ -91,9 +91,9 @@ class MirroredBackend:
         self._count += 1
         if self._count >= FAULT_STEP:  # a device that fails once does not come back
             fault_at(self._ranks.rank, "step")
-        if self._ranks.mailboxes is not None:
+        if self._ranks.shm_all_gather is not None:
             said = np.concatenate([result.tokens.ravel(), result.counts, result.num_nodes])
-            of_all = self._ranks.mailboxes.all_gather(self._ranks.rank, said.view(np.uint8))
+            of_all = self._ranks.shm_all_gather.all_gather(self._ranks.rank, said.view(np.uint8))
             assert (of_all == of_all[0]).all(), "ranks have different results"
         return result
 

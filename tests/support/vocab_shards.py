@@ -63,15 +63,17 @@ def _threads(
     placed = {name: mapped(x, to_torch, ops("sampling")) for name, x in given.items()}
     alone = work(ops, ops("vocab_parallel").ALL, [*map(to_torch, rows)], placed)
     parts = [shares(row, count) for row in rows]
-    mailboxes = ShmAllGather.create(count, wait_s=WAIT_S)
+    shm_all_gather = ShmAllGather.create(count, wait_s=WAIT_S)
 
     def of_rank(rank: int) -> list[np.ndarray]:
         own = [to_torch(part[rank]) for part in parts]
-        return _arrays(work(ops, vocabulary(size, TPGroup(rank, count, mailboxes)), own, placed))
+        return _arrays(
+            work(ops, vocabulary(size, TPGroup(rank, count, shm_all_gather)), own, placed)
+        )
 
     with ThreadPoolExecutor(count) as pool:
         every = list(pool.map(of_rank, range(count)))
-    mailboxes.remove()
+    shm_all_gather.remove()
     return _arrays(alone), every
 
 

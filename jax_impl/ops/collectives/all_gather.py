@@ -18,7 +18,7 @@ AXIS = "ranks"
 
 # Static: it determines the traced program. Its device arrays are operands of the step.
 jax.tree_util.register_dataclass(
-    TPGroup, data_fields=["on_device"], meta_fields=["rank", "count", "mailboxes", "meeting"]
+    TPGroup, data_fields=["on_device"], meta_fields=["rank", "count", "shm_all_gather", "meeting"]
 )
 
 

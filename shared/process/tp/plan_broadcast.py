@@ -42,9 +42,11 @@ class PlanBroadcast:
         self._message = np.zeros(1 + most, np.int32)
         self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
         count = followers.count
-        self._mailboxes = None if self._far else ShmAllGather.create(count, wait_s=START_EXCHANGE_S)
+        self._shm_all_gather = (
+            None if self._far else ShmAllGather.create(count, wait_s=START_EXCHANGE_S)
+        )
         meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
-        self.ranks = TPGroup(0, count, self._mailboxes, meeting)
+        self.ranks = TPGroup(0, count, self._shm_all_gather, meeting)
         self._send_locations()
 
     def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
@@ -75,13 +77,13 @@ class PlanBroadcast:
 
     def wait_at_most(self, seconds: float) -> None:
         """Sets the timeout of rank 0 in collectives from here on."""
-        if self._mailboxes is not None:
-            self._mailboxes.wait_s = seconds
+        if self._shm_all_gather is not None:
+            self._shm_all_gather.wait_s = seconds
 
     def opened(self) -> None:
         """Removes the name of the memory, once every rank has mapped it."""
-        if self._mailboxes is not None:
-            self._mailboxes.remove()
+        if self._shm_all_gather is not None:
+            self._shm_all_gather.remove()
 
     def close(self) -> None:
         """Releases the shared memory."""
@@ -90,7 +92,7 @@ class PlanBroadcast:
             self._ring.close()
 
     def _send_locations(self) -> None:
-        boxes = None if self._mailboxes is None else [*self._mailboxes.__reduce__()[1]]
+        boxes = None if self._shm_all_gather is None else [*self._shm_all_gather.__reduce__()[1]]
         ring = None if self._ring is None else path_in(self._ring.descriptor)
         for reader, each in enumerate(self._here):
             each.link.send("share", ring, reader, boxes, self.ranks.meeting)

@@ -59,7 +59,7 @@ class Rank:
         self._messages: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[StepFuture | None] = queue.SimpleQueue()
         self.taken = self.ended = 0
-        self._mailboxes: ShmAllGather | None = None
+        self._shm_all_gather: ShmAllGather | None = None
         self._is_on_gpu = False
 
     def run(self, module: str) -> None:
@@ -96,7 +96,7 @@ class Rank:
     def _load(self, start: ValidatedStartup, platform: Platform) -> Backend:
         ring, reader, boxes, meeting = self._next("share")
         self._reader = self._open(ring, reader)
-        self._mailboxes = None if boxes is None else ShmAllGather(*boxes)
+        self._shm_all_gather = None if boxes is None else ShmAllGather(*boxes)
         self._at("loading")
         reported = loaded = 0.0
 
@@ -107,7 +107,7 @@ class Rank:
                 reported = time.monotonic()
                 self._link.send("loaded", int(loaded))
 
-        ranks = TPGroup(self._rank, self._count, self._mailboxes, meeting)
+        ranks = TPGroup(self._rank, self._count, self._shm_all_gather, meeting)
         backend = start.of_rank(ranks).load(platform, report)
         self._link.send("loaded", int(loaded))
         self._at(LOADED)
@@ -134,8 +134,8 @@ class Rank:
             self._link.send("began", begun)
 
         backend.prepare([programs[index] for index in indices], report_progress)
-        if self._mailboxes is not None:
-            self._mailboxes.wait_s = EXCHANGE_S
+        if self._shm_all_gather is not None:
+            self._shm_all_gather.wait_s = EXCHANGE_S
         gc_freeze.freeze_gc()
         retiring = threading.Thread(target=self._retire, name="results", daemon=True)
         retiring.start()

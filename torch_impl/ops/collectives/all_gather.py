@@ -105,6 +105,6 @@ def _shares(
         except RuntimeError as error:  # raised if another rank failed
             raise AllGatherTimeout(f"rank {ranks.rank} could not exchange: {error}") from error
     else:
-        assert ranks.mailboxes is not None  # set for processes of one host
-        given = torch.from_numpy(ranks.mailboxes.all_gather(ranks.rank, flat.numpy()))
+        assert ranks.shm_all_gather is not None  # set for processes of one host
+        given = torch.from_numpy(ranks.shm_all_gather.all_gather(ranks.rank, flat.numpy()))
     return given.view(values.dtype).view(ranks.count, *values.shape)
