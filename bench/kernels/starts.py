@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from bench.common.draft_config import PLAIN, WITH_FOLDER, Draft, folders_of
@@ -107,11 +108,19 @@ def with_layers(folder: Path, layers: int, scratch: Path) -> Path:
     if changed == config:
         return folder
     made = scratch / f"{folder.parent.name}-{folder.name}-{layers}"
-    made.mkdir(parents=True, exist_ok=True)
+    if made.exists():
+        return made
+    # Several processes share the scratch folder: it appears whole, and the first one stays.
+    partial = Path(mkdtemp(dir=scratch))
     for path in folder.iterdir():
-        if path.name != "config.json" and not (made / path.name).is_symlink():
-            (made / path.name).symlink_to(path.resolve())
-    (made / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        if path.name != "config.json":
+            (partial / path.name).symlink_to(path.resolve())
+    (partial / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    try:
+        partial.rename(made)
+    except OSError:
+        if not made.exists():
+            raise
     return made
 
 

@@ -1,6 +1,7 @@
 """Starts for absent GPUs: the selection of starts, truncated models, and worker processes."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def test_with_layers_truncates_model_and_head(tmp_path: Path) -> None:
     assert head["num_target_layers"] == 8
     assert head["dflash_config"]["target_layer_ids"] == [1, 2, 3]
     assert (with_layers(DEMO / "dflash", 8, tmp_path) / "model.safetensors").is_file()
+
+
+def test_with_layers_shows_only_complete_folders(tmp_path: Path) -> None:
+    def read(scratch: Path) -> int:
+        config = (with_layers(SHAPES / "qwen3.5-9b", 4, scratch) / "config.json").read_text()
+        return json.loads(config)["num_hidden_layers"]
+
+    scratches = [tmp_path / str(number) for number in range(100)]
+    for scratch in scratches:
+        scratch.mkdir()
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(read, [scratch for scratch in scratches for _ in range(8)])) == {4}
 
 
 def test_chosen_programs_have_smallest_and_largest_batches() -> None:
