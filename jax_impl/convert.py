@@ -23,7 +23,7 @@ from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.file_kind import ORBAX_FOLDER
-from shared.models.fp8_packing import InWords
+from shared.models.formats.fp8_w8a16 import InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import as_stored
 

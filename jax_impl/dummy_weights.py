@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
 

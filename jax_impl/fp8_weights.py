@@ -1,4 +1,4 @@
-"""FP8 parameters on a device, packed as in `shared.models.fp8_packing`.
+"""FP8 parameters on a device, packed as in `shared.models.formats.fp8_w8a16`.
 
 They are read tensor by tensor and packed on the device, without dequantisation.
 """
@@ -13,16 +13,16 @@ from jax import lax
 from jaxtyping import Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
 
 from jax_impl import dummy_weights
-from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import DummyCheckpoint, Stored, code_scales, scales_of_outputs
-from shared.models.fp8 import Granularity
-from shared.models.fp8_packing import FP8_BLOCK, packed_scales, shape_of_words
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
 
 
 def packed(codes: UInt8[jax.Array, "*stack N K"]) -> Int32[jax.Array, "*stack N words"]:
-    """Same as `shared.models.fp8_packing.packed`, for FP8 values without NaN."""
+    """Same as `shared.models.formats.fp8_w8a16.packed`, for FP8 values without NaN."""
     blocks = codes.reshape(*codes.shape[:-1], -1, 4, FP8_BLOCK // 4).swapaxes(-1, -2)
     return lax.bitcast_convert_type(blocks, jnp.int32).reshape(shape_of_words(codes.shape))
 
@@ -113,7 +113,7 @@ def _written_codes(
 
 @jax.jit
 def unpacked(words: Int32[jax.Array, "*stack N words"]) -> Float8e4m3fn[jax.Array, "*stack N K"]:
-    """Same as `shared.models.fp8_packing.unpacked`."""
+    """Same as `shared.models.formats.fp8_w8a16.unpacked`."""
     codes = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [.., N, words, 4]
     blocks = codes.reshape(*words.shape[:-1], -1, FP8_BLOCK // 4, 4)
     return blocks.swapaxes(-1, -2).reshape(*words.shape[:-1], -1)

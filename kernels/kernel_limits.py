@@ -1,6 +1,6 @@
 """Limits of the kernels of both backends, as plain data that startup checks without a GPU."""
 
-from shared.models.fp8_packing import FP8_BLOCK
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = tuple(range(16, 257, 16))

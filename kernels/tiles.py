@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kernels.tile_tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
-from shared.models.fp8_packing import FP8_BLOCK
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Float, Float32, Shaped
 from safetensors.numpy import load_file, save_file
 
-from shared.models import fp8
 from shared.models.checkpoint import INDEX_FILE, weight_files
 from shared.models.config_fields import read_json
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
 
 SCALE = fp8.SCALES[0]
 STATED = {

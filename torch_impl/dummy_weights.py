@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
 PIECE = 1 << 24

@@ -1,4 +1,4 @@
-"""FP8 parameters on a device, packed as in `shared.models.fp8_packing`.
+"""FP8 parameters on a device, packed as in `shared.models.formats.fp8_w8a16`.
 
 They are read tensor by tensor and packed on the device, without dequantisation.
 """
@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
-from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import DummyCheckpoint, Stored, code_scales, scales_of_outputs
-from shared.models.fp8 import Granularity
-from shared.models.fp8_packing import FP8_BLOCK, packed_scales, shape_of_words
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
 from torch_impl import dummy_weights
 
 
 def packed(codes: UInt8[Tensor, "*stack N K"]) -> Int32[Tensor, "*stack N words"]:
-    """Same as `shared.models.fp8_packing.packed`, for FP8 values without NaN."""
+    """Same as `shared.models.formats.fp8_w8a16.packed`, for FP8 values without NaN."""
     blocks = codes.unflatten(-1, (-1, 4, FP8_BLOCK // 4)).transpose(-1, -2).contiguous()
     return blocks.view(torch.int32).flatten(-3)
 
@@ -86,7 +86,7 @@ def read_codes(
 
 
 def unpacked(words: Int32[Tensor, "*stack N words"]) -> Float8e4m3fn[Tensor, "*stack N K"]:
-    """Same as `shared.models.fp8_packing.unpacked`."""
+    """Same as `shared.models.formats.fp8_w8a16.unpacked`."""
     blocks = words.view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     return blocks.transpose(-1, -2).flatten(-3).view(torch.float8_e4m3fn)
 

@@ -14,7 +14,7 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.fp8_packing import SCALES, InWords
+from shared.models.formats.fp8_w8a16 import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters

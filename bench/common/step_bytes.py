@@ -17,8 +17,8 @@ from shared.drafts.drafter_spec import MODEL, MTP
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
-from shared.models.fp8 import Granularity
-from shared.models.fp8_packing import InWords, bytes_of_words
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import InWords, bytes_of_words
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 

@@ -19,7 +19,7 @@ from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
 from shared.boundary.tp_group import TPGroup
-from shared.models.fp8_packing import shape_of_words
+from shared.models.formats.fp8_w8a16 import shape_of_words
 from shared.models.parameters import Parameter
 from shared.options.command_line import parse
 from shared.process.device import Device

@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 from jax_impl.training.nnx_modules import DraftModel, ModelModule, Mtp, named
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models import fp8
 from shared.models.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
 from shared.models.checkpoint import Weights as Tensors
 from shared.models.config import ModelConfig
 from shared.models.config_fields import read_json
 from shared.models.families import config_from_dict
+from shared.models.formats import fp8
 from shared.models.parameters import Parameter, parameters
 from shared.models.saving import save_checkpoint, split
 

@@ -41,7 +41,7 @@ from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind,
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
-from shared.models.fp8_packing import InWords
+from shared.models.formats.fp8_w8a16 import InWords
 from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
@@ -195,7 +195,7 @@ class BackendSpec:
       dtype: Dtype of weights, KV and activations, float32 or bfloat16.
       on_gpu: True if steps run on a GPU.
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
-      as_w8a16: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_packing`.
+      as_w8a16: Parameters stored as W8A16 FP8 weights; see `shared.models.formats.fp8_w8a16`.
       as_w8a8: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
       ranks: The tensor-parallel group, and the rank of this backend in it.
     """

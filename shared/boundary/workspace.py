@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.models import fp8_packing
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
+from shared.models.formats import fp8_w8a16
 from shared.models.layers import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -197,7 +197,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 def _widened_bytes(blueprint: BackendSpec) -> int:
     """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
     dense, hidden = blueprint.config.dense, blueprint.config.hidden
-    if dense is None or not any(name.endswith(fp8_packing.DENSE) for name in blueprint.as_w8a16):
+    if dense is None or not any(name.endswith(fp8_w8a16.DENSE) for name in blueprint.as_w8a16):
         return 0
     return 2 * dense.intermediate * hidden * blueprint.item_bytes
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from shared.models import fp8, fp8_packing
 from shared.models.config import ModelConfig
 from shared.models.file_kind import INDEX_FILE as INDEX_FILE
 from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
 from shared.models.file_kind import folder_fault
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameter import slice_runs
 from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.models.safetensors_file import contents, open_file
@@ -102,16 +102,16 @@ class Checkpoint:
         """Returns the dtypes of the tensors that a parameter is read from; float32 for FP8."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
-    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_w8a16.InWords:
         """Returns the parameters that can be stored as packed FP8 (W8A16); see
-        `shared.models.fp8_packing`.
+        `shared.models.formats.fp8_w8a16`.
 
         All their tensors are FP8 in whole blocks, their scales are exact in bfloat16 and have one
         granularity, block or channel. Reads the scales.
         """
         found = {}
         for parameter in wanted:
-            if fp8_packing.is_kept_fp8(parameter.name):
+            if fp8_w8a16.is_kept_fp8(parameter.name):
                 kinds = {self._kept_granularity(source) for source in self._sources(parameter)}
                 if len(kinds) == 1 and (kind := kinds.pop()) is not None:
                     found[parameter.name] = kind
@@ -234,7 +234,7 @@ class Checkpoint:
         progress: Callable[[int], None],
         *,
         by_output: bool = False,
-    ) -> Iterator[fp8_packing.FP8Shard]:
+    ) -> Iterator[fp8_w8a16.FP8Shard]:
         """Reads a parameter of `as_w8a16` or `as_w8a8` tensor by tensor without dequantising it;
         see `pieces`.
 
@@ -257,7 +257,7 @@ class Checkpoint:
                 scales = source.every(share).taken(scales)
                 scales = scales.reshape(fp8.scale_shape(shape, granularity))
             codes = self._numbers(source).reshape(shape)
-            yield fp8_packing.FP8Shard(at, codes, place_of_scales=place, scales=scales)
+            yield fp8_w8a16.FP8Shard(at, codes, place_of_scales=place, scales=scales)
             progress(self._num_bytes(source))
 
     def _sources(self, parameter: Parameter) -> list[CheckpointTensor]:
@@ -333,11 +333,11 @@ class Checkpoint:
         cannot.
         """
         granularity = self._granularity(source)
-        if granularity is None or not fp8_packing.has_whole_blocks(source, granularity):
+        if granularity is None or not fp8_w8a16.has_whole_blocks(source, granularity):
             return None
-        if not fp8_packing.are_in_bfloat16(self._scales(source)):
+        if not fp8_w8a16.are_in_bfloat16(self._scales(source)):
             return None
-        return fp8_packing.kept_granularity(granularity)
+        return fp8_w8a16.kept_granularity(granularity)
 
     def _scale_of(self, name: str) -> str | None:
         """Returns the name of a tensor's scales; None if it is not FP8."""
@@ -427,5 +427,5 @@ def load_all(
         scales = np.empty(fp8.code_scale_shape(shape, by_output=True), np.float32)
         for piece in checkpoint.codes(parameter, blocks, lambda num_bytes: None, by_output=True):
             codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
-        loaded[name], loaded[f"{name}{fp8_packing.SCALES}"] = codes, scales
+        loaded[name], loaded[f"{name}{fp8_w8a16.SCALES}"] = codes, scales
     return loaded

@@ -18,10 +18,10 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
-from shared.models import fp8, fp8_packing
 from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import LM_HEAD
 from shared.models.vision_config import TENSORS, VisionConfig
@@ -105,9 +105,9 @@ def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.nd
     """
     whole = parameter.whole or parameter
     shape = fp8.scale_shape(whole.shape, granularity)
-    own = replace(whole, name=f"{whole.name}{fp8_packing.SCALES}", shape=shape)
+    own = replace(whole, name=f"{whole.name}{fp8_w8a16.SCALES}", shape=shape)
     step = np.float32(init_of(whole).step * SCALE_STEP)
-    scales = fp8_packing.rounded(parameter_array(own, SIZES_LAW) * step)
+    scales = fp8_w8a16.rounded(parameter_array(own, SIZES_LAW) * step)
     if parameter.whole is None or granularity is Granularity.CHANNEL:
         return parameter.share(scales)
     return np.take(scales, parameter.outputs[:: fp8.BLOCK] // fp8.BLOCK, parameter.axis)
@@ -193,7 +193,7 @@ class DummyCheckpoint:
         sources = {source.name for parameter in wanted for source in parameter.sources}
         self.names: Collection[str] = frozenset(sources | maps.keys())
         self._maps = maps
-        self.granularity = granularity and fp8_packing.kept_granularity(granularity)
+        self.granularity = granularity and fp8_w8a16.kept_granularity(granularity)
 
     @classmethod
     def of_model(
@@ -254,16 +254,14 @@ class DummyCheckpoint:
         is_fp8 = all(fp8.is_quantised(source.name) for source in parameter.sources)
         return self.granularity if is_fp8 else None
 
-    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_packing.InWords:
+    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_w8a16.InWords:
         """Returns the parameters that can be stored as packed FP8; see `Checkpoint.as_w8a16`."""
         return {
             parameter.name: granularity
             for parameter in wanted
-            if fp8_packing.is_kept_fp8(parameter.name)
+            if fp8_w8a16.is_kept_fp8(parameter.name)
             and (granularity := self.granularity_of(parameter)) is not None
-            and all(
-                fp8_packing.has_whole_blocks(source, granularity) for source in parameter.sources
-            )
+            and all(fp8_w8a16.has_whole_blocks(source, granularity) for source in parameter.sources)
         }
 
     def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
@@ -295,7 +293,7 @@ class DummyCheckpoint:
 
     def _size_of(self, parameter: Parameter) -> int:
         if (granularity := self.granularity_of(parameter)) is not None:
-            return fp8_packing.bytes_of_words(parameter.shape, granularity)
+            return fp8_w8a16.bytes_of_words(parameter.shape, granularity)
         return STORED_BYTES * math.prod(parameter.shape)
 
 

@@ -21,7 +21,8 @@ from shared.models.config_fields import (
 from shared.models.experts import Routing, refuse_other_experts
 from shared.models.family import BIASES, Family, SlidingWindowRule
 from shared.models.file_kind import folder_fault
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.quantization_config import granularity_of, refuse_other_quantisation
 from shared.models.layer_fields import (
     SLIDING,
     read_attention,
@@ -29,7 +30,6 @@ from shared.models.layer_fields import (
     read_layers,
     rotary_settings,
 )
-from shared.models.quantisation import granularity_of, refuse_other_quantisation
 from shared.models.rotary import RotaryConfig
 from shared.models.vision_config import VisionConfig, read_vision
 

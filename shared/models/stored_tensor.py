@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.models import fp8
+from shared.models.formats import fp8
 from shared.models.safetensors_file import CheckpointError
 from shared.models.vision_config import TENSORS
 

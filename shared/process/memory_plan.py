@@ -22,7 +22,7 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
-from shared.models.fp8_packing import InWords, bytes_of_codes, bytes_of_words
+from shared.models.formats.fp8_w8a16 import InWords, bytes_of_codes, bytes_of_words
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_parameters import vision_encoder_parameters

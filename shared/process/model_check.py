@@ -32,7 +32,7 @@ from shared.models.config_fields import read_json
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.families import config_from_folder, stated_granularity
 from shared.models.file_kind import ORBAX_FOLDER
-from shared.models.fp8_packing import InWords
+from shared.models.formats.fp8_w8a16 import InWords
 from shared.models.parameter import of_rank
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults

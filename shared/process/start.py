@@ -15,8 +15,8 @@ from shared.drafts.checkpoint import (
     DraftFiles,
 )
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.fp8 import BLOCK, Granularity
-from shared.models.fp8_packing import EXPERTS, has_whole_blocks
+from shared.models.formats.fp8 import BLOCK, Granularity
+from shared.models.formats.fp8_w8a16 import EXPERTS, has_whole_blocks
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters

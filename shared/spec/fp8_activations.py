@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from shared.models.fp8 import BLOCK, OF_LARGEST, VALUES, quantize
+from shared.models.formats.fp8 import BLOCK, OF_LARGEST, VALUES, quantize
 
 
 class Quantised(NamedTuple):

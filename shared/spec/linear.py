@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped, UInt8
 
-from shared.models import fp8_packing
+from shared.models.formats import fp8_w8a16
 from shared.spec import fp8_activations, layers
 
 
@@ -27,8 +27,8 @@ class Matrix:
       values: Floating-point values; packed FP8 (int32, W8A16), whose activations are not quantised;
         or FP8 (uint8, W8A8), whose activations are quantised.
       bias: Bias of each output, or None.
-      scales: Scales of packed FP8, see `shared.models.fp8_packing`; of W8A8, per block of inputs
-        and per output or block of outputs. None for floating-point values.
+      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; of W8A8, per block of
+        inputs and per output or block of outputs. None for floating-point values.
     """
 
     values: (
@@ -53,7 +53,7 @@ class Matrix:
         """Returns the outputs from `first` on, which must be the start of an FP8 scale."""
         bias, scales = self.bias, self.scales
         if scales is not None:
-            scales = scales[fp8_packing.first_scale(first, self.num_outputs, len(scales)) :]
+            scales = scales[fp8_w8a16.first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":
@@ -68,7 +68,7 @@ def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
     """
     if matrix.scales is None:
         return matrix.values
-    return fp8_packing.widened(matrix.values, matrix.scales)
+    return fp8_w8a16.widened(matrix.values, matrix.scales)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.fp8_packing import SCALES
+from shared.models.formats.fp8_w8a16 import SCALES
 from shared.models.layers import AttentionConfig, MLPConfig, MoEConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear

@@ -22,7 +22,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes

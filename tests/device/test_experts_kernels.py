@@ -12,7 +12,7 @@ import pytest
 
 from kernels.kernel_limits import takes_experts
 from kernels.tiles import MEASURED, Tiles
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from tests.support.experts_kernels import (
     HALF,
     Case,

@@ -14,7 +14,7 @@ import torch
 from kernels.pallas_gpu.gemm import fp8_w8a8, linear
 from kernels.pallas_gpu.gemm.linear_sm90 import linear_sm90
 from kernels.tiles import LinearTiles, Tiles
-from shared.models import fp8
+from shared.models.formats import fp8
 from shared.spec import fp8_activations as spec
 from shared.spec import layers
 from shared.spec.reduction_order import chunks_of_squares

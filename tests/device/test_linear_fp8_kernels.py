@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kernels.tiles import Tiles
-from shared.models import fp8, fp8_packing
-from shared.models.fp8 import Granularity
-from shared.models.fp8_packing import FP8_BLOCK
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, in_languages
 from tests.support.linear_kernels import KINDS, Arrays, in_bfloat16, in_pallas, in_triton, tiles
 
@@ -102,7 +102,7 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
     codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 256, 384))
     shape = fp8.scale_shape(codes.shape, granularity)
     scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
-    words, kept = fp8_packing.pack(codes), fp8_packing.packed_scales(scales)
+    words, kept = fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)
     module = KERNELS[language]["fp8_w8a16"]
     if language == "triton":
         (got,) = in_triton(
@@ -120,7 +120,7 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
             ).astype(jnp.float32),
             *(words, kept),
         )
-    np.testing.assert_array_equal(got, fp8_packing.widened(words, kept)[1])
+    np.testing.assert_array_equal(got, fp8_w8a16.widened(words, kept)[1])
 
 
 @pytest.mark.parametrize(

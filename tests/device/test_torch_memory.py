@@ -28,7 +28,7 @@ from shared.boundary.tp_group import SINGLE_RANK
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import stack
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process import image_startup

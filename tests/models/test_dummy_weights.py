@@ -27,7 +27,7 @@ from shared.models.dummy_weights import (
     random_elements,
 )
 from shared.models.families import config_from_folder, stated_granularity
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters, single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config

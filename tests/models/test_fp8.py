@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models import fp8
 from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_dict, config_from_folder
+from shared.models.formats import fp8
 from shared.models.parameters import parameters
 from tests.support.files import read_stored, write_stored
 

@@ -9,11 +9,11 @@ import pytest
 
 from jax_impl.training import tasks
 from models import quantize_fp8
-from shared.models import fp8
 from shared.models.checkpoint import INDEX_FILE, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.options.options import DEFAULT_MODEL

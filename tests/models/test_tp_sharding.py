@@ -11,11 +11,12 @@ import torch
 from jax_impl import weights as jax_weights
 from jax_impl.ops.gemm import linear as jax_linear
 from shared.boundary.tp_group import TPGroup
-from shared.models import fp8, tp_sharding
+from shared.models import tp_sharding
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.fp8_packing import SCALES
+from shared.models.formats import fp8
+from shared.models.formats.fp8_w8a16 import SCALES
 from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
 from torch_impl import weights as torch_weights

@@ -19,13 +19,13 @@ from jax_impl import weights as jax_weights
 from jax_impl.ops.gemm import linear as jax_linear
 from jax_impl.ops.moe import experts as jax_experts
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models import fp8, fp8_packing
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored, init_of
 from shared.models.families import config_from_dict, stated_granularity
-from shared.models.fp8 import Granularity
-from shared.models.fp8_packing import SCALES
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import SCALES
 from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -168,7 +168,7 @@ def test_w8a16_weights_equal_dequantized(model, kept, framework, monkeypatch) ->
                 patch.setattr(fp8, "apply_scales", None)  # nothing is dequantised
                 both = words_in(framework, checkpoint, parameter, kept[parameter.name])
             words, scales = both
-            np.testing.assert_array_equal(fp8_packing.widened(words, scales), want)
+            np.testing.assert_array_equal(fp8_w8a16.widened(words, scales), want)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -252,7 +252,7 @@ def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) 
         assert abs(found.mean()) < 0.02 * want.std()
         if parameter.name in KEPT:
             words, _ = words_in("torch", checkpoint, parameter, kept[parameter.name])
-            codes = fp8_packing.unpack(words)
+            codes = fp8_w8a16.unpack(words)
             assert not fp8.has_nan(codes)
             assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
     assert differ == {"inputs", "out", "gate_up", "down"}

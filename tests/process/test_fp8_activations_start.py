@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.engine.request import Request, SamplingParams
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process import engines

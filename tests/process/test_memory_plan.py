@@ -19,7 +19,7 @@ from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder, stated_granularity
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models import fp8
+from shared.models.formats import fp8
 from shared.spec import fp8_activations as spec
 from shared.spec.fp8_activations import Quantised
 from tests.support.implementations import Implementation, each_implementation

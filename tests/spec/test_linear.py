@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jax_impl.ops.gemm import linear as jax_linear
-from shared.models import fp8_packing
-from shared.models.fp8 import BLOCK, Granularity, quantize, scale_shape
+from shared.models.formats import fp8_w8a16
+from shared.models.formats.fp8 import BLOCK, Granularity, quantize, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, NormedStream
@@ -142,7 +142,7 @@ def fp8(
     )
     scales = rng.uniform(1e-4, 3e-4, scale_shape(codes.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    words, packed = fp8_packing.pack(codes), fp8_packing.packed_scales(scales)
+    words, packed = fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)
     return Matrix(words, bias, packed)
 
 
@@ -171,8 +171,8 @@ def test_linear_output_bits_independent_of_other_outputs(
 
 
 def test_fp8_widened_equals_code_times_scale_in_bfloat16() -> None:
-    codes = fp8_packing.unpack(EIGHT.values)
-    np.testing.assert_array_equal(fp8_packing.pack(codes), EIGHT.values)
+    codes = fp8_w8a16.unpack(EIGHT.values)
+    np.testing.assert_array_equal(fp8_w8a16.pack(codes), EIGHT.values)
     exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scales = np.kron(EIGHT.scales.astype(np.float64), np.ones((128, 128))) / 2.0**120
     want = (exact * scales).astype(np.float32).astype(ml_dtypes.bfloat16)
@@ -206,7 +206,7 @@ def test_fp8_linear_equals_linear_of_dequantised_weight(
 
 def test_fp8_rows_start_at_scale_boundary() -> None:
     of_channels = spec.widened(BY_CHANNELS)
-    codes = fp8_packing.unpack(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
+    codes = fp8_w8a16.unpack(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
     own = BY_CHANNELS.scales[130].astype(np.float32) / np.float32(2.0**120)
     want = (codes[130].astype(np.float32) * own).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(of_channels[130], want.astype(np.float32))

@@ -16,8 +16,8 @@ import torch
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from shared.models.fp8 import Granularity, dequantize, scale_shape
-from shared.models.fp8_packing import FP8_BLOCK, pack, packed_scales
+from shared.models.formats.fp8 import Granularity, dequantize, scale_shape
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, pack, packed_scales
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 

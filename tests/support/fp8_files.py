@@ -10,10 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.models import fp8
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import parameters
 from tests.support.files import KINDS, Stored, read_stored, write_stored
 from tests.support.tiny_models import tiny_weights

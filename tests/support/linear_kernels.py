@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kernels.tiles import LinearTiles
-from shared.models import fp8, fp8_packing
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -97,9 +97,9 @@ def in_bfloat16(
     elif words:
         weights, scales = as_w8a16(outputs, K, granularity)
     else:
-        weights = fp8_packing.widened(*as_w8a16(outputs, K, granularity))
+        weights = fp8_w8a16.widened(*as_w8a16(outputs, K, granularity))
     stored = weights.shape[1]
-    first_scale = 0 if scales is None else fp8_packing.first_scale(first, stored, scales.shape[1])
+    first_scale = 0 if scales is None else fp8_w8a16.first_scale(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]
@@ -155,4 +155,4 @@ def as_w8a16(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
     scales = scales.astype(ml_dtypes.bfloat16)
     codes = fp8.apply_scales(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return fp8_packing.pack(codes), fp8_packing.packed_scales(scales)
+    return fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float8e4m3fn, Float32
 
 from jax_impl.ops.gemm import layers
-from shared.models.fp8 import BLOCK, OF_LARGEST
+from shared.models.formats.fp8 import BLOCK, OF_LARGEST
 
 
 class Quantised(NamedTuple):

@@ -25,7 +25,7 @@ from jax_impl.ops import (
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 
 
@@ -36,8 +36,8 @@ class Matrix(NamedTuple):
       values: Numbers, or FP8 values with `scales`: packed by four for W8A16, or unpacked for W8A8.
       layer: Index of the weight if `values` is a stack `[layers, out, in]`; `bias` and `scales` are
         stacks then. A kernel reads the stack in place; a slice would be copied.
-      scales: Of words, see `shared.models.fp8_packing`; of codes, those of each block of inputs,
-        for each output or for each block of them. None: the values are numbers.
+      scales: Of words, see `shared.models.formats.fp8_w8a16`; of codes, those of each block of
+        inputs, for each output or for each block of them. None: the values are numbers.
     """
 
     values: (

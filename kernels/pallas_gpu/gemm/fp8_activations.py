@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float8e4m3fn, Float32
 
 from kernels.pallas_gpu.gemm.fp8_w8a8 import quantise
-from shared.models.fp8 import BLOCK
+from shared.models.formats.fp8 import BLOCK
 
 LINES, ROWS = 8, 128
 """Row multiples to which quantised rows and their scales are padded.

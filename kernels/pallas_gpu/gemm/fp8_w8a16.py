@@ -1,6 +1,6 @@
 """W8A16: packed FP8 weights, dequantised in registers before the GEMM (Pallas, Triton backend).
 
-`shared.models.fp8_packing` documents the packed layout.
+`shared.models.formats.fp8_w8a16` documents the packed layout.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int, Int32
 
-from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, shares_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR, shares_of
 
 _WARPS = 4
 

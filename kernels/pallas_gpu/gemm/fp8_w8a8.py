@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 from jaxlib.triton import dialect
 
-from shared.models.fp8 import BLOCK, OF_LARGEST
+from shared.models.formats.fp8 import BLOCK, OF_LARGEST
 
 _INPUTS_BY_THE_UNIT = 2**30
 """Inputs that the tensor core accumulates before float32 does: a whole block, as in Triton."""

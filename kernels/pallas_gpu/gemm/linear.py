@@ -103,7 +103,7 @@ def product(
       weights: Stacked weights `[outputs, inputs]`; gated weights have the gate's rows, then the up
         projection's. The stack avoids the copy of a slice. Or packed FP8 (W8A16), with the bits of
         the dequantised weight; or FP8, for quantised rows (W8A8).
-      scales: Scales of packed FP8, see `shared.models.fp8_packing`; or of FP8, as stored.
+      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
       num_rows: Number of quantised rows without padding.
       layer: Index into the stack. An operand: a constant would compile a kernel per layer.

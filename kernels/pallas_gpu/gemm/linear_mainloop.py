@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from kernels.pallas_gpu.gemm.fp8_w8a8 import add_codes, load_codes
 from kernels.pallas_gpu.gemm.fp8_w8a16 import four
 from kernels.tiles import LinearTiles
-from shared.models.fp8_packing import FP8_BLOCK, shares_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 
 
 class Factors(NamedTuple):

@@ -51,7 +51,7 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     partial_shapes,
 )
 from kernels.tiles import LinearTiles
-from shared.models.fp8_packing import FP8_BLOCK, first_scale
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, first_scale
 from shared.spec.reduction_order import SquaresOrder
 
 _PROGRAMS = 2

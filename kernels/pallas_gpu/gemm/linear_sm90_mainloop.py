@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels.pallas_gpu.gemm.linear_epilogue import PARTS, WIDE
 from kernels.pallas_gpu.gemm.ptx import multiplied_sum
 from kernels.tiles import LinearTiles
-from shared.models.fp8_packing import FP8_BLOCK
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import SquaresOrder
 
 WARPS = 4

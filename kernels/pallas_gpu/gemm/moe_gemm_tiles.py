@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.fp8_w8a16 import four
-from shared.models.fp8_packing import FP8_BLOCK, shares_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 
 
 class ExpertWeights(NamedTuple):

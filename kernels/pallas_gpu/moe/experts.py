@@ -26,7 +26,7 @@ from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.pallas_gpu.moe.router import LOG2_E, RouterSelection, barrier, route, scale_of
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from shared.models.fp8_packing import FP8_BLOCK
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -86,7 +86,7 @@ def experts(
       gate_up: `[L, stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
         projection's; or packed FP8, `[L, stored, 2 inner, hidden / 4]`. The stack avoids the copy
         of a slice.
-      gate_up_scales: Scales of packed FP8, see `shared.models.fp8_packing`.
+      gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[L, stored, hidden, inner]`, in the same way.
       next_norm, norm_layer: Stacked norm scales, and the index of the norm after the block; None if
         nothing scales the new rows.

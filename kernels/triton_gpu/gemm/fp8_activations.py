@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.triton_gpu.gemm.fp8_w8a8 import quantise
 from kernels.triton_gpu.gemm.linear import launching
-from shared.models.fp8 import BLOCK
+from shared.models.formats.fp8 import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _FEW = 64

@@ -1,6 +1,6 @@
 """W8A16: packed FP8 weights, dequantised in registers before the GEMM (Triton).
 
-`shared.models.fp8_packing` documents the packed layout.
+`shared.models.formats.fp8_w8a16` documents the packed layout.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shared.models.fp8_packing import FP8_BLOCK, shares_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _WARPS = 4
@@ -73,7 +73,7 @@ def widened(
 
     Args:
       words: Packed FP8, `[outputs, inputs / 4]`.
-      scales: Scales of packed FP8, see `shared.models.fp8_packing`.
+      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       how: Launch options, see `launching` in `linear`.
     """
     outputs, count = words.shape

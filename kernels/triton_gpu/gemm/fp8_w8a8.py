@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from shared.models.fp8 import BLOCK, OF_LARGEST
+from shared.models.formats.fp8 import BLOCK, OF_LARGEST
 
 _BLOCK = tl.constexpr(BLOCK)
 _OF_LARGEST = tl.constexpr(OF_LARGEST)

@@ -33,8 +33,8 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertWeights, add_four, place_in_words
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
-from shared.models.fp8 import BLOCK
-from shared.models.fp8_packing import shares_of
+from shared.models.formats.fp8 import BLOCK
+from shared.models.formats.fp8_w8a16 import shares_of
 from shared.spec.reduction_order import SquaresOrder
 
 _BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
@@ -72,7 +72,7 @@ def product(
       x: The rows; or quantised rows of `fp8_activations.quantised`.
       weight: `[outputs, inputs]`; gated weights have the gate's rows, then the up projection's. Or
         packed FP8 (W8A16) with the bits of the dequantised weight, or FP8 for W8A8 rows.
-      scales: Scales of packed FP8, see `shared.models.fp8_packing`; or of FP8, as stored.
+      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
       out_type: Type of the result.
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then

@@ -8,7 +8,7 @@ import triton.language as tl
 from kernels.triton_gpu.collectives.all_gather import receive_words, send_words, words_of
 from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
 from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
-from shared.models.fp8_packing import ScaleLayout
+from shared.models.formats.fp8_w8a16 import ScaleLayout
 
 
 class GemmOperands(NamedTuple):

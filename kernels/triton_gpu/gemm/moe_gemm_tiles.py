@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_gpu.gemm.fp8_w8a16 import four
-from shared.models.fp8_packing import FP8_BLOCK, ScaleLayout
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 

@@ -31,7 +31,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
-from shared.models.fp8_packing import FP8_BLOCK, shares_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -90,7 +90,7 @@ def experts(
         `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
         projection's; or packed FP8, `[stored, 2 inner, hidden / 4]`.
-      gate_up_scales: Scales of packed FP8, see `shared.models.fp8_packing`.
+      gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[stored, hidden, inner]`, in the same way.
       next_norm: Scale of the norm after the block; None if it is folded into a weight.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.

@@ -7,7 +7,7 @@ from jaxtyping import Float, Float8e4m3fn, Float32
 from torch import Tensor
 from torch.nn import functional
 
-from shared.models.fp8 import BLOCK, OF_LARGEST
+from shared.models.formats.fp8 import BLOCK, OF_LARGEST
 from torch_impl.ops.gemm import layers
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
 
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather

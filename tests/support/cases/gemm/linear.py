@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
-from shared.models import fp8, fp8_packing
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats.fp8 import Granularity
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.op_case import Arguments, OpCase
 
@@ -27,8 +27,8 @@ def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) ->
     sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
     scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
     codes = fp8.apply_scales(wide.copy(), 1 / scales.astype(np.float32))
-    words = fp8_packing.pack(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    return Matrix(words, scales=fp8_packing.packed_scales(scales))
+    words = fp8_w8a16.pack(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    return Matrix(words, scales=fp8_w8a16.packed_scales(scales))
 
 
 def fp8_arguments(

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.fp8 import Granularity
+from shared.models.formats.fp8 import Granularity
 from shared.models.layers import MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream

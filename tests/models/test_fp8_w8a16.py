@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models.fp8_packing import (
+from shared.models.formats.fp8_w8a16 import (
     SCALE_FACTOR,
     pack,
     packed_scales,

@@ -2,14 +2,14 @@
 
 `fp8` is the spelling of the releases of DeepSeek, Qwen and Mistral and of AutoFP8;
 `compressed-tensors` is the spelling of vLLM's tools. The stored tensors determine which weights are
-FP8 and how they share scales (`shared.models.fp8`). The config is only checked for unsupported
-settings.
+FP8 and how they share scales (`shared.models.formats.fp8`). The config is only checked for
+unsupported settings.
 """
 
 from collections.abc import Collection, Mapping
 
 from shared.models.config_fields import Json, object_of
-from shared.models.fp8 import BLOCK, Granularity
+from shared.models.formats.fp8 import BLOCK, Granularity
 
 BLOCK_SIZE = [BLOCK, BLOCK]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
-from shared.models import fp8
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameter import CheckpointTensor
 
 InWords = Mapping[str, Granularity]

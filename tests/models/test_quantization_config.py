@@ -14,11 +14,11 @@ import torch
 from transformers import FineGrainedFP8Config
 
 from jax_impl import weights as jax_weights
-from shared.models import fp8
 from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.fp8 import Granularity
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import Granularity
 from shared.models.parameters import parameters
 from tests.support.files import read_stored, write_stored
 from tests.support.fp8_files import FILE, LAYOUTS, compressed, write_fp8, write_widened
