@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.allocator import NO_PAGES
-from shared.engine.radix_cache import NO_SNAPSHOT, Node
+from shared.engine.page_pool import NO_PAGES
+from shared.engine.radix_node import NO_SNAPSHOT, Node
 from shared.engine.request import Request
 
 

@@ -138,7 +138,7 @@ class Planner:
         Raises:
           LookupError: No program is large enough.
         """
-        held, requests = self._allocator.num_pages, rows.requests
+        held, requests = self._allocator.pages.num_pages, rows.requests
         num_pages = max((held.item(request.slot) for request in requests), default=0)
         verified = 0 if rows.shape is None else rows.shape.rows
         asked = any(request.sampling.logprobs is not None for request in requests)
@@ -163,7 +163,7 @@ class Planner:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
 
     def _fill_pages(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
-        table = self._allocator.page_table[slots, : plan.page_table.shape[1]]
+        table = self._allocator.pages.page_table[slots, : plan.page_table.shape[1]]
         plan.page_table[: len(slots), : table.shape[1]] = table
 
 

@@ -25,7 +25,8 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_entry import CacheLease, PrefixMatch, snapshots_of
 from shared.engine.cache_policy import CachePolicy, track_unit
 from shared.engine.image_inputs import first_difference
-from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
+from shared.engine.radix_cache import RadixCache
+from shared.engine.radix_node import NO_SNAPSHOT, Node
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, ScheduledRows
 
@@ -71,7 +72,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Free pages plus pages that can be evicted at once."""
-        return self.allocator.num_free_pages + self.tree.num_evictable
+        return self.allocator.pages.num_free + self.tree.num_evictable
 
     @property
     def num_pages(self) -> int:
@@ -91,8 +92,8 @@ class PrefixCache:
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Same as `Allocator.reserve`, but evicts cached pages if needed."""
-        missing = self.allocator.num_missing(slot, positions)
-        lacking = missing - self.allocator.num_free_pages
+        missing = self.allocator.pages.num_missing(slot, positions)
+        lacking = missing - self.allocator.pages.num_free
         if lacking > self.tree.num_evictable:
             return False
         if lacking > 0:
@@ -347,7 +348,7 @@ class PrefixCache:
         count = end // self._page_size
         if count <= (0 if standing.node is None else standing.node.num_pages):
             return
-        pages = self.allocator.page_table[request.slot, :count]
+        pages = self.allocator.pages.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
         standing.node = self.tree.insert(
             request.tenant,
@@ -398,7 +399,7 @@ class PrefixCache:
         assert set(self._standing) == known, "cache entries do not match the running requests"
         for one in self._standing.values():
             path = [] if one.node is None else [node.page for node in one.node.upwards()]
-            pages = self.allocator.page_table[one.request.slot, : len(path)]
+            pages = self.allocator.pages.page_table[one.request.slot, : len(path)]
             assert path[::-1] == pages.tolist(), "a request has locked a page that it does not own"
         locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
         assert locks == sum(node.num_locks for node in nodes), "pages are locked without a request"

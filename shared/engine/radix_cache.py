@@ -16,54 +16,18 @@ Source: RadixAttention, Zheng et al. 2024, arXiv:2312.07104.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.allocator import Allocator
 from shared.engine.image_inputs import PromptImage, cache_key
+from shared.engine.radix_node import Node
+from shared.engine.snapshot_pool import SnapshotPool
 
-NO_SNAPSHOT = 0
 MOST_STALE = 4
 """Heap entries per node at which the heap is rebuilt."""
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One full page of a sequence.
-
-    Attributes:
-      parent: Node of the page before it; None for a root, which has no page.
-      key: Its tokens as bytes, plus the next token if draft KV depends on it. For each image that
-        overlaps these, its digest and the offset of the page in the image follow.
-      page: Its page.
-      num_pages: Pages from the root to it, its own included.
-      is_whole: True if its draft KV is complete.
-      children: Nodes of the following pages.
-      num_locks: Running requests that use it or a descendant.
-      used: Time of its last use, by the cache's own clock.
-      snapshot: State snapshot at its end; 0 for none.
-    """
-
-    parent: Node | None
-    key: bytes
-    page: int
-    num_pages: int
-    is_whole: bool
-    children: dict[bytes, Node] = field(default_factory=dict)
-    num_locks: int = 0
-    used: int = 0
-    snapshot: int = NO_SNAPSHOT
-
-    def upwards(self) -> Iterator[Node]:
-        """Yields the nodes from this one up to the first page."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
 
 
 class RadixCache:
@@ -204,7 +168,7 @@ class RadixCache:
             node = child
         self._num_nodes += len(added)
         self._num_changes += len(added)
-        self._allocator.share(np.array(added, np.int32))
+        self._allocator.pages.share(np.array(added, np.int32))
         if node.parent is None:
             self._drop_if_empty(node)
             return None
@@ -230,7 +194,7 @@ class RadixCache:
                 pages.append(node.page)
                 self._remove(node)
         if pages:
-            self._allocator.release(np.array(pages, np.int32))
+            self._allocator.pages.release(np.array(pages, np.int32))
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -271,90 +235,3 @@ class RadixCache:
             node = stack.pop()
             yield node
             stack += node.children.values()
-
-
-class SnapshotPool:
-    """Owners of state snapshots, without the reserved snapshot 0: the tree, a running request, or
-    none.
-
-    Steps take effect in the order of submission, so a snapshot that a submitted step restores may
-    be reused at once. A snapshot that a future step restores is pinned.
-
-    Args:
-      num_snapshots: Size of the pool, including snapshot 0.
-
-    Attributes:
-      num_changes: Counter of attached and removed snapshots, except removals by eviction of their
-        node.
-    """
-
-    def __init__(self, num_snapshots: int) -> None:
-        self._free = list(range(num_snapshots - 1, 0, -1))
-        self._size = num_snapshots - 1
-        self._cached: OrderedDict[int, Node] = OrderedDict()
-        self._pins: dict[int, int] = {}
-        self.num_changes = 0
-
-    @property
-    def num_free(self) -> int:
-        """Snapshots without an owner."""
-        return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        """Snapshots in the tree."""
-        return len(self._cached)
-
-    def allocate(self) -> int:
-        """Allocates a snapshot for a request; evicts the LRU snapshot if needed. Returns 0 if there
-        is none.
-        """
-        if self._free:
-            return self._free.pop()
-        for snapshot, node in self._cached.items():
-            if snapshot not in self._pins:
-                del self._cached[snapshot]
-                node.snapshot = NO_SNAPSHOT
-                self.num_changes += 1
-                return snapshot
-        return NO_SNAPSHOT
-
-    def free(self, snapshot: int) -> None:
-        """Releases a snapshot of the tree or of a request."""
-        self._cached.pop(snapshot, None)
-        self._free.append(snapshot)
-
-    def attach(self, snapshot: int, node: Node) -> None:
-        """Attaches a request's snapshot to a node; if the node has one already, releases the new
-        one.
-        """
-        if node.snapshot:
-            self.free(snapshot)
-        else:
-            node.snapshot = snapshot
-            self._cached[snapshot] = node
-            self.num_changes += 1
-        self._cached.move_to_end(node.snapshot)
-
-    def pin(self, snapshot: int) -> None:
-        """Pins a cached snapshot until a step that restores it is submitted."""
-        self._cached.move_to_end(snapshot)
-        self._pins[snapshot] = self._pins.get(snapshot, 0) + 1
-
-    def unpin(self, snapshot: int) -> None:
-        """Removes one pin."""
-        self._pins[snapshot] -= 1
-        if not self._pins[snapshot]:
-            del self._pins[snapshot]
-
-    def check(self, held: Sequence[int]) -> None:
-        """Asserts that no snapshot is lost or has two owners.
-
-        Args:
-          held: Snapshots of running requests.
-        """
-        everyone = sorted([*self._free, *self._cached, *held])
-        assert everyone == list(range(1, self._size + 1)), "snapshots lost or shared"
-        for snapshot, node in self._cached.items():
-            assert node.snapshot == snapshot, "a node and its snapshot do not match"
-            assert node.page, "a snapshot is attached to an evicted node"

@@ -137,7 +137,7 @@ class Scheduler:
         """
         pages = self._capacity.num_pages_for(self._next_positions(request)) - len(prefix.pages)
         for other in self.running:
-            pages += self.allocator.num_missing(other.slot, self._next_positions(other))
+            pages += self.allocator.pages.num_missing(other.slot, self._next_positions(other))
         return pages <= self._cache.num_available_beside(prefix)
 
     def _prompt_rows(self) -> ScheduledRows | None:
@@ -187,7 +187,7 @@ class Scheduler:
         """Returns the requests that have pages for a step that writes `scratch` positions."""
         # A request that `_make_room` preempts comes later in the order and has no slot by then. The
         # ceiling includes the steps in flight, so the pages suffice however they end.
-        page, held = self._capacity.page_size, self.allocator.num_pages
+        page, held = self._capacity.page_size, self.allocator.pages.num_pages
         pages_of = held[[request.slot for request in requests]].tolist()
         return [
             request

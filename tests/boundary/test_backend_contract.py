@@ -147,7 +147,7 @@ def test_step_stays_within_page_reservation(host, shape, length):
         host.allocator.reserve(request.slot, reserved)
         plan = host.decode_plan(request, shape=shape)
         held = -(-reserved // PAGE_SIZE)
-        plan.page_table[0, held : held + 10] = host.allocator.page_table[neighbour.slot, :10]
+        plan.page_table[0, held : held + 10] = host.allocator.pages.page_table[neighbour.slot, :10]
         text += emitted(host.run(plan), 0)
     assert text == host.alone(tokens, len(text))
     neighbours_text += host.go_on(neighbour, 8, shape)

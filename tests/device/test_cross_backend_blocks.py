@@ -175,7 +175,7 @@ def test_short_chain_keeps_block_drafts_within_scratch(framework, backends):
     host.prefill(request, twin)
     host.prefill(neighbour, spared)
     plan = host.decode_plan(request, shape=SHARED)
-    plan.page_table[0, 1] = host.allocator.page_table[neighbour.slot, 0]
+    plan.page_table[0, 1] = host.allocator.pages.page_table[neighbour.slot, 0]
     short, whole = host.run(plan), host.decode(twin, shape=CHAIN)
     assert short.num_nodes[0] == SHARED.nodes
     np.testing.assert_array_equal(short.drafts[0], whole.drafts[0, : SHARED.nodes])

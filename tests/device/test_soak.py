@@ -95,7 +95,7 @@ def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
             engine.add(new)
         for event in checked_step(engine):
             asked[event.request_id][2].take(event)
-        usage.append(1 - engine.allocator.num_free_pages / (FEW_PAGES - 1))
+        usage.append(1 - engine.allocator.pages.num_free / (FEW_PAGES - 1))
         if rng.random() < 0.02 and engine.scheduler.running:
             gone = rng.choice(engine.scheduler.running)
             left.add(gone.request_id)
@@ -115,7 +115,7 @@ def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
     assert num_hit > 0
     engine.cache.tree.evict(engine.cache.num_pages)
     engine.cache.check([])
-    assert engine.allocator.num_free_pages == FEW_PAGES - 1
+    assert engine.allocator.pages.num_free == FEW_PAGES - 1
     assert engine.allocator.num_free_slots == few.capacity.num_slots - 1
     assert engine.cache.tree.snapshots.num_free == few.capacity.num_snapshots - 1
     print(

@@ -253,7 +253,7 @@ def test_tree_drafting_writes_within_scratch(grown):
         grown.allocator.reserve(request.slot, reserved)
         plan = grown.decode_plan(request, shape=NARROW)
         held = -(-reserved // PAGE_SIZE)
-        plan.page_table[0, held : held + 14] = grown.allocator.page_table[neighbour.slot, :14]
+        plan.page_table[0, held : held + 14] = grown.allocator.pages.page_table[neighbour.slot, :14]
         text += emitted(grown.run(plan), 0)
     assert text == grown.alone(tokens, len(text))
     for _ in range(4):

@@ -372,7 +372,7 @@ def test_radix_cache_key_lookahead_includes_next_image():
         allocator = Allocator(capacity)
         tree, slot = RadixCache(allocator, key_reach), allocator.take_slot()
         allocator.reserve(slot, 4 * PAGE)
-        tokens, pages = np.array(prompts[0].tokens, np.int32), allocator.page_table[slot, :4]
+        tokens, pages = np.array(prompts[0].tokens, np.int32), allocator.pages.page_table[slot, :4]
         tree.insert("", None, tokens, pages, [True] * 4, prompts[0].images, is_running=True)
         found = [len(tree.path("", tokens, prompt.images)) for prompt in prompts]
         assert found == [4, 1 - key_reach]

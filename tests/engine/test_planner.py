@@ -8,7 +8,6 @@ import pytest
 
 from shared.boundary.backend import Decode, Prefill
 from shared.boundary.program import ProgramFeature
-from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, ScheduledRows
@@ -146,7 +145,7 @@ def test_plan_page_table_pads_with_scratch_page(house):
     """Trap: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
     first, second = house.request(5, 20), house.request(3, 9)
     plan = house.planner.plan(ScheduledRows.decode([second, first], CHAIN))
-    held = house.allocator.page_table
+    held = house.allocator.pages.page_table
     assert plan.program.pages == 16
     np.testing.assert_array_equal(plan.page_table[0, :3], held[second.slot, :3])
     np.testing.assert_array_equal(plan.page_table[1, :5], held[first.slot, :5])
@@ -257,8 +256,8 @@ def test_plan_buffers_do_not_share_memory(house):
         assert np.shares_memory(plan.slots, plan.buffer)
         assert np.shares_memory(plan.page_table, plan.buffer)
         assert np.shares_memory(plan.sampling.seed, plan.buffer)
-        for other in [*plans[:index], house.allocator]:
-            memory = other.page_table if isinstance(other, Allocator) else other.buffer
+        others = [*(each.buffer for each in plans[:index]), house.allocator.pages.page_table]
+        for memory in others:
             assert not np.shares_memory(plan.buffer, memory)
 
 

@@ -440,7 +440,7 @@ def give_back_all(cache: PrefixCache) -> None:
     """Evicts all entries; each page and each snapshot must be free afterwards."""
     cache.tree.evict(cache.num_pages)
     cache.check([])
-    assert cache.allocator.num_free_pages == cache.allocator.capacity.num_pages - 1
+    assert cache.allocator.pages.num_free == cache.allocator.capacity.num_pages - 1
     assert cache.tree.snapshots.num_free == cache.allocator.capacity.num_snapshots - 1
     assert not cache.tree.roots
 

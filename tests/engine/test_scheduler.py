@@ -85,7 +85,7 @@ def test_decode_rows_reserve_pages_for_in_flight_steps():
     for in_flight in range(3):
         rows = scheduler.next_rows()
         assert rows.work is StepKind.DECODE
-        held = int(scheduler.allocator.num_pages[one.slot]) * 4
+        held = int(scheduler.allocator.pages.num_pages[one.slot]) * 4
         # The prompt, the first token, 4 for each step in flight, and this step's scratch.
         assert held >= 16 + 1 + 4 * in_flight + rows.shape.scratch
         one.step_submitted(4)

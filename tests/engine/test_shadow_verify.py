@@ -236,7 +236,7 @@ def test_shadow_verify_evicts_only_lru_pages():
     verified = VerifiedEngine(RecordingBackend(capacity_of(num_pages=70)), cache=CACHE)
     prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
     verified.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
-    assert verified.engine.allocator.num_free_pages < 10
+    assert verified.engine.allocator.pages.num_free < 10
     newest = verified.engine.cache.find(request(99, prompts[-1]))
     left = []
     while verified.checked.busy:

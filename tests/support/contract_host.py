@@ -176,7 +176,7 @@ class Host:
     def share(self, owner: Request, borrower: Request, positions: int) -> None:
         """Makes the full pages of the first positions common."""
         count = positions // PAGE_SIZE
-        table = self.allocator.page_table
+        table = self.allocator.pages.page_table
         table[borrower.slot, :count] = table[owner.slot, :count]
 
     def prefill_plan(self, *parts: Request | Chunk) -> StepPlan:

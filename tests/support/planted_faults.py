@@ -162,7 +162,7 @@ def holes_in_draft_memory_read(patch: Patch) -> None:
 
 def leaked_page(patch: Patch) -> None:
     def spoil(result: None, allocator: Allocator, slot: int) -> None:
-        allocator._num_free_pages -= 1
+        allocator.pages.num_free -= 1
 
     after(patch, Allocator, "free", spoil)
 

@@ -351,7 +351,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert not engine.scheduler.waiting
     assert engine.cache.usage == 0.0, "a page is lost"
     assert engine.allocator.num_free_slots == engine.allocator.capacity.num_slots - 1
-    assert not engine.allocator.page_table.any()
+    assert not engine.allocator.pages.page_table.any()
     if isinstance(engine.controller, NgramController | MergedDraftController):
         assert not engine.controller.index.texts, "a text is held for nobody"
 

@@ -38,7 +38,7 @@ def checked_step(engine: Engine) -> list[Event]:
     events = engine.step()
     engine.cache.check(engine.scheduler.running)
     running = {request.slot for request in engine.scheduler.running}
-    owners = set(engine.allocator.num_pages.nonzero()[0].tolist())
+    owners = set(engine.allocator.pages.num_pages.nonzero()[0].tolist())
     assert owners <= running, "pages are held for nobody"
     capacity = engine.allocator.capacity
     assert engine.allocator.num_free_slots == capacity.num_slots - 1 - len(running), (
