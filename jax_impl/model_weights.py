@@ -10,7 +10,7 @@ from jax_impl.ops import Norm
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.moe.experts import Experts
 from shared.drafts.config import DraftConfig
-from shared.drafts.dflash2 import SelectorConfig
+from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dspark_config import MarkovConfig
 from shared.models.parameters import BIAS
 
@@ -127,14 +127,14 @@ class MarkovWeights(NamedTuple):
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, jax.Array]) -> "MarkovWeights | None":
         """Builds the weights from a head's named arrays; None unless it is a DSpark head."""
-        if config.block is None or config.block.markov is None:
+        if (markov := config.part(MarkovConfig)) is None:
             return None
 
         def biased(name: str) -> Matrix | None:
             return Matrix(arrays[name], None, arrays[f"{name}{BIAS}"]) if name in arrays else None
 
         return cls(
-            config=config.block.markov,
+            config=markov,
             embed=arrays["markov.embed"],
             lm_head=Matrix(arrays["markov.lm_head"]),
             mix=biased("markov.mix"),
@@ -165,7 +165,7 @@ class LayerConvs(NamedTuple):
         cls, config: DraftConfig, arrays: Mapping[str, jax.Array]
     ) -> "tuple[LayerConvs, ...] | None":
         """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
-        if config.block is None or config.block.conv is None:
+        if config.part(ConvConfig) is None:
             return None
 
         def conv(name: str) -> ConvWeights:
@@ -191,10 +191,10 @@ class SelectorWeights(NamedTuple):
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, jax.Array]) -> "SelectorWeights | None":
         """Builds the weights from a head's named arrays; None unless it is a DFlash2 head."""
-        if config.block is None or config.block.selector is None:
+        if (selector := config.part(SelectorConfig)) is None:
             return None
         return cls(
-            config=config.block.selector,
+            config=selector,
             before=arrays["selector.before"],
             after=arrays["selector.after"],
             hidden=Matrix(arrays["selector.hidden"]),

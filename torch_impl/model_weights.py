@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.config import DraftConfig
-from shared.drafts.dflash2 import SelectorConfig
+from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dspark_config import MarkovConfig
 from shared.models.parameters import BIAS
 from torch_impl.ops.gemm.linear import Matrix
@@ -135,14 +135,14 @@ class MarkovWeights:
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "MarkovWeights | None":
         """Builds the weights from a head's named arrays; None unless it is a DSpark head."""
-        if config.block is None or config.block.markov is None:
+        if (markov := config.part(MarkovConfig)) is None:
             return None
 
         def biased(name: str) -> Matrix | None:
             return Matrix(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
 
         return cls(
-            config=config.block.markov,
+            config=markov,
             embed=arrays["markov.embed"],
             lm_head=Matrix(arrays["markov.lm_head"]),
             mix=biased("markov.mix"),
@@ -175,7 +175,7 @@ class LayerConvs:
         cls, config: DraftConfig, arrays: Mapping[str, Tensor]
     ) -> "tuple[LayerConvs, ...] | None":
         """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
-        if config.block is None or config.block.conv is None:
+        if config.part(ConvConfig) is None:
             return None
 
         def conv(name: str) -> ConvWeights:
@@ -202,10 +202,10 @@ class SelectorWeights:
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "SelectorWeights | None":
         """Builds the weights from a head's named arrays; None unless it is a DFlash2 head."""
-        if config.block is None or config.block.selector is None:
+        if (selector := config.part(SelectorConfig)) is None:
             return None
         return cls(
-            config=config.block.selector,
+            config=selector,
             before=arrays["selector.before"],
             after=arrays["selector.after"],
             hidden=Matrix(arrays["selector.hidden"]),

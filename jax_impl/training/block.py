@@ -36,6 +36,7 @@ from jax_impl.training.losses import (
 )
 from jax_impl.training.nnx_modules import DraftModel, ModelModule
 from shared.drafts.config import DraftConfig
+from shared.drafts.dflash2 import ConvConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 
@@ -192,7 +193,7 @@ def _convolution(
 
     Without a convolution both are the identity. See `convolved`.
     """
-    if (conv := block.config.conv) is None:
+    if (conv := block.config.part(ConvConfig)) is None:
         return y, lambda x: x
     base = head.conv[f"{part}.base"].astype(y.dtype)
     moved = layers.linear(y, head.conv[f"{part}.moved"]).reshape(len(y), 2, conv.taps, -1)

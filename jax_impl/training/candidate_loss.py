@@ -20,7 +20,9 @@ from jax_impl.training import layers
 from jax_impl.training.forward import logits
 from jax_impl.training.losses import cross_entropy
 from jax_impl.training.nnx_modules import DraftModel, ModelModule
+from shared.drafts.dflash2 import SelectorConfig
 from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.dspark_config import MarkovConfig
 
 Losses = Float[jax.Array, " R"]
 Agrees = Bool[jax.Array, " R"]
@@ -45,12 +47,13 @@ def loss(
       before: The token before each label.
     """
     scores = logits(target, hidden, compute_dtype)
-    if block.markov is not None:
+    if block.part(MarkovConfig) is not None:
         return _markov_loss(head, scores, hidden, before, labels, compute_dtype)
     losses, _, agrees = cross_entropy(scores, labels)
-    if block.selector is None:
+    selector = block.part(SelectorConfig)
+    if selector is None:
         return losses, agrees
-    k = block.selector.candidates
+    k = selector.candidates
     more, agrees = _selector_loss(k, head, scores, hidden, before, labels, compute_dtype)
     return losses + more, agrees
 

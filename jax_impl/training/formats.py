@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.drafts.config import DraftConfig
+from shared.drafts.dflash2 import ConvConfig, SelectorConfig
+from shared.drafts.dspark_config import MarkovConfig
 from shared.models.config_fields import Json, read_json
 from shared.models.rotary import settings_of
 
@@ -87,15 +89,16 @@ def _of_kind(config: DraftConfig) -> dict[str, Any]:
     if (block := config.block) is not None:
         fields = {"block_size": block.size, "mask_token_id": block.mask_id}
         fields["sample_from_anchor"] = block.first_slot == 0
-        if (markov := block.markov) is not None:
+        if (markov := block.part(MarkovConfig)) is not None:
             fields |= {"markov_rank": markov.rank, "markov_head_type": markov.kind}
             fields["enable_confidence_head"] = markov.has_confidence
             fields["confidence_head_with_markov"] = markov.confidence_sees_previous
-        if block.conv is not None and block.selector is not None:
-            fields["conv_kernel_size"] = block.conv.taps
-            fields["conv_group_size"] = block.conv.group_size
-            fields["selector_rank"] = block.selector.rank
-            fields["selector_top_k"] = block.selector.candidates
+        conv, selector = block.part(ConvConfig), block.part(SelectorConfig)
+        if conv is not None and selector is not None:
+            fields["conv_kernel_size"] = conv.taps
+            fields["conv_group_size"] = conv.group_size
+            fields["selector_rank"] = selector.rank
+            fields["selector_top_k"] = selector.candidates
         return {**fields, "aux_hidden_state_layer_ids": inputs}
     switches = {
         "fc_norm": config.norm_aux,

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.nnx_modules import DraftModel, Layers, ModelModule, Mtp
-from shared.drafts.checkpoint import choice_parameters, head_parameters
+from shared.drafts.checkpoint import head_parameters, part_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter, decoder_parameters, parameters, single
@@ -70,7 +70,7 @@ def fresh_head(
     same_width = config.layer.hidden == config.target_hidden
     if same_width:
         # EAGLE: the mean of embedding and hidden state; EAGLE-3: the last auxiliary hidden state.
-        arrays["fc"] = _pass_on(arrays["fc"], [0, 1] if config.kind == "EAGLE" else [2])
+        arrays["fc"] = _pass_on(arrays["fc"], [2] if config.aux_streams else [0, 1])
         _copy_layers(arrays, "layer.", [target_config.num_layers - 1], target_config, target)
     if "final_norm" in arrays and same_width:
         arrays["final_norm"] = np.asarray(target.final_norm[...], np.float32)
@@ -98,7 +98,7 @@ def fresh_block(
         single("hidden_norm", "hidden_norm.weight", norm),
         single("final_norm", "norm.weight", norm),
         *decoder_parameters("layer.", config, names),
-        *choice_parameters(block.config, config, config.vocab),
+        *part_parameters(block.config, config, config.vocab),
     ]
     arrays = _drawn(wanted, config.num_layers, np.random.default_rng(seed))
     arrays["fc"] = _pass_on(arrays["fc"], [streams - 1])

@@ -22,7 +22,7 @@ from jax_impl.training.losses import Mask
 from jax_impl.training.nnx_modules import DraftModel, ModelModule, Mtp
 from shared.drafts.checkpoint import check_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.dspark_config import VANILLA
+from shared.drafts.dspark_config import VANILLA, MarkovConfig
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
@@ -282,7 +282,7 @@ def check_head_trained(config: DraftConfig) -> None:
       ValueError: The head has an unsupported feature; the message names it.
     """
     layer, block = config.layer, config.block
-    is_block, markov = block is not None, None if block is None else block.markov
+    is_block, markov = block is not None, config.part(MarkovConfig)
     windows = [each.window for each in layer.attentions]
     windows += block.windows if block else ()
     mlp_bias = layer.dense is not None and layer.dense.bias
@@ -294,7 +294,7 @@ def check_head_trained(config: DraftConfig) -> None:
         "query and key norms": layer.attention.qk_norm and not is_block,
         "biases in its layers": layer.attention.input_bias or layer.attention.out_bias or mlp_bias,
         "causal attention": is_causal,
-        "its own embedding": config.own_embed and config.kind != "EAGLE3",
+        "its own embedding": config.own_embed and not config.traits.is_independent,
         "a draft vocabulary": is_block and config.has_draft_vocab,
         f"a {markov.kind if markov else ''} Markov head": markov and markov.kind != VANILLA,
     }

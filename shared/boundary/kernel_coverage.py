@@ -13,6 +13,7 @@ from functools import partial
 
 from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
+from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
 
 
@@ -114,7 +115,7 @@ def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -
 def _convolution_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     block = blueprint.drafts.block
     is_drafted = program.work in (StepKind.DECODE, StepKind.DRAFT)
-    if not is_drafted or block is None or block.conv is None:
+    if not is_drafted or block is None or block.part(ConvConfig) is None:
         return None
     return _dtype_fault(takes, blueprint, program)
 

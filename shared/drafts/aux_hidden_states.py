@@ -9,7 +9,7 @@ meaning loads and silently drafts badly, so an ambiguous list is an error.
 from collections.abc import Iterator
 from enum import Enum
 
-from shared.drafts.config_formats import RawDraftConfig
+from shared.drafts.raw_config import RawDraftConfig
 
 IDS_FLAG = "--speculative-aux-layer-convention"
 """Flag that selects the meaning of a list."""
@@ -29,12 +29,16 @@ class LayerIdMeaning(Enum):
 
 
 def eagle3_streams(
-    stated: RawDraftConfig, num_layers: int, meaning: LayerIdMeaning | None
+    stated: RawDraftConfig,
+    num_head_layers: int,
+    num_layers: int,
+    meaning: LayerIdMeaning | None,
 ) -> tuple[int, ...]:
     """Returns the streams of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
 
     Args:
       stated: Normalised fields of its config.json.
+      num_head_layers: Number of layers of the head.
       num_layers: L, the number of layers of the target.
       meaning: Meaning of the list from the flag; None to infer it from the list.
 
@@ -63,20 +67,24 @@ def eagle3_streams(
 
 def block_streams(
     stated: RawDraftConfig,
-    default: tuple[int, ...],
+    num_head_layers: int,
     num_layers: int,
     meaning: LayerIdMeaning | None,
 ) -> tuple[int, ...]:
-    """Returns the streams of a DFlash head.
+    """Returns the streams of a block head; by default the outputs of `default_layers`.
 
     Args:
-      stated: Normalised fields of its config.json.
-      default: Layers whose output is read if none are listed.
-      num_layers, meaning: See `eagle3_streams`.
+      stated, num_head_layers, num_layers, meaning: See `eagle3_streams`.
 
     Raises:
-      ValueError: The streams do not exist in this target.
+      ValueError: The streams do not exist in this target, or the head is for another target.
     """
+    named = stated.settings.get("num_target_layers")
+    if named not in (None, num_layers):
+        raise ValueError(
+            f"the draft model's num_target_layers is {named}, but the target has {num_layers} "
+            "layers; use a draft model that was trained for this model"
+        )
     field = OUTER if stated.is_speculators else BLOCK
     listed = _listed(stated, field)
     if listed is None:
@@ -86,9 +94,19 @@ def block_streams(
                 "that lists the layers"
             )
         _refuse_flag(meaning, field)
-        listed = default
+        listed = default_layers(num_head_layers, num_layers)
     means = meaning or (LayerIdMeaning.INPUTS if stated.is_speculators else LayerIdMeaning.OUTPUTS)
     return _checked(stated, field, listed, means, num_layers)
+
+
+def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Returns the default target layers whose output is read: from the second to the third last,
+    evenly spaced.
+    """
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
 
 
 def ambiguities(stated: RawDraftConfig) -> Iterator[str]:

@@ -7,7 +7,6 @@ so the kind is checked.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,11 +14,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
-from shared.drafts.config_formats import BLOCKS
-from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.drafts.dspark_config import GATED, MarkovConfig
+from shared.drafts.kinds import FORMATS, HEADS, KINDS, EmbeddingInput, sentence_list
 from shared.models.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -59,13 +56,6 @@ MARKS = {
 }
 """Prefixes of tensors of other drafters."""
 
-DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-"""Tensors of a DFlash model besides `fc`."""
-
-DSPARK_MARK = "markov_head.markov_w1.weight"
-SELECTOR_MARK = "candidate_selector.predecessor_codebook"
-"""Tensors that only a DSpark and only a DFlash2 model have."""
-
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
     "a Domino draft model": ("domino", "projector"),
@@ -73,13 +63,7 @@ RELATIVES = {
 """Substrings of tensor names of unsupported models that have all tensors of a DFlash model and
 more."""
 
-EMBEDDING, CONFIDENCE = "embed_tokens.weight", "confidence_head.proj.weight"
-
-MARKOV, SELECTOR = "markov.", "selector."
-"""Prefixes of the parameters of the DSpark Markov head and of the DFlash2 selector."""
-
-CONVOLVED = ("attention", "mlp")
-"""Parts of a DFlash2 layer that have a convolution before and after them."""
+EMBEDDING = "embed_tokens.weight"
 
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
@@ -145,33 +129,29 @@ def kind_of(names: Collection[str]) -> str:
     Raises:
       CheckpointError: The tensors are of another drafter, or of a whole model.
     """
-    if any(name.startswith(SPECULATORS_MTP) for name in names):
-        return "NEXTN"
-    if "fc.weight" in names:
-        _refuse_relatives(names)
-        if all(mark in names for mark in DFLASH_MARKS):
-            marks = {DSPARK_MARK: "DSPARK", SELECTOR_MARK: "DFLASH2"}
-            return next((kind for mark, kind in marks.items() if mark in names), "DFLASH")
-        if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
-            return "EAGLE3"
-        if "hidden_norm.weight" not in names:
-            return "EAGLE"
+    _refuse_relatives(names)
+    if found := [kind for kind, files in FORMATS.items() if files.matches(names)]:
+        return found[-1]  # the most specific kind
     kinds = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
     what = kinds[0] if kinds else "not an EAGLE head (no fc.weight)"
     raise CheckpointError(
-        f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
-        "--speculative-draft-model-path, or a small model with --speculative-algorithm STANDALONE"
+        f"the draft model is {what}; give {_SUPPORTED} as --speculative-draft-model-path, or a "
+        "small model with --speculative-algorithm STANDALONE"
     )
 
 
+_SUPPORTED = f"an {sentence_list([head.title for head in HEADS.values()])} head"
+
+
 def _refuse_relatives(names: Collection[str]) -> None:
+    if "fc.weight" not in names:
+        return
     for what, words in RELATIVES.items():
         for name in sorted(names):
             if any(word in name for word in words):
                 raise CheckpointError(
                     f"the draft model is {what} (it has the tensor {name}), which is not "
-                    "supported; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
-                    "--speculative-draft-model-path"
+                    f"supported; give {_SUPPORTED} as --speculative-draft-model-path"
                 )
 
 
@@ -219,10 +199,11 @@ def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Param
     wider.
     """
     hidden, sizes = config.layer.hidden, config.layer
-    in_list = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
+    is_wide = config.traits.embedding is EmbeddingInput.ATTENTION
+    in_list = any(name.startswith("layers.0.") for name in names) or not is_wide
     layer = ["layers.0" if in_list else "midlayer"]
     tensors: list[Parameter] = []
-    if config.kind == "EAGLE3":
+    if is_wide:
         tensors += _stream_norms(config, names)
         tensors.append(_norms("layer.input_norm", layer, "input_layernorm.weight", hidden))
         tensors.append(_norms("layer.hidden_norm", layer, "hidden_norm.weight", hidden))
@@ -233,7 +214,7 @@ def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Param
     ]
     if later := [f"layers.{i}" for i in range(1, sizes.num_layers)]:
         tensors += decoder_parameters("later.", sizes, later, sizes.layers[1:])
-    if config.kind == "EAGLE3":
+    if is_wide:
         tensors.append(_norm("final_norm", "norm.weight", hidden))
     return tensors
 
@@ -253,75 +234,25 @@ def _block_parameters(config: DraftConfig) -> list[Parameter]:
         *mlp_parameters("layer.mlp.", sizes, folders),
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
         _norm("final_norm", "norm.weight", hidden),
-        *choice_parameters(block, sizes, config.draft_vocab),
+        *part_parameters(block, sizes, config.draft_vocab),
     ]
 
 
-def choice_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) -> list[Parameter]:
-    """Returns the parameters that a DSpark or a DFlash2 head has in addition to a DFlash head.
+def part_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) -> list[Parameter]:
+    """Returns the parameters that a block head has in addition to a DFlash head.
 
     Args:
       block: Block of the head.
       layer: Config of its layers.
       draft_vocab: Size of its output vocabulary.
     """
-    tensors = []
-    if block.conv is not None:
-        tensors += _conv_parameters(block.conv, layer.hidden, layer.num_layers)
-    if block.markov is not None:
-        tensors += _markov_parameters(block.markov, layer, draft_vocab)
-    if block.selector is not None:
-        tensors += _selector_parameters(block.selector, layer)
-    return tensors
-
-
-def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Parameter]:
-    """Returns the two convolutions around each part of a layer, replicated on all ranks."""
-    tensors = []
-    for layer, part in product(range(num_layers), CONVOLVED):
-        name, folder = f"conv.{layer}.{part}", f"layers.{layer}.{part}_conv"
-        moved = (conv.moved(hidden), hidden)
-        tensors += [
-            single(f"{name}.base", f"{folder}.base_kernel", (2, conv.taps, hidden)),
-            single(f"{name}.moved", f"{folder}.kernel_projection.weight", moved),
-        ]
-    return tensors
-
-
-def _selector_parameters(selector: SelectorConfig, layer: ModelConfig) -> list[Parameter]:
-    """Returns the selector's parameters, replicated on all ranks because few rows are read."""
-    folder, tokens = "candidate_selector", (layer.vocab, selector.rank)
-    projected = (selector.rank, layer.hidden)
-    return [
-        single(f"{SELECTOR}before", SELECTOR_MARK, tokens),
-        single(f"{SELECTOR}after", f"{folder}.successor_codebook", tokens),
-        single(f"{SELECTOR}hidden", f"{folder}.hidden_projection.weight", projected),
-    ]
-
-
-def _markov_parameters(
-    markov: MarkovConfig, layer: ModelConfig, draft_vocab: int
-) -> list[Parameter]:
-    """Returns the Markov head's parameters; its bias of the logits is sharded like `lm_head`."""
-    hidden, folder = layer.hidden, "markov_head"
-    before, scored = (layer.vocab, markov.rank), (draft_vocab, markov.rank)
-    tensors = [
-        single(f"{MARKOV}embed", f"{folder}.markov_w1.weight", before),
-        head_of(f"{MARKOV}lm_head", f"{folder}.markov_w2.weight", scored),
-    ]
-    if mixed := markov.mixed(hidden):
-        tensor = f"{folder}.{'gate' if markov.kind == GATED else 'joint'}_proj"
-        tensors += _linear(f"{MARKOV}mix", tensor, mixed)
-    if markov.has_confidence:
-        read = (1, markov.confidence_inputs(hidden))
-        tensors += _linear("confidence", CONFIDENCE.removesuffix(".weight"), read)
-    return tensors
-
-
-def _linear(name: str, tensor: str, shape: tuple[int, int]) -> list[Parameter]:
-    """Returns a replicated matrix and its bias."""
-    weight = single(name, f"{tensor}.weight", shape)
-    return [weight, single(f"{name}{BIAS}", f"{tensor}.bias", shape[:1])]
+    parameters = []
+    for tensor in (each for part in block.parts for each in part.tensors(layer, draft_vocab)):
+        of = head_of if tensor.is_lm_head else single
+        parameters.append(of(tensor.name, tensor.tensor, tensor.shape))
+        if tensor.bias is not None:
+            parameters.append(single(f"{tensor.name}{BIAS}", tensor.bias, tensor.shape[:1]))
+    return parameters
 
 
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
@@ -372,15 +303,16 @@ def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
     kind = kind_of(checkpoint.names)
     if kind != config.kind:
         raise CheckpointError(
-            f"the draft model's tensors are those of {_named(kind)}, but its config.json "
-            f"describes {_named(config.kind)}; use a config.json that belongs to the tensors"
+            f"the draft model's tensors are those of {KINDS[kind].described}, but its config.json "
+            f"describes {KINDS[config.kind].described}; use a config.json that belongs to the "
+            "tensors"
         )
     wanted = head_parameters(config, checkpoint.names)
     checkpoint.check_parameters(wanted)
     for name in sorted(set(checkpoint.names) - checkpoint.known(wanted)):
         if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
-                f"tensor {name} is not part of {_named(kind)}; use a head without it"
+                f"tensor {name} is not part of {KINDS[kind].described}; use a head without it"
             )
     if config.has_draft_vocab:
         draft_ids(checkpoint, config)
@@ -398,10 +330,6 @@ def _check_whole(checkpoint: Stored) -> None:
             f"tensor {'d2t' if is_moved else 't2d'} maps a draft vocabulary, but the draft "
             "model's config.json has no draft_vocab_size below vocab_size"
         )
-
-
-def _named(kind: str) -> str:
-    return f"{'a' if kind in BLOCKS else 'an'} {kind} head"
 
 
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:

@@ -1,7 +1,7 @@
-"""Config of a draft head (EAGLE, EAGLE-3, DFlash, DSpark, DFlash2), read from its config.json.
+"""Config of a draft head, read from its config.json.
 
-An EAGLE head is one or more decoder layers that read hidden states of the target. A DFlash, DSpark
-or DFlash2 head has a few such layers. Unsupported settings are errors, because a head that ignores
+An EAGLE head is one or more decoder layers that read hidden states of the target. A block head has
+a few such layers. Unsupported settings are errors, because a head that ignores
 them would propose bad tokens silently.
 """
 
@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning, block_streams, eagle3_streams
-from shared.drafts.config_formats import PLACE, RawDraftConfig, read_raw_config
-from shared.drafts.dflash_config import SLIDING, BlockConfig, block_of, default_layers, windows_of
+from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
+from shared.drafts.config_formats import read_raw_config
+from shared.drafts.dflash_config import SLIDING, BlockConfig, Part, block_of, windows_of
+from shared.drafts.kinds import HEADS, KINDS, EmbeddingInput, HeadTraits
+from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, count, read_json
 from shared.models.families import config_from_dict
@@ -31,7 +33,7 @@ class DraftConfig:
     """Settings of a draft head that its forward pass needs.
 
     Attributes:
-      kind: "EAGLE" (1 and 2), "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2".
+      kind: Name of a kind of `shared.drafts.kinds.HEADS`; "EAGLE" includes EAGLE-2.
       layer: The head's own layers, as a model config.
       target_hidden: Hidden size of the target.
       aux_streams: Auxiliary hidden states r_i of the target that `fc` reads, in ascending order;
@@ -46,7 +48,7 @@ class DraftConfig:
       norm_input: True if the concatenated hidden states have one RMS norm before `fc`.
       norm_output: True if the next draft step reads the hidden state after the final norm.
       norm_residual: True if the first layer's residual is the normalised hidden state.
-      block: Block of a DFlash, DSpark or DFlash2 head; else None.
+      block: Block of a head that fills one in one pass; else None.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
     DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
@@ -68,6 +70,11 @@ class DraftConfig:
     block: BlockConfig | None
 
     @property
+    def traits(self) -> HeadTraits:
+        """Structure of its kind."""
+        return HEADS[self.kind]
+
+    @property
     def has_draft_vocab(self) -> bool:
         """True if the head has a reduced draft vocabulary."""
         return self.draft_vocab != self.layer.vocab
@@ -76,12 +83,14 @@ class DraftConfig:
     def fc_inputs(self) -> int:
         """Input width of `fc`: embedding and hidden state, or the auxiliary hidden states."""
         streams = len(self.aux_streams) * self.target_hidden
-        return 2 * self.target_hidden if self.kind == "EAGLE" else streams
+        is_joined = self.traits.embedding is EmbeddingInput.FC
+        return 2 * self.target_hidden if is_joined else streams
 
     @property
     def attention_inputs(self) -> int:
         """Input width of the layer's QKV projection."""
-        return self.layer.hidden * (2 if self.kind == "EAGLE3" else 1)
+        is_joined = self.traits.embedding is EmbeddingInput.ATTENTION
+        return self.layer.hidden * (2 if is_joined else 1)
 
     @property
     def sizes(self) -> "DraftStateSizes":
@@ -131,34 +140,38 @@ class DraftConfig:
           ValueError: The head does not fit the target; the message names the field.
         """
         raw = read_raw_config(config)
-        if raw.kind == "NEXTN":
+        if raw.kind not in HEADS:
             raise ValueError(
                 "the draft model is an MTP layer (speculators_model_type); use it with "
                 "--speculative-algorithm NEXTN"
             )
-        is_third, settings, layer = raw.kind == "EAGLE3", raw.settings, _layers(raw, target)
+        traits, settings, layer = HEADS[raw.kind], raw.settings, _layers(raw, target)
         _refuse_sizes(raw, layer, target, num_known)
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
-        if layer_ids is not None and raw.kind == "EAGLE":
-            raise ValueError(f"an EAGLE head lists no layers; remove {IDS_FLAG}")
+        if layer_ids is not None and traits.aux_streams is None:
+            raise ValueError(f"{KINDS[raw.kind].described} lists no layers; remove {IDS_FLAG}")
         draft = cls(
             kind=raw.kind,
             layer=layer,
             target_hidden=target.hidden,
             aux_streams=_streams(raw, layer, target, layer_ids),
             stored_vocab=stored_vocab,
-            draft_vocab=target.vocab if raw.kind == "EAGLE" else draft_vocab,
+            draft_vocab=draft_vocab,
             own_embed=layer.hidden != target.hidden,
-            own_lm_head=is_third and settings.get("draft_vocab_size", 0) is not None,
-            has_bias=raw.flag("bias", raw.kind == "EAGLE"),
+            own_lm_head=traits.is_independent and settings.get("draft_vocab_size", 0) is not None,
+            has_bias=raw.flag("bias", traits.has_bias),
             norm_aux=raw.flag("fc_norm") or raw.flag("use_aux_norm"),
             norm_input=raw.flag("norm_before_fc"),
             norm_output=raw.flag("norm_output"),
             norm_residual=raw.flag("norm_before_residual"),
-            block=block_of(raw, layer) if raw.is_block else None,
+            block=block_of(raw, layer) if KINDS[raw.kind].is_block else None,
         )
         return draft._checked(target, raw)
+
+    def part(self, of: type[Part]) -> Part | None:
+        """Returns the part of a block head of a class; None if it has none."""
+        return self.block.part(of) if self.block else None
 
     def with_window(self, window: int | None) -> "DraftConfig":
         """Returns the config with one window for all layers of a block head; None changes
@@ -178,19 +191,18 @@ class DraftConfig:
                 f"the draft model's draft_vocab_size must be 1 to {target.vocab}, the vocabulary "
                 f"of the target, got {self.draft_vocab}"
             )
-        block = self.block
-        if self.stored_vocab != target.vocab and block and (block.markov or block.selector):
-            what = "Markov step" if block.markov else "selector"
+        table = self.traits.token_table
+        if self.stored_vocab != target.vocab and table:
             raise ValueError(
                 f"the draft model's vocab_size ({self.stored_vocab}) must equal the target's "
-                f"({target.vocab}), because its {what} is indexed by the target's tokens; use a "
+                f"({target.vocab}), because its {table} is indexed by the target's tokens; use a "
                 "head with the target's padding"
             )
-        if block and block.selector and self.has_draft_vocab:
+        if self.has_draft_vocab and not self.traits.has_draft_vocab:
             raise ValueError(
                 f"the draft model's draft_vocab_size must be {target.vocab}, the vocabulary of "
-                "the target, because DFlash2 does not support a draft vocabulary; got "
-                f"{self.draft_vocab}"
+                f"the target, because {self.traits.title} does not support a draft vocabulary; "
+                f"got {self.draft_vocab}"
             )
         if self.norm_aux and self.norm_input and raw.is_speculators:
             raise ValueError(
@@ -292,7 +304,7 @@ def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
     A head may omit fields that only a whole model needs. Sliding windows are read separately: in a
     block head and in the speculators format any layer may have one.
     """
-    settings, is_block = raw.settings, raw.is_block
+    settings, is_block = raw.settings, KINDS[raw.kind].is_block
     slides = is_block or raw.is_speculators
     is_qwen = is_block or (raw.is_speculators and settings["model_type"] == "qwen3")
     whole: dict[str, Any] = {
@@ -331,7 +343,9 @@ def _refuse_sizes(
         )
     stated = raw.settings.get("target_hidden_size")
     read = stated or layer.hidden
-    if read != target.hidden or (raw.kind != "EAGLE3" and layer.hidden != target.hidden):
+    if read != target.hidden or (
+        layer.hidden != target.hidden and not HEADS[raw.kind].is_independent
+    ):
         field = "target_hidden_size" if stated else "hidden_size"
         raise ValueError(
             f"the draft model's {field} ({read}) does not match the target's hidden_size "
@@ -342,15 +356,5 @@ def _refuse_sizes(
 def _streams(
     raw: RawDraftConfig, layer: ModelConfig, target: ModelConfig, layer_ids: LayerIdMeaning | None
 ) -> tuple[int, ...]:
-    L = target.num_layers
-    if raw.kind == "EAGLE3":
-        return eagle3_streams(raw, L, layer_ids)
-    if not raw.is_block:
-        return ()
-    named = raw.settings.get("num_target_layers")
-    if named not in (None, L):
-        raise ValueError(
-            f"the draft model's num_target_layers is {named}, but the target has {L} layers; use "
-            "a draft model that was trained for this model"
-        )
-    return block_streams(raw, default_layers(layer.num_layers, L), L, layer_ids)
+    read = HEADS[raw.kind].aux_streams
+    return () if read is None else read(raw, layer.num_layers, target.num_layers, layer_ids)

@@ -1,14 +1,24 @@
 """Config of a DFlash2 draft model, in addition to that of a DFlash model."""
 
 from dataclasses import dataclass
+from itertools import product
 
-from shared.drafts.config_formats import RawDraftConfig
+from shared.drafts.block_part import BlockPart, PartTensor
+from shared.drafts.raw_config import RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import VOCAB_GROUP
 
+SELECTOR = "selector."
+"""Prefix of the parameters of the selector."""
+
+SELECTOR_BEFORE = "candidate_selector.predecessor_codebook"
+
+CONVOLVED = ("attention", "mlp")
+"""Parts of a layer that have a convolution before and after them."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ConvConfig:
+class ConvConfig(BlockPart):
     """Convolutions around each part of a layer, along the rows of a block.
 
     Attributes:
@@ -27,9 +37,22 @@ class ConvConfig:
         """
         return 2 * self.taps * (hidden // self.group_size)
 
+    def tensors(self, layer: ModelConfig, draft_vocab: int) -> list[PartTensor]:
+        """Same as `BlockPart.tensors`: the two convolutions around each part of a layer."""
+        hidden, tensors = layer.hidden, []
+        for i, part in product(range(layer.num_layers), CONVOLVED):
+            name, folder = f"conv.{i}.{part}", f"layers.{i}.{part}_conv"
+            base, moved = (2, self.taps, hidden), (self.moved(hidden), hidden)
+            moving = f"{folder}.kernel_projection.weight"
+            tensors += [
+                PartTensor(name=f"{name}.base", tensor=f"{folder}.base_kernel", shape=base),
+                PartTensor(name=f"{name}.moved", tensor=moving, shape=moved),
+            ]
+        return tensors
+
 
 @dataclass(frozen=True, kw_only=True)
-class SelectorConfig:
+class SelectorConfig(BlockPart):
     """Selector of a slot's draft token among its top candidates, conditioned on the token before.
 
     Attributes:
@@ -39,6 +62,17 @@ class SelectorConfig:
 
     rank: int
     candidates: int
+
+    def tensors(self, layer: ModelConfig, draft_vocab: int) -> list[PartTensor]:
+        """Same as `BlockPart.tensors`; replicated on all ranks, because few rows are read."""
+        folder, tokens = "candidate_selector", (layer.vocab, self.rank)
+        after, projection = f"{folder}.successor_codebook", f"{folder}.hidden_projection.weight"
+        projected = (self.rank, layer.hidden)
+        return [
+            PartTensor(name=f"{SELECTOR}before", tensor=SELECTOR_BEFORE, shape=tokens),
+            PartTensor(name=f"{SELECTOR}after", tensor=after, shape=tokens),
+            PartTensor(name=f"{SELECTOR}hidden", tensor=projection, shape=projected),
+        ]
 
 
 def conv_of(stated: RawDraftConfig, layer: ModelConfig, size: int) -> ConvConfig:

@@ -1,18 +1,22 @@
-"""Config of the block that a DFlash, DSpark or DFlash2 draft model fills.
+"""Config of the block that a draft model fills, such as DFlash, DSpark or DFlash2.
 
 The model is a small Qwen3 that predicts a whole block of mask tokens in one pass.
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from shared.drafts.config_formats import LEFT_OUT, PLACE, SPECULATORS, RawDraftConfig
-from shared.drafts.dflash2 import ConvConfig, SelectorConfig, conv_of, selector_of
-from shared.drafts.dspark_config import MarkovConfig, markov_of
+from shared.drafts.block_part import BlockPart
+from shared.drafts.config_formats import SPECULATORS
+from shared.drafts.kinds import FORMATS, HEADS
+from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, flag, listed, object_of, positive, word
 
 MAX_BLOCK = 17
 """Maximum depth of a draft tree, plus one."""
+
+Part = TypeVar("Part", bound=BlockPart)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -32,11 +36,7 @@ class BlockConfig:
         each row.
       first_slot: Slot of the first draft token: 0 if a slot predicts the token after its position
         (DSpark), 1 if it predicts the token at it.
-      markov: Markov head of a DSpark model, which conditions draft tokens on earlier ones; else
-        None.
-      conv: Convolutions in the layers of a DFlash2 model; else None.
-      selector: Selector of a DFlash2 model, which conditions draft tokens on earlier ones; else
-        None.
+      parts: Parts that the kind of head has in addition to a DFlash head.
     """
 
     size: int
@@ -45,14 +45,16 @@ class BlockConfig:
     causal: tuple[bool, ...]
     from_anchor: bool
     first_slot: int
-    markov: MarkovConfig | None
-    conv: ConvConfig | None
-    selector: SelectorConfig | None
+    parts: tuple[BlockPart, ...]
 
     @property
     def nodes(self) -> int:
         """Nodes of the chain of all draft tokens of a block, including the root."""
         return self.size + 1 - self.first_slot
+
+    def part(self, of: type[Part]) -> Part | None:
+        """Returns the part of a class; None if the head has none."""
+        return next((part for part in self.parts if isinstance(part, of)), None)
 
     def check_shape(self, nodes: int, width: int, scratch: int) -> None:
         """Checks that a draft shape is a chain of the block's first draft tokens.
@@ -90,14 +92,14 @@ def stated_nodes(config: Json, kind: str) -> int | None:
       kind: Kind of the head.
     """
     said = word(config, "speculators_model_type", "", PLACE)
-    left_out = LEFT_OUT[kind] if said in SPECULATORS else {}
-    settings = {**left_out, **config, **object_of(config, "dflash_config")}
+    left_out = FORMATS[kind].defaults if said in SPECULATORS else {}
+    settings = {**left_out, **config, **object_of(config, FORMATS[kind].nested)}
     size = settings.get("block_size")
     return size + 1 - _first_slot(settings, kind) if isinstance(size, int) else None
 
 
 def block_of(stated: RawDraftConfig, layer: ModelConfig) -> BlockConfig:
-    """Reads the block of a DFlash, DSpark or DFlash2 draft model.
+    """Reads the block of a draft model.
 
     Args:
       stated: Normalised fields of its config.json.
@@ -106,7 +108,7 @@ def block_of(stated: RawDraftConfig, layer: ModelConfig) -> BlockConfig:
     Raises:
       ValueError: A field is missing or out of range; the message names it.
     """
-    settings = stated.settings
+    settings, read_parts = stated.settings, HEADS[stated.kind].read_parts
     size, mask_id = (_whole(settings, name) for name in ("block_size", "mask_token_id"))
     first_slot = _first_slot(settings, stated.kind)
     most = MAX_BLOCK - 1 + first_slot
@@ -126,25 +128,13 @@ def block_of(stated: RawDraftConfig, layer: ModelConfig) -> BlockConfig:
         causal=tuple(not non_causal and stated.flag("is_causal", each) for each in slides),
         from_anchor=stated.is_speculators,
         first_slot=first_slot,
-        markov=markov_of(stated) if stated.kind == "DSPARK" else None,
-        conv=conv_of(stated, layer, size) if stated.kind == "DFLASH2" else None,
-        selector=selector_of(stated, layer) if stated.kind == "DFLASH2" else None,
+        parts=() if read_parts is None else read_parts(stated, layer, size),
     )
 
 
 def _first_slot(settings: Json, kind: str) -> int:
-    """Returns the first slot; DSpark models use the newest token's own slot by default."""
-    return 1 - int(flag(settings, "sample_from_anchor", kind == "DSPARK", PLACE))
-
-
-def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Returns the default target layers whose output is read: from the second to the third last,
-    evenly spaced.
-    """
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    return tuple(round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
+    is_default = HEADS[kind].samples_from_anchor
+    return 1 - int(flag(settings, "sample_from_anchor", is_default, PLACE))
 
 
 def windows_of(settings: Json, num_layers: int) -> tuple[int | None, ...]:

@@ -5,11 +5,12 @@ from typing import Self
 
 from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.kinds import NEXTN, NGRAM, STANDALONE
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import shard_config
 
-NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
-"""Kinds besides those of heads, which are `DraftConfig.kind`."""
+NOTHING = "none"
+"""Kind without a drafter on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,7 @@ class DrafterSpec:
     """Drafter on the device, without weights.
 
     Attributes:
-      kind: "none" without a drafter on the device; "NEXTN" for the target's MTP layer; "EAGLE",
-        "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" for a head; "STANDALONE" for a draft model;
-        "NGRAM" for the n-gram table.
+      kind: Name of a kind of `shared.drafts.kinds`, or "none" without a drafter on the device.
       sizes: State of the drafter on the device between steps; None without one.
       head: Config of a head; else None.
       model: Config of a draft model; else None.
@@ -43,7 +42,9 @@ class DrafterSpec:
     @classmethod
     def of_mtp(cls, target: ModelConfig) -> Self:
         """Returns the specification of the target's own MTP layer."""
-        return cls(kind=MTP, sizes=DraftStateSizes.of_layers(target, 1), head=None, model=None)
+        return cls(
+            kind=NEXTN.name, sizes=DraftStateSizes.of_layers(target, 1), head=None, model=None
+        )
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:
@@ -53,12 +54,14 @@ class DrafterSpec:
     @classmethod
     def of_model(cls, model: ModelConfig) -> Self:
         """Returns the specification of a small draft model with the same tokenizer (STANDALONE)."""
-        return cls(kind=MODEL, sizes=DraftStateSizes.of_model(model), head=None, model=model)
+        return cls(
+            kind=STANDALONE.name, sizes=DraftStateSizes.of_model(model), head=None, model=model
+        )
 
     @classmethod
     def of_text(cls) -> Self:
         """Returns the specification of the n-gram table; see `shared.spec.ngram`."""
-        return cls(kind=TEXT, sizes=None, head=None, model=None)
+        return cls(kind=NGRAM.name, sizes=None, head=None, model=None)
 
     def local(self, count: int) -> Self:
         """Returns the shard of one of `count` TP ranks.
@@ -81,12 +84,12 @@ class DrafterSpec:
     @property
     def uses_ngrams(self) -> bool:
         """True if the device drafts from its n-gram table."""
-        return self.kind == TEXT
+        return self.kind == NGRAM.name
 
     @property
     def with_mtp(self) -> bool:
         """True if the target's MTP layer is needed."""
-        return self.kind == MTP
+        return self.kind == NEXTN.name
 
     @property
     def block(self) -> BlockConfig | None:

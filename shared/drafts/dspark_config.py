@@ -1,15 +1,24 @@
 """Config of a DSpark draft model, in addition to that of a DFlash model."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from shared.drafts.config_formats import RawDraftConfig
+from shared.drafts.block_part import BlockPart, PartTensor
+from shared.drafts.raw_config import RawDraftConfig
+from shared.models.config import ModelConfig
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
-KINDS = (VANILLA, GATED, RNN)
+MARKOV_TYPES = (VANILLA, GATED, RNN)
+
+MARKOV = "markov."
+"""Prefix of the parameters of the Markov head."""
+
+MARKOV_EMBEDDING = "markov_head.markov_w1.weight"
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarkovConfig:
+class MarkovConfig(BlockPart):
     """Markov head, which conditions a slot's logits on the token before, and confidence head.
 
     Attributes:
@@ -42,6 +51,40 @@ class MarkovConfig:
         """Returns the input width of the confidence head."""
         return hidden + (self.rank if self.confidence_sees_previous else 0)
 
+    def tensors(self, layer: ModelConfig, draft_vocab: int) -> list[PartTensor]:
+        """Same as `BlockPart.tensors`."""
+        before, scored = (layer.vocab, self.rank), (draft_vocab, self.rank)
+        output = PartTensor(
+            name=f"{MARKOV}lm_head",
+            tensor="markov_head.markov_w2.weight",
+            shape=scored,
+            is_lm_head=True,
+        )
+        tensors = [
+            PartTensor(name=f"{MARKOV}embed", tensor=MARKOV_EMBEDDING, shape=before),
+            output,
+        ]
+        if mixed := self.mixed(layer.hidden):
+            joint = f"markov_head.{'gate' if self.kind == GATED else 'joint'}_proj"
+            tensors.append(_linear(f"{MARKOV}mix", joint, mixed))
+        if self.has_confidence:
+            read = (1, self.confidence_inputs(layer.hidden))
+            tensors.append(_linear("confidence", CONFIDENCE.removesuffix(".weight"), read))
+        return tensors
+
+    def inferred(
+        self, shape_of: Callable[[str], tuple[int, ...] | None], layer: ModelConfig
+    ) -> "MarkovConfig":
+        """Returns the part with the confidence head of its tensors, if there is one."""
+        shape = shape_of(CONFIDENCE)
+        is_wide = shape is not None and shape[-1] != layer.hidden
+        return replace(self, has_confidence=shape is not None, confidence_sees_previous=is_wide)
+
+
+def _linear(name: str, tensor: str, shape: tuple[int, int]) -> PartTensor:
+    """Returns a matrix with a bias."""
+    return PartTensor(name=name, tensor=f"{tensor}.weight", shape=shape, bias=f"{tensor}.bias")
+
 
 def markov_of(stated: RawDraftConfig) -> MarkovConfig:
     """Reads the Markov head and the confidence head of a DSpark draft model.
@@ -56,9 +99,10 @@ def markov_of(stated: RawDraftConfig) -> MarkovConfig:
             f"the draft model's markov_rank must be a positive integer, got {rank!r}; a model "
             "without a Markov head is a DFLASH head"
         )
-    if kind not in KINDS:
+    if kind not in MARKOV_TYPES:
         raise ValueError(
-            f"the draft model's markov_head_type must be one of {', '.join(KINDS)}, got {kind!r}"
+            f"the draft model's markov_head_type must be one of {', '.join(MARKOV_TYPES)}, "
+            f"got {kind!r}"
         )
     return MarkovConfig(
         rank=rank,

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.drafts.checkpoint import CONFIDENCE, EMBEDDING
+from shared.drafts.block_part import BlockPart
+from shared.drafts.checkpoint import EMBEDDING
 from shared.drafts.config import DraftConfig
-from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.kinds import HEADS
 from shared.models.checkpoint import Checkpoint
 from shared.models.parameters import single
 
@@ -35,7 +36,7 @@ def infer_from_tensors(
         has_bias="fc.bias" in names,
         own_lm_head=_has_lm_head(config, names),
         own_embed=config.own_embed or _is_trained(config, checkpoint, target),
-        block=config.block and _with_confidence(config, config.block, checkpoint),
+        block=config.block and replace(config.block, parts=_parts(config, checkpoint)),
     )
 
 
@@ -43,21 +44,18 @@ def _has_lm_head(config: DraftConfig, names: Collection[str]) -> bool:
     """Returns True if a head has its own LM head; otherwise it shares the target's, of the same
     size.
     """
-    if config.kind != "EAGLE3":
+    if not HEADS[config.kind].is_independent:
         return config.own_lm_head
     is_shareable = not config.has_draft_vocab and config.layer.hidden == config.target_hidden
     return "lm_head.weight" in names or not is_shareable
 
 
-def _with_confidence(
-    config: DraftConfig, block: BlockConfig, checkpoint: Checkpoint
-) -> BlockConfig:
-    if block.markov is None:
-        return block
-    has = CONFIDENCE in checkpoint.names
-    is_wide = has and checkpoint.tensor(CONFIDENCE).shape[-1] != config.layer.hidden
-    markov = replace(block.markov, has_confidence=has, confidence_sees_previous=is_wide)
-    return replace(block, markov=markov)
+def _parts(config: DraftConfig, checkpoint: Checkpoint) -> tuple[BlockPart, ...]:
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        return checkpoint.tensor(name).shape if name in checkpoint.names else None
+
+    parts = config.block.parts if config.block else ()
+    return tuple(part.inferred(shape_of, config.layer) for part in parts)
 
 
 def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:

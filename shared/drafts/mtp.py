@@ -12,6 +12,7 @@ from typing import Any
 from shared.drafts.checkpoint import IGNORED, SPECULATORS_MTP
 from shared.drafts.config import head_json
 from shared.drafts.config_formats import read_raw_config
+from shared.drafts.kinds import NEXTN
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.config_fields import object_of
@@ -68,7 +69,7 @@ def with_mtp_of(
       ValueError: The layer belongs to another model, by its config.json or its tensors.
     """
     raw = read_raw_config(head_json(folder))
-    if raw.kind != "NEXTN":
+    if raw.kind != NEXTN.name:
         raise ValueError(
             f"the draft model's config.json describes {raw.kind}, but its tensors are those of "
             "an MTP layer; use a config.json that belongs to the tensors"

@@ -1,6 +1,5 @@
 """Prefix-cache policy of a memory plan."""
 
-from shared.drafts.drafter_spec import MODEL
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.options.flags import ConfigError
 from shared.process.memory_plan import MemoryPlan
@@ -22,7 +21,7 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
         is_on=True,
         key_lookahead=int(sizes is not None and sizes.has_draft_input),
         may_skip_draft_kv=drafts.on_device,
-        draft_reads_kv=drafts.kind == MODEL,
+        draft_reads_kv=drafts.model is not None,
         track_interval=settled.track_interval if layers else 0,
     )
     try:

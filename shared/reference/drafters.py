@@ -8,6 +8,8 @@ from jaxtyping import Float, Int
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.drafts.config import DraftHead
+from shared.drafts.dflash2 import SelectorConfig
+from shared.drafts.dspark_config import MarkovConfig
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put, take
 from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
@@ -228,14 +230,13 @@ class BlockDrafter:
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         config, weights = self._drafter.head.config, self._drafter.head.weights
-        block = config.block
 
         def choose(
             hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
         ) -> dflash.Chain:
-            if block is not None and block.markov is not None:
+            if config.part(MarkovConfig) is not None:
                 return dspark.chain(config, weights, requests.newest, hidden, scored, rank)
-            if block is not None and block.selector is not None:
+            if config.part(SelectorConfig) is not None:
                 return dflash2.chain(config, weights, requests.newest, hidden, scored, rank)
             return rank.chain(scored)
 

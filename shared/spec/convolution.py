@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
+from shared.drafts.dflash2 import ConvConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import layers, linear, model
@@ -141,9 +142,10 @@ def _around(
 
     The dynamic coefficients of both convolutions are computed before the part.
     """
-    assert block.conv is not None  # required for DFlash2
+    conv = block.part(ConvConfig)
+    assert conv is not None  # required for DFlash2
     base, moving = (weights[f"conv.{number}.{part}.{x}"] for x in ("base", "moved"))
-    moved = layers.linear(normed, moving).reshape(len(normed), 2, block.conv.taps, -1)
+    moved = layers.linear(normed, moving).reshape(len(normed), 2, conv.taps, -1)
 
     def added(given: Hidden, x: Hidden, norm: Norm) -> tuple[Hidden, Hidden]:
         scale = model.scale(sizes, norm)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.dflash2 import ConvConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
@@ -145,7 +146,7 @@ def fill(
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
     x = layers.embed_tokens(embedding(weights, target), tokens.reshape(-1), None)
-    if block.conv is not None:
+    if block.part(ConvConfig) is not None:
         out = model.norm(sizes, x, weights["layer.input_norm"][0])
         for layer, layer_rows in enumerate(rows):
             x, out, kv = convolution.layer(sizes, block, weights, layer, x, out, layer_rows, kv)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.drafts.config import DraftConfig
+from shared.drafts.dflash2 import SelectorConfig
 from shared.spec import layers
 from shared.spec.eagle import HeadWeights
 from shared.spec.tree_growth import Rank
@@ -67,11 +68,12 @@ def chain(
       rank: Selects a draft token after the previous ones, among all tokens.
     """
     assert config.block is not None  # both are required for DFlash2
-    assert config.block.selector is not None
+    selector = config.block.part(SelectorConfig)
+    assert selector is not None
     first = config.block.first_slot
     previous, drafts, edges = newest, np.zeros((len(newest), 0), np.int32), []
     for level in range(scored.shape[1]):
-        values, ids = candidates(scored[:, level], config.block.selector.candidates)
+        values, ids = candidates(scored[:, level], selector.candidates)
         projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
         logits = np.full_like(scored[:, level], NEVER)
         candidate_logits = values + pairs(weights, previous, projected, ids)

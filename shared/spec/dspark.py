@@ -139,5 +139,6 @@ def chain(
 
 def _of(config: DraftConfig) -> tuple[BlockConfig, MarkovConfig]:
     assert config.block is not None  # both are required for DSpark
-    assert config.block.markov is not None
-    return config.block, config.block.markov
+    markov = config.block.part(MarkovConfig)
+    assert markov is not None
+    return config.block, markov

@@ -14,7 +14,7 @@ from jax_impl import weights
 from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.dspark_config import KINDS
+from shared.drafts.dspark_config import MARKOV_TYPES
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
@@ -100,7 +100,7 @@ def test_block_head_wrong_slots_lower_acceptance(framework, tmp_path):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKOV_TYPES)
 def test_markov_head_conditions_on_previous_token(kind, framework):
     """The head knows successors of tokens only; here its table is wrong."""
     target, target_weights = target_of("speculators DSpark")

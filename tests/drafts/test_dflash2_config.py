@@ -43,8 +43,8 @@ def test_dflash2_fields_accepted_in_either_place():
     nested = {**flat["dflash_config"], **{name: CONFIG[name] for name in OWN}}
     assert DraftConfig.from_dict({**flat, "dflash_config": nested}, TARGET) == parsed()
     block = parsed().block
-    assert block.conv == ConvConfig(taps=2, group_size=4)
-    assert block.selector == SelectorConfig(rank=8, candidates=6)
+    assert block.part(ConvConfig) == ConvConfig(taps=2, group_size=4)
+    assert block.part(SelectorConfig) == SelectorConfig(rank=8, candidates=6)
     assert (block.first_slot, block.nodes) == (1, 4)
     assert parsed(sample_from_anchor=True).block.nodes == 5
 
@@ -62,8 +62,8 @@ def test_speculators_dflash2_config_uses_defaults():
     block = DraftConfig.from_dict(written, TARGET).block
     assert (block.size, block.nodes, block.from_anchor) == (8, 8, True)
     assert block.causal == (False,) * 4
-    assert block.conv == ConvConfig(taps=2, group_size=16)
-    assert block.selector == SelectorConfig(rank=256, candidates=16)
+    assert block.part(ConvConfig) == ConvConfig(taps=2, group_size=16)
+    assert block.part(SelectorConfig) == SelectorConfig(rank=256, candidates=16)
     assert stated_nodes(written, "DFLASH2") == 8
 
 

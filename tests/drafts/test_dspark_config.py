@@ -57,7 +57,7 @@ def test_dspark_config_spellings_are_equal():
     markov = MarkovConfig(
         rank=TARGET.hidden, kind="vanilla", has_confidence=True, confidence_sees_previous=True
     )
-    assert parsed().block.markov == markov
+    assert parsed().part(MarkovConfig) == markov
 
 
 def test_speculators_dspark_config_uses_defaults():
@@ -72,7 +72,8 @@ def test_speculators_dspark_config_uses_defaults():
     }
     block = DraftConfig.from_dict(written, TARGET).block
     assert (block.size, block.nodes, block.from_anchor) == (8, 9, True)
-    assert (block.markov.rank, block.markov.kind) == (256, "vanilla")
+    markov = block.part(MarkovConfig)
+    assert (markov.rank, markov.kind) == (256, "vanilla")
     assert stated_nodes(written, "DSPARK") == 9
 
 
@@ -123,7 +124,7 @@ def test_dspark_confidence_inferred_from_tensors(fields, has, sees, tmp_path):
     path.write_text(json.dumps(silent), encoding="utf-8")
     files = open_head(tmp_path / "head")
     config = infer_from_tensors(DraftConfig.from_folder(tmp_path / "head", TARGET), files, None)
-    markov = config.block.markov
+    markov = config.part(MarkovConfig)
     assert (markov.has_confidence, markov.confidence_sees_previous) == (has, sees)
     check_head(files, config)
 

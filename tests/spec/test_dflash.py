@@ -90,9 +90,7 @@ def test_block_rows_visible_positions(window, is_causal, from_anchor, implementa
         causal=(is_causal,),
         from_anchor=from_anchor,
         first_slot=1,
-        markov=None,
-        conv=None,
-        selector=None,
+        parts=(),
     )
     lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
     (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))

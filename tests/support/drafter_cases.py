@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.drafts.config_formats import BLOCKS
+from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
@@ -45,7 +45,7 @@ CASES = [
 @lru_cache
 def model_of(family: str, drafter: str):
     config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5}[family])
-    return config, cyclic(config, weights) if drafter in BLOCKS else weights
+    return config, cyclic(config, weights) if drafter in BLOCK_KINDS else weights
 
 
 def drafter_of(family: str, drafter: str) -> Drafter:

@@ -12,6 +12,7 @@ from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash2 as jax_dflash2
 from jax_impl.drafters import dspark as jax_dspark
 from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
+from shared.drafts.dspark_config import MarkovConfig
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
 from shared.reference.rows import PenaltyRanking as SpecRanking
@@ -64,7 +65,7 @@ class SpecChain:
             kept=[],
         )
         own, block = (self._head.config, self._head.weights, newest), self._head.config.block
-        chain = dflash2.chain if block.markov is None else dspark.chain
+        chain = dflash2.chain if block.part(MarkovConfig) is None else dspark.chain
         return *chain(*own, hidden, everywhere, rank), rank.drafted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.drafts.config_formats import BLOCKS
+from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -139,7 +139,7 @@ class Backends:
         return self._made[key]
 
     def plain(self, framework: str, family: str, drafter: str) -> dict[int, Outcome]:
-        key = (family, drafter in BLOCKS)
+        key = (family, drafter in BLOCK_KINDS)
         if key not in self._plain:
             model = model_of(family, drafter)
             shape = TreeShape.plain(BATCH)

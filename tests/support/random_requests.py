@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from shared.drafts.config_formats import BLOCKS as BLOCK_KINDS
+from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.request import SamplingParams
 from shared.options.ngram import MATCH_TYPES, SCOPES
 from shared.spec.draft_tree import TreeShape

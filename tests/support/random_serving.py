@@ -15,7 +15,7 @@ import numpy as np
 
 from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.drafts.config_formats import BLOCKS
+from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -91,7 +91,7 @@ def _request(number: int, asked: Asked, choice: int) -> Request:
 def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
     """The model; a block head can follow one with embeddings on a circle."""
     config, weights = tiny_model(family, MODEL_SEEDS[family])
-    return config, heads_of.cyclic(config, weights) if drafter in BLOCKS else weights
+    return config, heads_of.cyclic(config, weights) if drafter in BLOCK_KINDS else weights
 
 
 @lru_cache

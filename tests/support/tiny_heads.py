@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.dspark_config import GATED, RNN
+from shared.drafts.dspark_config import GATED, RNN, MarkovConfig
 from shared.models.checkpoint import SINGLE_FILE, Weights
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter
@@ -259,7 +259,7 @@ def drawn_spark(config: DraftConfig, target_weights: Weights, seed: int) -> Draf
     The block itself adds noise, a little more than nothing.
     """
     assert config.block is not None
-    rng, markov = np.random.default_rng(seed), config.block.markov
+    rng, markov = np.random.default_rng(seed), config.part(MarkovConfig)
     assert markov is not None
     weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
     weights["final_norm"] *= np.float32(SPARK_NOISE)

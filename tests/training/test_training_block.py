@@ -10,6 +10,7 @@ from jax_impl.training import candidate_loss, init
 from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.forward import Passed
 from jax_impl.training.nnx_modules import DraftModel
+from shared.drafts.dspark_config import MarkovConfig
 from tests.support.golden_blocks import close, golden_block_head
 from tests.support.training import GOLDEN, golden_model, jitted, lowered, padded, vectors
 
@@ -59,7 +60,7 @@ def test_candidate_loss_matches_golden_scores(folder, is_drafted):
     rows = (jnp.asarray(each) for each in (hidden, before, labels))
     losses, agrees = candidate_loss.loss(block.config, head, model, *rows, jnp.float32)
     assert agrees.tolist() == [is_drafted] * len(drafts)
-    if block.config.markov is not None:
+    if block.config.part(MarkovConfig) is not None:
         sure = want[f"confidence_{start}"]
         expected = surprise(want[f"logits_{start}"], labels)
         expected += np.logaddexp(0, -sure if is_drafted else sure)

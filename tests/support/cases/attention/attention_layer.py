@@ -204,9 +204,7 @@ def block_case(
         causal=(is_causal,),
         from_anchor=False,
         first_slot=1,
-        markov=None,
-        conv=None,
-        selector=None,
+        parts=(),
     )
     table = table_of(len(lengths), 8, 0)
     (rows,) = block_rows(block, np.array(lengths), np.array(draft_from), table)
