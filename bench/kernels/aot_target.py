@@ -205,7 +205,7 @@ class AbsentStart:
         device = Device("gpu", gpu.name, gpu.free_bytes)
         absent = {"find_device": lambda: device, "take_devices": lambda count: None}
         begun = prepare(parse(list(flags)), replace(platform.PLATFORM, **absent))
-        blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
+        blueprint, files = begun.memory.blueprint, (begun.opened.checkpoint, begun.draft_files)
         self._gpu, self.programs = gpu, blueprint.capacity.programs
         with gpu.traced():
             together = RankMesh.of(gpu.devices[0], blueprint.ranks)
@@ -217,7 +217,7 @@ class AbsentStart:
             ]
             images, towers = blueprint.capacity.images, None
             if images is not None:
-                of_tower = (begun.checkpoint, images.vision, jnp.dtype(blueprint.dtype))
+                of_tower = (begun.opened.checkpoint, images.vision, jnp.dtype(blueprint.dtype))
                 tower = partial(platform.load_vision_encoder, *of_tower)
                 towers = [
                     jax.eval_shape(partial(tower, device, lambda num_bytes: None))

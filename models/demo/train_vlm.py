@@ -35,6 +35,7 @@ from models.demo.synthetic_images import (
 )
 from shared.models.families import vision_from_folder
 from shared.models.image_processor import images_from_folder
+from shared.models.model_folder import ModelFolder
 from shared.models.parameters import Parameter
 from shared.models.saving import split
 from shared.models.vision_parameters import vision_encoder_parameters
@@ -100,7 +101,7 @@ class Task:
         table = next(x for name, x in tensors.items() if name.endswith("embed_tokens.weight"))
         self.table, self.words = table.astype(np.float32), words()
         blank = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
-        pixels = spec.pixels_of(blank, vision, images_from_folder(FOLDER, vision))
+        pixels = spec.pixels_of(blank, vision, images_from_folder(ModelFolder(FOLDER), vision))
         self.pixels = {name: jnp.asarray(x) for name, x in vars(pixels).items()}
 
     def rows(self, params: Params, images: jax.Array) -> jax.Array:

@@ -19,9 +19,9 @@ from shared.drafts.dflash_config import SLIDING, BlockConfig, Part, block_of, wi
 from shared.drafts.kinds import HEADS, KINDS, EmbeddingInput, HeadTraits
 from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
-from shared.models.config_fields import Json, count, read_json
+from shared.models.config_fields import Json, count
 from shared.models.families import config_from_dict
-from shared.models.file_kind import folder_fault
+from shared.models.model_folder import ModelFolder
 from shared.models.rotary import settings_of
 
 DRAFT_FOLDER = "the draft model folder"
@@ -115,7 +115,7 @@ class DraftConfig:
         Raises:
           ValueError: The file is missing or invalid, or the head does not fit the target.
         """
-        return cls.from_dict(head_json(folder), target, layer_ids, num_known)
+        return cls.from_dict(ModelFolder(folder, DRAFT_FOLDER).config, target, layer_ids, num_known)
 
     @classmethod
     def from_dict(
@@ -276,18 +276,6 @@ class DraftStateSizes:
             num_gated_delta_layers=config.num_gated_delta_layers,
             has_draft_input=False,
         )
-
-
-def head_json(folder: str | Path) -> Json:
-    """Reads config.json of a draft model's folder.
-
-    Raises:
-      ValueError: The file is missing or invalid.
-    """
-    folder = Path(folder)
-    if fault := folder_fault(folder, DRAFT_FOLDER):
-        raise ValueError(fault)
-    return read_json(folder / "config.json")
 
 
 def _with_mixers(model: ModelConfig, **changed: Any) -> ModelConfig:

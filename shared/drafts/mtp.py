@@ -6,16 +6,14 @@ names. It shares the target's embedding and `lm_head`.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shared.drafts.checkpoint import IGNORED, SPECULATORS_MTP
-from shared.drafts.config import head_json
 from shared.drafts.config_formats import read_raw_config
 from shared.drafts.kinds import NEXTN
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
-from shared.models.config_fields import object_of
+from shared.models.config_fields import Json, object_of
 from shared.models.rotary import settings_of
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -56,19 +54,19 @@ class WithMtp(Checkpoint):
 
 
 def with_mtp_of(
-    folder: str | Path, layer: Checkpoint, model: ModelConfig, checkpoint: Checkpoint
+    config: Json, layer: Checkpoint, model: ModelConfig, checkpoint: Checkpoint
 ) -> tuple[ModelConfig, Checkpoint]:
     """Returns a model's config and files with the MTP layer of a draft model's folder.
 
     Args:
-      folder: Folder of the draft model, with its config.json.
+      config: Contents of the draft model's config.json.
       layer: Files of the draft model.
       model, checkpoint: Config and files of the target.
 
     Raises:
       ValueError: The layer belongs to another model, by its config.json or its tensors.
     """
-    raw = read_raw_config(head_json(folder))
+    raw = read_raw_config(config)
     if raw.kind != NEXTN.name:
         raise ValueError(
             f"the draft model's config.json describes {raw.kind}, but its tensors are those of "

@@ -1,25 +1,26 @@
 """Comparison of the tokenizers of target and draft model."""
 
-from pathlib import Path
-
 from shared.models.config import ModelConfig
-from shared.text.tokenizer_files import open_tokenizer
-
-TOKENIZER_FILE = "tokenizer.json"
+from shared.models.file_kind import TOKENIZER_FILE
+from shared.text.tokenizer_files import TokenizerFiles
 
 
 def check_same_tokenizer(
-    folder: str | Path, model: ModelConfig, draft_folder: str | Path, draft: ModelConfig
+    files: TokenizerFiles, model: ModelConfig, draft_files: TokenizerFiles, draft: ModelConfig
 ) -> None:
     """Checks that a draft model has the target's tokenizer.
 
     The vocabularies of the tokenizers must be equal; the models may pad them to different sizes. If
     neither folder has a tokenizer, the padded sizes must be equal.
 
+    Args:
+      files, model: Tokenizer and config of the target.
+      draft_files, draft: Tokenizer and config of the draft model.
+
     Raises:
       ValueError: They differ; the message names the first difference.
     """
-    ours, theirs = tokens_of(folder), tokens_of(draft_folder)
+    ours, theirs = tokens_of(files), tokens_of(draft_files)
     if ours is None and theirs is None:
         if model.vocab == draft.vocab:
             return
@@ -29,7 +30,7 @@ def check_same_tokenizer(
             "give a draft model with the target's tokenizer"
         )
     if ours is None or theirs is None:
-        lacking = folder if ours is None else draft_folder
+        lacking = (files if ours is None else draft_files).folder.path
         raise ValueError(
             f"{lacking} has no {TOKENIZER_FILE}, so the tokenizers of target and draft model "
             "cannot be compared; add the file"
@@ -44,13 +45,13 @@ def check_same_tokenizer(
         )
 
 
-def tokens_of(folder: str | Path) -> dict[str, int] | None:
+def tokens_of(files: TokenizerFiles) -> dict[str, int] | None:
     """Returns all tokens of a folder's tokenizer with their ids; None without a tokenizer.
 
     Raises:
       ValueError: A file is invalid.
     """
-    tokenizer = open_tokenizer(folder)
+    tokenizer = files.tokenizer
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
 
 

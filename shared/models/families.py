@@ -15,12 +15,10 @@ from shared.models.config_fields import (
     number,
     object_of,
     positive,
-    read_json,
     word,
 )
 from shared.models.experts import Routing, refuse_other_experts
 from shared.models.family import BIASES, Family, SlidingWindowRule
-from shared.models.file_kind import folder_fault
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.quantization_config import granularity_of, refuse_other_quantisation
 from shared.models.layer_fields import (
@@ -30,6 +28,7 @@ from shared.models.layer_fields import (
     read_layers,
     rotary_settings,
 )
+from shared.models.model_folder import ModelFolder
 from shared.models.rotary import RotaryConfig
 from shared.models.vision_config import VisionConfig, read_vision
 
@@ -141,21 +140,21 @@ others.
 
 
 def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
-    """Reads config.json and, if present, generation_config.json of a checkpoint folder.
+    """Reads the config of a model by the path of its folder; see `model_config`."""
+    return model_config(ModelFolder(folder), context_length)
+
+
+def model_config(folder: ModelFolder, context_length: int | None = None) -> ModelConfig:
+    """Reads config.json and, if present, generation_config.json of a model folder.
 
     Args:
-      folder: The checkpoint folder.
+      folder: The model folder.
       context_length: See `config_from_dict`.
 
     Raises:
       ValueError: A file is missing or invalid, or the model is not supported.
     """
-    folder = Path(folder)
-    if fault := folder_fault(folder):
-        raise ValueError(fault)
-    generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.is_file() else {}
-    return config_from_dict(read_json(folder / "config.json"), generation_config, context_length)
+    return config_from_dict(folder.config, folder.generation_config, context_length)
 
 
 def config_from_dict(
@@ -216,15 +215,25 @@ def _is_tied(config: Json, stated: Json, family: Family) -> bool:
 
 
 def vision_from_folder(folder: str | Path) -> VisionConfig | None:
+    """Reads the vision encoder config of a model by the path of its folder; see
+    `vision_config`.
+    """
+    opened = ModelFolder(folder)
+    return vision_config(opened.config, model_config(opened))
+
+
+def vision_config(config: Json, text: ModelConfig) -> VisionConfig | None:
     """Returns the vision encoder config of a supported model; None if it has no known one.
+
+    Args:
+      config: Contents of config.json.
+      text: Config of the language model in it.
 
     Raises:
       ValueError: The vision encoder is not supported; the message names the field.
     """
-    config = read_json(Path(folder) / "config.json")
     if not _family(config).sees:
         return None
-    text = config_from_dict(config)
     found = read_vision(config, text.hidden, text.vocab)
     if found is not None and not text.attention.rotary.sections:
         raise ValueError(
@@ -234,11 +243,13 @@ def vision_from_folder(folder: str | Path) -> VisionConfig | None:
     return found
 
 
-def stated_granularity(folder: str | Path) -> Granularity | None:
+def stated_granularity(config: Json) -> Granularity | None:
     """Returns the FP8 scale granularity in the config.json of a supported model; None without
     FP8.
+
+    Args:
+      config: Contents of config.json.
     """
-    config = read_json(Path(folder) / "config.json")
     for place in (config, object_of(config, "text_config")):
         if stated := object_of(place, "quantization_config"):
             return granularity_of(stated)

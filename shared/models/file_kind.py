@@ -13,8 +13,8 @@ PIPELINE_FILE, PARAMS_FILE = "model_index.json", "params.json"
 """Settings files of a model, of an adapter, of a diffusers pipeline, and of the formats of Mistral
 and Meta."""
 
-TOKENIZER_FILE = "tokenizer.json"
-SETTINGS = (CONFIG_FILE, TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json")
+TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
+SETTINGS = (CONFIG_FILE, TOKENIZER_FILE, "tokenizer_config.json", GENERATION_FILE)
 """Settings files that may be Git LFS pointers."""
 
 SHARD = re.compile(r"-of-\d+\.safetensors$")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from shared.models.config_fields import Json, flag, is_number, object_of, positive, read_json
+from shared.models.config_fields import Json, flag, is_number, object_of, positive
+from shared.models.model_folder import ModelFolder
 from shared.models.vision_config import VisionConfig
 
 FILE = "preprocessor_config.json"
@@ -86,7 +86,7 @@ class ImageProcessorConfig:
         return height * width // self.multiple**2
 
 
-def images_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessorConfig:
+def images_from_folder(folder: ModelFolder, vision: VisionConfig) -> ImageProcessorConfig:
     """Reads the image processor settings of a model folder.
 
     They are `image_processor` in `processor_config.json`, or else `preprocessor_config.json`.
@@ -99,15 +99,14 @@ def images_from_folder(folder: str | Path, vision: VisionConfig) -> ImageProcess
     Raises:
       ValueError: The settings are missing or not supported.
     """
-    own, joint = Path(folder) / FILE, Path(folder) / JOINT
-    if joint.is_file() and (settings := object_of(read_json(joint), FIELD, JOINT)):
+    if settings := object_of(folder.optional(JOINT), FIELD, JOINT):
         return read_images(settings, vision, f"{FIELD} of {JOINT}")
-    if not own.is_file():
+    if not (folder.path / FILE).is_file():
         raise ValueError(
-            f"the model folder {folder} has no image processor settings; add {FILE}, or {FIELD} "
-            f"in {JOINT}"
+            f"the model folder {folder.path} has no image processor settings; add {FILE}, or "
+            f"{FIELD} in {JOINT}"
         )
-    return read_images(read_json(own), vision)
+    return read_images(folder.optional(FILE), vision)
 
 
 def read_images(config: Json, vision: VisionConfig, place: str = FILE) -> ImageProcessorConfig:

@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shared.models.config_fields import Json, read_json
+from shared.models.config_fields import Json
+from shared.models.file_kind import GENERATION_FILE
+from shared.models.model_folder import ModelFolder
 from shared.models.neutral import GENERATION, WRITTEN
-
-FILE = "generation_config.json"
 
 _BOUNDS = {
     "temperature": (0.0, 2.0),
@@ -31,14 +31,13 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "SamplingDefaults":
+    def from_folder(cls, folder: ModelFolder) -> "SamplingDefaults":
         """Reads the defaults of a checkpoint.
 
         Raises:
           ValueError: A value is invalid; the message names the field.
         """
-        path = Path(folder) / FILE
-        stated = _stated(folder)
+        path, stated = folder.path / GENERATION_FILE, folder.generation_config
         named = [field.name for field in fields(cls) if stated.get(field.name) is not None]
         return cls(**{name: _checked(stated, name, path) for name in named})
 
@@ -48,14 +47,17 @@ class SamplingDefaults:
         return ", ".join(f"{name} {ours[name]}" for name in ours if ours[name] != theirs[name])
 
 
-def unapplied(folder: str | Path) -> list[str]:
+def unapplied(generation_config: Json) -> list[str]:
     """Returns the fields of a generation_config.json that are not applied though they have an
     effect.
+
+    Args:
+      generation_config: Contents of the file.
     """
     beside = WRITTEN | {field.name for field in fields(SamplingDefaults)}
     return [
         name
-        for name, value in _stated(folder).items()
+        for name, value in generation_config.items()
         if name not in beside and not name.startswith("_") and _asks(name, value)
     ]
 
@@ -64,11 +66,6 @@ def _asks(name: str, value: Any) -> bool:
     if name == "do_sample":
         return value is False
     return bool(value) and value != GENERATION.get(name)
-
-
-def _stated(folder: str | Path) -> dict[str, Any]:
-    path = Path(folder) / FILE
-    return read_json(path) if path.is_file() else {}
 
 
 def _checked(stated: Json, name: str, path: Path) -> Any:

@@ -43,7 +43,7 @@ from shared.server.parsing.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import GrammarRequest, ToolCallSpec
-from shared.text.tokenizer import Detokenizer, is_text
+from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
 from shared.text.tool_call_grammar import arguments_schema
 from shared.text.tool_messages import read_functions
 
@@ -264,13 +264,14 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
     options = local_models(options, Console(stderr=True))
     with tp_startup(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
-        for note in (*ranked.notes, *start_notes(start.memory, start.fallback_ops, start.defaults)):
+        for note in (*ranked.notes, *start_notes(start)):
             console.print(note)
         backend = serving.ready(start, ranked, console)
         engine = engines.make_engine(backend, start.memory)
         served = engines.with_shadow_verify(engine, backend, options.engine.shadow_verify_rate)
     facts = serving.server_info(start, Listeners([], []))
-    tokenizer = facts.tokenizer()
+    files = start.opened.target.tokenizer
+    tokenizer = Tokenizer.from_files(files, facts.marks, facts.chat_template)
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
     gc_freeze.freeze_gc()
     return Started(served, start.grammars, facts, tokenizer)

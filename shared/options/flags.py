@@ -15,6 +15,12 @@ class ConfigError(ValueError):
     """Invalid configuration; the message is one sentence with the flag and what to do."""
 
 
+def raise_fault(fault: str | None) -> None:
+    """Raises a `ConfigError` with the message of a check; does nothing if it found no fault."""
+    if fault is not None:
+        raise ConfigError(fault)
+
+
 def flag(default: Any, help: str, **rules: Any) -> Any:
     """Returns a dataclass field that is a command-line flag.
 

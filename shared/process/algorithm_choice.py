@@ -5,9 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.drafts.checkpoint import is_head, kind_of, open_head
 from shared.drafts.published import cached_head
-from shared.options.algorithms import MODEL_ALGORITHM
 from shared.options.flags import AUTO, ConfigError
 from shared.options.options import Options
 
@@ -15,7 +13,9 @@ _FLAG = "--speculative-algorithm"
 _NOTHING = "the checkpoint has no MTP layer, and the hub cache has no published head for it"
 
 
-def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
+def with_algorithm(
+    options: Options, has_mtp: Callable[[], bool], algorithm_of: Callable[[str], str]
+) -> Options:
     """Replaces `auto` by an algorithm: an MTP layer, else a cached draft head, else none.
 
     NGRAM is not selected: it gains where output repeats, and otherwise costs up to a third of the
@@ -24,6 +24,8 @@ def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
     Args:
       options: The options, with absolute paths.
       has_mtp: Returns True if the checkpoint contains an MTP layer; reads its files.
+      algorithm_of: Returns the algorithm of a draft model by the path of its folder; reads its
+        files.
 
     Raises:
       ValueError: A draft model cannot be opened, or other flags require a drafter and there is
@@ -33,7 +35,7 @@ def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
     if draft.speculative_algorithm != AUTO:
         return options
     if (path := draft.speculative_draft_model_path) is not None:
-        name = _kind_of_folder(path)
+        name = algorithm_of(path)
         return _with(options, f"kind of the draft model {path}", name)
     if has_mtp():
         return _with(options, "the checkpoint has an MTP layer", "NEXTN")
@@ -43,12 +45,7 @@ def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
     repo_id, folder = head
     reason = f"found {repo_id} in the hub cache"
     path = str(folder)
-    return _with(options, reason, _kind_of_folder(path), speculative_draft_model_path=path)
-
-
-def _kind_of_folder(path: str) -> str:
-    names = open_head(path).names
-    return kind_of(names) if is_head(names) else MODEL_ALGORITHM
+    return _with(options, reason, algorithm_of(path), speculative_draft_model_path=path)
 
 
 def _with(options: Options, reason: str, name: str | None, **more: Any) -> Options:

@@ -14,6 +14,7 @@ from shared.process.grammars import GrammarQueue
 from shared.text.chat_templates import ChatTemplates
 from shared.text.template_probe import ParserChoice, reasoning_parser_of, tool_call_parser_of
 from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer_files import TokenizerFiles
 
 _PARSERS = (
     ("reasoning_parser", reasoning_parser_of, REASONING_PARSERS),
@@ -21,14 +22,18 @@ _PARSERS = (
 )
 
 
-def with_parsers(options: Options) -> Options:
+def with_parsers(options: Options, files: TokenizerFiles) -> Options:
     """Selects the parsers that match the chat template.
+
+    Args:
+      options: Options of the server.
+      files: Tokenizer files of the model.
 
     Raises:
       ValueError: The tokenizer or a template cannot be read.
     """
     path = options.model.chat_template
-    tokenizer = Tokenizer.from_folder(options.model.model_path, chat_template=path)
+    tokenizer = Tokenizer.from_files(files, chat_template=path)
     if path is not None and tokenizer is None:
         raise ConfigError(
             f"--chat-template {path} requires tokenizer.json in the model folder; add it, "
@@ -62,19 +67,26 @@ def _with_parser(
     return replace(options, server=server, reasons=reasons)
 
 
-def with_grammars(options: Options, vocab: int) -> tuple[Options, GrammarQueue | None]:
+def with_grammars(
+    options: Options, vocab: int, files: TokenizerFiles
+) -> tuple[Options, GrammarQueue | None]:
     """Selects the grammar backend, and creates the grammar compiler if there is one.
+
+    Args:
+      options: Options of the server.
+      vocab: Vocabulary size of the model.
+      files: Tokenizer files of the model.
 
     Raises:
       ValueError: The flags require grammars, and the model's tokenizer does not support them.
     """
     if options.engine.grammar_backend != AUTO:
-        return options, GrammarQueue.of_options(options, vocab)
+        return options, GrammarQueue.of_options(options, vocab, files)
     reason = _reason_against(options)
     if reason is None:
         chosen = _with_backend(options, LLGUIDANCE)
         try:
-            return chosen, GrammarQueue.of_options(chosen, vocab)
+            return chosen, GrammarQueue.of_options(chosen, vocab, files)
         except ValueError as error:
             reason = str(error)
     told = f"--grammar-backend none: {reason}; requests with structured output are rejected"

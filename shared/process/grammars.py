@@ -16,6 +16,7 @@ from shared.engine.request import InvalidRequestError, Request
 from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.text.delimiters import marks_of
+from shared.text.tokenizer_files import TokenizerFiles
 from shared.text.worker import WorkerError
 
 MAX_KEPT_BYTES = 1 << 26
@@ -42,8 +43,13 @@ class GrammarQueue:
         self._compiling: dict[str, Future[Grammar]] = {}
 
     @classmethod
-    def of_options(cls, options: Options, vocab: int) -> GrammarQueue | None:
+    def of_options(cls, options: Options, vocab: int, files: TokenizerFiles) -> GrammarQueue | None:
         """Creates the compiler for a checkpoint's tokenizer; returns None without grammars.
+
+        Args:
+          options: Options of the server.
+          vocab: Vocabulary size of the model.
+          files: Tokenizer files of the model.
 
         Raises:
           ValueError: The checkpoint has no tokenizer.
@@ -61,7 +67,7 @@ class GrammarQueue:
                 " --grammar-backend"
             ) from error
         marks = marks_of(options.server.tool_call_parser, options.server.reasoning_parser)
-        return cls(compiler.of_folder(options.model.model_path, vocab, marks).compile, vocab)
+        return cls(compiler.of_files(files, vocab, marks).compile, vocab)
 
     @property
     def busy(self) -> bool:

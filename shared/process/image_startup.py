@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.encoder_cache import min_rows
-from shared.models.families import vision_from_folder
+from shared.models.config import ModelConfig
+from shared.models.families import vision_config
 from shared.models.image_processor import ImageProcessorConfig, images_from_folder
+from shared.models.model_folder import ModelFolder
 from shared.models.vision_config import VisionConfig
 from shared.options.flags import ConfigError, spelling
 from shared.options.options import Options
@@ -44,8 +45,13 @@ class VisionEncoder:
     processor: ImageProcessorConfig
 
 
-def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
+def find_vision(options: Options, folder: ModelFolder, text: ModelConfig) -> VisionConfig | None:
     """Returns the vision encoder config of a folder; None with `--language-model-only`.
+
+    Args:
+      options: Options of the server.
+      folder: The model folder.
+      text: Config of its language model.
 
     Raises:
       ConfigError: The vision encoder is not supported.
@@ -53,13 +59,13 @@ def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
     if options.model.language_model_only:
         return None
     try:
-        return vision_from_folder(folder)
+        return vision_config(folder.config, text)
     except ValueError as error:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
 def find_vision_encoder(
-    options: Options, folder: str | Path, vision: VisionConfig | None
+    options: Options, folder: ModelFolder, vision: VisionConfig | None
 ) -> VisionEncoder | None:
     """Returns the vision encoder of a model folder; None for text-only serving.
 

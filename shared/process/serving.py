@@ -50,10 +50,7 @@ def start_serving(
         with tp_startup(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             report_plan(console, start.memory)
-            for note in (
-                *ranked.notes,
-                *start_notes(start.memory, start.fallback_ops, start.defaults),
-            ):
+            for note in (*ranked.notes, *start_notes(start)):
                 logs.info(note)
             backend = ready(start, ranked, console)
             watchdog.ranks_progress = ranked.progress_report

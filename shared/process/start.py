@@ -11,23 +11,22 @@ from typing import Any
 from shared.boundary.backend import Backend, BackendSpec
 from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, fallback_ops
 from shared.boundary.tp_group import TPGroup
-from shared.drafts.checkpoint import (
-    DraftFiles,
-)
+from shared.drafts.checkpoint import DraftFiles
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.fp8_w8a16 import EXPERTS, has_whole_blocks
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import raise_fault, spelling
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import GrammarQueue
 from shared.process.memory_plan import MemoryPlan, plan
-from shared.process.model_check import CheckedModel, WeightSource, check_model
+from shared.process.model_check import CheckedModel, check_model
+from shared.process.opened_models import OpenedModels, WeightSource
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
@@ -65,7 +64,7 @@ class ValidatedStartup:
     """Validated startup, before memory is allocated.
 
     Attributes:
-      checkpoint: Files of the target, opened and checked.
+      opened: The opened models.
       draft_files: The drafter and its files.
       memory: Memory plan with the resolved config.
       fallback_ops: Operations that fall back to the reference implementation on a GPU.
@@ -73,7 +72,7 @@ class ValidatedStartup:
       grammars: Grammar compiler; None without structured output.
     """
 
-    checkpoint: WeightSource
+    opened: OpenedModels
     draft_files: DraftFiles
     memory: MemoryPlan
     fallback_ops: tuple[FallbackOp, ...]
@@ -89,7 +88,7 @@ class ValidatedStartup:
             wanted += vision_encoder_parameters(blueprint.capacity.images.vision)
         if (token_map := blueprint.drafts.token_map) is not None:
             wanted.append(draft_head(blueprint.config, token_map))
-        return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
+        return self.opened.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
     def of_rank(self, ranks: TPGroup) -> "ValidatedStartup":
         """Returns the startup of one of several ranks."""
@@ -98,7 +97,8 @@ class ValidatedStartup:
 
     def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
         """Loads the weights and creates the backend; calls `progress` with the bytes read."""
-        return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
+        checkpoint = self.opened.checkpoint
+        return platform.load(self.memory.blueprint, checkpoint, self.draft_files, progress)
 
 
 def prepare(options: Options, platform: Platform) -> ValidatedStartup:
@@ -120,63 +120,80 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     Raises:
       ConfigError: The device or its framework does not support the options.
     """
-    options, model, costs = checked.options, checked.model, platform.costs
-    if not costs.captures:
-        _refuse_graph_flags(options)
-    platform.take_devices(options.ranks.tp_size)
-    device = platform.find_device()
-    as_w8a8, wanted = checked.as_w8a8, checked.wanted
-    if device.kind == "gpu":
-        _refuse_without_kernels(device, [p for p in wanted if p.name in as_w8a8])
-    draft_files = checked.draft_files
-    if options.speculative.drafts_from_table:
+    raise_fault(_graph_flags_fault(checked.options, platform.costs))
+    platform.take_devices(checked.options.ranks.tp_size)
+    device, draft_files = platform.find_device(), checked.draft_files
+    raise_fault(_w8a8_fault(checked, device))
+    if checked.options.speculative.drafts_from_table:
         draft_files = DraftFiles(DrafterSpec.of_text(), None)
-    as_w8a16 = partial(checked.checkpoint.as_w8a16, wanted)
-    drafts = draft_files.drafts
-    memory = plan(options, model, drafts, device, costs, as_w8a16, as_w8a8, checked.tower)
-    _check_map(drafts, memory.blueprint.capacity.max_width)
+    memory = _memory_plan(checked, draft_files.drafts, device, platform.costs)
+    raise_fault(_token_map_fault(draft_files.drafts, memory.blueprint.capacity.max_width))
     cache_policy(memory)  # raises its errors before memory is allocated
     kernels = platform.kernels
-    plain = () if kernels is None else fallback_ops(memory.blueprint, kernels)
     return ValidatedStartup(
-        checkpoint=checked.checkpoint,
+        opened=checked.opened,
         draft_files=draft_files,
         memory=memory,
-        fallback_ops=plain,
+        fallback_ops=() if kernels is None else fallback_ops(memory.blueprint, kernels),
         defaults=checked.defaults,
         grammars=checked.grammars,
     )
 
 
-def _refuse_without_kernels(device: Device, as_w8a8: Sequence[Parameter]) -> None:
-    """Checks that the GPU kernels support the W8A8 parameters."""
-    if as_w8a8 and not HOPPERS & {*device.name.replace("-", " ").split()}:
-        raise ConfigError(
+def _memory_plan(
+    checked: CheckedModel, drafts: DrafterSpec, device: Device, costs: ProgramCosts
+) -> MemoryPlan:
+    opened = checked.opened
+    as_w8a16 = partial(opened.checkpoint.as_w8a16, checked.wanted)
+    return plan(
+        checked.options,
+        opened.model,
+        drafts,
+        device,
+        costs,
+        as_w8a16,
+        checked.as_w8a8,
+        checked.tower,
+    )
+
+
+def _graph_flags_fault(options: Options, costs: ProgramCosts) -> str | None:
+    """Returns the first CUDA graph flag that a backend without graphs does not support."""
+    names = ("disable_cuda_graph", "disable_piecewise_cuda_graph")
+    given = [] if costs.captures else [name for name in names if getattr(options.engine, name)]
+    return f"{spelling(given[0])} requires the torch backend; remove the flag" if given else None
+
+
+def _w8a8_fault(checked: CheckedModel, device: Device) -> str | None:
+    """Returns the reason why the GPU kernels do not support the W8A8 parameters."""
+    if device.kind != "gpu" or not checked.as_w8a8:
+        return None
+    if not HOPPERS & {*device.name.replace("-", " ").split()}:
+        return (
             f"--fp8-activations requires a Hopper GPU (H100, H200); found {device.name}. "
             "Remove the flag"
         )
-    for parameter in as_w8a8:
-        if parameter.name.endswith(EXPERTS):
-            raise ConfigError(
-                "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
-            )
-        if not all(has_whole_blocks(x, Granularity.BLOCK) for x in parameter.sources):
-            raise ConfigError(
-                f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
-                f"and {parameter.name} has others; remove the flag"
-            )
+    faults = (_kernel_fault(p) for p in checked.wanted if p.name in checked.as_w8a8)
+    return next(filter(None, faults), None)
 
 
-def _refuse_graph_flags(options: Options) -> None:
-    for name in ("disable_cuda_graph", "disable_piecewise_cuda_graph"):
-        if getattr(options.engine, name):
-            raise ConfigError(f"{spelling(name)} requires the torch backend; remove the flag")
-
-
-def _check_map(drafts: DrafterSpec, width: int) -> None:
-    """Checks that a token map has a token for each child that a node may have."""
-    if drafts.token_map is not None and len(drafts.token_map) < width:
-        raise ConfigError(
-            f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of "
-            f"the draft tree may have {width} children; add tokens to the map"
+def _kernel_fault(parameter: Parameter) -> str | None:
+    """Returns the reason why the GPU kernels do not support a W8A8 parameter."""
+    if parameter.name.endswith(EXPERTS):
+        return "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
+    if not all(has_whole_blocks(x, Granularity.BLOCK) for x in parameter.sources):
+        return (
+            f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
+            f"and {parameter.name} has others; remove the flag"
         )
+    return None
+
+
+def _token_map_fault(drafts: DrafterSpec, width: int) -> str | None:
+    """Returns the fault of a token map with fewer tokens than a node may have children."""
+    if drafts.token_map is None or len(drafts.token_map) >= width:
+        return None
+    return (
+        f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of "
+        f"the draft tree may have {width} children; add tokens to the map"
+    )

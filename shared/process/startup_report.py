@@ -1,23 +1,22 @@
 """Startup report on the terminal: the memory plan, and notes and warnings on steps and outputs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from shared.boundary.kernel_coverage import FallbackOp
 from shared.drafts.aux_hidden_states import ambiguities
-from shared.drafts.config import head_json
 from shared.drafts.config_formats import read_raw_config
 from shared.models.active_parameters import active_numbers
-from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.models.sampling import SamplingDefaults, unapplied
+from shared.models.sampling import unapplied
 from shared.options.options import Options
 from shared.process import logs
 from shared.process.memory_plan import MemoryPlan
+from shared.process.opened_models import OpenedDraft
+from shared.process.start import ValidatedStartup
 
 READ_PER_S = 4.2e12
 """Memory bandwidth of an H200 in bytes per second, and the time in seconds that an all-gather
@@ -25,26 +24,25 @@ adds to a layer, measured on two H200s."""
 GATHERED_S = 22e-6
 
 
-def start_notes(
-    memory: MemoryPlan, plain: Sequence[FallbackOp], defaults: SamplingDefaults
-) -> Iterator[str]:
+def start_notes(start: ValidatedStartup) -> Iterator[str]:
     """Yields warnings on fallbacks, dummy weights and simulated acceptance, and notes on
     defaults.
     """
-    for each in plain:
+    memory, target = start.memory, start.opened.target
+    for each in start.fallback_ops:
         yield (
             f"warning: {each.name} falls back to the reference implementation in "
             f"{each.programs} programs: its kernel requires {each.reason}"
         )
-    if named := str(defaults):
+    if named := str(start.defaults):
         yield f"sampling defaults from generation_config.json: {named}"
     options = memory.settled.options
-    others = unapplied(options.model.model_path)
+    others = unapplied(target.folder.generation_config)
     if others and options.server.sampling_defaults == "model":
         yield f"generation_config.json also sets {', '.join(others)}, which is not applied"
     if options.model.is_dummy:
         yield "warning: dummy weights (--load-format dummy); outputs are meaningless"
-    if memory.blueprint.config.tied != config_from_folder(options.model.model_path).tied:
+    if memory.blueprint.config.tied != target.stated_config.tied:
         yield (
             "lm_head.weight differs from the embedding and is used, although config.json "
             "has tie_word_embeddings: true"
@@ -52,8 +50,8 @@ def start_notes(
     yield from options.reasons
     if options.model.chat_template is not None:
         yield f"chat template: {options.model.chat_template}"
-    yield from tokenizer_notes(Path(options.model.model_path))
-    yield from head_notes(options)
+    yield from tokenizer_notes(target.folder.path)
+    yield from head_notes(options, start.opened.draft)
     yield from rank_notes(memory)
     simulated = options.speculative.speculative_simulate_accept_length
     if simulated is not None:
@@ -72,15 +70,12 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
         )
 
 
-def head_notes(options: Options) -> Iterator[str]:
+def head_notes(options: Options, draft: OpenedDraft | None) -> Iterator[str]:
     """Yields a note for each ambiguity in a draft head's config.json that no flag resolves."""
-    draft = options.speculative
-    if (
-        draft.head_path
-        and not draft.drafts_with_a_model
-        and not draft.speculative_aux_layer_convention
-    ):
-        yield from ambiguities(read_raw_config(head_json(draft.head_path)))
+    speculative = options.speculative
+    is_resolved = speculative.speculative_aux_layer_convention is not None
+    if draft is not None and not speculative.drafts_with_a_model and not is_resolved:
+        yield from ambiguities(read_raw_config(draft.folder.config))
 
 
 def rank_notes(memory: MemoryPlan) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from shared.models.config_fields import Json
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 
 DEFAULT = "default"
@@ -30,9 +31,7 @@ class ChatTemplates:
         self._templates = {name: _parsed(name, sources[name], names) for name in sources}
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, config: dict[str, Any], names: dict[str, str]
-    ) -> ChatTemplates | None:
+    def from_folder(cls, folder: Path, config: Json, names: dict[str, str]) -> ChatTemplates | None:
         """Reads the templates of a folder; returns None without any.
 
         chat_template.jinja is `default` and additional_chat_templates/NAME.jinja is NAME. If either

@@ -18,8 +18,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
+from shared.models.file_kind import TOKENIZER_FILE
+from shared.models.model_folder import ModelFolder
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH, UNFOLLOWED
-from shared.text.tokenizer_files import open_tokenizer
+from shared.text.tokenizer_files import TokenizerFiles
 from shared.text.worker import WorkerError
 
 MAX_GRAMMAR_BYTES = 1 << 18
@@ -178,18 +180,25 @@ class Compiler:
 
     @classmethod
     def of_folder(cls, folder: str | Path, vocab: int, marks: Collection[str]) -> Compiler:
+        """Makes a compiler for a checkpoint's tokenizer by the path of its folder; see
+        `of_files`.
+        """
+        return cls.of_files(TokenizerFiles(ModelFolder(folder)), vocab, marks)
+
+    @classmethod
+    def of_files(cls, files: TokenizerFiles, vocab: int, marks: Collection[str]) -> Compiler:
         """Makes a compiler for a checkpoint's tokenizer.
 
         Args:
-          folder, vocab: Folder and vocabulary size of the model.
+          files: Files of the tokenizer.
+          vocab: Vocabulary size of the model.
           marks: Special tokens that responses show nevertheless; see `shared.text.delimiters`.
 
         Raises:
           ValueError: The tokenizer is missing, or as in the constructor.
         """
-        tokenizer = open_tokenizer(folder)
-        if tokenizer is None:
-            path = Path(folder) / "tokenizer.json"
+        if (tokenizer := files.tokenizer) is None:
+            path = files.folder.path / TOKENIZER_FILE
             raise ValueError(f"grammars require the tokenizer, and {path} does not exist")
         special = [
             number

@@ -10,10 +10,12 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from shared.models.config_fields import Json
+from shared.models.model_folder import ModelFolder
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
 from shared.text.length_bound import max_characters
-from shared.text.tokenizer_files import open_tokenizer, read_config
+from shared.text.tokenizer_files import TokenizerFiles
 
 REPLACEMENT = "\ufffd"  # decoded from incomplete or invalid bytes
 MAX_HALF = 3  # most bytes of an incomplete 4-byte character
@@ -64,24 +66,28 @@ class Tokenizer:
     def from_folder(
         cls, folder: str | Path, marks: Collection[str] = (), chat_template: str | None = None
     ) -> Tokenizer | None:
+        """Reads a checkpoint's tokenizer by the path of its folder; see `from_files`."""
+        return cls.from_files(TokenizerFiles(ModelFolder(folder)), marks, chat_template)
+
+    @classmethod
+    def from_files(
+        cls, files: TokenizerFiles, marks: Collection[str] = (), chat_template: str | None = None
+    ) -> Tokenizer | None:
         """Reads a checkpoint's tokenizer; returns None if it has none.
 
         Args:
-          folder: Folder of the checkpoint.
+          files: Its files.
           marks: See the constructor.
           chat_template: Jinja file that replaces the folder's templates.
 
         Raises:
           ValueError: A file is invalid; one sentence.
         """
-        folder = Path(folder)
-        tokenizer = open_tokenizer(folder)
-        if tokenizer is None:
+        if (tokenizer := files.tokenizer) is None:
             return None
-        config = read_config(folder)
-        names = _special_names(config)
+        names = _special_names(files.config)
         if chat_template is None:
-            templates = ChatTemplates.from_folder(folder, config, names)
+            templates = ChatTemplates.from_folder(files.folder.path, files.config, names)
         else:
             templates = ChatTemplates.from_file(Path(chat_template), names)
         return cls(tokenizer, templates, names, marks)
@@ -248,7 +254,7 @@ def _num_held(text: str) -> int:
     return len(tail) - len(tail.rstrip(REPLACEMENT))
 
 
-def _special_names(config: dict[str, Any]) -> dict[str, str]:
+def _special_names(config: Json) -> dict[str, str]:
     """Returns the special tokens that templates write by name (`bos_token`, `eos_token`, ...)."""
     names = {}
     for name, value in config.items():

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.models.config_fields import read_json
+from shared.models.config_fields import Json
+from shared.models.file_kind import TOKENIZER_FILE
+from shared.models.model_folder import ModelFolder
+
+CONFIG, ADDED_TOKENS = "tokenizer_config.json", "added_tokens.json"
 
 
-def open_tokenizer(folder: str | Path) -> FastTokenizer | None:
-    """Opens a folder's tokenizer with all added tokens; returns None without tokenizer.json.
+class TokenizerFiles:
+    """Tokenizer files of a model folder, each parsed when it is first needed, and once.
 
-    Older libraries stored added tokens in added_tokens.json, later ones in the
-    `added_tokens_decoder` of tokenizer_config.json. Tokens that tokenizer.json lacks are added.
-
-    Raises:
-      ValueError: A file is invalid, or two files disagree about an id; one sentence.
+    Attributes:
+      folder: The model folder.
     """
-    folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = FastTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    # The file contains truncation and padding of training; prompts are tokenized whole.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = read_config(folder)
-    source = "added_tokens_decoder of tokenizer_config.json"
-    try:
-        stated = _of_config(config)
-        if not stated and (beside := folder / "added_tokens.json").is_file():
-            source, stated = beside.name, _of_file(read_json(beside), config)
-    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the added tokens in {folder} cannot be read: {error!r:.200}") from error
-    _add(tokenizer, stated, f"{folder}: {source}")
-    return tokenizer
+
+    def __init__(self, folder: ModelFolder) -> None:
+        """Opens no file."""
+        self.folder = folder
+
+    @property
+    def config(self) -> Json:
+        """Contents of tokenizer_config.json; empty if the file is missing."""
+        return self.folder.optional(CONFIG)
+
+    @cached_property
+    def tokenizer(self) -> FastTokenizer | None:
+        """Tokenizer with all added tokens; None without tokenizer.json.
+
+        Older libraries stored added tokens in added_tokens.json, later ones in the
+        `added_tokens_decoder` of tokenizer_config.json. Tokens that tokenizer.json lacks are added.
+
+        Raises:
+          ValueError: A file is invalid, or two files disagree about an id; one sentence.
+        """
+        path = self.folder.path / TOKENIZER_FILE
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        # The file contains truncation and padding of training; prompts are tokenized whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        source, stated = self._added_tokens(self.config)
+        _add(tokenizer, stated, f"{self.folder.path}: {source}")
+        return tokenizer
+
+    def _added_tokens(self, config: Json) -> tuple[str, dict[int, AddedToken]]:
+        """Returns the file that states added tokens, and the tokens by id."""
+        try:
+            if stated := _of_config(config):
+                return f"added_tokens_decoder of {CONFIG}", stated
+            ids = self.folder.optional(ADDED_TOKENS)
+            return ADDED_TOKENS, _of_file(ids, config) if ids else {}
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"the added tokens in {self.folder.path} cannot be read: {error!r:.200}"
+            ) from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads tokenizer_config.json; returns no settings if the file is missing."""
-    path = folder / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def _of_config(config: dict[str, Any]) -> dict[int, AddedToken]:
+def _of_config(config: Json) -> dict[int, AddedToken]:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return {
         int(number): AddedToken(
@@ -59,7 +77,7 @@ def _of_config(config: dict[str, Any]) -> dict[int, AddedToken]:
     }
 
 
-def _of_file(ids: dict[str, Any], config: dict[str, Any]) -> dict[int, AddedToken]:
+def _of_file(ids: Json, config: Json) -> dict[int, AddedToken]:
     """Returns the tokens of added_tokens.json; tokens that the settings name are special."""
     named = [value for name, value in config.items() if name.endswith("_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):

@@ -12,6 +12,7 @@ from models.demo.synthetic_images import OUTLINES, SHADES, generate_image
 from models.demo.train_vlm import FOLDER, HELD_OUT, TEXT, batch_of, words
 from shared.models.families import vision_from_folder
 from shared.models.image_processor import images_from_folder
+from shared.models.model_folder import ModelFolder
 from tests.support.http_fixtures import serving
 
 ASKED, LEAST = 12, 9
@@ -37,7 +38,7 @@ def test_synthetic_image_matches_its_caption(seed):
 
 def test_caption_has_one_token_per_image_token():
     vision = vision_from_folder(FOLDER)
-    rows = images_from_folder(FOLDER, vision).num_tokens(
+    rows = images_from_folder(ModelFolder(FOLDER), vision).num_tokens(
         *generate_image(np.random.default_rng(0)).pixels.shape[:2]
     )
     batch = batch_of(0, 50)

@@ -179,7 +179,7 @@ def test_token_map_reaches_backend_and_memory_plan(tmp_path):
     lines = {line.name: line for line in made.memory.lines}
     assert lines["draft LM head"].num_bytes == len(MAP) * (4 * config.hidden + 4)
     assert "87 of the LM head's 272 rows" in lines["draft LM head"].detail
-    rows = made.checkpoint.num_bytes([draft_head(config, MAP)])
+    rows = made.opened.checkpoint.num_bytes([draft_head(config, MAP)])
     assert made.num_bytes == bare.num_bytes + rows
 
 

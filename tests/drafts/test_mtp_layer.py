@@ -12,6 +12,7 @@ from shared.drafts.checkpoint import kind_of, open_head
 from shared.drafts.mtp import with_mtp_of
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, open_checkpoint
 from shared.models.families import config_from_folder
+from shared.models.model_folder import ModelFolder
 from shared.models.parameters import parameters
 from shared.process.device import Device
 from shared.process.launch import launch
@@ -58,7 +59,8 @@ def write_layer(folder: Path, family: str, seed: int, **fields) -> dict[str, np.
 
 def joined(folder: Path, target: Path):
     layer, model = open_head(folder / "layer"), config_from_folder(target)
-    return with_mtp_of(folder / "layer", layer, model, open_checkpoint(target))
+    config = ModelFolder(folder / "layer").config
+    return with_mtp_of(config, layer, model, open_checkpoint(target))
 
 
 @pytest.mark.parametrize("with_mtp", [False, True])

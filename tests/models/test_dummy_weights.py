@@ -28,6 +28,7 @@ from shared.models.dummy_weights import (
 )
 from shared.models.families import config_from_folder, stated_granularity
 from shared.models.formats.fp8 import Granularity
+from shared.models.model_folder import ModelFolder
 from shared.models.parameters import Parameter, parameters, single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
@@ -201,7 +202,7 @@ def test_public_model_shapes_can_be_served(name):
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = re.search(r"-([0-9.]+)b", name)
     assert billions == pytest.approx(float(stated[1]), rel=0.1)
-    granularity = stated_granularity(SHAPES / name)
+    granularity = stated_granularity(ModelFolder(SHAPES / name).config)
     is_fp8 = granularity is Granularity.BLOCK
     assert is_fp8 == name.endswith("-fp8")
     checkpoint = DummyCheckpoint.of_model(config, granularity)

@@ -6,21 +6,22 @@ import json
 
 import pytest
 
+from shared.models.model_folder import ModelFolder
 from shared.models.sampling import SamplingDefaults, unapplied
 
 
 def test_sampling_defaults_read_generation_config(tmp_path):
     stated = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 1, "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
-    found = SamplingDefaults.from_folder(tmp_path)
+    found = SamplingDefaults.from_folder(ModelFolder(tmp_path))
     assert found == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
     assert str(found) == "temperature 0.6, top_p 0.95, top_k 20"
 
 
 def test_sampling_defaults_without_fields_equal_openai(tmp_path):
-    assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults()
+    assert SamplingDefaults.from_folder(ModelFolder(tmp_path)) == SamplingDefaults()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 1.0}')
-    assert SamplingDefaults.from_folder(tmp_path) == SamplingDefaults()
+    assert SamplingDefaults.from_folder(ModelFolder(tmp_path)) == SamplingDefaults()
     assert str(SamplingDefaults()) == ""
 
 
@@ -32,7 +33,7 @@ def test_sampling_defaults_without_fields_equal_openai(tmp_path):
 def test_sampling_defaults_reject_invalid_value(tmp_path, name, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(ValueError, match=f"{name} in .* --sampling-defaults openai"):
-        SamplingDefaults.from_folder(tmp_path)
+        SamplingDefaults.from_folder(ModelFolder(tmp_path))
 
 
 APPLIED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
@@ -52,9 +53,9 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_unapplied_names_ignored_generation_fields(name, tmp_path):
-    assert unapplied(tmp_path) == []
+    assert unapplied(ModelFolder(tmp_path).generation_config) == []
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(APPLIED | SILENT))
-    assert unapplied(tmp_path) == []
+    assert unapplied(ModelFolder(tmp_path).generation_config) == []
     path.write_text(json.dumps({**APPLIED, **SILENT, name: NAMED[name]}))
-    assert unapplied(tmp_path) == [name]
+    assert unapplied(ModelFolder(tmp_path).generation_config) == [name]

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_dict, config_from_folder, vision_from_folder
 from shared.models.image_processor import images_from_folder, read_images
+from shared.models.model_folder import ModelFolder
 from shared.models.vision_config import read_vision
 from shared.models.vision_parameters import check_vision_encoder
 from tests.support.golden_images import IMAGES, MODEL, vision
@@ -147,7 +148,7 @@ def test_image_processor_config_accepts_both_spellings(folder):
     (folder / "preprocessor_config.json").write_text(
         json.dumps({**older, "min_pixels": 512, "max_pixels": 2048, "size": None})
     )
-    assert images_from_folder(folder, vision()) == found
+    assert images_from_folder(ModelFolder(folder), vision()) == found
     both = read_images({**PROCESSOR, "max_pixels": 1024}, vision())
     assert (both.min_pixels, both.max_pixels) == (512, 1024), "same as transformers"
     neither = read_images(older, vision())
@@ -161,14 +162,14 @@ def test_processor_config_precedes_preprocessor_config(folder):
     video = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}
     whole = {"processor_class": "Qwen3VLProcessor", "video_processor": video}
     joint.write_text(json.dumps({**whole, "image_processor": nested}))
-    assert images_from_folder(folder, vision()) == read_images(PROCESSOR, vision())
+    assert images_from_folder(ModelFolder(folder), vision()) == read_images(PROCESSOR, vision())
     own.write_text(json.dumps({**PROCESSOR, "image_mean": [0.25] * 3}))
-    assert images_from_folder(folder, vision()).mean == (0.5,) * 3
+    assert images_from_folder(ModelFolder(folder), vision()).mean == (0.5,) * 3
     joint.write_text(json.dumps({**whole, "image_processor": {**nested, "patch_size": 0}}))
     with pytest.raises(ValueError, match="patch_size in image_processor of processor_config.json"):
-        images_from_folder(folder, vision())
+        images_from_folder(ModelFolder(folder), vision())
     joint.write_text(json.dumps(whole))
-    assert images_from_folder(folder, vision()).mean == (0.25,) * 3
+    assert images_from_folder(ModelFolder(folder), vision()).mean == (0.25,) * 3
 
 
 @pytest.mark.parametrize(
@@ -203,4 +204,4 @@ def test_missing_image_processor_config_raises():
     with pytest.raises(
         ValueError, match="has no image processor settings; add preprocessor_config.json"
     ):
-        images_from_folder(MODEL, vision())
+        images_from_folder(ModelFolder(MODEL), vision())

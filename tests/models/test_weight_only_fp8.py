@@ -281,7 +281,7 @@ def test_backends_dequantize_dummy_bitwise_equal(files, granularity, dtype) -> N
     np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
 
 
-def test_stated_granularity_follows_quantization_config(tmp_path) -> None:
+def test_stated_granularity_follows_quantization_config() -> None:
     for config, want in (
         (CONFIG, None),
         (CONFIG | {"quantization_config": STATED}, BLOCK),
@@ -289,8 +289,7 @@ def test_stated_granularity_follows_quantization_config(tmp_path) -> None:
         *((CONFIG | {"quantization_config": compressed(x)}, x) for x in Granularity),
         (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, Granularity.TENSOR),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert stated_granularity(tmp_path) == want
+        assert stated_granularity(config) == want
 
 
 def dense(folder: Path, granularity: Granularity) -> ModelConfig:

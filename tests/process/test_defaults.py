@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from models.make_random import chat_template
+from shared.models.model_folder import ModelFolder
 from shared.options.command_line import parse
 from shared.options.options import Options
 from shared.process.defaults import with_grammars, with_parsers
+from shared.process.grammars import GrammarQueue
 from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer_files import TokenizerFiles
 from tests.support.family_templates import TEMPLATES
 from tests.support.http_fixtures import save_tokenizer
 
@@ -25,7 +28,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def chosen(*flags: str) -> Options:
-    return with_parsers(parse(list(flags)))
+    options = parse(list(flags))
+    return with_parsers(options, tokenizer_of(options))
+
+
+def tokenizer_of(options: Options) -> TokenizerFiles:
+    return TokenizerFiles(ModelFolder(options.model.model_path))
+
+
+def grammars_of(options: Options) -> tuple[Options, GrammarQueue | None]:
+    return with_grammars(options, VOCAB, tokenizer_of(options))
 
 
 def parsers_of(options: Options) -> tuple[str | None, str | None]:
@@ -33,7 +45,7 @@ def parsers_of(options: Options) -> tuple[str | None, str | None]:
 
 
 def test_demo_model_defaults_enable_tools_and_structured_output():
-    options, grammars = with_grammars(chosen(), VOCAB)
+    options, grammars = grammars_of(chosen())
     assert parsers_of(options) == ("hermes", None)
     assert grammars is not None
     assert options.engine.has_grammars
@@ -66,7 +78,7 @@ def test_unknown_tool_call_template_reported_with_flag(folder: Path):
 
 
 def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):
-    options, grammars = with_grammars(chosen("--model-path", str(tmp_path)), VOCAB)
+    options, grammars = grammars_of(chosen("--model-path", str(tmp_path)))
     assert parsers_of(options) == (None, None)
     assert grammars is None
     assert not options.engine.has_grammars
@@ -74,7 +86,7 @@ def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):
     assert reason.startswith("--grammar-backend none: ")
     assert f"{tmp_path / 'tokenizer.json'} does not exist" in reason
     with pytest.raises(ValueError, match="does not exist"):
-        with_grammars(chosen("--model-path", str(tmp_path), "--grammar-backend=llguidance"), VOCAB)
+        grammars_of(chosen("--model-path", str(tmp_path), "--grammar-backend=llguidance"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):
 )
 def test_conflicting_flags_disable_grammars(flags: str, reason: str):
     options = chosen("--speculative-algorithm", "NEXTN", *flags.split())
-    resolved, grammars = with_grammars(options, VOCAB)
+    resolved, grammars = grammars_of(options)
     assert grammars is None
     assert not resolved.engine.has_grammars
     assert reason in resolved.reasons[-1]
@@ -102,11 +114,11 @@ def test_missing_llguidance_disables_grammars(monkeypatch: pytest.MonkeyPatch):
         return import_module(name)
 
     monkeypatch.setattr("shared.process.grammars.import_module", missing)
-    resolved, grammars = with_grammars(chosen(), VOCAB)
+    resolved, grammars = grammars_of(chosen())
     assert grammars is None
     assert "requires the package llguidance" in resolved.reasons[-1]
     with pytest.raises(ValueError, match="structured output requires the package llguidance"):
-        with_grammars(chosen("--grammar-backend=llguidance"), VOCAB)
+        grammars_of(chosen("--grammar-backend=llguidance"))
 
 
 def test_chat_template_file_replaces_folder_template(folder: Path, tmp_path: Path):

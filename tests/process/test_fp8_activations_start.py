@@ -75,7 +75,7 @@ def test_memory_plan_counts_fp8_weights_exactly(tmp_path: Path, framework: str) 
     weights = import_module(f"{framework}_impl.weights")
     device = torch.device("cpu") if framework == "torch" else jax.devices("cpu")[0]
     how = ("bfloat16", device, lambda num_bytes: None, (), blueprint.as_w8a8)
-    loaded = weights.load(start.checkpoint, blueprint.config, False, *how)
+    loaded = weights.load(start.opened.checkpoint, blueprint.config, False, *how)
     kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
     (line,) = (line for line in start.memory.lines if line.name == "weights")
     assert sum(each.nbytes for each in kept) == line.num_bytes

@@ -18,8 +18,14 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.dummy_weights import DummyCheckpoint
-from shared.models.families import config_from_dict, config_from_folder, stated_granularity
+from shared.models.families import (
+    config_from_dict,
+    config_from_folder,
+    model_config,
+    stated_granularity,
+)
 from shared.models.formats.fp8 import Granularity
+from shared.models.model_folder import ModelFolder
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
@@ -162,8 +168,9 @@ SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 @pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])
 def test_fp8_experts_leave_80gb_gpu_kv_memory(drafter, framework):
     def planned_for(name, free_bytes):
-        config = config_from_folder(SHAPES / name)
-        checkpoint = DummyCheckpoint.of_model(config, stated_granularity(SHAPES / name))
+        folder = ModelFolder(SHAPES / name)
+        config = model_config(folder)
+        checkpoint = DummyCheckpoint.of_model(config, stated_granularity(folder.config))
         drafts = DrafterSpec.of_mtp(config) if drafter else DrafterSpec.none()
         as_w8a16 = checkpoint.as_w8a16(parameters(config, drafts.with_mtp))
         device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
@@ -363,7 +370,7 @@ def test_tp_rank_memory_equals_plan(drafter):
         blueprint = of_rank.memory.blueprint
         how = (blueprint.dtype, torch.device("cpu"), lambda num_bytes: None)
         model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
-        loaded = load(of_rank.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
+        loaded = load(of_rank.opened.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
         assert tensor_bytes(loaded) == bytes_of["weights"]
     shm_all_gather.remove()
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 
-from shared.models.checkpoint import SINGLE_FILE
+from shared.models.checkpoint import SINGLE_FILE, open_checkpoint
 from shared.options.command_line import parse
+from shared.process.opened_models import DraftFolder, OpenedDraft, OpenedTarget
 from shared.process.start import prepare
 from shared.process.startup_report import head_notes, start_notes, tokenizer_notes
 from tests.support.serve_reference import PLATFORM
@@ -24,7 +25,9 @@ def test_tokenizer_notes_report_unread_tokenizer(tmp_path: Path):
 
 def notes_of_head(folder: Path, *flags: str) -> list[str]:
     line = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
-    return [*head_notes(parse([*line, *flags]))]
+    options = parse([*line, *flags])
+    target = OpenedTarget(options, open_checkpoint)
+    return [*head_notes(options, OpenedDraft(options, target, DraftFolder(str(folder))))]
 
 
 def test_head_notes_report_ambiguous_fields(tmp_path: Path):
@@ -46,7 +49,7 @@ def notes_of(folder: Path, *flags: str) -> list[str]:
     bounds = ["--context-length", "64", "--grammar-backend", "none"]
     line = ["--model-path", str(folder), *bounds, *flags]
     start = prepare(parse(line), PLATFORM)
-    return [*start_notes(start.memory, start.fallback_ops, start.defaults)]
+    return [*start_notes(start)]
 
 
 def test_start_notes_report_ignored_generation_fields(tmp_path: Path):

@@ -88,7 +88,7 @@ def vision_encoder_bytes(start: ValidatedStartup) -> int:
     """Bytes of the vision encoder in torch."""
     vision, where = start.memory.capacity.images.vision, ("float32", torch.device("cpu"))
     return tensor_bytes(
-        load_vision_encoder(start.checkpoint, vision, *where, lambda num_bytes: None)
+        load_vision_encoder(start.opened.checkpoint, vision, *where, lambda num_bytes: None)
     )
 
 
@@ -176,8 +176,8 @@ def test_unsupported_vision_encoder_requires_language_model_only(tmp_path, flags
 
 def test_dummy_checkpoint_has_vision_encoder_by_config(folder):
     start = started(folder, "--load-format dummy")
-    assert isinstance(start.checkpoint, DummyCheckpoint)
-    assert start.checkpoint.has_vision_encoder
+    assert isinstance(start.opened.checkpoint, DummyCheckpoint)
+    assert start.opened.checkpoint.has_vision_encoder
     assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_vision_encoder
     start.load(PLATFORMS["torch"], lambda num_bytes: None).close()
     assert vision_encoder_bytes(start) == sizes(start)["vision encoder"]

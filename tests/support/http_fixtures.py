@@ -35,6 +35,7 @@ from shared.engine.request import (
     Request,
 )
 from shared.models.image_processor import ImageProcessorConfig
+from shared.models.model_folder import ModelFolder
 from shared.models.sampling import SamplingDefaults
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
@@ -389,7 +390,7 @@ def main() -> int:
         model_folder=str(Path(flags.folder).resolve()),
         limits=limits,
         eos_ids=() if flags.well_behaved else (CONFIG_END,),
-        sampling_defaults=SamplingDefaults.from_folder(flags.folder),
+        sampling_defaults=SamplingDefaults.from_folder(ModelFolder(flags.folder)),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
         host_names=(HOST_NAME,),

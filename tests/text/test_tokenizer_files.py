@@ -10,8 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.drafts.tokenizer import tokens_of
+from shared.models.model_folder import ModelFolder
 from shared.text.grammar import Compiler
 from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer_files import TokenizerFiles
 from tests.support.http_fixtures import byte_tokenizer, save_tokenizer
 
 FIRST = byte_tokenizer().get_vocab_size(with_added_tokens=True)
@@ -52,7 +54,7 @@ def test_added_token_files_match_transformers(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", FILES)
 def test_added_tokens_reach_grammars_and_drafters(tmp_path: Path, name: str):
     save(tmp_path, name, FILES[name])
-    found = tokens_of(tmp_path)
+    found = tokens_of(TokenizerFiles(ModelFolder(tmp_path)))
     assert found is not None
     assert (found[TOOL], found[END]) == (FIRST, FIRST + 1)
     compiler = Compiler.of_folder(tmp_path, FIRST + 2, ())

@@ -19,7 +19,7 @@ def digest_of(start: ValidatedStartup) -> str:
     changes most tensors, so its samples differ. A difference outside the samples is not detected.
     """
     blueprint = start.memory.blueprint
-    opened = (start.checkpoint, start.draft_files.checkpoint)
+    opened = (start.opened.checkpoint, start.draft_files.checkpoint)
     parts = (
         blueprint.config,
         blueprint.drafts,
