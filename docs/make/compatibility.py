@@ -11,14 +11,12 @@ from functools import cache
 from pathlib import Path
 
 from bench.common.markdown import table, wrapped
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, STANDALONE
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.options.algorithms import (
     ALGORITHMS,
-    BLOCK_ALGORITHMS,
-    HEAD_ALGORITHMS,
     JOINED_ALGORITHMS,
-    MODEL_ALGORITHM,
     WITH_COPIES,
 )
 from shared.options.command_line import parse
@@ -131,11 +129,11 @@ def setup_of(method: str, flags: Flags, model: str) -> RuleContext:
     line = {"--model-path": str(SHAPES / model)}
     if method != PLAIN:
         line["--speculative-algorithm"] = method
-    if own in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
+    if own in (*HEADS, STANDALONE.name):
         line["--speculative-draft-model-path"] = "draft"
     words = [word for pair in (line | dict(flags)).items() for word in pair if word is not None]
-    head = own if own in HEAD_ALGORITHMS else None
-    config, block = _model(model), BLOCK if head in BLOCK_ALGORITHMS else None
+    head = own if own in HEADS else None
+    config, block = _model(model), BLOCK if head in BLOCK_KINDS else None
     options = parse(words)
     return RuleContext(
         options=options, model=config, has_mtp=config.has_mtp, head_kind=head, block=block

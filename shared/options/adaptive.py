@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.drafts.kinds import BLOCK_KINDS, NGRAM, sentence_list
 from shared.options.flags import ConfigError, check_rules, flag
 
 CONFIG_FLAG = "--speculative-adaptive-config"
-TREE_ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3")
-"""Algorithms that draft with one layer, whose trees cost little more than chains."""
-
 MOST_CANDIDATES = 8
 MOST_STEPS, MOST_WIDTH, MOST_NODES = 16, 16, 64
 _KEYS = ("candidate_steps", "candidates")
@@ -36,7 +34,7 @@ class AdaptiveConfig:
         '[{"steps": 5, "topk": 4, "draft_tokens": 16, "rows": 0.5}]}; rows is the fraction of '
         "nodes that a batch verifies; plain decoding is always a candidate (default: chains of "
         "1, 3 and 7 and a tree of depth 5 with 16 nodes; only chains for STANDALONE; fractions "
-        "of the largest shape for DFLASH, DSPARK, DFLASH2 and NGRAM)",
+        f"of the largest shape for {sentence_list((*BLOCK_KINDS, NGRAM.name), 'and')})",
         is_path=True,
         is_file="read",
     )

@@ -2,43 +2,20 @@
 
 import difflib
 
+from shared.drafts.kinds import KINDS, NEXTN, NGRAM
 from shared.options.flags import AUTO, ConfigError
 
-BLOCK_ALGORITHMS = ("DFLASH", "DSPARK", "DFLASH2")
-"""Algorithms with a block-parallel head, which drafts a chain per block."""
-
-HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS)
-"""Algorithms that require a draft head."""
-
-HOST_ALGORITHM = "NGRAM"
-"""Algorithm that drafts n-grams."""
-MODEL_ALGORITHM = "STANDALONE"
-"""Algorithm that drafts with a small model with the target's tokenizer."""
-
-ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
-WITH_COPIES = f"+{HOST_ALGORITHM}"
+ALGORITHMS = tuple(KINDS)
+WITH_COPIES = f"+{NGRAM.name}"
 """Suffix of a drafter whose trees are merged with n-gram drafts."""
 
 JOINED_ALGORITHMS = tuple(
-    f"{name}{WITH_COPIES}" for name in ("NEXTN", *HEAD_ALGORITHMS, MODEL_ALGORITHM)
+    f"{name}{WITH_COPIES}" for name, kind in KINDS.items() if kind.merges_ngrams
 )
 
 KNOWN_ALGORITHMS = (*ALGORITHMS, *JOINED_ALGORITHMS)
 OFF_NAMES = ("none", "off")
 """Names for no algorithm, the default."""
-
-_OF_PEERS = {
-    "mtp": "NEXTN",
-    "draft_mtp": "NEXTN",
-    "draft_model": MODEL_ALGORITHM,
-    "draft_target": MODEL_ALGORITHM,
-    "draft_simple": MODEL_ALGORITHM,
-    "draft_eagle3": "EAGLE3",
-    "draft_dflash": "DFLASH",
-    "prompt_lookup": HOST_ALGORITHM,
-    "prompt_lookup_decoding": HOST_ALGORITHM,
-}
-"""Names of vLLM, TensorRT-LLM, llama.cpp and Hugging Face."""
 
 _OTHER_MTP = "frozen_kv_mtp"
 """A method of SGLang that is not `NEXTN`; any other `FAMILY_mtp` is vLLM's name for NEXTN."""
@@ -49,7 +26,7 @@ def _bare(name: str) -> str:
 
 
 _BY_BARE_NAME = {_bare(name): name for name in ALGORITHMS} | {
-    _bare(name): algorithm for name, algorithm in _OF_PEERS.items()
+    _bare(alias): name for name, kind in KINDS.items() for alias in kind.aliases
 }
 
 
@@ -83,7 +60,7 @@ def algorithm_of(name: str) -> str | None:
 def _of_family(part: str) -> str:
     """Returns NEXTN for the name of a family's MTP, such as `deepseek_mtp`; else the name."""
     bare = _bare(part)
-    return "NEXTN" if bare.endswith("mtp") and bare != _bare(_OTHER_MTP) else part
+    return NEXTN.name if bare.endswith("mtp") and bare != _bare(_OTHER_MTP) else part
 
 
 def _did_you_mean(name: str) -> str:

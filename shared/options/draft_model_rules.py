@@ -1,11 +1,28 @@
 """Rules between the drafting method and the files of its draft model or head."""
 
-from shared.options.algorithms import BLOCK_ALGORITHMS, HEAD_ALGORITHMS, MODEL_ALGORITHM
+from shared.drafts.kinds import (
+    BLOCK_KINDS,
+    KINDS,
+    LAYER_CONVENTION,
+    NAIVE_EAGLE,
+    NEXTN,
+    Source,
+    sentence_list,
+)
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 
 
 def _wants_mtp(s: RuleContext) -> bool:
-    return s.algorithm in ("NEXTN", "NAIVE_EAGLE") and s.draft.with_mtp
+    return s.kind in (NEXTN, NAIVE_EAGLE) and s.draft.with_mtp
+
+
+def _lists_layers(s: RuleContext) -> bool:
+    """Returns True if the head, or the algorithm without one, lists layers of its target."""
+    kind = s.kind if s.head_kind is None else KINDS[s.head_kind]
+    return kind is not None and LAYER_CONVENTION in kind.flags
+
+
+_LISTING = [name for name, kind in KINDS.items() if LAYER_CONVENTION in kind.flags]
 
 
 DRAFT_MODEL_RULES = (
@@ -19,9 +36,9 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.algorithm == "NEXTN"
+            s.kind is NEXTN
             and s.draft.speculative_draft_model_path is not None
-            and s.head_kind != "NEXTN"
+            and s.head_kind != NEXTN.name
         ),
         reason="--speculative-draft-model-path with --speculative-algorithm NEXTN must be an MTP "
         "layer in the speculators format, and the draft model is not",
@@ -30,7 +47,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.algorithm in HEAD_ALGORITHMS and s.draft.speculative_draft_model_path is None
+            s.has_source(Source.HEAD) and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm {algorithm} requires a draft head",
         hint="give its folder as --speculative-draft-model-path",
@@ -38,7 +55,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.algorithm == MODEL_ALGORITHM and s.draft.speculative_draft_model_path is None
+            s.has_source(Source.MODEL) and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm STANDALONE requires a small model with the target's "
         "tokenizer",
@@ -46,7 +63,7 @@ DRAFT_MODEL_RULES = (
         example=None,
     ),
     Rule(
-        applies=lambda s: s.algorithm == MODEL_ALGORITHM and s.head_kind is not None,
+        applies=lambda s: s.has_source(Source.MODEL) and s.head_kind is not None,
         reason="--speculative-algorithm STANDALONE requires a whole model, and the draft model's "
         "tensors are those of {head}",
         hint="give --speculative-algorithm {head_kind}, or a model",
@@ -54,9 +71,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.head_kind is not None
-            and s.algorithm in HEAD_ALGORITHMS
-            and s.algorithm != s.head_kind
+            s.head_kind is not None and s.has_source(Source.HEAD) and s.algorithm != s.head_kind
         ),
         reason="--speculative-algorithm {algorithm} does not fit the draft model, whose tensors "
         "are those of {head}",
@@ -64,7 +79,7 @@ DRAFT_MODEL_RULES = (
         example=None,
     ),
     Rule(
-        applies=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind in BLOCK_ALGORITHMS,
+        applies=lambda s: s.kind is NAIVE_EAGLE and s.head_kind in BLOCK_KINDS,
         reason="--speculative-algorithm NAIVE_EAGLE drafts one token per step, and the draft "
         "model drafts blocks",
         hint="give --speculative-algorithm {head_kind}",
@@ -72,18 +87,17 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: bool(s.draft.speculative_draft_window_size) and not s.drafts_blocks,
-        reason="--speculative-draft-window-size requires --speculative-algorithm DFLASH, DSPARK "
-        "or DFLASH2",
+        reason="--speculative-draft-window-size requires --speculative-algorithm "
+        f"{sentence_list(BLOCK_KINDS)}",
         hint="remove the flag",
         example=Example(drafter="NEXTN", flags=flags_of("--speculative-draft-window-size 512")),
     ),
     Rule(
         applies=lambda s: (
-            s.draft.speculative_aux_layer_convention is not None
-            and (s.head_kind or s.algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS)
+            s.draft.speculative_aux_layer_convention is not None and not _lists_layers(s)
         ),
         reason="--speculative-aux-layer-convention requires a head that lists layers of its "
-        "target: EAGLE3, DFLASH, DSPARK or DFLASH2",
+        f"target: {sentence_list(_LISTING)}",
         hint="remove the flag",
         example=Example(
             drafter="NEXTN", flags=flags_of("--speculative-aux-layer-convention inputs")

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
-from shared.options.algorithms import HOST_ALGORITHM, MODEL_ALGORITHM
+from shared.drafts.kinds import BLOCK_KINDS, NAIVE_EAGLE, NGRAM, Form, sentence_list
+from shared.options.adaptive import MOST_STEPS
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 from shared.options.speculative import NAIVE_SHAPE
 
@@ -16,7 +16,7 @@ def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
 def _shapes_naive(s: RuleContext) -> bool:
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     given = [getattr(s.draft, f"speculative_{name}") for name in names]
-    return s.algorithm == "NAIVE_EAGLE" and _differ(given, NAIVE_SHAPE)
+    return s.kind is NAIVE_EAGLE and _differ(given, NAIVE_SHAPE)
 
 
 def _shapes_text(s: RuleContext) -> bool:
@@ -31,7 +31,7 @@ def _shapes_text(s: RuleContext) -> bool:
 
 def _shapes_itself(s: RuleContext) -> bool:
     """Returns True if the flags determine the draft shape."""
-    return s.draft.drafts and s.algorithm not in ("NAIVE_EAGLE", HOST_ALGORITHM)
+    return s.draft.drafts and s.kind not in (NAIVE_EAGLE, NGRAM)
 
 
 def _lacks_nodes(s: RuleContext) -> bool:
@@ -56,10 +56,10 @@ def _is_shaped_twice(s: RuleContext) -> bool:
 
 def _names_other_drafts(s: RuleContext) -> bool:
     """Returns True if the file contains shapes that the drafter does not support."""
-    most = NAIVE_SHAPE[0] if s.algorithm == "NAIVE_EAGLE" else MOST_STEPS
+    most = NAIVE_SHAPE[0] if s.kind is NAIVE_EAGLE else MOST_STEPS
     if s.drafts_blocks:
         most = (s.block or 1) - 1
-    has_trees = s.algorithm in (*TREE_ALGORITHMS, MODEL_ALGORITHM)
+    has_trees = s.kind is not None and s.kind.form is Form.TREE
     return any(
         each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
     )
@@ -69,6 +69,8 @@ def _simulates_more(s: RuleContext) -> bool:
     """Returns True if acceptance is simulated beyond the draft depth."""
     return len(s.draft.accept_rates or ()) > s.num_levels
 
+
+_NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 DRAFT_SHAPE_RULES = (
     Rule(
@@ -172,8 +174,9 @@ DRAFT_SHAPE_RULES = (
     Rule(
         applies=_names_other_drafts,
         reason="--speculative-adaptive-config contains shapes that --speculative-algorithm "
-        "{algorithm} does not support: trees with NGRAM, NAIVE_EAGLE, DFLASH, DSPARK and DFLASH2, "
-        "more than one step with NAIVE_EAGLE, and more than a block with the last three",
+        f"{{algorithm}} does not support: trees with NGRAM, NAIVE_EAGLE, "
+        f"{sentence_list(BLOCK_KINDS, 'and')}, more than one step with NAIVE_EAGLE, and more than "
+        f"a block with the last {_NUMBERS[len(BLOCK_KINDS)]}",
         hint="remove these shapes",
         example=None,
     ),

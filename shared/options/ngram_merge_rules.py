@@ -1,7 +1,7 @@
 """Rules of merged drafting, in which n-gram drafts extend the trees of another drafter."""
 
+from shared.drafts.kinds import NGRAM
 from shared.options.adaptive import MOST_NODES
-from shared.options.algorithms import HOST_ALGORITHM
 from shared.options.rule_context import Example, Rule, flags_of
 
 JOINED_RULES = (
@@ -23,7 +23,7 @@ JOINED_RULES = (
         "tree size",
         hint="remove it",
         example=Example(
-            drafter=HOST_ALGORITHM, flags=flags_of("--speculative-ngram-num-draft-tokens 4")
+            drafter=NGRAM.name, flags=flags_of("--speculative-ngram-num-draft-tokens 4")
         ),
     ),
     Rule(

@@ -1,6 +1,6 @@
 """Rules of the n-gram drafter: its flags, and where its n-grams are stored."""
 
-from shared.options.algorithms import HOST_ALGORITHM
+from shared.drafts.kinds import NGRAM
 from shared.options.flags import spelling
 from shared.options.ngram import OF_A_TRIE
 from shared.options.ngram_merge_rules import JOINED_RULES
@@ -29,7 +29,7 @@ NGRAM_RULES = (
         "--speculative-ngram-max-bfs-breadth {max_breadth}",
         hint="lower it",
         example=Example(
-            drafter=HOST_ALGORITHM, flags=flags_of("--speculative-ngram-min-bfs-breadth 64")
+            drafter=NGRAM.name, flags=flags_of("--speculative-ngram-min-bfs-breadth 64")
         ),
     ),
     Rule(
@@ -40,7 +40,7 @@ NGRAM_RULES = (
         "--speculative-num-draft-tokens {N}",
         hint="give at most {max_budget}",
         example=Example(
-            drafter=HOST_ALGORITHM,
+            drafter=NGRAM.name,
             flags=flags_of(
                 "--speculative-num-draft-tokens 4 --speculative-ngram-external-sam-budget 4"
             ),
@@ -54,7 +54,7 @@ NGRAM_RULES = (
         reason="--speculative-ngram-external-corpus-path requires draft nodes for the corpus",
         hint="set --speculative-ngram-external-sam-budget",
         example=Example(
-            drafter=HOST_ALGORITHM,
+            drafter=NGRAM.name,
             flags=flags_of("--speculative-ngram-external-corpus-path corpus.jsonl"),
         ),
     ),
@@ -72,7 +72,7 @@ NGRAM_RULES = (
         + f" and {spelling(OF_A_TRIE[-1])}",
         hint="give --speculative-ngram-backend host, or remove the other flag",
         example=Example(
-            drafter=HOST_ALGORITHM,
+            drafter=NGRAM.name,
             flags=("--speculative-ngram-backend", "device", "--speculative-adaptive"),
         ),
     ),

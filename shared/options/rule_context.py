@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shared.drafts.kinds import KINDS, DrafterKind, Form, Source
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig
-from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.options import Options
@@ -21,8 +21,7 @@ class RuleContext:
       options: Options of the command line and the config file.
       model: Config of the checkpoint.
       has_mtp: True if the checkpoint has `mtp.*` tensors.
-      head_kind: Kind of the draft head by its tensors: "EAGLE", "EAGLE3" or one of
-        `BLOCK_ALGORITHMS`. None without a draft head.
+      head_kind: Name of the kind of the draft head or MTP layer by its tensors; None without one.
       block: Nodes of the chain of a block drafter; None for other drafters.
     """
 
@@ -43,9 +42,18 @@ class RuleContext:
         return self.draft.drafter
 
     @property
+    def kind(self) -> DrafterKind | None:
+        """Record of that drafter."""
+        return self.draft.kind
+
+    def has_source(self, source: Source) -> bool:
+        """Returns True if the draft tokens of that drafter have this origin."""
+        return self.kind is not None and self.kind.source is source
+
+    @property
     def drafts_blocks(self) -> bool:
         """True if that drafter fills a block in one pass."""
-        return self.algorithm in BLOCK_ALGORITHMS
+        return self.kind is not None and self.kind.is_block
 
     @property
     def adaptive(self) -> AdaptiveConfig:
@@ -79,8 +87,8 @@ class RuleContext:
         """S, draft depth; the maximum if it is chosen later."""
         if self.options.candidates:
             return max(each.steps for each in self.options.candidates)
-        is_fixed = self.drafts_blocks or self.draft.from_text or self.algorithm == "NAIVE_EAGLE"
-        if self.adaptive.speculative_adaptive and not is_fixed:
+        is_grown = self.kind is not None and self.kind.form is Form.TREE
+        if self.adaptive.speculative_adaptive and is_grown:
             return MOST_STEPS
         return self.draft.settled(self.model.drafts_trees, self.block).num_steps
 
@@ -96,7 +104,7 @@ class RuleContext:
             "algorithm": self.algorithm,
             "family": self.model.name,
             "head_kind": self.head_kind,
-            "head": f"{'a' if self.head_kind in BLOCK_ALGORITHMS else 'an'} {self.head_kind} head",
+            "head": KINDS[self.head_kind].described if self.head_kind else None,
             "S": self.draft.num_steps,
             "k": self.draft.topk,
             "N": self.draft.num_draft_tokens,

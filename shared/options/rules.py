@@ -5,7 +5,7 @@ list. `shared.options.flags` checks each value alone, and `shared.options.unsupp
 lists fields of requests. No field that chooses tokens is unsupported.
 """
 
-from shared.options.algorithms import HOST_ALGORITHM
+from shared.drafts.kinds import NGRAM
 from shared.options.draft_model_rules import DRAFT_MODEL_RULES
 from shared.options.draft_shape_rules import DRAFT_SHAPE_RULES
 from shared.options.ngram_rules import NGRAM_RULES
@@ -123,7 +123,7 @@ RULES = (
         "model has none",
         hint="remove the flag",
         example=Example(
-            drafter=HOST_ALGORITHM, model_type="qwen3", flags=flags_of("--mamba-track-interval 256")
+            drafter=NGRAM.name, model_type="qwen3", flags=flags_of("--mamba-track-interval 256")
         ),
     ),
     Rule(

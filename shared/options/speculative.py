@@ -3,16 +3,20 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from shared.options.adaptive import MOST_STEPS
-from shared.options.algorithms import (
-    ALGORITHMS,
-    HEAD_ALGORITHMS,
-    HOST_ALGORITHM,
-    JOINED_ALGORITHMS,
-    MODEL_ALGORITHM,
-    WITH_COPIES,
-    algorithm_of,
+from shared.drafts.kinds import (
+    BLOCK_KINDS,
+    HEADS,
+    KINDS,
+    NAIVE_EAGLE,
+    NEXTN,
+    NGRAM,
+    STANDALONE,
+    DrafterKind,
+    Source,
+    sentence_list,
 )
+from shared.options.adaptive import MOST_STEPS
+from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES, algorithm_of
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.ngram import BACKENDS, DEFAULT_NODES, DEVICE, HOST
 from shared.options.simulated_acceptance import rates_of
@@ -34,8 +38,8 @@ class SpeculativeConfig:
 
     speculative_algorithm: str | None = flag(
         None,
-        "drafting method. NEXTN: the checkpoint's MTP layer. EAGLE, EAGLE3, DFLASH, DSPARK, "
-        "DFLASH2: a draft head. STANDALONE: a small draft model. NGRAM: n-grams of prompts, "
+        f"drafting method. NEXTN: the checkpoint's MTP layer. {', '.join(HEADS)}: a draft head. "
+        "STANDALONE: a small draft model. NGRAM: n-grams of prompts, "
         "outputs and corpora. NAIVE_EAGLE: one draft token per step. METHOD+NGRAM: both, merged "
         "into one tree. auto: the checkpoint's MTP layer, else a published head in the hub "
         "cache, else none. Names of vLLM and lower case are accepted (default: none)",
@@ -74,8 +78,8 @@ class SpeculativeConfig:
     )
     speculative_draft_window_size: int | None = flag(
         None,
-        "attention window of a DFLASH, DSPARK or DFLASH2 head, at least the length of its chain "
-        "(default: from the head's config.json)",
+        f"attention window of a {sentence_list(BLOCK_KINDS)} head, at least the length of its "
+        "chain (default: from the head's config.json)",
         low=2,
         high=1 << 24,
     )
@@ -162,8 +166,8 @@ class SpeculativeConfig:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
-        has_trees = self.drafter in HEAD_ALGORITHMS and self.verification == "exact"
-        if is_open and drafts_trees and has_trees:
+        is_head = self.kind is not None and self.kind.source is Source.HEAD
+        if is_open and drafts_trees and is_head and self.verification == "exact":
             shape = TREE_SHAPE
         if block is not None:
             shape = (block - 1, 1, block)
@@ -181,6 +185,11 @@ class SpeculativeConfig:
         return None if name is None else name.removesuffix(WITH_COPIES)
 
     @property
+    def kind(self) -> DrafterKind | None:
+        """Record of the drafter; None for plain decoding, and for `auto` before it is resolved."""
+        return KINDS.get(self.drafter or "")
+
+    @property
     def joins_copies(self) -> bool:
         """True if n-gram drafts are merged into the trees of another drafter."""
         return self.speculative_algorithm in JOINED_ALGORITHMS
@@ -190,28 +199,28 @@ class SpeculativeConfig:
         """True if an MTP layer drafts, of the checkpoint or of the draft model."""
         has_path = self.speculative_draft_model_path is not None
         is_own = self.drafts and not (has_path or self.from_text)
-        return is_own or self.drafter == "NEXTN"
+        return is_own or self.kind is NEXTN
 
     @property
     def mtp_path(self) -> str | None:
         """Folder of an MTP layer that replaces the checkpoint's own; None without one."""
-        return self.speculative_draft_model_path if self.drafter == "NEXTN" else None
+        return self.speculative_draft_model_path if self.kind is NEXTN else None
 
     @property
     def head_path(self) -> str | None:
         """Folder of the draft head or draft model; None for other drafters."""
-        has_none = self.drafter in ("NEXTN", HOST_ALGORITHM)
+        has_none = self.kind in (NEXTN, NGRAM)
         return None if has_none else self.speculative_draft_model_path
 
     @property
     def drafts_with_a_model(self) -> bool:
         """True if a small model drafts (STANDALONE)."""
-        return self.drafter == MODEL_ALGORITHM
+        return self.kind is STANDALONE
 
     @property
     def from_text(self) -> bool:
         """True if all drafts are n-grams (NGRAM)."""
-        return self.speculative_algorithm == HOST_ALGORITHM
+        return self.kind is NGRAM
 
     @property
     def drafts_on_host(self) -> bool:
@@ -252,7 +261,7 @@ class SpeculativeConfig:
         """S, depth; for a chain it follows from its number of nodes."""
         if self.speculative_num_steps:
             return self.speculative_num_steps
-        if self.speculative_algorithm == "NAIVE_EAGLE":
+        if self.kind is NAIVE_EAGLE:
             return NAIVE_SHAPE[0]
         if self.from_text:
             return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1

@@ -1,19 +1,20 @@
 """Rules of the token map, which reduces the draft vocabulary."""
 
-from shared.options.algorithms import BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM
+from shared.drafts.kinds import KINDS, NGRAM, TOKEN_MAP
 from shared.options.rule_context import Example, Rule
+
+_MAPPED = [name for name, kind in KINDS.items() if TOKEN_MAP in kind.flags and kind.merges_ngrams]
 
 MAP_RULES = (
     Rule(
         applies=lambda s: (
             s.draft.speculative_token_map is not None
-            and s.algorithm in (*BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM)
+            and s.kind is not None
+            and TOKEN_MAP not in s.kind.flags
         ),
-        reason="--speculative-token-map requires a drafter that uses the target's LM head (NEXTN, "
-        "EAGLE, EAGLE3), and --speculative-algorithm {algorithm} does not",
+        reason="--speculative-token-map requires a drafter that uses the target's LM head "
+        f"({', '.join(_MAPPED)}), and --speculative-algorithm {{algorithm}} does not",
         hint="remove the flag",
-        example=Example(
-            drafter=HOST_ALGORITHM, flags=("--speculative-token-map", "token_map.json")
-        ),
+        example=Example(drafter=NGRAM.name, flags=("--speculative-token-map", "token_map.json")),
     ),
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.drafts.kinds import NEXTN
 from shared.drafts.published import cached_head
 from shared.options.flags import AUTO, ConfigError
 from shared.options.options import Options
@@ -38,7 +39,7 @@ def with_algorithm(
         name = algorithm_of(path)
         return _with(options, f"kind of the draft model {path}", name)
     if has_mtp():
-        return _with(options, "the checkpoint has an MTP layer", "NEXTN")
+        return _with(options, "the checkpoint has an MTP layer", NEXTN.name)
     head = cached_head(Path(options.model.model_path), options.model.download_dir)
     if head is None:
         return _without(options)

@@ -13,6 +13,7 @@ from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import dummy_head, is_head, kind_of, open_head
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig
 from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.kinds import BLOCK_KINDS, NEXTN, STANDALONE
 from shared.drafts.mtp import with_mtp_of
 from shared.drafts.tokenizer import tokens_of
 from shared.models.checkpoint import Checkpoint
@@ -24,7 +25,6 @@ from shared.models.model_folder import ModelFolder
 from shared.models.parameters import Parameter
 from shared.models.tied import as_stored
 from shared.models.vision_config import VisionConfig
-from shared.options.algorithms import BLOCK_ALGORITHMS, MODEL_ALGORITHM
 from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.process.image_startup import find_vision
@@ -138,7 +138,7 @@ class DraftFolder:
     def algorithm(self) -> str:
         """Algorithm that the tensors are made for."""
         names = self.weights.names
-        return kind_of(names) if is_head(names) else MODEL_ALGORITHM
+        return kind_of(names) if is_head(names) else STANDALONE.name
 
 
 class OpenedDraft:
@@ -197,7 +197,7 @@ class OpenedDraft:
     @property
     def block(self) -> int | None:
         """Chain nodes of a block head; None for other drafters, or if config.json is invalid."""
-        if self.head_kind not in BLOCK_ALGORITHMS:
+        if self.head_kind not in BLOCK_KINDS:
             return None
         try:
             return stated_nodes(self.folder.config, self.head_kind)
@@ -245,7 +245,7 @@ def open_models(
     if speculative.mtp_path and not options.model.is_dummy:
         layer = folder_of(speculative.mtp_path)
         head_kind = kind_of(layer.weights.names)
-        if head_kind == "NEXTN" and isinstance(checkpoint, Checkpoint):
+        if head_kind == NEXTN.name and isinstance(checkpoint, Checkpoint):
             model, checkpoint = with_mtp_of(layer.folder.config, layer.weights, model, checkpoint)
     return OpenedModels(target, draft, model, checkpoint, head_kind)
 

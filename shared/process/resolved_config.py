@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
-from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
+from shared.options.adaptive import Candidate, default_candidates
 from shared.options.options import Options
 from shared.options.speculative import SpeculativeConfig
 from shared.process.device import Device
@@ -112,7 +112,7 @@ def _candidates(
     candidates = options.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
-        has_trees=draft.drafter in TREE_ALGORITHMS,
+        has_trees=draft.kind is not None and draft.kind.has_cheap_trees,
         block=block,
         on_host=draft.drafts_on_host,
         are_few=are_few,

@@ -13,16 +13,13 @@ import pytest
 
 from docs.make import compatibility
 from shared.boundary.backend import Backend
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, NGRAM, STANDALONE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
 from shared.options.algorithms import (
     ALGORITHMS,
-    BLOCK_ALGORITHMS,
-    HEAD_ALGORITHMS,
-    HOST_ALGORITHM,
     JOINED_ALGORITHMS,
-    MODEL_ALGORITHM,
     WITH_COPIES,
 )
 from shared.options.command_line import parse
@@ -50,7 +47,7 @@ MERGED = [
 ]
 FAMILY = "qwen3_5"
 
-FEW_SHAPES = ("NEXTN", "EAGLE", MODEL_ALGORITHM)
+FEW_SHAPES = ("NEXTN", "EAGLE", STANDALONE.name)
 """Drafters that measure two shapes in an adaptive start; EAGLE3 measures the default ones."""
 
 
@@ -67,7 +64,7 @@ class DraftFolders:
         if drafter != "none":
             line += ["--speculative-algorithm", drafter]
         own = drafter.removesuffix(WITH_COPIES)
-        if own in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
+        if own in (*HEADS, STANDALONE.name):
             line += ["--speculative-draft-model-path", str(self.folder / own)]
         if "--speculative-adaptive" in flags and drafter in FEW_SHAPES:
             flags = (*flags, "--speculative-adaptive-config", str(self.folder / "shapes.json"))
@@ -118,8 +115,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> DraftFolders:
     write_tiny_block(folder / "DFLASH", target, 1)
     write_tiny_spark(folder / "DSPARK", target, weights, 1)
     write_tiny_pair(folder / "DFLASH2", target, 1)
-    write_tiny(folder / MODEL_ALGORITHM, FAMILY, 2, with_mtp=False)
-    for name in ("model", MODEL_ALGORITHM):
+    write_tiny(folder / STANDALONE.name, FAMILY, 2, with_mtp=False)
+    for name in ("model", STANDALONE.name):
         save_tokenizer(folder / name)
     return DraftFolders(folder)
 
@@ -188,7 +185,7 @@ def test_allowed_combinations_serve_expected_tokens(
         return
     served = folders.serve(line)
     # Rejection sampling may change sampled tokens, but not greedy or undrafted ones.
-    is_text_kept = setting in ("chain", "tree", "adaptive", "grammar") or drafter == HOST_ALGORITHM
+    is_text_kept = setting in ("chain", "tree", "adaptive", "grammar") or drafter == NGRAM.name
     same = plain.keys() if is_text_kept else (0, 2)
     for number in plain:
         assert served[number].finish_reason is plain[number].finish_reason
@@ -214,8 +211,8 @@ def blocked(drafter: str, line: list[str]) -> list[str]:
 def drafting(drafter: str) -> dict:
     """Returns the fields of a `RuleContext` that a drafter's files determine."""
     own = drafter.removesuffix(WITH_COPIES)
-    head_kind = own if own in HEAD_ALGORITHMS else None
-    nodes = BLOCK_SIZE if head_kind in BLOCK_ALGORITHMS else None
+    head_kind = own if own in HEADS else None
+    nodes = BLOCK_SIZE if head_kind in BLOCK_KINDS else None
     return {"head_kind": head_kind, "block": nodes}
 
 
