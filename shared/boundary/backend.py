@@ -21,6 +21,9 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
   on. They do not depend on other rows of the cache. A prefill reads the rows that its plan names.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
+
+Policy, what may not be added here: names of frameworks, GPUs, model families or drafters (their
+records have properties), command-line options (the startup resolves them), device arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from math import prod
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -104,12 +108,10 @@ class BackendLimits:
     texts: NgramTableSpec | None = None
 
     def __post_init__(self) -> None:
-        widest = max(
-            (p.shape.width for p in self.programs if not p.has(ProgramFeature.HOST_DRAFT)),
-            default=0,
-        )
+        widths = [p.shape.width for p in self.programs if not p.has(ProgramFeature.HOST_DRAFT)]
         if any(p.has(ProgramFeature.NGRAM_DRAFTS) for p in self.programs):
-            widest = max(widest, 2)  # n-gram drafts are siblings of the drafter's
+            widths.append(2)  # n-gram drafts are siblings of the drafter's
+        widest = max(widths, default=0)
         if self.accept_rule != "exact" and widest > 1:
             raise ValueError(
                 f"accept_rule {self.accept_rule} requires draft chains, but a program verifies "
@@ -127,9 +129,7 @@ class BackendLimits:
         """Mean tokens per step of a full-depth tree under simulated acceptance, else None."""
         if self.accept_rates is None:
             return None
-        return 1 + sum(
-            prod(self.accept_rates[: level + 1]) for level in range(len(self.accept_rates))
-        )
+        return 1 + sum(accumulate(self.accept_rates, mul))
 
     @cached_property
     def token_sizes(self) -> tuple[int, ...]:

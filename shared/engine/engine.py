@@ -1,4 +1,8 @@
-"""Engine core: accepts requests, schedules steps with overlap, and returns tokens; one thread."""
+"""Engine core: accepts requests, schedules steps with overlap, and returns tokens; one thread.
+
+Policy, what may not be added here: choices of drafts (controllers), of rows (`scheduler`) and of
+pages (`prefix_cache`), text and messages (the server), names of models, drafters and frameworks.
+"""
 
 from __future__ import annotations
 

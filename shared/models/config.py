@@ -1,4 +1,8 @@
-"""Model config: the layers of a model, and what they share."""
+"""Model config: the layers of a model, and what they share.
+
+Policy, what may not be added here: names of families and of config.json fields (`families`),
+settings of one mixer or MLP (its class in `layers`), weight formats (`formats`), and options.
+"""
 
 from dataclasses import dataclass, replace
 
