@@ -12,7 +12,7 @@ from shared.models.families import vision_config
 from shared.models.image_processor import ImageProcessorConfig, images_from_folder
 from shared.models.model_folder import ModelFolder
 from shared.models.vision_config import VisionConfig
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import ConfigError, raise_fault, spelling
 from shared.options.options import Options
 from shared.process.resolved_config import ResolvedConfig
 from shared.spec.draft_tree import TreeShape
@@ -78,22 +78,32 @@ def find_vision_encoder(
       ConfigError: The image processor settings or the decoder package are missing; or image flags
         are set without a vision encoder.
     """
+    raise_fault(_decoder_fault() if vision else _image_flags_fault(options))
     if vision is None:
-        for name in ("max_image_tokens", "mm_encoder_cache_tokens"):
-            if getattr(options.engine, name) is not None:
-                raise ConfigError(
-                    f"{spelling(name)} requires image input, and only the text model is served; "
-                    "remove the flag"
-                )
         return None
-    if find_spec(DECODER) is None:
-        raise ConfigError(
-            "image input requires the package pillow; install the extra vision; " + TEXT_ALONE
-        )
     try:
         return VisionEncoder(vision, images_from_folder(folder, vision))
     except ValueError as error:
         raise ConfigError(f"{error}; {TEXT_ALONE}") from error
+
+
+def _image_flags_fault(options: Options) -> str | None:
+    """Returns the first image flag, which text-only serving does not support."""
+    names = ("max_image_tokens", "mm_encoder_cache_tokens")
+    given = next((name for name in names if getattr(options.engine, name) is not None), None)
+    if given is None:
+        return None
+    return (
+        f"{spelling(given)} requires image input, and only the text model is served; "
+        "remove the flag"
+    )
+
+
+def _decoder_fault() -> str | None:
+    """Returns the lack of a package that decodes images."""
+    if find_spec(DECODER) is not None:
+        return None
+    return "image input requires the package pillow; install the extra vision; " + TEXT_ALONE
 
 
 def image_pool(tower: VisionEncoder, settled: ResolvedConfig) -> EncoderCacheSpec:

@@ -53,8 +53,8 @@ class CheckedModel:
       draft_files: The drafter and its files.
       tower: Vision encoder; None for text-only serving.
       as_w8a8: Names of the parameters used as W8A8.
-      defaults: Defaults of omitted sampling fields.
-      grammars: Grammar compiler; None without structured output.
+      defaults: Defaults of omitted sampling fields; those of OpenAI's API on a worker rank.
+      grammars: Grammar compiler; None without structured output, and on a worker rank.
     """
 
     options: Options
@@ -87,25 +87,25 @@ def check_model(options: Options, opens: Callable[[str], WeightSource]) -> Check
     options = with_algorithm(
         options, lambda: target.has_mtp, lambda path: folder_of(path).algorithm
     )
-    opened = open_models(options, target, folder_of)
-    raise_fault(_rules_fault(options, opened))
-    opened.checkpoint.check(opened.model, options.speculative.with_mtp)
-    tower = _checked_tower(options, opened)
+    checked = _checked_files(options, open_models(options, target, folder_of))
     options = with_parsers(options, target.tokenizer)
-    drafts = _checked_drafter(options, opened)
-    raise_fault(_shares_fault(options, opened.model, drafts))
-    raise_fault(_quantization_fault(options, opened))
-    raise_fault(_fp8_activations_fault(options, opened))
-    options, grammars = with_grammars(options, opened.model.vocab, target.tokenizer)
-    return CheckedModel(
-        options=options,
-        opened=opened,
-        draft_files=DraftFiles(drafts, opened.draft and opened.draft.weights),
-        tower=tower,
-        as_w8a8=_as_w8a8(options, opened),
-        defaults=_sampling_defaults(options, target),
-        grammars=grammars,
-    )
+    options, grammars = with_grammars(options, checked.opened.model.vocab, target.tokenizer)
+    defaults = _sampling_defaults(options, target)
+    return replace(checked, options=options, defaults=defaults, grammars=grammars)
+
+
+def check_worker(options: Options, opens: Callable[[str], WeightSource]) -> CheckedModel:
+    """Checks the files of a worker rank, which compiles no grammar.
+
+    Args:
+      options: Options that `check_model` has resolved on rank 0.
+      opens: Opens the target's folder.
+
+    Raises:
+      ValueError: A flag or a file is invalid.
+    """
+    options, target = _with_candidates(options), OpenedTarget(options, opens)
+    return _checked_files(options, open_models(options, target, DraftFolder))
 
 
 def check_early(options: Options) -> CheckedModel | None:
@@ -121,6 +121,26 @@ def check_early(options: Options) -> CheckedModel | None:
     if orbax.is_dir() and not options.model.is_dummy:
         return None
     return check_model(options, open_checkpoint)
+
+
+def _checked_files(options: Options, opened: OpenedModels) -> CheckedModel:
+    """Checks opened files against the flags, without what only serving requires."""
+    raise_fault(_rules_fault(options, opened))
+    opened.checkpoint.check(opened.model, options.speculative.with_mtp)
+    tower = _checked_tower(options, opened)
+    drafts = _checked_drafter(options, opened)
+    raise_fault(_shares_fault(options, opened.model, drafts))
+    raise_fault(_quantization_fault(options, opened))
+    raise_fault(_fp8_activations_fault(options, opened))
+    return CheckedModel(
+        options=options,
+        opened=opened,
+        draft_files=DraftFiles(drafts, opened.draft and opened.draft.weights),
+        tower=tower,
+        as_w8a8=_as_w8a8(options, opened),
+        defaults=SamplingDefaults(),
+        grammars=None,
+    )
 
 
 def _whole(options: Options, opened: OpenedModels) -> list[Parameter]:

@@ -11,14 +11,18 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shared.models.checkpoint import open_checkpoint
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
+from shared.options.options import Options
 from shared.process.device import Device
+from shared.process.model_check import check_worker
 from shared.process.start import prepare
 from shared.process.tp import startup
 from shared.process.tp.digest import digest_of
@@ -232,23 +236,41 @@ def test_indivisible_tp_size_raises(flags, capfd):
     assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
 
 
-def test_workers_receive_absolute_paths(monkeypatch):
-    sent = {}
+@pytest.fixture
+def sent(monkeypatch) -> dict[str, Any]:
+    """Messages to workers that are not started, by kind."""
+    messages: dict[str, Any] = {}
 
     class Workers:
-        def __init__(self, *given):
+        def __init__(self, launcher, count, rank_module, on_failure):
             pass
 
         def send(self, kind, values):
-            sent[kind] = values
+            messages[kind] = values
 
     monkeypatch.setattr(startup, "Workers", Workers)
+    return messages
+
+
+def test_workers_receive_absolute_paths(sent, monkeypatch):
     monkeypatch.chdir(MODEL.parent)
     flags = ["--model-path", "demo/target", "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
     options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
     startup.TPStartup(options, torch_serve.platform, torch_serve.MODULE, print)
     assert sent["options"]["model_path"] == str(MODEL.parent / "demo/target")
     assert sent["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
+
+
+def test_workers_receive_resolved_options_without_tokenizer(sent, tmp_path):
+    flags = ["--speculative-algorithm", "auto", "--grammar-backend", "auto", "--tp-size", "2"]
+    folder = shutil.copytree(MODEL.parent / "demo" / "target", tmp_path / "target")
+    options = parse(["--model-path", str(folder), *flags])
+    startup.TPStartup(options, torch_serve.platform, torch_serve.MODULE, print)
+    (folder / "tokenizer.json").unlink()
+    checked = check_worker(Options.from_values(sent["options"]), open_checkpoint)
+    assert checked.options.speculative.speculative_algorithm == "NEXTN"
+    assert checked.options.engine.grammar_backend == "llguidance"
+    assert checked.grammars is None
 
 
 def test_gpu_of_assigns_one_named_gpu_per_rank():

@@ -32,6 +32,9 @@ from shared.process.tp.workers import Workers
 MORE_FREE = 1.1
 """Ratio of free memory between two ranks above which a note reports the unused memory."""
 
+RESOLVED = ("speculative_algorithm", "speculative_draft_model_path", "grammar_backend")
+"""Options that rank 0 resolves by files, and the other ranks take from it."""
+
 Gauges = dict[str, Callable[[], float]]
 
 
@@ -73,7 +76,11 @@ class TPStartup:
             self._check_others(rank_module)
         if self._count > 1 and rank_module is not None:
             self._followers = Workers(_launcher(options), self._count, rank_module, on_failure)
-            self._followers.send("options", _values(with_whole_paths(options)))
+            self._followers.send("options", _values(self._resolved()))
+
+    def _resolved(self) -> Options:
+        """Returns the options of all ranks; resolved if rank 0 has checked its files."""
+        return self._checked.options if self._checked else with_whole_paths(self._options)
 
     def _check_others(self, rank_module: str | None) -> None:
         """Rejects an executor backend that has no worker ranks to place."""
@@ -236,8 +243,10 @@ def _launcher(options: Options) -> Launcher:
 
 
 def _values(options: Options) -> dict[str, object]:
-    """Returns the explicitly set options by name, for `Options.from_values` in another process."""
+    """Returns the set and the resolved options by name, for `Options.from_values` in another
+    process.
+    """
     flags: dict[str, object] = {}
     for part in PARTS:
         flags |= asdict(getattr(options, part))
-    return {name: flags[name] for name in options.explicit_flags}
+    return {name: flags[name] for name in options.explicit_flags.union(RESOLVED)}

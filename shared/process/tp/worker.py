@@ -31,7 +31,8 @@ from shared.boundary.tp_group import TPGroup
 from shared.options.options import Options
 from shared.process import gc_freeze
 from shared.process.device import Device
-from shared.process.start import Platform, ValidatedStartup, prepare
+from shared.process.model_check import check_worker
+from shared.process.start import Platform, ValidatedStartup, plan_start
 from shared.process.tp.digest import digest_of
 from shared.process.tp.launchers import set_parent_death_signal
 from shared.process.tp.plan_broadcast import EXCHANGE_S
@@ -81,7 +82,8 @@ class Rank:
         self._at("planning")
         (values,) = self._next("options")
         options = Options.from_values(values)
-        start = prepare(options, replace(platform, find_device=lambda: self._device(platform)))
+        checked = check_worker(options, platform.open_checkpoint)
+        start = plan_start(checked, replace(platform, find_device=lambda: self._device(platform)))
         self._link.send("planned", digest_of(start))
         return start
 
