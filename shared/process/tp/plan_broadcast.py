@@ -54,6 +54,7 @@ class PlanBroadcast:
 
         Args:
           program: Index of its program, which is sent first.
+          plan: The plan.
           timeout_s: Time that a rank may take to free a slot.
 
         Raises:

@@ -66,6 +66,7 @@ class Ring:
         """Writes a message; returns at once unless it must wait for a slot.
 
         Args:
+          message: The message, at most as long as a slot.
           timeout_s: Time limit of this wait.
 
         Returns:

@@ -59,6 +59,7 @@ class TPStartup:
         They start concurrently with rank 0.
 
         Args:
+          options: Options of the command line, with local models.
           find_platform, rank_module: See `shared.process.launch.launch`.
           on_failure: Called with the reason if a rank is lost, on a separate thread.
 

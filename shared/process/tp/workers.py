@@ -119,6 +119,7 @@ class Workers:
           launcher: Launcher of the processes.
           count: Ranks, rank 0 included.
           module: Module with the `PLATFORM` of the ranks.
+          on_failure: Called with the reason if a rank is lost, on a separate thread.
 
         Raises:
           ConfigError: A rank has no device.
@@ -152,6 +153,7 @@ class Workers:
         """Waits until the condition holds for every rank.
 
         Args:
+          is_so: The condition of one rank.
           what: Description of the condition in messages.
           tick: Called on each change.
 

@@ -35,6 +35,7 @@ class HostMiddleware:
     A request without a Host passes: no browser sends one.
 
     Args:
+      app: Application that receives the other requests.
       names: Allowed names besides the machine's own names.
     """
 
@@ -55,6 +56,7 @@ class ApiKeyMiddleware:
     """Rejects requests without a valid API key.
 
     Args:
+      app: Application that receives the other requests.
       keys: Valid keys. Routes may check for a particular key on their own.
     """
 

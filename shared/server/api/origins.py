@@ -23,6 +23,7 @@ class Origins:
     runs before the check of keys, and after the check of host names.
 
     Args:
+      app: Application that receives all requests except preflight requests.
       allowed: Allowed origins (scheme, host and port), or `ANY`.
     """
 
