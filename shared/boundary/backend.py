@@ -42,7 +42,9 @@ from jaxtyping import Int32
 from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
 from shared.boundary.ngram_table import NgramScopes, NgramTableSpec
 from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind, unmasked
+from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.formats.fp8_w8a16 import InWords
@@ -84,10 +86,12 @@ class BackendLimits:
         `shared.spec.acceptance.simulate`.
       images: Encoder cache; None for a text-only model, whose plans contain no images.
       texts: N-gram table on the device; None if no program drafts from it.
+      window_pools: Page pools of sliding-window layers, by ascending window. All other layers, and
+        those of drafters, use the `num_pages` pages.
 
     Raises:
       ValueError: The accept rule requires chains and a program verifies trees; or it is combined
-        with simulated acceptance; or `accept_rates` is empty.
+        with simulated acceptance; or `accept_rates` is empty; or two pools have one window.
     """
 
     page_size: int
@@ -106,8 +110,10 @@ class BackendLimits:
     accept_rates: tuple[float, ...] | None = None
     images: EncoderCacheSpec | None = None
     texts: NgramTableSpec | None = None
+    window_pools: tuple[WindowPool, ...] = ()
 
     def __post_init__(self) -> None:
+        check_ascending(self.window_pools)
         widths = [p.shape.width for p in self.programs if not p.has(ProgramFeature.HOST_DRAFT)]
         if any(p.has(ProgramFeature.NGRAM_DRAFTS) for p in self.programs):
             widths.append(2)  # n-gram drafts are siblings of the drafter's
@@ -299,25 +305,6 @@ class CountPromptTokens:
 
 
 @dataclass(frozen=True)
-class Snapshots:
-    """Recurrent state to restore before and to save within a step; snapshot 0 means none.
-
-    A decode step can save the state at any length that it passes. A prefill can save it where the
-    chunked delta rule computes one: a multiple of `shared.spec.gated_delta.CHUNK` tokens after the
-    row's first token in this step, or after its last. Elsewhere `StepResult.snapshot_saved` is 0.
-
-    Attributes:
-      restore: Snapshot from which a starting row takes its state.
-      save: Snapshot to write if the step passes `save_at` and can save there.
-      save_at: Length at which the state is saved.
-    """
-
-    restore: Int32[np.ndarray, " B"]
-    save: Int32[np.ndarray, " B"]
-    save_at: Int32[np.ndarray, " B"]
-
-
-@dataclass(frozen=True)
 class GrammarBitmask:
     """Token bitmasks of grammars, as in `spec.masks`: node (b, n) uses mask `index[b, n]`.
 
@@ -338,6 +325,8 @@ class StepPlan:
       work: Inputs of the step's kind.
       slots: Slot of each row; 0 for padding.
       page_table: Pages of each row; 0 for padding.
+      window_page_tables: Pages of each row in each window pool, in the columns of `page_table`; 0
+        where no row of the step can see. None without window pools.
       starts: 1 at a row's first step (a prefill or a count), which resets its state, token counts
         and drafter state. Always 0 and not read in decode and draft steps.
       draft_from: First position with complete draft KV after a cache hit; read with `starts`.
@@ -360,6 +349,13 @@ class StepPlan:
     snapshots: Snapshots
     mask: GrammarBitmask | None
     texts: NgramScopes | None = None
+    window_page_tables: Int32[np.ndarray, "W B P"] | None = None
+
+    @property
+    def page_tables(self) -> list[Int32[np.ndarray, "B P"]]:
+        """Page table of each pool: that of `page_table`, then those of the window pools."""
+        windows = self.window_page_tables
+        return [self.page_table, *(() if windows is None else windows)]
 
 
 class DraftSources(NamedTuple):

@@ -22,13 +22,13 @@ from shared.boundary.backend import (
     GrammarBitmask,
     HostDraft,
     Prefill,
-    Snapshots,
     StepPlan,
     StepResult,
 )
 from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.snapshots import Snapshots
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.ngram import WINDOW
@@ -170,13 +170,15 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
         for name, (shape, dtype) in sampling_layout(Sampling, capacity).items()
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
-    pages = ("page_table", (B, program.pages), np.int32)
+    pages = [("page_table", (B, program.pages), np.int32)]
+    if num_windows := len(capacity.window_pools):
+        pages += [("window_page_tables", (num_windows, B, program.pages), np.int32)]
     pixels = _pixel_layout(program, capacity)
     copies = (
         _copies_layout(B, program.shape.copied) if program.has(ProgramFeature.NGRAM_DRAFTS) else []
     )
     bits = [(name, shape, np.int32) for name, shape in masks]
-    return _lay_out([*ints, *sampling, *pixels, pages, *copies, *bits])
+    return _lay_out([*ints, *sampling, *pixels, *pages, *copies, *bits])
 
 
 def _image_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
@@ -298,6 +300,7 @@ def plan_in(
         snapshots=Snapshots(at["restore"], at["save"], at["save_at"]),
         mask=mask,
         texts=texts,
+        window_page_tables=at.get("window_page_tables"),
     )
 
 

@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, UInt32
 
-from shared.boundary.backend import GrammarBitmask, Prefill, Snapshots, StepPlan
+from shared.boundary.backend import GrammarBitmask, Prefill, StepPlan
 from shared.boundary.buffers import SCORES
 from shared.boundary.ngram_table import NgramScopes
+from shared.boundary.snapshots import Snapshots
 from shared.reference.images import ImageContext
 from shared.spec import (
     acceptance,
