@@ -326,7 +326,7 @@ class StepPlan:
       slots: Slot of each row; 0 for padding.
       page_table: Pages of each row; 0 for padding.
       window_page_tables: Pages of each row in each window pool, in the columns of `page_table`; 0
-        where no row of the step can see. None without window pools.
+        where no row of the step attends to. None without window pools.
       starts: 1 at a row's first step (a prefill or a count), which resets its state, token counts
         and drafter state. Always 0 and not read in decode and draft steps.
       draft_from: First position with complete draft KV after a cache hit; read with `starts`.

@@ -1,7 +1,7 @@
 """Page pools of sliding-window layers.
 
-A row at position p of a layer with a window of w tokens sees positions p - w + 1 to p. Pages before
-these are freed, so a slot has few pages in such a pool, however long its request is.
+A row at position p of a layer with a window of w tokens attends to positions p - w + 1 to p. Pages
+before these are freed, so a slot has few pages in such a pool, however long its request is.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class WindowPool:
     num_pages: int
 
     def num_visible(self, page_size: int) -> int:
-        """Returns the pages that a row may see before the page of its request's length."""
+        """Returns the maximum visible pages before the page of a request's length."""
         return -(-(self.window - 1) // page_size)
 
     def max_slot_pages(self, page_size: int, positions: int) -> int:

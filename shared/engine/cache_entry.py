@@ -25,6 +25,7 @@ class PrefixMatch:
       length: Positions that they hold.
       draft_from: First position from which their draft KV is complete.
       snapshot: State snapshot at their end; 0 for none.
+      window_pages: The last of the pages in each window pool, those that the next rows attend to.
       fork_position: Position up to which pages are cached but without a snapshot; 0 for none.
     """
 
@@ -33,6 +34,7 @@ class PrefixMatch:
     length: int = 0
     draft_from: int = 0
     snapshot: int = NO_SNAPSHOT
+    window_pages: tuple[Int32[np.ndarray, " m"], ...] = field(default=(), compare=False)
     fork_position: int = 0
 
 

@@ -210,6 +210,7 @@ class Engine:
                 continue
             if rows.chunks:
                 self.cache.on_prefill(request, rows.chunks[row], bool(saved[row]))
+                self.allocator.free_outside_window(request.slot, rows.chunks[row].end)
             if counts[row]:
                 tokens = texts[row][: counts[row]]
                 took_state = bool(saved[row]) and not rows.chunks
@@ -248,6 +249,8 @@ class Engine:
         self.controller.on_tokens(request, tokens[:kept])
         if request.finish_reason is not None:
             self._let_go(request, request.finish_reason)
+        else:
+            self.allocator.free_outside_window(request.slot, request.length - 1)
         return Event(
             request_id=request.request_id,
             tokens=tokens[:kept],

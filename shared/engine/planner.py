@@ -163,8 +163,9 @@ class Planner:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
 
     def _fill_pages(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
-        table = self._allocator.pages.page_table[slots, : plan.page_table.shape[1]]
-        plan.page_table[: len(slots), : table.shape[1]] = table
+        for pool, pages in zip(self._allocator.pools, plan.page_tables, strict=True):
+            table = pool.page_table[slots, : pages.shape[1]]
+            pages[: len(slots), : table.shape[1]] = table
 
 
 def _order(program: Program) -> tuple[int, ...]:

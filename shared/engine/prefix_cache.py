@@ -9,10 +9,15 @@ A hybrid model can resume after a prefix only where a state snapshot exists. Sna
 within steps, at tracked positions. In a prompt these are the last one of each chunk, and the
 position where an earlier request diverged. In an output these are the multiples of the interval; a
 request keeps the last two, because a stop string may still truncate the output before the last.
+
+A model with sliding-window layers can resume after a prefix only where each window pool has the
+last pages of the prefix, those that the next rows attend to. A slot frees its other pages there
+once they are in the tree; the tree evicts them in LRU order when their pool is empty.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import islice
 
@@ -86,18 +91,26 @@ class PrefixCache:
 
     @property
     def usage(self) -> float:
-        """Fraction of the pages that running requests hold."""
-        total = self.allocator.capacity.num_pages - 1
-        return 1.0 - self.num_available / max(1, total)
+        """Fraction of the pages that running requests hold, in the pool where it is largest."""
+        pools = zip(self.allocator.pools, self._all_available(), strict=True)
+        return max(1.0 - available / max(1, pool.size) for pool, available in pools)
+
+    def _all_available(self) -> list[int]:
+        """Returns `num_available` of each page pool."""
+        windows = (each.pool.num_free + each.num_evictable for each in self.tree.windows)
+        return [self.num_available, *windows]
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Same as `Allocator.reserve`, but evicts cached pages if needed."""
-        missing = self.allocator.pages.num_missing(slot, positions)
-        lacking = missing - self.allocator.pages.num_free
-        if lacking > self.tree.num_evictable:
+        if self.allocator.reserve(slot, positions):
+            return True
+        pools = self.allocator.pools
+        missing = [pool.num_missing(slot, positions) for pool in pools]
+        if any(map(operator.gt, missing, self._all_available())):
             return False
-        if lacking > 0:
-            self.tree.evict(lacking)
+        self.tree.evict(missing[0] - self.allocator.pages.num_free)
+        for cached, lacking in zip(self.tree.windows, missing[1:], strict=True):
+            cached.evict(lacking - cached.pool.num_free)
         return self.allocator.reserve(slot, positions)
 
     # A request gets a slot
@@ -117,35 +130,33 @@ class PrefixCache:
 
     def _look_up(self, request: Request) -> PrefixMatch:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
-            return PrefixMatch()
+            return self._prefix([], 0)
         most = request.max_cached_tokens // self._page_size
         path = self.tree.path(request.tenant, request.tokens(), request.images)[:most]
-        if not self._interval:
-            return self._prefix(path, 0)
-        deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
-        branch = len(path) * self._page_size // self._unit * self._unit
-        return self._prefix(path[:deepest], branch)
+        longest = self.tree.num_restorable(path, needs_snapshot=self._interval > 0)
+        branch = len(path) * self._page_size // self._unit * self._unit if self._interval else 0
+        return self._prefix(path[:longest], branch)
 
     def _prefix(self, path: Sequence[Node], branch: int) -> PrefixMatch:
         length = len(path) * self._page_size
-        branch = branch if branch > length else 0
-        if not path:
-            return PrefixMatch(fork_position=branch)
         broken = (node.num_pages for node in reversed(path) if not node.is_whole)
         return PrefixMatch(
-            node=path[-1],
+            node=path[-1] if path else None,
             pages=np.array([node.page for node in path], np.int32),
+            window_pages=self.tree.window_pages(path),
             length=length,
             draft_from=next(broken, 0) * self._page_size,
-            snapshot=path[-1].snapshot if self._interval else NO_SNAPSHOT,
-            fork_position=branch,
+            snapshot=path[-1].snapshot if path and self._interval else NO_SNAPSHOT,
+            fork_position=branch if branch > length else 0,
         )
 
-    def num_available_beside(self, prefix: PrefixMatch) -> int:
-        """Returns the pages available to a request in addition to those of its prefix."""
-        if prefix.node is None:
-            return self.num_available
-        return self.num_available - sum(not node.num_locks for node in prefix.node.upwards())
+    def available_with(self, prefix: PrefixMatch) -> list[int]:
+        """Returns the pages of each pool that a request with a prefix may have: available ones,
+        and those of the prefix that running requests have too.
+        """
+        held = zip(self.allocator.pools, (prefix.pages, *prefix.window_pages), strict=True)
+        shared = (np.count_nonzero(pool.num_owners[pages] > 1) for pool, pages in held)
+        return list(map(operator.add, self._all_available(), shared))
 
     def acquire(self, request: Request, prefix: PrefixMatch) -> None:
         """Locks a prefix for a request that starts with it."""
@@ -153,6 +164,7 @@ class PrefixCache:
             return
         if prefix.node is not None:
             self.tree.lock(prefix.node, None)
+            self.tree.touch_window_pages(prefix.node)
         if prefix.snapshot:
             self.tree.snapshots.pin(prefix.snapshot)
         if request.cached_tokens is None:
@@ -345,20 +357,23 @@ class PrefixCache:
         is_running: bool,
     ) -> None:
         """Inserts the pages of a sequence up to position `end`."""
-        count = end // self._page_size
-        if count <= (0 if standing.node is None else standing.node.num_pages):
+        count, below = end // self._page_size, standing.node
+        if count <= (0 if below is None else below.num_pages):
             return
         pages = self.allocator.pages.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
         standing.node = self.tree.insert(
             request.tenant,
-            standing.node,
+            below,
             tokens,
             pages,
             whole,
             request.images,
             is_running=is_running,
         )
+        if windows := self.allocator.windows:
+            held = [pool.page_table[request.slot, :count] for pool in windows]
+            self.tree.attach_window_pages(request.tenant, below, tokens, held, request.images)
 
     def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:
         """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""
@@ -392,7 +407,8 @@ class PrefixCache:
           AssertionError: A page or snapshot is lost, has two owners, or is held for no request.
         """
         nodes = list(self.tree.nodes())
-        self.allocator.check([node.page for node in nodes])
+        windows = [each.check(nodes) for each in self.tree.windows]
+        self.allocator.check([[node.page for node in nodes], *windows])
         held = [snapshot for one in self._standing.values() for snapshot in snapshots_of(one)]
         self.tree.snapshots.check(held)
         known = {request.request_id for request in running} if self._policy.is_on else set()

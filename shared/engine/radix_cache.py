@@ -2,7 +2,8 @@
 
 A radix tree with one node per full page, whose edge is the tokens of the page. The cache is one
 more owner of each of its pages, in addition to the slots that name it. A state snapshot is attached
-to the node that ends at its position; it can be evicted while the page stays.
+to the node that ends at its position; it can be evicted while the page stays. So can the pages of
+the node in window pools (`WindowPages`).
 
 A node is locked while a running request uses it or a descendant; its page is also a page of that
 request. (If two requests compute the same page at the same time, the second one does not lock the
@@ -16,7 +17,9 @@ Source: RadixAttention, Zheng et al. 2024, arXiv:2312.07104.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Int32
@@ -25,6 +28,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.image_inputs import PromptImage, cache_key
 from shared.engine.radix_node import Node
 from shared.engine.snapshot_pool import SnapshotPool
+from shared.engine.window_pages import WindowPages
 
 MOST_STALE = 4
 """Heap entries per node at which the heap is rebuilt."""
@@ -40,6 +44,7 @@ class RadixCache:
 
     Attributes:
       snapshots: State snapshots in the tree, and free ones.
+      windows: Cached pages of each window pool.
     """
 
     def __init__(self, allocator: Allocator, key_reach: int) -> None:
@@ -52,6 +57,7 @@ class RadixCache:
         self._heap: list[tuple[int, int, Node]] = []
         self._pushed = self._num_changes = 0
         self.snapshots = SnapshotPool(allocator.capacity.num_snapshots)
+        self.windows = [WindowPages(pool, i) for i, pool in enumerate(allocator.windows)]
 
     @property
     def num_pages(self) -> int:
@@ -61,7 +67,8 @@ class RadixCache:
     @property
     def num_changes(self) -> int:
         """Counter that grows whenever cached pages or snapshots may have changed."""
-        return self._num_changes + self.snapshots.num_changes
+        attached = sum(each.num_changes for each in self.windows)
+        return self._num_changes + self.snapshots.num_changes + attached
 
     @property
     def num_evictable(self) -> int:
@@ -89,6 +96,25 @@ class RadixCache:
                 break
             nodes.append(node)
         return nodes
+
+    def num_restorable(self, path: Sequence[Node], needs_snapshot: bool) -> int:
+        """Returns the pages of the longest prefix of a path from which a request can start.
+
+        Args:
+          path: Nodes from the first page on.
+          needs_snapshot: True if a prefix must end at a state snapshot.
+        """
+        if not self.windows:
+            whole = range(len(path), 0, -1)
+            return next((i for i in whole if path[i - 1].snapshot or not needs_snapshot), 0)
+        longest, runs = 0, [0] * len(self.windows)  # pages without a gap, up to this node
+        for count, node in enumerate(path, start=1):
+            steps = zip(runs, node.window_pages, strict=True)
+            runs = [run + 1 if page else 0 for run, page in steps]
+            needed = (each.pool.num_restored(count) for each in self.windows)
+            if (node.snapshot or not needs_snapshot) and all(map(operator.ge, runs, needed)):
+                longest = count
+        return longest
 
     def _keys(
         self, tokens: Int32[np.ndarray, " T"], images: Sequence[PromptImage], first: int
@@ -160,6 +186,7 @@ class RadixCache:
             child = node.children.get(key)
             if child is None:
                 child = Node(node, key, int(pages[place]), place + 1, bool(is_whole[place]))
+                child.window_pages = [0] * len(self.windows)
                 node.children[key] = child
                 added.append(child.page)
             elif is_running and child.page != pages[place]:
@@ -174,6 +201,50 @@ class RadixCache:
             return None
         self._offer(node)
         return node
+
+    def attach_window_pages(
+        self,
+        salt: str,
+        below: Node | None,
+        tokens: Int32[np.ndarray, " T"],
+        pages: Sequence[Int32[np.ndarray, " n"]],
+        images: Sequence[PromptImage] = (),
+    ) -> None:
+        """Attaches window pages of a sequence to the nodes below `below` that have none.
+
+        These include nodes with a page of another request: without its window pages a prefix would
+        be computed again for each request until it is evicted.
+
+        Args:
+          salt, below, tokens, images: See `insert`.
+          pages: Pages of the sequence from its start in each window pool; 0 for freed ones.
+        """
+        node, nodes = self.roots.get(salt) if below is None else below, []
+        if node is None:
+            return
+        first = node.num_pages
+        for key, _ in zip(self._keys(tokens, images, first), pages[0][first:], strict=False):
+            node = node.children.get(key)
+            if node is None:
+                break
+            nodes.append(node)
+        for cached, held in zip(self.windows, pages, strict=True):
+            cached.attach(nodes, held[first : first + len(nodes)])
+
+    def touch_window_pages(self, node: Node) -> None:
+        """Marks the window pages of a prefix as used; `node` is its last."""
+        for cached in self.windows:
+            visible = cached.pool.num_restored(node.num_pages)
+            cached.touch(reversed([*islice(node.upwards(), visible)]))
+
+    def window_pages(self, path: Sequence[Node]) -> tuple[Int32[np.ndarray, " m"], ...]:
+        """Returns the pages at the end of a prefix that a request needs, in each window pool."""
+        pools, first = [each.pool for each in self.windows], len(path)
+        seen = (path[first - pool.num_restored(first) :] for pool in pools)
+        return tuple(
+            np.array([node.window_pages[i] for node in nodes], np.int32)
+            for i, nodes in enumerate(seen)
+        )
 
     def _root(self, salt: str) -> Node:
         if salt not in self.roots:
@@ -201,6 +272,8 @@ class RadixCache:
         assert parent is not None  # a root has no page
         if node.snapshot:
             self.snapshots.free(node.snapshot)
+        for cached in self.windows:
+            cached.remove(node)
         del parent.children[node.key]
         node.page = 0
         self._num_nodes -= 1

@@ -23,6 +23,7 @@ class Node:
       num_locks: Running requests that use it or a descendant.
       used: Time of its last use, by the cache's own clock.
       snapshot: State snapshot at its end; 0 for none.
+      window_pages: Its page in each window pool; 0 for none.
     """
 
     parent: Node | None
@@ -34,6 +35,7 @@ class Node:
     num_locks: int = 0
     used: int = 0
     snapshot: int = NO_SNAPSHOT
+    window_pages: list[int] = field(default_factory=list)
 
     def upwards(self) -> Iterator[Node]:
         """Yields the nodes from this one up to the first page."""

@@ -131,7 +131,7 @@ class ReferenceRunner:
 
     def _next_rows(self, request: Request) -> ScheduledRows:
         if request.decodes:
-            self._reserve(request, request.length + PLAIN.scratch)
+            self._reserve(request, request.length - 1, request.length + PLAIN.scratch)
             return ScheduledRows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._max_tokens))
         if self._images is not None and request.images:
@@ -140,11 +140,12 @@ class ReferenceRunner:
             chunk = found
         if isinstance(chunk, ScheduledRows):
             return chunk
-        self._reserve(request, chunk.end)
+        self._reserve(request, request.prefilled, chunk.end)
         request.prefill(chunk.end)
         return ScheduledRows.prefill((chunk,))
 
-    def _reserve(self, request: Request, positions: int) -> None:
+    def _reserve(self, request: Request, length: int, positions: int) -> None:
+        self._allocator.free_outside_window(request.slot, length)
         has_room = self._cache.reserve(request.slot, positions)
         assert has_room, "a served request fits if no other request runs"
 

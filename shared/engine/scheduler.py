@@ -10,6 +10,7 @@ from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.encoder_cache import EncoderCache
+from shared.engine.page_pool import PagePool
 from shared.engine.prefix_cache import PrefixCache, PrefixMatch
 from shared.engine.request import InvalidRequestError, Request
 from shared.engine.rows import Chunk, ScheduledRows, chunk_end
@@ -34,7 +35,7 @@ class Scheduler:
 
     Raises:
       ValueError: No prefill program has at most `chunked_prefill_size` and at least one chunk of
-        tokens.
+        tokens; or a window pool is too small for one request.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Scheduler:
         self._num_arrived = 0
         self._growth_in_flight = overlap * (capacity.max_depth + 1)
         self._max_tokens, self._max_prefill_rows = _prefill_sizes(capacity, chunked_prefill_size)
+        _check_window_pools(capacity, self._max_tokens)
         self._max_running = controller.max_rows
         self._leaving: Request | None = None
         self._prefilled_last = False
@@ -94,7 +96,7 @@ class Scheduler:
         return admitted
 
     def _place(self, request: Request, prefix: PrefixMatch) -> None:
-        slot = self.allocator.take_slot(prefix.pages)
+        slot = self.allocator.take_slot(prefix.pages, prefix.window_pages)
         self._cache.acquire(request, prefix)
         request.assign_slot(slot, prefix.length, prefix.draft_from, prefix.snapshot)
         bisect.insort(self.running, request, key=_turn)
@@ -135,10 +137,20 @@ class Scheduler:
         """Returns True if it can run and each running request still has pages for its widest
         step.
         """
-        pages = self._capacity.num_pages_for(self._next_positions(request)) - len(prefix.pages)
-        for other in self.running:
-            pages += self.allocator.pages.num_missing(other.slot, self._next_positions(other))
-        return pages <= self._cache.num_available_beside(prefix)
+        pools = zip(self.allocator.pools, self._cache.available_with(prefix), strict=True)
+        return all(
+            self._num_needed(pool, request) + self._num_missing(pool) <= available
+            for pool, available in pools
+        )
+
+    def _num_needed(self, pool: PagePool, request: Request) -> int:
+        return pool.num_needed(request.length - 1, self._next_positions(request))
+
+    def _num_missing(self, pool: PagePool) -> int:
+        """Returns the pages that running requests lack for their widest steps."""
+        return sum(
+            max(0, self._num_needed(pool, each) - pool.num_held(each.slot)) for each in self.running
+        )
 
     def _prompt_rows(self) -> ScheduledRows | None:
         """Returns count steps for cached tokens first, then prefills."""
@@ -245,3 +257,16 @@ def _prefill_sizes(capacity: BackendLimits, chunked_prefill_size: int) -> tuple[
             f"got {chunked_prefill_size} with prefills of {capacity.token_sizes}"
         )
     return most, max(p.batch for p in prefills if p.tokens == most)
+
+
+def _check_window_pools(capacity: BackendLimits, chunk: int) -> None:
+    """Checks that each window pool holds a request alone, for its widest step."""
+    page_size, widest = capacity.page_size, max(chunk, 1 + capacity.scratch)
+    for pool in capacity.window_pools:
+        needed = pool.max_slot_pages(page_size, widest)
+        needed = min(needed, capacity.num_pages_for(capacity.max_positions))
+        if pool.num_pages <= needed:
+            raise ValueError(
+                f"the pool of sliding window {pool.window} requires {needed} pages beside page 0 "
+                f"for a prefill of {chunk} tokens, got {pool.num_pages - 1}"
+            )

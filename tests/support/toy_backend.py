@@ -3,6 +3,7 @@
 Its pages store tokens in place of keys and values, so one wrong page, length, order or parameter
 changes the output. With snapshots it has a recurrent state too, a hash of all tokens of its slot.
 Its draft memory and its token counts are compared with the text, and a difference raises at once.
+So is the memory of each window pool, at the positions visible to its rows.
 It is as late as a device may be: a step runs when its result is requested, and reads its plan only
 then.
 """
@@ -25,6 +26,7 @@ from shared.boundary.backend import (
     StepResult,
 )
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.window_pools import WindowPool
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Logprobs, PromptLogprobs
@@ -62,6 +64,7 @@ def toy_capacity(
     batch_sizes: tuple[int, ...] = (2, 4),
     num_snapshots: int = 1,
     max_scores: int = 0,
+    window_pools: tuple[WindowPool, ...] = (),
 ) -> BackendLimits:
     """A capacity with two page-table sizes, two prefill sizes and chains of the given depths.
 
@@ -97,6 +100,7 @@ def toy_capacity(
         max_logprobs=2,
         accept_rule="exact",
         max_scores=max_scores,
+        window_pools=window_pools,
     )
 
 
@@ -134,6 +138,10 @@ class ToyBackend:
         self.capacity, self._draft_reach = capacity, draft_reach
         self.is_closed = False
         self._pages = np.full((capacity.num_pages, capacity.page_size), -1, np.int32)
+        self._window_pages = [
+            np.full((pool.num_pages, capacity.page_size), -1, np.int32)
+            for pool in capacity.window_pools
+        ]
         self._lengths = np.zeros(capacity.num_slots, np.int32)
         self._newest = np.zeros(capacity.num_slots, np.int32)
         self._draft_pages = np.full((capacity.num_pages, capacity.page_size), -1, np.int32)
@@ -217,6 +225,20 @@ class ToyBackend:
     def _write(self, plan: StepPlan, row: int, first: int, tokens: Iterable[int]) -> None:
         values = np.array([*tokens], np.int32)
         self._pages[self._at(plan, row, first + np.arange(len(values)))] = values
+        if self._window_pages:
+            self._write_windows(plan, row, first, values)
+
+    def _write_windows(self, plan: StepPlan, row: int, first: int, values: np.ndarray) -> None:
+        """Writes to the window pools, and checks what is visible to rows from `first` on."""
+        size, positions = self.capacity.page_size, first + np.arange(len(values))
+        windows = zip(self.capacity.window_pools, self._window_pages, strict=True)
+        for (pool, pages), table in zip(windows, plan.page_tables[1:], strict=True):
+            assert table[row, positions // size].all(), "a row has no page in a window pool"
+            pages[table[row, positions // size], positions % size] = values
+            seen = np.arange(max(0, first - pool.window + 1), first + len(values))
+            held = pages[table[row, seen // size], seen % size]
+            text = self._pages[self._at(plan, row, seen)]
+            assert held.tolist() == text.tolist(), "window memory of another text"
 
     def _context(self, plan: StepPlan, row: int) -> list[int]:
         """Tokens with KV, and the newest."""
