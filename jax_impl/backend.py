@@ -345,7 +345,7 @@ def _binding(
         assert drafts.head is not None  # the arrays are of one
         head = weights.head_of(drafts.head, own, in_stacks)
         if isinstance(head, BlockWeights):
-            return model, BlockDrafter(model, head)
+            return model, BlockDrafter.of(model, head)
         return model, EagleDrafter(heads.HEADS[drafts.kind](model, head))
 
     return bind

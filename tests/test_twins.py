@@ -9,7 +9,7 @@ from tests.support import backend_parity
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
+_OF_BLOCKS = ("BlockDrafter", "fill", "write_context")
 _MET = ("connect", "AllGather") + tuple(
     f"AllGather.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
 )

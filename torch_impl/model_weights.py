@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.drafts.checkpoint import part_names
 from shared.drafts.config import DraftConfig
-from shared.drafts.dflash2 import ConvConfig, SelectorConfig
-from shared.drafts.dspark_config import MarkovConfig
-from shared.models.parameters import BIAS
+from shared.drafts.dflash2 import ConvConfig
 from torch_impl.ops.gemm.linear import Matrix
 from torch_impl.ops.moe.experts import Experts
 
@@ -117,40 +116,6 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class MarkovWeights:
-    """Weights of a DSpark head beyond those of a DFlash head. Absent weights are None.
-
-    Attributes:
-      embed: Embedding of the token before a draft token.
-      lm_head: Output matrix of the Markov part, over the head's vocabulary.
-      mix: Matrix that computes the gate, or the state and the input of `lm_head`.
-    """
-
-    config: MarkovConfig
-    embed: Float[Tensor, "vocab rank"]
-    lm_head: Matrix
-    mix: Matrix | None
-    confidence: Matrix | None
-
-    @classmethod
-    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "MarkovWeights | None":
-        """Builds the weights from a head's named arrays; None unless it is a DSpark head."""
-        if (markov := config.part(MarkovConfig)) is None:
-            return None
-
-        def biased(name: str) -> Matrix | None:
-            return Matrix(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
-
-        return cls(
-            config=markov,
-            embed=arrays["markov.embed"],
-            lm_head=Matrix(arrays["markov.lm_head"]),
-            mix=biased("markov.mix"),
-            confidence=biased("confidence"),
-        )
-
-
-@dataclass(frozen=True)
 class ConvWeights:
     """Convolutions before and after the attention or the MLP of a DFlash2 layer.
 
@@ -186,40 +151,13 @@ class LayerConvs:
 
 
 @dataclass(frozen=True)
-class SelectorWeights:
-    """Weights of the low-rank selector of a DFlash2 head.
-
-    Attributes:
-      before, after: Embeddings of the first and the second token of a pair.
-      hidden: Matrix that computes the weights of the rank dimensions from a slot's hidden state.
-    """
-
-    config: SelectorConfig
-    before: Float[Tensor, "vocab rank"]
-    after: Float[Tensor, "vocab rank"]
-    hidden: Matrix
-
-    @classmethod
-    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "SelectorWeights | None":
-        """Builds the weights from a head's named arrays; None unless it is a DFlash2 head."""
-        if (selector := config.part(SelectorConfig)) is None:
-            return None
-        return cls(
-            config=selector,
-            before=arrays["selector.before"],
-            after=arrays["selector.after"],
-            hidden=Matrix(arrays["selector.hidden"]),
-        )
-
-
-@dataclass(frozen=True)
 class BlockWeights:
-    """DFlash, DSpark or DFlash2 head. Fields that are None are absent or shared with the target.
+    """Block head. Fields that are None are absent or shared with the target.
 
     Attributes:
       draft_ids: Target id of each token of the draft vocabulary (`d2t`).
-      markov: Set for DSpark only.
-      around, selector: Set for DFlash2 only.
+      around: Convolutions of the layers; None unless it is a DFlash2 head.
+      own: Named arrays of the parts that the kind has in addition to a DFlash head.
     """
 
     config: DraftConfig
@@ -230,9 +168,8 @@ class BlockWeights:
     lm_head: Matrix | None
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
-    markov: MarkovWeights | None
     around: tuple[LayerConvs, ...] | None
-    selector: SelectorWeights | None
+    own: Mapping[str, Tensor]
 
     @classmethod
     def of(
@@ -248,9 +185,8 @@ class BlockWeights:
             lm_head=Matrix(arrays["lm_head"]) if "lm_head" in arrays else None,
             embed=arrays.get("embed"),
             draft_ids=arrays.get("draft_ids"),
-            markov=MarkovWeights.of(config, arrays),
             around=LayerConvs.of(config, arrays),
-            selector=SelectorWeights.of(config, arrays),
+            own={name: arrays[name] for name in part_names(config)},
         )
 
 

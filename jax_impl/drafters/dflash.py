@@ -1,6 +1,7 @@
 """DFlash drafter: predicts a block of mask tokens in one pass; same as `shared.spec.dflash`."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +35,34 @@ from jax_impl.ops.trees import draft_tree, verify_budget
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.spec.draft_tree import TreeShape
+
+SELECTIONS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
+    DSPARK.name: dspark.selection,
+    DFLASH2.name: dflash2.selection,
+}
+"""Selections of draft tokens one after the other, by kind; other kinds select all at once."""
 
 
 class BlockDrafter(NamedTuple):
-    """Drafter with a DFlash, DSpark or DFlash2 head."""
+    """Drafter with a block head.
+
+    Attributes:
+      select: Selects the draft tokens from the newest token, the hidden states of all slots, the
+        logits of the draft tokens, the ranking and `is_weighed`; see `Ranking.chain`. None if all
+        are selected at once.
+    """
 
     target: Model
     weights: BlockWeights
+    select: Callable[..., Any] | None
+
+    @classmethod
+    def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
+        """Builds the drafter from its target and the weights of its head."""
+        bind = SELECTIONS.get(weights.config.kind)
+        return cls(model, weights, bind and bind(weights))
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -112,14 +133,10 @@ class BlockDrafter(NamedTuple):
         Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
     ]:
         """Chooses the draft tokens; see `Ranking.chain`."""
-        weights, first = self.weights, _block_of(self.weights.config).first_slot
-        if weights.markov is None and weights.selector is None:
+        if self.select is None:
             return rank.chain(scored, S, is_weighed)
         logits = lm_head.scores(scored).reshape(len(newest), S, -1)
-        if weights.selector is None:
-            return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
-        slots = filled[:, first : first + S]
-        return dflash2.chain(weights.selector, newest, slots, logits, rank, is_weighed)
+        return self.select(newest, filled, logits, rank, is_weighed)
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]) -> Projection:

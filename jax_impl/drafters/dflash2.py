@@ -3,16 +3,47 @@
 Same results as `shared.spec.dflash2`.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
-from jax_impl.model_weights import SelectorWeights
+from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm.linear import Matrix, product, product_float32
 from jax_impl.ops.sampling import vocab_parallel
+from shared.drafts.dflash2 import SelectorConfig
 from shared.spec.dflash2 import NEVER
+
+
+class SelectorWeights(NamedTuple):
+    """Weights of the low-rank selector of a DFlash2 head.
+
+    Attributes:
+      before, after: Embeddings of the first and the second token of a pair.
+      hidden: Matrix that computes the weights of the rank dimensions from a slot's hidden state.
+    """
+
+    config: SelectorConfig
+    before: Float[jax.Array, "vocab rank"]
+    after: Float[jax.Array, "vocab rank"]
+    hidden: Matrix
+
+    @classmethod
+    def of(cls, weights: BlockWeights) -> "SelectorWeights":
+        """Builds the weights from the named arrays of a head."""
+        selector, arrays = weights.config.part(SelectorConfig), weights.own
+        assert selector is not None  # required for DFlash2
+        return cls(
+            config=selector,
+            before=arrays["selector.before"],
+            after=arrays["selector.after"],
+            hidden=Matrix(arrays["selector.hidden"]),
+        )
 
 
 def pairs(
@@ -33,8 +64,9 @@ def pairs(
 
 def chain(
     selector: SelectorWeights,
+    weights: BlockWeights,
     newest: Int[jax.Array, " B"],
-    hidden: Float[jax.Array, "B S hidden"],
+    hidden: Float[jax.Array, "B size hidden"],
     scored: Float[jax.Array, "B S share"],
     rank: Ranking,
     is_weighed: bool,
@@ -44,11 +76,15 @@ def chain(
     """Selects S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
+      hidden: Hidden states of all slots.
       scored: Logits of this rank's shard of the target vocabulary.
     """
-    B, S, _ = scored.shape
+    block = weights.config.block
+    assert block is not None  # required for DFlash2
+    (B, S, _), first = scored.shape, block.first_slot
+    slots = hidden[:, first : first + S]
     values, ids = rank.candidates(scored, selector.config.candidates)
-    projected = product(hidden.reshape(B * S, -1), selector.hidden).reshape(B, S, -1)
+    projected = product(slots.reshape(B * S, -1), selector.hidden).reshape(B, S, -1)
     nothing = jnp.full((B, rank.counts.shape[1]), NEVER, scored.dtype)
 
     def body(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
@@ -68,3 +104,8 @@ def chain(
     (_, drafts), (edges, laws) = scan(body, begun, (levels, *by_level))
     weighed = edges.T if is_weighed else None
     return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None
+
+
+def selection(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `chain` of a head, see `BlockDrafter.select`."""
+    return partial(chain, SelectorWeights.of(weights), weights)

@@ -1,17 +1,53 @@
 """DSpark sampling: the logits of a block depend on the previous draft; see `shared.spec.dspark`."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
-from jax_impl.model_weights import BlockWeights, MarkovWeights
+from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, product_float32
-from shared.drafts.dspark_config import GATED, VANILLA
+from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
+from shared.models.parameters import BIAS
+
+
+class MarkovWeights(NamedTuple):
+    """Weights of a DSpark head beyond those of a DFlash head. Absent weights are None.
+
+    Attributes:
+      embed: Embedding of the token before a draft token.
+      lm_head: Output matrix of the Markov part, over the head's vocabulary.
+      mix: Matrix that computes the gate, or the state and the input of `lm_head`.
+    """
+
+    config: MarkovConfig
+    embed: Float[jax.Array, "vocab rank"]
+    lm_head: Matrix
+    mix: Matrix | None
+    confidence: Matrix | None
+
+    @classmethod
+    def of(cls, weights: BlockWeights) -> "MarkovWeights":
+        """Builds the weights from the named arrays of a head."""
+        markov, arrays = weights.config.part(MarkovConfig), weights.own
+        assert markov is not None  # required for DSpark
+
+        def biased(name: str) -> Matrix | None:
+            return Matrix(arrays[name], None, arrays[f"{name}{BIAS}"]) if name in arrays else None
+
+        return cls(
+            config=markov,
+            embed=arrays["markov.embed"],
+            lm_head=Matrix(arrays["markov.lm_head"]),
+            mix=biased("markov.mix"),
+            confidence=biased("confidence"),
+        )
 
 
 class Mixed(NamedTuple):
@@ -62,6 +98,7 @@ def _tanh(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 
 
 def chain(
+    markov: MarkovWeights,
     weights: BlockWeights,
     newest: Int[jax.Array, " B"],
     hidden: Float[jax.Array, "B size hidden"],
@@ -74,11 +111,11 @@ def chain(
     """Chooses S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
+      hidden: Hidden states of all slots.
       scored: Logits of this rank's shard of the head's vocabulary.
     """
-    block, markov = weights.config.block, weights.markov
-    assert block is not None  # a DSpark head has both
-    assert markov is not None
+    block = weights.config.block
+    assert block is not None  # required for DSpark
     factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
     (B, S, _), first = scored.shape, block.first_slot
     state = jnp.zeros((B, markov.config.rank), hidden.dtype)
@@ -103,3 +140,8 @@ def chain(
     (_, _, drafts), (edges, laws) = scan(body, begun, (levels, *by_level))
     weighed = edges.T if is_weighed else None
     return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None
+
+
+def selection(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `chain` of a head, see `BlockDrafter.select`."""
+    return partial(chain, MarkovWeights.of(weights), weights)

@@ -255,6 +255,13 @@ def part_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) ->
     return parameters
 
 
+def part_names(config: DraftConfig) -> list[str]:
+    """Returns the names of the parameters of a block head's parts."""
+    block = config.block
+    found = part_parameters(block, config.layer, config.draft_vocab) if block else []
+    return [parameter.name for parameter in found]
+
+
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
     norms, width = [], config.target_hidden
     if config.norm_aux:

@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.drafts.config import DraftHead
-from shared.drafts.dflash2 import SelectorConfig
-from shared.drafts.dspark_config import MarkovConfig
+from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put, take
 from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
@@ -199,8 +198,12 @@ class HeadDrafter:
         self._inputs.hidden[batch.slots] = relay.hidden
 
 
+CHAINS = {DSPARK.name: dspark.chain, DFLASH2.name: dflash2.chain}
+"""Selections of draft tokens one after the other, by kind; other kinds select all at once."""
+
+
 class BlockDrafter:
-    """Drafter for DFLASH, DSPARK and DFLASH2."""
+    """Drafter for block heads."""
 
     def __init__(self, drafter: dflash.BlockHeadDrafter, capacity: BackendLimits) -> None:
         self._drafter, layer = drafter, drafter.layer
@@ -230,14 +233,13 @@ class BlockDrafter:
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         config, weights = self._drafter.head.config, self._drafter.head.weights
+        chain = CHAINS.get(config.kind)
 
         def choose(
             hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
         ) -> dflash.Chain:
-            if config.part(MarkovConfig) is not None:
-                return dspark.chain(config, weights, requests.newest, hidden, scored, rank)
-            if config.part(SelectorConfig) is not None:
-                return dflash2.chain(config, weights, requests.newest, hidden, scored, rank)
+            if chain is not None:
+                return chain(config, weights, requests.newest, hidden, scored, rank)
             return rank.chain(scored)
 
         return Trees.drafted_as(self._drafter.draft(self._kv, requests, shape.depth, choose))

@@ -179,7 +179,7 @@ class EagleHeadDrafter:
     def of_head(cls, head: DraftHead, target: Weights) -> "EagleHeadDrafter":
         """Returns a head with its own weights as a drafter; `target` are the model's weights."""
         config, weights = head.config, head.weights
-        if config.kind == "EAGLE":
+        if config.traits.aux_streams is None:
             run = partial(eagle, config, weights, target)
             return cls(config.layer, config.layer.num_layers, run, lambda passed: passed.hidden)
 

@@ -1,7 +1,5 @@
 """Choice of the drafts of a filled block: the golden tests' interface, and its implementations."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,40 +7,26 @@ import torch
 
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
-from jax_impl.drafters import dflash2 as jax_dflash2
-from jax_impl.drafters import dspark as jax_dspark
+from jax_impl.drafters.dflash import SELECTIONS as JAX
 from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
-from shared.drafts.dspark_config import MarkovConfig
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
+from shared.reference.drafters import CHAINS as SPEC
 from shared.reference.rows import PenaltyRanking as SpecRanking
-from shared.spec import dflash2, dspark
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import TARGET
 from torch_impl.drafters import Ranking as TorchRanking
-from torch_impl.drafters import dflash2 as torch_dflash2
-from torch_impl.drafters import dspark as torch_dspark
+from torch_impl.drafters.dflash import SELECTIONS as TORCH
 from torch_impl.ops.sampling.sampling import Sampling as TorchSampling
 
 TARGET_CONFIG = config_from_folder(TARGET)
 GREEDY = SamplingParams(temperature=0.0, seed32=1)
 ONE = np.zeros(1, np.int32)
 SEEN = np.zeros((1, TARGET_CONFIG.vocab), np.int32)
-TORCH, JAX = (torch_dspark, torch_dflash2), (jax_dspark, jax_dflash2)
 
 
 def sampling_of(how: SamplingParams):
     return spec_sampling(how, 1, TARGET_CONFIG.vocab, 1)
-
-
-def _chained(module: Any, weights: Any, newest: Any, hidden: Any, *given: Any) -> Any:
-    """Returns the twins' chain for the kind of a head; hidden states are those of all slots."""
-    dspark_of, dflash2_of = module
-    if weights.selector is None:
-        return dspark_of.chain(weights, newest, hidden, *given)
-    first = weights.config.block.first_slot
-    slots = hidden[:, first : first + given[0].shape[1]]
-    return dflash2_of.chain(weights.selector, newest, slots, *given)
 
 
 class SpecChain:
@@ -64,8 +48,8 @@ class SpecChain:
             columns=ids,
             kept=[],
         )
-        own, block = (self._head.config, self._head.weights, newest), self._head.config.block
-        chain = dflash2.chain if block.part(MarkovConfig) is None else dspark.chain
+        own = (self._head.config, self._head.weights, newest)
+        chain = SPEC[self._head.config.kind]
         return *chain(*own, hidden, everywhere, rank), rank.drafted
 
 
@@ -77,8 +61,9 @@ class TorchChain:
 
     def __call__(self, newest, hidden, scored):
         arrays = [torch.from_numpy(x) for x in (newest, hidden, scored)]
-        drafts, edges, _ = _chained(TORCH, self._weights, *arrays, self._rank(False), True)
-        same, _, laws = _chained(TORCH, self._weights, *arrays, self._rank(True), False)
+        select = TORCH[self._weights.config.kind](self._weights)
+        drafts, edges, _ = select(*arrays, self._rank(False), True)
+        same, _, laws = select(*arrays, self._rank(True), False)
         assert drafts.equal(same)
         return drafts.numpy(), edges.numpy(), laws.numpy()
 
@@ -109,8 +94,9 @@ class JaxChain:
         return drafts, edges, laws
 
     def _chained(self, *arrays):
-        drafts, edges, _ = _chained(JAX, self._weights, *arrays, self._rank(False), True)
-        same, _, laws = _chained(JAX, self._weights, *arrays, self._rank(True), False)
+        select = JAX[self._weights.config.kind](self._weights)
+        drafts, edges, _ = select(*arrays, self._rank(False), True)
+        same, _, laws = select(*arrays, self._rank(True), False)
         return drafts, same, edges, laws
 
     def _rank(self, is_sampled: bool) -> JaxRanking:

@@ -1,6 +1,8 @@
 """DFlash drafter: predicts a block of mask tokens in one pass; same as `shared.spec.dflash`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +11,7 @@ from torch import Tensor
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.config import DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import (
@@ -44,24 +47,35 @@ from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary
 from torch_impl.ops.trees import draft_tree, verify_budget
 
+SELECTIONS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
+    DSPARK.name: dspark.selection,
+    DFLASH2.name: dflash2.selection,
+}
+"""Selections of draft tokens one after the other, by kind; other kinds select all at once."""
+
 
 @dataclass(frozen=True)
 class BlockDrafter:
-    """Drafter with a DFlash, DSpark or DFlash2 head.
+    """Drafter with a block head.
 
     Attributes:
       frequencies: RoPE frequencies of the head.
+      select: Selects the draft tokens from the newest token, the hidden states of all slots, the
+        logits of the draft tokens, the ranking and `is_weighed`; see `Ranking.chain`. None if all
+        are selected at once.
     """
 
     target: Model
     weights: BlockWeights
     frequencies: Float[Tensor, " half"]
+    select: Callable[..., Any] | None
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Builds the drafter from its target and the weights of its head."""
-        device = model.weights.embed.device
-        return cls(model, weights, rotary_frequencies(weights.config.layer.attention, device))
+        device, bind = model.weights.embed.device, SELECTIONS.get(weights.config.kind)
+        frequencies = rotary_frequencies(weights.config.layer.attention, device)
+        return cls(model, weights, frequencies, bind and bind(weights))
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -127,14 +141,10 @@ class BlockDrafter:
         is_weighed: bool,
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
         """Chooses the draft tokens; see `Ranking.chain`."""
-        weights, first = self.weights, _block_of(self.weights).first_slot
-        if weights.markov is None and weights.selector is None:
+        if self.select is None:
             return rank.chain(scored, S, is_weighed)
         logits = lm_head.scores(scored).unflatten(0, (-1, S))
-        if weights.selector is None:
-            return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
-        slots = filled[:, first : first + S]
-        return dflash2.chain(weights.selector, newest, slots, logits, rank, is_weighed)
+        return self.select(newest, filled, logits, rank, is_weighed)
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]) -> Projection:

@@ -3,15 +3,48 @@
 Same results as `shared.spec.dflash2`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.drafts.dflash2 import SelectorConfig
 from shared.spec.dflash2 import NEVER
 from torch_impl.drafters import Ranking
-from torch_impl.model_weights import SelectorWeights
+from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm.linear import Matrix, product, product_float32
 from torch_impl.ops.sampling import vocab_parallel
+
+
+@dataclass(frozen=True)
+class SelectorWeights:
+    """Weights of the low-rank selector of a DFlash2 head.
+
+    Attributes:
+      before, after: Embeddings of the first and the second token of a pair.
+      hidden: Matrix that computes the weights of the rank dimensions from a slot's hidden state.
+    """
+
+    config: SelectorConfig
+    before: Float[Tensor, "vocab rank"]
+    after: Float[Tensor, "vocab rank"]
+    hidden: Matrix
+
+    @classmethod
+    def of(cls, weights: BlockWeights) -> "SelectorWeights":
+        """Builds the weights from the named arrays of a head."""
+        selector, arrays = weights.config.part(SelectorConfig), weights.own
+        assert selector is not None  # required for DFlash2
+        return cls(
+            config=selector,
+            before=arrays["selector.before"],
+            after=arrays["selector.after"],
+            hidden=Matrix(arrays["selector.hidden"]),
+        )
 
 
 def pairs(
@@ -32,8 +65,9 @@ def pairs(
 
 def chain(
     selector: SelectorWeights,
+    weights: BlockWeights,
     newest: Int[Tensor, " B"],
-    hidden: Float[Tensor, "B S hidden"],
+    hidden: Float[Tensor, "B size hidden"],
     scored: Float[Tensor, "B S share"],
     rank: Ranking,
     is_weighed: bool,
@@ -41,11 +75,15 @@ def chain(
     """Selects S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
+      hidden: Hidden states of all slots.
       scored: Logits of this rank's shard of the target vocabulary.
     """
-    B, S, _ = scored.shape
+    block = weights.config.block
+    assert block is not None  # required for DFlash2
+    (B, S, _), first = scored.shape, block.first_slot
+    slots = hidden[:, first : first + S]
     values, ids = rank.candidates(scored, selector.config.candidates)
-    projected = product(hidden.flatten(0, 1), selector.hidden).unflatten(0, (B, S))
+    projected = product(slots.flatten(0, 1), selector.hidden).unflatten(0, (B, S))
     nothing = scored.new_full((B, rank.counts.shape[1]), NEVER)
     previous, drafts = newest, newest.new_zeros(B, 0)
     edges, laws = [], []
@@ -60,3 +98,8 @@ def chain(
         laws.append(ranked.processed)
     weighed = torch.stack(edges, dim=1) if is_weighed else None
     return drafts, weighed, torch.stack(laws, dim=1) if rank.is_sampled else None
+
+
+def selection(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `chain` of a head, see `BlockDrafter.select`."""
+    return partial(chain, SelectorWeights.of(weights), weights)

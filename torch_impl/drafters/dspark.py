@@ -1,16 +1,54 @@
 """DSpark sampling: the logits of a block depend on the previous draft; see `shared.spec.dspark`."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.drafts.dspark_config import GATED, VANILLA
+from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
+from shared.models.parameters import BIAS
 from torch_impl.drafters import Ranking
-from torch_impl.model_weights import BlockWeights, MarkovWeights
+from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.gemm.linear import Matrix, product_float32
+
+
+@dataclass(frozen=True)
+class MarkovWeights:
+    """Weights of a DSpark head beyond those of a DFlash head. Absent weights are None.
+
+    Attributes:
+      embed: Embedding of the token before a draft token.
+      lm_head: Output matrix of the Markov part, over the head's vocabulary.
+      mix: Matrix that computes the gate, or the state and the input of `lm_head`.
+    """
+
+    config: MarkovConfig
+    embed: Float[Tensor, "vocab rank"]
+    lm_head: Matrix
+    mix: Matrix | None
+    confidence: Matrix | None
+
+    @classmethod
+    def of(cls, weights: BlockWeights) -> "MarkovWeights":
+        """Builds the weights from the named arrays of a head."""
+        markov, arrays = weights.config.part(MarkovConfig), weights.own
+        assert markov is not None  # required for DSpark
+
+        def biased(name: str) -> Matrix | None:
+            return Matrix(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
+
+        return cls(
+            config=markov,
+            embed=arrays["markov.embed"],
+            lm_head=Matrix(arrays["markov.lm_head"]),
+            mix=biased("markov.mix"),
+            confidence=biased("confidence"),
+        )
 
 
 class Mixed(NamedTuple):
@@ -59,6 +97,7 @@ def _tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def chain(
+    markov: MarkovWeights,
     weights: BlockWeights,
     newest: Int[Tensor, " B"],
     hidden: Float[Tensor, "B size hidden"],
@@ -69,11 +108,11 @@ def chain(
     """Chooses S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
+      hidden: Hidden states of all slots.
       scored: Logits of this rank's shard of the head's vocabulary.
     """
-    block, markov = weights.config.block, weights.markov
-    assert block is not None  # a DSpark head has both
-    assert markov is not None
+    block = weights.config.block
+    assert block is not None  # required for DSpark
     factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
     (B, S, _), first = scored.shape, block.first_slot
     state = hidden.new_zeros(B, markov.config.rank)
@@ -94,3 +133,8 @@ def chain(
         laws.append(ranked.processed)
     weighed = torch.stack(edges, dim=1) if is_weighed else None
     return drafts, weighed, torch.stack(laws, dim=1) if rank.is_sampled else None
+
+
+def selection(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `chain` of a head, see `BlockDrafter.select`."""
+    return partial(chain, MarkovWeights.of(weights), weights)
