@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.common import markdown
 from bench.quality.accuracy_table import MISSING
+from shared.options.algorithms import HOST_ALGORITHM
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -34,7 +35,17 @@ PATTERNS = {
 FP8_ACTIVATIONS = "--fp8-activations"
 """Flag that changes steps and outputs like another model."""
 METHODS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", "STANDALONE", "NGRAM")
-SIMULATED, INDEX = "L=", "speculative-ngram-index="
+SIMULATED, INDEX = "L=", "index="
+INDEX_FLAGS = {
+    "speculative-ngram-backend=device": f"{INDEX}device",
+    "speculative-ngram-backend=host": f"{INDEX}host",
+    "speculative-ngram-index=table": f"{INDEX}device",
+    "speculative-ngram-index=trie": f"{INDEX}host",
+}
+"""Short forms of the flag, in both spellings."""
+
+DEVICE_INDEX_SINCE = "2026-11-29"
+"""Date from which NGRAM without a flag has its index on the device; before, on the host."""
 FROM_LOG = "*"
 """Follows a revision that was taken from the history of its file."""
 
@@ -142,8 +153,23 @@ def stamp(file: File) -> Line:
 
 
 def stamped(file: File) -> list[Line]:
-    """Returns the lines of a file, each with the file's name, revision and date."""
-    return [line | stamp(file) for line in file["lines"]]
+    """Returns the lines of a file, each with the file's name, revision and date.
+
+    Lines of NGRAM name the place of its index.
+    """
+    lines = [line | stamp(file) for line in file["lines"]]
+    return [
+        line | {"drafts": with_index(line["drafts"], file["date"])} if "drafts" in line else line
+        for line in lines
+    ]
+
+
+def with_index(drafts: str, date: str) -> str:
+    """Returns a drafter's settings with the place of its n-gram index in short."""
+    words = [INDEX_FLAGS.get(word, word) for word in drafts.split(" ")]
+    if words[0] == HOST_ALGORITHM and not any(word.startswith(INDEX) for word in words):
+        words.append(f"{INDEX}{'host' if date < DEVICE_INDEX_SINCE else 'device'}")
+    return " ".join(words)
 
 
 def lines_of(files: Iterable[File], subject: Subject) -> list[Line]:

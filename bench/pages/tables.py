@@ -24,10 +24,8 @@ from tests.support.op_sides import SIDES
 
 
 def bare(drafts: str) -> str:
-    """Returns the drafter without simulated acceptance and without the default n-gram index."""
-    words = drafts.split(" ")
-    default = f"{INDEX}trie"
-    return " ".join(word for word in words if not word.startswith(SIMULATED) and word != default)
+    """Returns the drafter without simulated acceptance and without the place of its index."""
+    return " ".join(word for word in drafts.split(" ") if not word.startswith((SIMULATED, INDEX)))
 
 
 def number(value: float | None) -> str:

@@ -45,6 +45,9 @@ from tests.support import in_process_engine
 
 Line = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+HOST_NGRAM = "NGRAM:speculative-ngram-backend=host"
+"""NGRAM with the index of merged drafts; its steps wait."""
+
 TEMPERATURES = {"problems": 0.0, "copying": 0.0, "code": 0.0, "chats": 1.0}
 
 
@@ -233,14 +236,16 @@ def serve(
         if joins(draft) and kind == next(iter(tasks)):
             (one,) = costs.values()
             engine = _begun_anew(served, one.draft_share(batch))
-        before, began = steps.counts.copy(), time.perf_counter()
+        before, began, used = steps.counts.copy(), time.perf_counter(), time.process_time()
         outcomes = in_process_engine.serve_all(engine, copy.deepcopy(requests))
         seconds, counts = time.perf_counter() - began, steps.counts - before
+        cpu_seconds = time.process_time() - used
         tokens = sum(len(outcome.tokens) for outcome in outcomes)
         accepted = [count for outcome in outcomes for count in outcome.accepted]
         line: Line = {"backend": backend, "drafts": str(draft), "batch": batch, "kind": kind}
         line["tokens_per_step"] = round(1 + sum(accepted) / len(accepted), 3)
         line["tokens"], line["seconds"] = tokens, round(seconds, 2)
+        line["cpu_seconds"] = round(cpu_seconds, 2)  # of the process, so other load counts less
         line["steps"] = {str(program): count for program, count in counts.items()}
         line["simulated_tokens_per_s"] = {
             name: round(tokens / sum(each.of(p) * n for p, n in counts.items()), 1)
@@ -315,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m bench.speculation.merged_drafts")
     found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch"])
     found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
-    found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM", "NEXTN+NGRAM"])
+    found.add_argument("--drafts", nargs="+", default=["NEXTN", HOST_NGRAM, "NEXTN+NGRAM"])
     found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     found.add_argument("--count", type=int, default=16, help="tasks of a kind, or two a row")

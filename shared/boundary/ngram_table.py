@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from jaxtyping import Int32
 from numpy import ndarray
 
+ENTRY_BYTES = 12
+"""Bytes of an entry: following token, second hash and time stamp."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NgramTableSpec:

@@ -10,6 +10,9 @@ DEVICE, HOST = BACKENDS = ("device", "host")
 DEFAULT_NODES = 12
 """Default of `--speculative-num-draft-tokens` with NGRAM."""
 
+MIN_CAPACITY = 1024
+"""Minimum number of stored n-grams."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
@@ -49,8 +52,8 @@ class NgramConfig:
     speculative_ngram_capacity: int = flag(
         10_000_000,
         "maximum number of stored n-grams, 48 bytes each on the host; on the device the next "
-        "lower power of two, 12 bytes each",
-        low=1024,
+        "lower power of two, 12 bytes each, and by default at most 2 % of the free memory",
+        low=MIN_CAPACITY,
         high=1 << 28,
     )
     speculative_ngram_scope: str = flag(
@@ -92,7 +95,7 @@ class NgramConfig:
         return self.speculative_ngram_external_sam_budget
 
 
-OF_A_TRIE = (
+NEEDS_HOST = (
     "speculative_ngram_min_bfs_breadth",
     "speculative_ngram_max_bfs_breadth",
     "speculative_ngram_match_type",
@@ -101,4 +104,4 @@ OF_A_TRIE = (
     "speculative_ngram_external_sam_budget",
     "speculative_ngram_external_corpus_max_tokens",
 )
-"""Options that require the trie on the host."""
+"""Options that require the n-gram index on the host."""

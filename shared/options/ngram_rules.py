@@ -2,16 +2,9 @@
 
 from shared.drafts.kinds import NGRAM
 from shared.options.flags import spelling
-from shared.options.ngram import OF_A_TRIE
+from shared.options.ngram import NEEDS_HOST
 from shared.options.ngram_merge_rules import JOINED_RULES
-from shared.options.options import Options
 from shared.options.rule_context import Example, Rule, flags_of
-
-
-def needs_trie(options: Options) -> bool:
-    """Returns True if a flag requires the trie on the host."""
-    return options.adaptive.speculative_adaptive or not options.explicit_flags.isdisjoint(OF_A_TRIE)
-
 
 NGRAM_RULES = (
     Rule(
@@ -66,11 +59,11 @@ NGRAM_RULES = (
         example=Example(drafter="NEXTN", flags=("--speculative-ngram-backend", "host")),
     ),
     Rule(
-        applies=lambda s: s.draft.drafts_from_table and needs_trie(s.options),
+        applies=lambda s: s.draft.drafts_from_table and bool(s.options.flags_of_host_index),
         reason="--speculative-ngram-backend device does not support --speculative-adaptive, "
-        + ", ".join(map(spelling, OF_A_TRIE[:-1]))
-        + f" and {spelling(OF_A_TRIE[-1])}",
-        hint="give --speculative-ngram-backend host, or remove the other flag",
+        + ", ".join(map(spelling, NEEDS_HOST[:-1]))
+        + f" and {spelling(NEEDS_HOST[-1])}",
+        hint="remove it, or the other flag",
         example=Example(
             drafter=NGRAM.name,
             flags=("--speculative-ngram-backend", "device", "--speculative-adaptive"),

@@ -3,14 +3,14 @@
 Names and defaults follow SGLang. `shared.options.command_line` parses the flags.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
-from shared.options.flags import check_rules, flag
-from shared.options.ngram import NgramConfig
+from shared.options.flags import check_rules, flag, spelling
+from shared.options.ngram import DEVICE, HOST, NEEDS_HOST, NgramConfig
 from shared.options.observing import ObservingOptions
 from shared.options.ranks import RankOptions
 from shared.options.server import ServerOptions
@@ -137,7 +137,26 @@ class Options:
             names = {item.name for item in fields(made_of)} & values.keys()
             made[part] = made_of(**{name: values[name] for name in names})
         made["adaptive"].check_drafter(made["speculative"].drafts)
-        return cls(**made, explicit_flags=frozenset(values))
+        return cls(**made, explicit_flags=frozenset(values))._with_ngram_backend()
+
+    @property
+    def flags_of_host_index(self) -> tuple[str, ...]:
+        """Explicit flags that require NGRAM's index on the host."""
+        names = [name for name in NEEDS_HOST if name in self.explicit_flags]
+        if self.adaptive.speculative_adaptive:
+            names.append("speculative_adaptive")
+        return tuple(map(spelling, names))
+
+    def _with_ngram_backend(self) -> Self:
+        """Puts the NGRAM index on the device, unless a flag requires the host."""
+        draft = self.speculative
+        if not draft.from_text or draft.speculative_ngram_backend is not None:
+            return self
+        flags = self.flags_of_host_index
+        chosen = replace(draft, speculative_ngram_backend=HOST if flags else DEVICE)
+        reason = f"--speculative-ngram-backend {HOST}: required by {', '.join(flags)}"
+        reasons = (*self.reasons, reason) if flags else self.reasons
+        return replace(self, speculative=chosen, reasons=reasons)
 
 
 PARTS = {

@@ -103,7 +103,7 @@ class SpeculativeConfig:
     speculative_ngram_backend: str | None = flag(
         None,
         "where NGRAM stores n-grams; device: a hash table on the device, whose steps overlap; "
-        "host: a trie on the host (default: host)",
+        "host: a trie on the host (default: device; host if another flag requires it)",
         choices=BACKENDS,
         metavar="WHERE",
         old_names=("--speculative-ngram-index",),

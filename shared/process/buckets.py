@@ -8,12 +8,12 @@ from itertools import product
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.images import EncoderCacheSpec
-from shared.boundary.ngram_table import NgramTableSpec
+from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
-from shared.options.ngram import REQUEST
+from shared.options.ngram import MIN_CAPACITY, REQUEST
 from shared.options.options import Options
 from shared.process.device import Device
 from shared.process.image_startup import encode_programs
@@ -27,6 +27,9 @@ MAX_STOP_IDS = 16
 MAX_BIAS = 64
 FEW_ROWS = 64
 """Verify rows up to which a step takes little longer than with half of them."""
+
+MAX_NGRAM_SHARE = 0.02
+"""Maximum fraction of a device's free memory for an n-gram table of the default capacity."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,24 @@ def capacity_for(
         accept_rule=settled.draft.verification,
         accept_rates=settled.draft.accept_rates,
         images=images,
-        texts=text_table(settled),
+        texts=ngram_table(settled, device),
     )
 
 
-def text_table(settled: ResolvedConfig) -> NgramTableSpec | None:
-    """Returns the n-gram table on the device; None if no drafter uses one."""
-    draft, told = settled.draft, settled.options.ngram
+def ngram_table(settled: ResolvedConfig, device: Device) -> NgramTableSpec | None:
+    """Returns the n-gram table on the device; None if no drafter uses one.
+
+    The default capacity is limited to a fraction of the free memory, an explicit one is not.
+    """
+    draft, ngram = settled.draft, settled.options.ngram
     if not draft.drafts_from_table:
         return None
-    entries = 1 << (told.speculative_ngram_capacity.bit_length() - 1)
-    by_request = told.speculative_ngram_scope == REQUEST
+    capacity = ngram.speculative_ngram_capacity
+    if "speculative_ngram_capacity" not in settled.options.explicit_flags:
+        fitting = int(MAX_NGRAM_SHARE * device.free_bytes) // ENTRY_BYTES
+        capacity = max(MIN_CAPACITY, min(capacity, fitting))
+    entries = 1 << (capacity.bit_length() - 1)
+    by_request = ngram.speculative_ngram_scope == REQUEST
     return NgramTableSpec(groups=entries // (len(LENGTHS) * WAYS), by_request=by_request)
 
 

@@ -13,7 +13,7 @@ from math import prod
 from shared.boundary.backend import ITEM_BYTES, BackendLimits, BackendSpec
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import EncoderCacheSpec, max_begun
-from shared.boundary.ngram_table import NgramTableSpec
+from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import StepKind
 from shared.boundary.shm_allgather import shm_buffer_bytes
 from shared.boundary.tp_group import TPGroup
@@ -420,7 +420,7 @@ def _buffer_line(capacity: BackendLimits) -> MemoryPlanEntry:
 def _table_line(table: NgramTableSpec, slots: int) -> MemoryPlanEntry:
     """Returns the line of the device's n-gram table and of the last tokens of each slot."""
     count = table.groups * len(LENGTHS) * WAYS
-    num_bytes = 4 * (3 * count + len(LENGTHS) + slots * WINDOW)
+    num_bytes = ENTRY_BYTES * count + 4 * (len(LENGTHS) + slots * WINDOW)
     return MemoryPlanEntry("n-grams", f"at most {count:,}, on the device", num_bytes)
 
 

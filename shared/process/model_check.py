@@ -29,6 +29,7 @@ from shared.options.flags import raise_fault, with_absolute_paths
 from shared.options.options import PARTS, Options
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
+from shared.options.speculative import SpeculativeConfig
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import GrammarQueue
@@ -225,8 +226,7 @@ def _checked_drafter(options: Options, opened: OpenedModels) -> DrafterSpec:
     """
     speculative, draft = options.speculative, opened.draft
     if draft is None:
-        has_mtp = speculative.with_mtp
-        drafts = DrafterSpec.of_mtp(opened.model) if has_mtp else DrafterSpec.none()
+        drafts = _drafter_without_files(speculative, opened.model)
     elif speculative.drafts_with_a_model:
         drafts = DrafterSpec.of_model(_checked_draft_model(opened, draft))
     else:
@@ -235,6 +235,12 @@ def _checked_drafter(options: Options, opened: OpenedModels) -> DrafterSpec:
         return drafts
     raise_fault(_own_lm_head_fault(drafts))
     return replace(drafts, token_map=read_token_map(path, opened.model.vocab))
+
+
+def _drafter_without_files(speculative: SpeculativeConfig, model: ModelConfig) -> DrafterSpec:
+    if speculative.drafts_from_table:
+        return DrafterSpec.of_text()
+    return DrafterSpec.of_mtp(model) if speculative.with_mtp else DrafterSpec.none()
 
 
 def _checked_draft_model(opened: OpenedModels, draft: OpenedDraft) -> ModelConfig:

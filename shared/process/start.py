@@ -122,17 +122,15 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     """
     raise_fault(_graph_flags_fault(checked.options, platform.costs))
     platform.take_devices(checked.options.ranks.tp_size)
-    device, draft_files = platform.find_device(), checked.draft_files
+    device, drafts = platform.find_device(), checked.draft_files.drafts
     raise_fault(_w8a8_fault(checked, device))
-    if checked.options.speculative.drafts_from_table:
-        draft_files = DraftFiles(DrafterSpec.of_text(), None)
-    memory = _memory_plan(checked, draft_files.drafts, device, platform.costs)
-    raise_fault(_token_map_fault(draft_files.drafts, memory.blueprint.capacity.max_width))
+    memory = _memory_plan(checked, drafts, device, platform.costs)
+    raise_fault(_token_map_fault(drafts, memory.blueprint.capacity.max_width))
     cache_policy(memory)  # raises its errors before memory is allocated
     kernels = platform.kernels
     return ValidatedStartup(
         opened=checked.opened,
-        draft_files=draft_files,
+        draft_files=checked.draft_files,
         memory=memory,
         fallback_ops=() if kernels is None else fallback_ops(memory.blueprint, kernels),
         defaults=checked.defaults,

@@ -28,6 +28,7 @@ DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
 
 
 EAGLE3 = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "there"]
+NGRAM = ["--speculative-algorithm", "NGRAM"]
 NODES_6 = ["--speculative-num-draft-tokens", "6"]
 
 LINES = {
@@ -36,7 +37,7 @@ LINES = {
     "cpu with one-token pages": (["--page-size", "1", "--overlap-depth", "2", *NEXTN], CPU),
     "cpu with draft head": (EAGLE3, CPU),
     "cpu with draft tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
-    "cpu with host drafts": (["--speculative-algorithm", "NGRAM"], CPU),
+    "cpu with host drafts": ([*NGRAM, "--speculative-ngram-backend", "host"], CPU),
     "gpu": (NEXTN, GPU),
     "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
 }
@@ -136,6 +137,9 @@ def test_max_request_tokens_equals_scheduler_limit(case):
             scheduler.add(longer)
 
 
+CAPACITY = ["--speculative-ngram-capacity", "268435456"]
+
+
 @pytest.mark.parametrize(
     ("line", "device", "flag"),
     [
@@ -148,9 +152,14 @@ def test_max_request_tokens_equals_scheduler_limit(case):
             r"may use 85,899,345 \(--mem-fraction-static 0.01 of the free memory of the CPU\)",
         ),
         (
-            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "268435456"],
+            [*NGRAM, "--speculative-ngram-backend", "host", *CAPACITY],
             CPU,
             r"for n-grams \(12,884,901,888\).*; lower --speculative-ngram-capacity, or lower",
+        ),
+        (
+            [*NGRAM, *CAPACITY],
+            Device("gpu", "GPU", 2 << 30),
+            r"for n-grams \(3,221,.*; lower --speculative-ngram-capacity, or lower",
         ),
     ],
 )

@@ -10,10 +10,12 @@ from tests.support.planned import GB, PLATFORMS, planned
 
 GRAMMARS = "--grammar-backend llguidance "
 SHADOW = "--shadow-verify-rate 0.1 "
+HOST_NGRAM = "NGRAM --speculative-ngram-backend host"
+ON_DEVICE = ("NEXTN", "NGRAM")
 
 
 @pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
-@pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
+@pytest.mark.parametrize("drafter", ["", *ON_DEVICE, HOST_NGRAM])
 def test_grammar_masks_add_own_programs(framework, kind, drafter):
     """Every second batch on a GPU, all on a CPU, the widest if each compiles for seconds."""
     flags = f"--speculative-algorithm {drafter}" if drafter else ""
@@ -33,19 +35,19 @@ def test_grammar_masks_add_own_programs(framework, kind, drafter):
         program.has(ProgramFeature.HOST_DRAFT) is not program.shape.is_plain for program in masked
     )
     drafts = [program for program in added if not program.has(ProgramFeature.MASK)]
-    assert {program.batch for program in drafts} == ({*batches} if drafter == "NEXTN" else set())
+    assert {program.batch for program in drafts} == ({*batches} if drafter in ON_DEVICE else set())
     assert max(p.batch for p in masked) == max(
         p.batch for p in masked if p.has(ProgramFeature.LOGPROBS)
     )
     if framework == "jax":
-        assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
-    if (framework, kind) == ("jax", "cpu") and drafter != "NEXTN":
+        assert len(masked) == len(batches) * (2 if drafter == HOST_NGRAM else 1)
+    if (framework, kind) == ("jax", "cpu") and drafter not in ON_DEVICE:
         assert len(with_masks) == len(without)  # the same step serves batches without a grammar
     else:
         assert {program for program in with_masks if program not in added} == set(without)
 
 
-@pytest.mark.parametrize("flags", ["", "--speculative-algorithm NGRAM ", SHADOW])
+@pytest.mark.parametrize("flags", ["", f"--speculative-algorithm {HOST_NGRAM} ", SHADOW])
 def test_grammar_masks_preserve_unmasked_program_shapes(flags):
     for framework, kind in [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")]:
         made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))

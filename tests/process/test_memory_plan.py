@@ -310,6 +310,7 @@ def test_every_step_fits_reduced_program_list(nodes, logprobs):
     flags = "--context-length 256 --max-running-requests 4 --chunked-prefill-size 128"
     if nodes > 1:
         flags += f" --speculative-algorithm NGRAM --speculative-num-draft-tokens {nodes}"
+        flags += " --speculative-ngram-backend host"
     capacity = planned("jax", 140 * GB, flags, kind="cpu").capacity
     assert len(capacity.programs) == (5 if nodes == 1 else 7)
     house, on_host = House(capacity), nodes > 1

@@ -29,4 +29,7 @@ QWEN3_8B = config_from_dict(
 def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu") -> MemoryPlan:
     """The plan of a start with these flags on a device with so much free memory."""
     device, costs = Device(kind, "one", free_bytes), PLATFORMS[framework].costs
-    return plan(parse(flags.split()), QWEN3_8B, DrafterSpec.none(), device, costs)
+    options = parse(flags.split())
+    on_device = options.speculative.drafts_from_table
+    drafts = DrafterSpec.of_text() if on_device else DrafterSpec.none()
+    return plan(options, QWEN3_8B, drafts, device, costs)
