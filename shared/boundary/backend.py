@@ -34,11 +34,12 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.draft_sources import DraftSources
 from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
 from shared.boundary.ngram_table import NgramScopes, NgramTableSpec
 from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind, unmasked
@@ -356,18 +357,6 @@ class StepPlan:
         """Page table of each pool: that of `page_table`, then those of the window pools."""
         windows = self.window_page_tables
         return [self.page_table, *(() if windows is None else windows)]
-
-
-class DraftSources(NamedTuple):
-    """Sources of the nodes of merged draft trees; a node may have both.
-
-    Attributes:
-      drafted: 1 if the drafter proposed the node.
-      copied: Index of the node in the plan's n-gram drafts; 0 if it is not among them.
-    """
-
-    drafted: Int32[np.ndarray, "B N"]
-    copied: Int32[np.ndarray, "B N"]
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from shared.boundary.backend import (
     CountPromptTokens,
     Decode,
     DraftOnly,
-    DraftSources,
     GrammarBitmask,
     HostDraft,
     Prefill,
     StepPlan,
     StepResult,
 )
+from shared.boundary.draft_sources import DraftSources
 from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.program import Program, ProgramFeature, StepKind
