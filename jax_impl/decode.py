@@ -1,8 +1,9 @@
 """Decode steps: draft, verify, accept, commit and draft extend.
 
 Policy, what may not be added here: code for one drafter or one model (its place is `drafters/` or
-`layers.py`), kernels and sampling rules (`ops/`), decisions that depend on device values (the
-program fixes all branches), scheduling and memory limits (the host plans them).
+`layers.py`), sources of draft trees (`draft.py`), kernels and sampling rules (`ops/`), decisions
+that depend on device values (the program fixes all branches), scheduling and memory limits (the
+host plans them).
 """
 
 from typing import NamedTuple
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DeviceState, Fields, Plan, TokenMask
-from jax_impl.drafters import DraftTrees, ExtendRows
+from jax_impl.device_state import DeviceState, Fields, TokenMask
+from jax_impl.draft import VerifyTrees, build_trees
+from jax_impl.drafters import ExtendRows
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.ops.attention import attention
@@ -22,257 +24,162 @@ from jax_impl.ops.gdn.gdn_layer import TreeNodes
 from jax_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
 from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection
-from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
-from jax_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from jax_impl.step_context import StepContext, logprobs_of, ranking, with_image_mrope
-from shared.boundary.program import Program, ProgramFeature
-from shared.spec.ngram import width_of
+from jax_impl.ops.sampling.sampling import TokenCounts
+from jax_impl.ops.trees import draft_tree, ngram, slot_state
+from jax_impl.step_context import Step, logprobs_of, ranking, with_image_mrope
+from shared.boundary.program import ProgramFeature
 
 
-class Trees(NamedTuple):
-    """Draft tree of each row.
+class VerifyRows(NamedTuple):
+    """Verify rows of a step: the nodes of all trees, one after the other.
 
     Attributes:
-      forced: Rows whose draft tokens are accepted unconditionally; None if the program has none.
-      drafted: Processed logits that a chain was sampled from; None if it was not sampled.
-      origins: Source of each node; None without merged n-gram drafts.
+      rows: Positions and visible KV of each verify row.
+      node: Tree node of each verify row.
+      row_of: Verify row of each node.
     """
 
-    tokens: Int[jax.Array, "B N"]
-    parents: Int[jax.Array, "B N"]
-    num_nodes: Int[jax.Array, " B"]
-    forced: Bool[jax.Array, " B"] | None
-    drafted: Float[jax.Array, "B S vocab"] | None
-    origins: MergedTrees | None = None
+    rows: AttentionRows
+    node: Int[jax.Array, " R"]
+    row_of: Int[jax.Array, "B N"]
 
-    def fields(self) -> Fields:
-        trees = {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
-        if self.origins is None:
-            return trees
-        return trees | {"drafted": self.origins.drafted, "copied": self.origins.copied}
+    @classmethod
+    def of(cls, step: Step, state: DeviceState, trees: VerifyTrees) -> "VerifyRows":
+        """Builds the verify rows of the trees."""
+        program, shape, table = step.program, step.program.shape, step.plan.page_table
+        rows, node = attention.tree_rows(
+            trees.parents, trees.num_nodes, step.lengths, table, shape.rows, program.is_chain
+        )
+        rows = with_image_mrope(step, state, rows)
+        row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
+        return cls(rows, node, row_of)
 
 
 class VerifyOutput(NamedTuple):
     """Result of a verify.
 
     Attributes:
-      passed: Target's forward pass over all nodes.
-      accepted: Accepted path of each row's tree.
-      logits: This rank's shard of the logits of all nodes; None if the program does not read them.
+      flat: Verify rows of the trees.
+      passed: Target's forward pass over the verify rows.
+      projected: LM-head projection of the verify rows.
+      logits: This rank's shard of their logits; None if the program does not read logits.
       mixer: Mixer that ran the GDN layers, with the inputs that a commit replays.
     """
 
+    flat: VerifyRows
     passed: model.Forward
-    accepted: AcceptedPath
+    projected: Projection
     logits: Float[jax.Array, "R share"] | None
     mixer: VerifyMixer | None
 
 
-def decode(
-    context: StepContext, state: DeviceState, plan: Plan, program: Program
-) -> tuple[DeviceState, Fields]:
-    """Builds draft trees or reads the plan's, verifies them, and commits accepted tokens."""
-    lengths = state.lengths[plan.slots]
-    trees, state = build_trees(context, state, plan, program, lengths)
-    verified = verify(context, state, plan, program, trees, lengths)
-    state, saved = commit(context, state, plan, program, verified, lengths)
-    state = draft_extend(context, state, plan, program, trees, verified, lengths)
-    return state, result_fields(context, plan, program, trees, verified, saved)
+def decode(step: Step, state: DeviceState) -> tuple[DeviceState, Fields]:
+    """Runs a decode step: each row commits its accepted path, at least one token."""
+    state, trees = build_trees(step, state)
+    verified = verify(step, state, trees)
+    accepted = accept(step, state, trees, verified)
+    state, saved = commit(step, state, verified, accepted)
+    state = draft_extend(step, state, trees, verified, accepted)
+    return state, result_fields(step, trees, verified, accepted, saved)
 
 
-def draft(
-    context: StepContext, state: DeviceState, plan: Plan, program: Program
-) -> tuple[DeviceState, Fields]:
-    """Drafts only; writes nothing but draft KV past the lengths."""
-    trees, state = build_trees(context, state, plan, program, state.lengths[plan.slots])
-    return state, trees.fields()
-
-
-def build_trees(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    program: Program,
-    lengths: Int[jax.Array, " B"],
-) -> tuple[Trees, DeviceState]:
-    """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
-    newest, shape = state.newest[plan.slots], program.shape
-    if plan.drafts is not None:
-        tokens = plan.drafts.tokens.at[:, 0].set(newest)
-        # The node count of a padded row is 0, but every row verifies its root.
-        num_nodes = jnp.maximum(plan.drafts.num_nodes, 1)
-        return Trees(tokens, plan.drafts.parents, num_nodes, plan.drafts.forced, None), state
-    if shape.is_plain:
-        nothing = jnp.zeros_like(newest)
-        return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None), state
-    if plan.copies is not None and shape.drafter.is_plain:
-        return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
-    if program.has(ProgramFeature.DEVICE_NGRAM):
-        return _of_texts(context, state, plan, program), state
-    assert context.drafter is not None  # required by a program that drafts
-    assert state.draft is not None
-    rank = ranking(context, state, plan, lengths, shape.width, context.samples(program))
-    deltas = None if state.images is None else state.images.deltas[plan.slots]
-    given = (state.draft, plan, newest, lengths, deltas)
-    drafted, memory = context.drafter.draft(*given, shape.drafter, rank)
-    state = state._replace(draft=memory)
-    if plan.copies is not None:
-        return _joined(drafted, plan, program, plan.copies, lengths), state
-    if program.shares_rows:
-        return Trees(*_share(drafted, plan, shape.rows), None, None), state
-    trees = (drafted.tokens, drafted.parents, drafted.num_nodes)
-    return Trees(*trees, None, drafted.processed), state
-
-
-def _of_texts(context: StepContext, state: DeviceState, plan: Plan, program: Program) -> Trees:
-    """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
-    shape, memory = program.shape, state.texts
-    assert memory is not None  # required by the program
-    assert plan.texts is not None
-    width = width_of(shape.nodes, context.capacity.accept_rule)
-    given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
-    grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
-    if program.shares_rows:
-        return Trees(*_share(DraftTrees(*grown, None), plan, shape.rows), None, None)
-    return Trees(grown.tokens, grown.parents, grown.num_nodes, None, None)
-
-
-def _share(
-    drafted: DraftTrees, plan: Plan, rows: int
-) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
-    assert drafted.weights is not None  # set by a program with a verify budget
-    ranked = verify_budget.log_acceptance(
-        drafted.parents, drafted.weights, plan.sampling.calibration
-    )
-    return verify_budget.prune_to_budget(
-        drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows
-    )
-
-
-def _no_drafts(newest: Int[jax.Array, " B"]) -> DraftTrees:
-    """Returns trees without drafts: each root and one padding node.
-
-    Kernels require trees of more than one node.
-    """
-    tokens = jnp.pad(newest[:, None], ((0, 0), (0, 1)))
-    weights = jnp.zeros(tokens.shape, jnp.float32)
-    return DraftTrees(tokens, jnp.zeros_like(tokens), jnp.ones_like(newest), weights, None)
-
-
-def _joined(
-    drafted: DraftTrees,
-    plan: Plan,
-    program: Program,
-    given: NgramTrees,
-    lengths: Int[jax.Array, " B"],
-) -> Trees:
-    """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
-    assert drafted.weights is not None  # set by a shape with merged drafts
-    ranked = verify_budget.log_acceptance(
-        drafted.parents, drafted.weights, plan.sampling.calibration
-    )
-    grown = DraftedTrees(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
-    shape, most = program.shape, plan.sampling.max_drafts
-    joined = merge_drafts.merge(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
-    return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
-
-
-def verify(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
-    lengths: Int[jax.Array, " B"],
-) -> VerifyOutput:
-    """Runs the target over all trees and finds the accepted paths; GDN states are not changed."""
-    shape = program.shape
-    rows, node = attention.tree_rows(
-        trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
-    )
-    rows = with_image_mrope(context, state, plan, rows)
-    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
-    mixer = _mixer(context, state, plan, program, trees, rows, node, row_of)
-    tokens, streams = trees.tokens[rows.request, node], context.streams(program)
-    passed = model.forward(context.model, tokens, None, rows, state.kv, mixer, streams)
+def verify(step: Step, state: DeviceState, trees: VerifyTrees) -> VerifyOutput:
+    """Runs the target over all trees; GDN states are not changed."""
+    target, flat = step.context.model, VerifyRows.of(step, state, trees)
+    mixer = _mixer(step, state, trees, flat)
+    tokens = trees.tokens[flat.rows.request, flat.node]
+    passed = model.forward(target, tokens, None, flat.rows, state.kv, mixer, step.streams)
+    projected = model.lm_head_input(target, passed.hidden)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
-    reads = program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
-    projected = model.lm_head_input(context.model, passed.hidden)
+    reads = step.program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None
     logits = lm_head.scores(projected) if reads else None
-    choices, is_finite = _choose(
-        context, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
-    )
-    choices, walked = _accepting(context, plan, program, trees, choices, lengths)
-    accepted = acceptance.follow(
-        trees.tokens,
-        trees.parents,
-        walked,
-        choices,
-        row_of,
-        is_finite,
-        plan.slots != 0,
-        shape.depth,
-        program.is_chain,
-    )
-    return VerifyOutput(passed, accepted, logits, mixer)
+    return VerifyOutput(flat, passed, projected, logits, mixer)
 
 
 def _mixer(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
-    rows: AttentionRows,
-    node: Int[jax.Array, " R"],
-    row_of: Int[jax.Array, "B N"],
+    step: Step, state: DeviceState, trees: VerifyTrees, flat: VerifyRows
 ) -> VerifyMixer | None:
     """Returns the mixer of the step's GDN layers, or None for a model without them."""
     if state.delta is None:
         return None
-    parents = None if program.is_chain else trees.parents
-    nodes = TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
-    pools = (state.delta, plan.slots)
-    return VerifyMixer(context.model.config, *pools, nodes, program.shape.is_plain)
+    parents, rows = None if step.program.is_chain else trees.parents, flat.rows
+    nodes = TreeNodes(parents, rows.row_starts, flat.row_of, rows.request, flat.node)
+    config, is_plain = step.context.model.config, step.program.shape.is_plain
+    return VerifyMixer(config, state.delta, step.plan.slots, nodes, is_plain)
+
+
+def accept(
+    step: Step, state: DeviceState, trees: VerifyTrees, verified: VerifyOutput
+) -> AcceptedPath:
+    """Returns the accepted path of each row's tree."""
+    choices, is_finite = _choose(step, state, trees, verified)
+    choices, walked = _accepting(step, trees, choices)
+    return acceptance.follow(
+        trees.tokens,
+        trees.parents,
+        walked,
+        choices,
+        verified.flat.row_of,
+        is_finite,
+        step.plan.slots != 0,
+        step.program.shape.depth,
+        step.program.is_chain,
+    )
 
 
 def _choose(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
-    projected: Projection,
-    logits: Float[jax.Array, "R share"] | None,
-    rows: AttentionRows,
-    node: Int[jax.Array, " R"],
-    row_of: Int[jax.Array, "B N"],
-    lengths: Int[jax.Array, " B"],
+    step: Step, state: DeviceState, trees: VerifyTrees, verified: VerifyOutput
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
     """Chooses the token after each node; also returns the mask of rows with finite logits."""
-    of_trees = (trees.tokens, trees.parents, rows.request, node, program.is_chain)
-    seen = sampling.counts_in_trees(state.seen, plan.slots, *of_trees)
-    positions, params = rows.positions + 1, plan.sampling
-    if trees.drafted is None:
-        allowed = _allowed(plan.mask, rows.request, node, context.capacity.vocab)
-        given = (seen, positions, params, rows.request, allowed, context.model.vocabulary)
-        if logits is None:
-            chosen = lm_head.choose(projected, *given)
-        else:
-            chosen = sampling.choose(logits, *given)
-        return chosen.ids[row_of], chosen.is_finite
-    assert logits is not None  # read by rejection sampling
+    rows, vocabulary = verified.flat.rows, step.context.model.vocabulary
+    seen, positions = _token_counts(step, state, trees, verified.flat), rows.positions + 1
+    if trees.drafted is not None:
+        return _sample_rejecting(step, trees, verified, seen, positions)
+    allowed = _allowed(step.plan.mask, verified.flat, step.context.capacity.vocab)
+    given = (seen, positions, step.plan.sampling, rows.request, allowed, vocabulary)
+    if verified.logits is None:
+        chosen = lm_head.choose(verified.projected, *given)
+    else:
+        chosen = sampling.choose(verified.logits, *given)
+    return chosen.ids[verified.flat.row_of], chosen.is_finite
+
+
+def _token_counts(
+    step: Step, state: DeviceState, trees: VerifyTrees, flat: VerifyRows
+) -> TokenCounts:
+    """Returns the token counts of each verify row, for penalties."""
+    return sampling.counts_in_trees(
+        counts=state.seen,
+        slots=step.plan.slots,
+        tokens=trees.tokens,
+        parents=trees.parents,
+        request=flat.rows.request,
+        node=flat.node,
+        is_chain=step.program.is_chain,
+    )
+
+
+def _sample_rejecting(
+    step: Step,
+    trees: VerifyTrees,
+    verified: VerifyOutput,
+    seen: TokenCounts,
+    positions: Int[jax.Array, " R"],
+) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
+    """Same as `_choose`, by rejection sampling of sampled drafts."""
+    context = step.context
+    assert trees.drafted is not None  # set with verified logits for rejection sampling
+    assert verified.logits is not None
     return acceptance.rejection_sample(
-        logits=logits,
+        logits=verified.logits,
         seen=seen,
         positions=positions,
-        sampling=params,
-        request=rows.request,
-        row_of=row_of,
+        sampling=step.plan.sampling,
+        request=verified.flat.rows.request,
+        row_of=verified.flat.row_of,
         tokens=trees.tokens,
         num_nodes=trees.num_nodes,
-        lengths=lengths,
+        lengths=step.lengths,
         drafted=trees.drafted,
         allowed=None,
         rule=context.capacity.accept_rule,
@@ -281,36 +188,26 @@ def _choose(
 
 
 def _allowed(
-    mask: TokenMask | None,
-    request: Int[jax.Array, " R"],
-    node: Int[jax.Array, " R"],
-    vocab: int,
+    mask: TokenMask | None, flat: VerifyRows, vocab: int
 ) -> Bool[jax.Array, "R vocab"] | None:
     """Returns the tokens that the grammar allows each verify row, or None for all."""
-    return (
-        None
-        if mask is None
-        else grammar_bitmask.allowed(mask.bits, mask.index[request, node], vocab)
-    )
+    if mask is None:
+        return None
+    return grammar_bitmask.allowed(mask.bits, mask.index[flat.rows.request, flat.node], vocab)
 
 
 def _accepting(
-    context: StepContext,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
-    choices: Int[jax.Array, "B N"],
-    lengths: Int[jax.Array, " B"],
+    step: Step, trees: VerifyTrees, choices: Int[jax.Array, "B N"]
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """Returns the choices and node counts that determine acceptance.
 
     They come from the target, from simulated acceptance, or from forced drafts of a row.
     """
-    tokens, walked, rates = trees.tokens, trees.num_nodes, context.capacity.accept_rates
-    if rates is not None and not program.shape.is_plain:
-        seeds = plan.sampling.seed
+    tokens, walked, rates = trees.tokens, trees.num_nodes, step.context.capacity.accept_rates
+    if rates is not None and not step.program.shape.is_plain:
+        seed, lengths = step.plan.sampling.seed, step.lengths
         choices, walked = acceptance.simulate(
-            tokens, trees.parents, walked, choices, rates, seeds, lengths
+            tokens, trees.parents, walked, choices, rates, seed, lengths
         )
     if trees.forced is not None:
         choices, forced = acceptance.force_chain(tokens, trees.num_nodes, choices, trees.forced)
@@ -319,99 +216,104 @@ def _accepting(
 
 
 def commit(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    program: Program,
-    verified: VerifyOutput,
-    lengths: Int[jax.Array, " B"],
+    step: Step, state: DeviceState, verified: VerifyOutput, accepted: AcceptedPath
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
-    kv, counts = verified.passed.kv, verified.accepted.counts
-    if not program.is_chain:
+    kv, plan = verified.passed.kv, step.plan
+    if not step.program.is_chain:
         kv = attention.compact_accepted_kv(
-            kv, plan.page_table, lengths, verified.accepted.path, counts
+            kv, plan.page_table, step.lengths, accepted.path, accepted.counts
         )
-    state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
-    draft = None if context.extends_drafter(program) else state.draft  # leaves a gap in its KV
-    new_lengths, newest, seen, draft_from = slot_state.commit(
+    state, saved = _commit_states(step, state, verified.mixer, accepted)
+    draft = None if step.extends_drafter else state.draft  # leaves a gap in its KV
+    lengths, newest, seen, draft_from = slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,
         draft_from=None if draft is None else draft.draft_from,
         slots=plan.slots,
-        before=lengths,
-        tokens=verified.accepted.tokens,
-        counts=counts,
+        before=step.lengths,
+        tokens=accepted.tokens,
+        counts=accepted.counts,
         prompt_length=plan.sampling.prompt_length,
     )
-    state = state._replace(lengths=new_lengths, newest=newest, seen=seen, kv=kv)
+    state = state._replace(lengths=lengths, newest=newest, seen=seen, kv=kv)
     if draft is not None:
         state = state._replace(draft=draft._replace(draft_from=draft_from))
-    if state.texts is not None:
-        assert plan.texts is not None  # n-gram scopes of the rows
-        rows = (plan.slots, verified.accepted.tokens, counts, plan.texts.scopes)
-        state = state._replace(texts=ngram.learn_outputs(state.texts, *rows))
-    return state, saved
+    return _learn_ngrams(step, state, accepted), saved
 
 
-def _commit_state(
-    state: DeviceState,
-    plan: Plan,
-    verified: VerifyOutput,
-    save_after: Int[jax.Array, " B"],
+def _commit_states(
+    step: Step, state: DeviceState, mixer: VerifyMixer | None, accepted: AcceptedPath
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
-    accepted = verified.accepted
-    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
-    if verified.mixer is None or state.snapshots is None:
-        return state, passed
-    where = (accepted.path, accepted.counts, save_after, plan.save)
-    delta, snapshots = verified.mixer.commit(state.snapshots, *where)
-    return state._replace(delta=delta, snapshots=snapshots), passed
+    plan, save_after = step.plan, step.plan.save_at - step.lengths
+    saved = (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
+    if mixer is None or state.snapshots is None:
+        return state, saved
+    delta, snapshots = mixer.commit(
+        state.snapshots, accepted.path, accepted.counts, save_after, plan.save
+    )
+    return state._replace(delta=delta, snapshots=snapshots), saved
+
+
+def _learn_ngrams(step: Step, state: DeviceState, accepted: AcceptedPath) -> DeviceState:
+    """Adds the accepted tokens to the n-gram table of the device, if it has one."""
+    plan, texts = step.plan, state.texts
+    if texts is None:
+        return state
+    assert plan.texts is not None  # n-gram scopes of the rows
+    texts = ngram.learn_outputs(
+        texts, plan.slots, accepted.tokens, accepted.counts, plan.texts.scopes
+    )
+    return state._replace(texts=texts)
 
 
 def draft_extend(
-    context: StepContext,
+    step: Step,
     state: DeviceState,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
+    trees: VerifyTrees,
     verified: VerifyOutput,
-    lengths: Int[jax.Array, " B"],
+    accepted: AcceptedPath,
 ) -> DeviceState:
     """Extends the drafter over the accepted paths with the target's hidden states.
 
     A step of plain decoding leaves a gap in the draft KV instead.
     """
-    if not context.extends_drafter(program):
+    if not step.extends_drafter:
         return state
+    context, plan, counts = step.context, step.plan, accepted.counts
     assert context.drafter is not None  # required by draft extend
     assert state.draft is not None
-    (B, W), counts = verified.accepted.path.shape, verified.accepted.counts
+    B, W = accepted.path.shape
     draft_from = state.draft.draft_from[plan.slots]
-    rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
+    rows = extend_rows(step.lengths, counts, draft_from, plan.page_table, W - 1)
     last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
-    rank = ranking(context, state, plan, lengths + counts, context.capacity.max_width, False)
-    tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
-    passed = verified.passed.at(verified.accepted.rows.reshape(-1))
-    rows = with_image_mrope(context, state, plan, rows)
-    fed = ExtendRows(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
-    memory = context.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
+    rank = ranking(step, state, step.lengths + counts, context.capacity.max_width, False)
+    tokens = jnp.take_along_axis(trees.tokens, accepted.path, axis=1).reshape(-1)
+    passed = verified.passed.at(accepted.rows.reshape(-1))
+    fed = ExtendRows(
+        rows=with_image_mrope(step, state, rows),
+        tokens=tokens,
+        following=accepted.tokens.reshape(-1),
+        shown=None,
+        passed=passed,
+        last=last,
+    )
+    memory = context.drafter.extend(state.draft, plan, step.lengths, counts, fed, rank)
     return state._replace(draft=memory)
 
 
 def result_fields(
-    context: StepContext,
-    plan: Plan,
-    program: Program,
-    trees: Trees,
+    step: Step,
+    trees: VerifyTrees,
     verified: VerifyOutput,
+    accepted: AcceptedPath,
     saved: Bool[jax.Array, " B"],
 ) -> Fields:
     """Returns the fields of a decode step's result."""
-    accepted = verified.accepted
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
     values |= {"snapshot_saved": saved} | trees.fields()
-    chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
-    return values | logprobs_of(context, plan, program, *chosen_from)
+    return values | logprobs_of(
+        step, verified.logits, accepted.rows, accepted.tokens, accepted.counts
+    )

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from jax_impl import model, ops
-from jax_impl.device_state import DeviceState, Fields, Plan, reset_slots
+from jax_impl.device_state import DeviceState, Fields, reset_slots
 from jax_impl.drafters import ExtendRows, PrefillChunks
 from jax_impl.layers import PrefillMixer
 from jax_impl.model import Forward
@@ -16,95 +16,140 @@ from jax_impl.ops.gdn import gdn_state
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
+from jax_impl.ops.sampling.sampling import SampledTokens
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
-from jax_impl.step_context import StepContext, logprobs_of, ranking
+from jax_impl.step_context import Step, logprobs_of, ranking
 from shared.boundary.buffers import SCORES
-from shared.boundary.program import Program, ProgramFeature
+from shared.boundary.program import ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
 
 
-def count_tokens(
-    context: StepContext, state: DeviceState, plan: Plan, program: Program
-) -> tuple[DeviceState, Fields]:
+def count_tokens(step: Step, state: DeviceState) -> tuple[DeviceState, Fields]:
     """Adds tokens to the token counts in `seen`; resets the slots of starting rows first."""
-    state, prompt = reset_slots(state, plan), plan.prompt
+    plan, prompt = step.plan, step.plan.prompt
     assert prompt is not None  # a count has one
+    state = reset_slots(state, plan)
     num_tokens = prompt.row_starts[1:] - prompt.row_starts[:-1]
-    _, request, place, is_real = draft_tree.flatten(num_tokens, program.tokens)
-    positions = prompt.first_positions[request] + place
+    _, request, place, is_real = draft_tree.flatten(num_tokens, step.program.tokens)
+    positions = step.lengths[request] + place
     is_output = positions >= plan.sampling.prompt_length[request]
     seen = slot_state.count(state.seen, plan.slots[request], prompt.tokens, is_output, is_real)
     return state._replace(seen=seen), {"counts": jnp.zeros_like(plan.slots)}
 
 
-def prefill(
-    context: StepContext, state: DeviceState, plan: Plan, program: Program
-) -> tuple[DeviceState, Fields]:
+def prefill(step: Step, state: DeviceState) -> tuple[DeviceState, Fields]:
     """Prefills prompt chunks and chooses the first output token of prompts that end."""
-    state, prompt = reset_slots(state, plan), plan.prompt
+    plan, prompt = step.plan, step.plan.prompt
     assert prompt is not None  # a prefill has one
-    prompts = PrefillChunks.of(plan, program)
-    if prompt.images is not None and state.images is not None:
-        deltas = state.images.deltas.at[plan.slots].set(prompt.images.deltas)
-        state = state._replace(images=state.images._replace(deltas=deltas))
-    passed, state, saved = _read_prompts(context, state, plan, program, prompts)
-    state = _count_prompts(context, state, plan, prompts)
-    logits = model.logits(context.model, passed.hidden[prompts.last])
-    chosen = _choose_next(context, state, plan, logits, prompts.lengths)
+    state = reset_slots(state, plan)
+    prompts = PrefillChunks.of(plan, step.program)
+    state = _store_mrope_deltas(step, state)
+    passed, state, saved = _read_prompts(step, state, prompts)
+    state = _count_prompts(step, state, prompts)
+    logits = model.logits(step.context.model, passed.hidden[prompts.last])
+    chosen = _choose_next(step, state, prompts, logits)
     newest = jnp.where(prompt.ends_prompt, chosen.ids, prompt.next_tokens)
     is_row = plan.slots != 0
-    is_output = prompts.lengths >= plan.sampling.prompt_length
-    state = state._replace(
-        lengths=state.lengths.at[plan.slots].set(prompts.lengths),
-        newest=state.newest.at[plan.slots].set(newest),
-        seen=slot_state.count(state.seen, plan.slots, newest, is_output, is_row),
+    state = _commit(step, state, prompts, newest, is_row)
+    following = _following(prompts, prompts.tokens, newest)
+    state = _extend_drafter(step, state, prompts, passed, following)
+    state = _learn_ngrams(step, state, prompts, following)
+    fields = _result_fields(step, chosen, newest, is_row, saved)
+    fields |= _logprobs(step, logits, fields)
+    return state, fields | _scores(step, prompts, passed, following)
+
+
+def _store_mrope_deltas(step: Step, state: DeviceState) -> DeviceState:
+    """Stores the M-RoPE position delta of each slot, for a model with a vision encoder."""
+    prompt = step.plan.prompt
+    assert prompt is not None  # a prefill has one
+    if prompt.images is None or state.images is None:
+        return state
+    deltas = state.images.deltas.at[step.plan.slots].set(prompt.images.deltas)
+    return state._replace(images=state.images._replace(deltas=deltas))
+
+
+def _read_prompts(
+    step: Step, state: DeviceState, prompts: PrefillChunks
+) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
+    """Runs the target over the chunks and advances its GDN states; returns which were saved."""
+    target, plan, mixer = step.context.model, step.plan, None
+    save_after = plan.save_at - step.lengths
+    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - step.lengths)
+    is_saved &= plan.save != 0
+    if state.delta is not None:
+        assert state.snapshots is not None  # slots with states have snapshots
+        mixer = PrefillMixer(
+            config=target.config,
+            states=state.delta,
+            snapshots=state.snapshots,
+            slots=plan.slots,
+            row_starts=prompts.row_starts,
+            request=prompts.rows.request,
+            save_after=save_after,
+            save=jnp.where(is_saved, plan.save, 0),
+        )
+    tokens, shown, rows = prompts.tokens, _shown(state, prompts.sources), prompts.rows
+    passed = model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams)
+    state = state._replace(kv=passed.kv)
+    if mixer is not None:
+        delta, snapshots = mixer.carry
+        state = state._replace(delta=delta, snapshots=snapshots)
+    return passed, state, is_saved
+
+
+def _count_prompts(step: Step, state: DeviceState, prompts: PrefillChunks) -> DeviceState:
+    """Counts the chunks' tokens, except those already counted as their slot's newest token."""
+    plan, rows = step.plan, prompts.rows
+    was_newest = (rows.positions == step.lengths[rows.request]) & ~plan.starts[rows.request]
+    is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
+    is_counted, owners = rows.is_real & ~was_newest, plan.slots[rows.request]
+    seen = slot_state.count(state.seen, owners, prompts.tokens, is_output, is_counted)
+    return state._replace(seen=seen)
+
+
+def _choose_next(
+    step: Step, state: DeviceState, prompts: PrefillChunks, logits: Float[jax.Array, "B share"]
+) -> SampledTokens:
+    """Chooses the target's token after each chunk."""
+    seen = sampling.counts_alone(state.seen, step.plan.slots)
+    request = jnp.arange(len(prompts.lengths))
+    params, vocabulary = step.plan.sampling, step.context.model.vocabulary
+    return sampling.choose(logits, seen, prompts.lengths, params, request, None, vocabulary)
+
+
+def _commit(
+    step: Step,
+    state: DeviceState,
+    prompts: PrefillChunks,
+    newest: Int[jax.Array, " B"],
+    is_row: Bool[jax.Array, " B"],
+) -> DeviceState:
+    """Commits the chunks to their slots; each slot also has the token after its chunk."""
+    slots = step.plan.slots
+    is_output = prompts.lengths >= step.plan.sampling.prompt_length
+    return state._replace(
+        lengths=state.lengths.at[slots].set(prompts.lengths),
+        newest=state.newest.at[slots].set(newest),
+        seen=slot_state.count(state.seen, slots, newest, is_output, is_row),
     )
-    following = _following(prompts, newest)
-    if context.extends_drafter(program):
-        state = _prefill_prompts(context, state, plan, prompts, passed, following)
-    if state.texts is not None:
-        texts = _learnt_texts(state.texts, plan, prompts, following)
-        state = state._replace(texts=texts)
-    failed = ~chosen.is_finite
-    counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
-    tokens = jnp.where(counts > 0, newest, 0)[:, None]
-    values = {"tokens": tokens, "counts": counts, "failed": failed, "snapshot_saved": saved}
-    values |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
-    row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
-    values |= logprobs_of(context, plan, program, logits, row_of, tokens, counts)
-    return state, values | _scores(context, program, prompts, passed, following)
 
 
-def _following(prompts: PrefillChunks, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
-    """Returns the token that follows each token of the chunks."""
+def _following(
+    prompts: PrefillChunks, values: Int[jax.Array, " T"], after: Int[jax.Array, " B"]
+) -> Int[jax.Array, " T"]:
+    """Returns the value that follows each value of the chunks; `after` follows the chunks."""
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
-    return jnp.where(is_last, newest[request], jnp.roll(prompts.tokens, -1))
+    return jnp.where(is_last, after[request], jnp.roll(values, -1))
 
 
-def _learnt_texts(
-    memory: ngram.NgramState, plan: Plan, prompts: PrefillChunks, following: Int[jax.Array, " T"]
-) -> ngram.NgramState:
-    """Adds the chunks to the n-gram table, without runs of one token, such as image tokens."""
-    assert plan.texts is not None
-    assert plan.texts.before is not None  # set in a prefill
-    request, is_real = prompts.rows.request, prompts.rows.is_real
-    sources = prompts.sources, _following_sources(plan, prompts)
-    for source in sources:
-        is_real = is_real if source is None else is_real & (source == 0)
-    windows = ngram.prompt_windows(prompts.tokens, prompts.row_starts, request, plan.texts.before)
-    rows = (windows, following, request, prompts.last, plan.texts.scopes, is_real)
-    return ngram.learn_prompts(memory, plan.slots, *rows)
-
-
-def _following_sources(plan: Plan, prompts: PrefillChunks) -> Int[jax.Array, " T"] | None:
-    """Returns the encoder-cache rows of those tokens."""
-    if prompts.sources is None or plan.prompt is None or plan.prompt.images is None:
+def _following_sources(step: Step, prompts: PrefillChunks) -> Int[jax.Array, " T"] | None:
+    """Returns the encoder-cache row of the token that follows each token of the chunks."""
+    prompt = step.plan.prompt
+    if prompts.sources is None or prompt is None or prompt.images is None:
         return None
-    request = prompts.rows.request
-    is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
-    next_sources = plan.prompt.images.next_sources
-    return jnp.where(is_last, next_sources[request], jnp.roll(prompts.sources, -1))
+    return _following(prompts, prompts.sources, prompt.images.next_sources)
 
 
 def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> ImageEmbeds | None:
@@ -113,31 +158,103 @@ def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> ImageEmb
     return None if sources is None or images is None else ImageEmbeds(images.pool, sources)
 
 
-def _scores(
-    context: StepContext,
-    program: Program,
+def _extend_drafter(
+    step: Step,
+    state: DeviceState,
     prompts: PrefillChunks,
     passed: Forward,
     following: Int[jax.Array, " T"],
+) -> DeviceState:
+    """Extends the drafter over the chunks; each row has the token that follows it."""
+    if not step.extends_drafter:
+        return state
+    context, plan, rows = step.context, step.plan, prompts.rows
+    assert context.drafter is not None  # required by draft extend
+    assert state.draft is not None
+    draft_from = state.draft.draft_from[plan.slots]
+    rank = ranking(step, state, prompts.lengths, context.capacity.max_width, False)
+    fed = ExtendRows(
+        rows=rows._replace(first=draft_from[rows.request]),
+        tokens=prompts.tokens,
+        following=following,
+        shown=_shown(state, _following_sources(step, prompts)),
+        passed=passed,
+        last=prompts.last,
+    )
+    memory = context.drafter.prefill(state.draft, plan, prompts, fed, rank)
+    return state._replace(draft=memory)
+
+
+def _learn_ngrams(
+    step: Step, state: DeviceState, prompts: PrefillChunks, following: Int[jax.Array, " T"]
+) -> DeviceState:
+    """Adds the chunks to the n-gram table of the device, if it has one.
+
+    Runs of one token, such as image tokens, are not added.
+    """
+    if state.texts is None:
+        return state
+    plan, scopes, is_real = step.plan, step.plan.texts, prompts.rows.is_real
+    assert scopes is not None
+    assert scopes.before is not None  # set in a prefill
+    for source in (prompts.sources, _following_sources(step, prompts)):
+        is_real = is_real if source is None else is_real & (source == 0)
+    request = prompts.rows.request
+    windows = ngram.prompt_windows(prompts.tokens, prompts.row_starts, request, scopes.before)
+    rows = (windows, following, request, prompts.last, scopes.scopes, is_real)
+    return state._replace(texts=ngram.learn_prompts(state.texts, plan.slots, *rows))
+
+
+def _result_fields(
+    step: Step,
+    chosen: SampledTokens,
+    newest: Int[jax.Array, " B"],
+    is_row: Bool[jax.Array, " B"],
+    saved: Bool[jax.Array, " B"],
+) -> Fields:
+    """Returns the fields of a prefill step's result, except logprobs."""
+    prompt, failed = step.plan.prompt, ~chosen.is_finite
+    assert prompt is not None  # a prefill has one
+    counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
+    return {
+        "tokens": jnp.where(counts > 0, newest, 0)[:, None],
+        "counts": counts,
+        "failed": failed,
+        "snapshot_saved": saved,
+        "drafts": newest[:, None],
+        "num_nodes": jnp.ones_like(newest),
+    }
+
+
+def _logprobs(step: Step, logits: Float[jax.Array, "B share"], fields: Fields) -> Fields:
+    """Returns the logprob fields of the first output tokens."""
+    tokens, counts = fields["tokens"], fields["counts"]
+    row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
+    return logprobs_of(step, logits, row_of, tokens, counts)
+
+
+def _scores(
+    step: Step, prompts: PrefillChunks, passed: Forward, following: Int[jax.Array, " T"]
 ) -> Fields:
     """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
-    if not program.has(ProgramFeature.PROMPT_LOGPROBS):
+    if not step.program.has(ProgramFeature.PROMPT_LOGPROBS):
         return {}
-    rows, k = math.gcd(program.tokens, SCORED_ROWS), context.capacity.max_scores
+    target, k = step.context.model, step.context.capacity.max_scores
+    rows = math.gcd(step.program.tokens, SCORED_ROWS)
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
 
     def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
         # A block begins after the previous block has ended: otherwise all logits would be in
         # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
         (hidden, ids), before = lax.optimization_barrier((block, before))
-        logits, vocabulary = model.logits(context.model, hidden), context.model.vocabulary
-        return logprobs.prompt_logprobs(logits, ids, k, vocabulary), before
+        logits = model.logits(target, hidden)
+        return logprobs.prompt_logprobs(logits, ids, k, target.vocabulary), before
 
     whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
     nothing = (whole, whole.astype(jnp.int32), best.astype(jnp.int32), best)
     last, before = ops.scan(score, nothing, blocks)
     shifted = (jnp.append(b[1:], a[None], axis=0) for b, a in zip(before, last, strict=True))
-    parts = [part.reshape(program.tokens, *part.shape[2:]) for part in shifted]
+    parts = [part.reshape(step.program.tokens, *part.shape[2:]) for part in shifted]
     return {name: _real(prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
 
@@ -145,73 +262,3 @@ def _real(prompts: PrefillChunks, values: Shaped[jax.Array, "T ..."]) -> Shaped[
     """Sets values of padding rows to zero."""
     is_real = prompts.rows.is_real.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.where(is_real, values, jnp.zeros((), values.dtype))
-
-
-def _count_prompts(
-    context: StepContext, state: DeviceState, plan: Plan, prompts: PrefillChunks
-) -> DeviceState:
-    """Counts the chunks' tokens, except those already counted as their slot's newest token."""
-    rows = prompts.rows
-    was_newest = (rows.positions == prompts.first[rows.request]) & ~plan.starts[rows.request]
-    is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
-    is_counted = rows.is_real & ~was_newest
-    owners = plan.slots[rows.request]
-    return state._replace(
-        seen=slot_state.count(state.seen, owners, prompts.tokens, is_output, is_counted)
-    )
-
-
-def _prefill_prompts(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    prompts: PrefillChunks,
-    passed: Forward,
-    following: Int[jax.Array, " T"],
-) -> DeviceState:
-    """Extends the drafter over the chunks; each row has the token that follows it."""
-    assert context.drafter is not None  # required by draft extend
-    assert state.draft is not None
-    rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
-    rows = rows._replace(first=draft_from[rows.request])
-    rank = ranking(context, state, plan, prompts.lengths, context.capacity.max_width, False)
-    shown = _shown(state, _following_sources(plan, prompts))
-    fed = ExtendRows(rows, prompts.tokens, following, shown, passed, prompts.last)
-    memory = context.drafter.prefill(state.draft, plan, prompts, fed, rank)
-    return state._replace(draft=memory)
-
-
-def _read_prompts(
-    context: StepContext, state: DeviceState, plan: Plan, program: Program, prompts: PrefillChunks
-) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
-    """Runs the target over the chunks and advances its GDN states; returns which were saved."""
-    streams, mixer = context.streams(program), None
-    save_after = plan.save_at - prompts.first
-    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-    is_saved &= plan.save != 0
-    if state.delta is not None:
-        assert state.snapshots is not None  # slots with states have snapshots
-        where = (plan.slots, prompts.row_starts, prompts.rows.request)
-        pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
-        mixer = PrefillMixer(context.model.config, *pools, *where, save_after, save)
-    given = (prompts.tokens, _shown(state, prompts.sources), prompts.rows, state.kv)
-    passed = model.forward(context.model, *given, mixer, streams)
-    state = state._replace(kv=passed.kv)
-    if mixer is not None:
-        delta, snapshots = mixer.carry
-        state = state._replace(delta=delta, snapshots=snapshots)
-    return passed, state, is_saved
-
-
-def _choose_next(
-    context: StepContext,
-    state: DeviceState,
-    plan: Plan,
-    logits: Float[jax.Array, "B share"],
-    lengths: Int[jax.Array, " B"],
-) -> sampling.SampledTokens:
-    """Chooses the target's token after each chunk."""
-    seen = sampling.counts_alone(state.seen, plan.slots)
-    request = jnp.arange(len(lengths))
-    vocabulary = context.model.vocabulary
-    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)

@@ -4,13 +4,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from jax_impl.decode import decode, draft
+from jax_impl.decode import decode
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
+from jax_impl.draft import draft
 from jax_impl.encode_image import encode
 from jax_impl.prefill import count_tokens, prefill
-from jax_impl.step_context import StepContext
+from jax_impl.step_context import Step, StepContext
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import Program, StepKind
+
+WORK = {
+    StepKind.PREFILL: prefill,
+    StepKind.DECODE: decode,
+    StepKind.DRAFT: draft,
+    StepKind.COUNT: count_tokens,
+}
+"""Functions of the step kinds that have rows."""
 
 
 def step(
@@ -18,15 +27,11 @@ def step(
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Runs the plan in an int32 buffer; returns the new state and the result buffer."""
     plan = read_plan(words, program, context.capacity)
-    work = {
-        StepKind.PREFILL: prefill,
-        StepKind.DECODE: decode,
-        StepKind.DRAFT: draft,
-        StepKind.COUNT: count_tokens,
-        StepKind.ENCODE: encode,
-    }[program.work]
-    state, values = work(context, state, plan, program)
-    return _end(context, state, plan, values, program)
+    if program.work is StepKind.ENCODE:
+        state, fields = encode(context, state, plan, program)
+    else:
+        state, fields = WORK[program.work](Step.of(context, state, plan, program), state)
+    return _end(context, state, plan, fields, program)
 
 
 def _end(

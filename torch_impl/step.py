@@ -8,19 +8,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from shared.boundary.program import Program, StepKind
-from torch_impl.decode import decode, draft
+from torch_impl.decode import decode
 from torch_impl.device_state import Fields, pack, read_plan
+from torch_impl.draft import draft
 from torch_impl.encode_image import encode
 from torch_impl.prefill import count_tokens, prefill
-from torch_impl.step_context import StepContext
+from torch_impl.step_context import Step, StepContext
 
 WORK = {
     StepKind.PREFILL: prefill,
     StepKind.DECODE: decode,
     StepKind.DRAFT: draft,
     StepKind.COUNT: count_tokens,
-    StepKind.ENCODE: encode,
 }
+"""Functions of the step kinds that have rows."""
 
 
 def step(
@@ -31,7 +32,11 @@ def step(
     if exchange is not None:
         exchange.begin()
     plan = read_plan(words, program, context.capacity)
-    result = _end(context, WORK[program.work](context, plan, program), program)
+    if program.work is StepKind.ENCODE:
+        fields = encode(context, plan, program)
+    else:
+        fields = WORK[program.work](Step.of(context, plan, program))
+    result = _end(context, fields, program)
     if exchange is not None:
         exchange.end()
     return result

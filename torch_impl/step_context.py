@@ -1,4 +1,4 @@
-"""Context shared by all kinds of steps, and functions used by several of them."""
+"""Context shared by all steps, the record of one step, and functions of several kinds of steps."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from torch_impl.ops.sampling import logprobs
 
 @dataclass(frozen=True)
 class StepContext:
-    """Context of a step.
+    """Context of all steps.
 
     Attributes:
       model: Target model.
@@ -33,43 +33,63 @@ class StepContext:
     capacity: BackendLimits
     state: DeviceState
 
-    def extends_drafter(self, program: Program) -> bool:
-        """Returns True if the step extends the drafter; else the draft KV gets a gap."""
-        is_prefill = program.work is StepKind.PREFILL
-        return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
-    def samples(self, program: Program) -> bool:
-        """Returns True if drafts are sampled from the drafter, for rejection sampling."""
-        return program.drafts_on_device and self.capacity.accept_rule != "exact"
+@dataclass(frozen=True)
+class Step:
+    """One step of any kind that has rows, which is any kind but an encode step.
 
-    def streams(self, program: Program) -> tuple[int, ...]:
-        """Returns the residual streams (auxiliary hidden states) that the drafter reads."""
-        return (
-            self.drafter.streams
-            if self.drafter is not None and self.extends_drafter(program)
-            else ()
-        )
+    Attributes:
+      context: Context of all steps.
+      plan: Plan of the step, on the device.
+      program: Sizes and features for which the step is captured.
+      lengths: Number of committed tokens of each row before the step.
+    """
+
+    context: StepContext
+    plan: Plan
+    program: Program
+    lengths: Int[Tensor, " B"]
+
+    @classmethod
+    def of(cls, context: StepContext, plan: Plan, program: Program) -> "Step":
+        """Builds the record of a step; a prompt chunk begins at the length of its row."""
+        prompt = plan.prompt
+        lengths = context.state.lengths[plan.slots] if prompt is None else prompt.first_positions
+        return cls(context, plan, program, lengths)
+
+    @property
+    def extends_drafter(self) -> bool:
+        """True if the step extends the drafter; else the draft KV gets a gap."""
+        is_prefill = self.program.work is StepKind.PREFILL
+        return self.context.drafter is not None and (is_prefill or not self.program.shape.is_plain)
+
+    @property
+    def samples_drafts(self) -> bool:
+        """True if drafts are sampled from the drafter, for rejection sampling."""
+        return self.program.drafts_on_device and self.context.capacity.accept_rule != "exact"
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Residual streams (auxiliary hidden states) that the drafter reads."""
+        drafter = self.context.drafter
+        return drafter.streams if drafter is not None and self.extends_drafter else ()
 
 
-def ranking(
-    context: StepContext, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
-) -> Ranking:
+def ranking(step: Step, lengths: Int[Tensor, " B"], width: int, is_sampled: bool) -> Ranking:
     """Returns the ranking of candidates after `lengths` committed tokens."""
     return Ranking(
-        sampling=plan.sampling,
-        counts=context.state.seen,
-        slots=plan.slots,
+        sampling=step.plan.sampling,
+        counts=step.context.state.seen,
+        slots=step.plan.slots,
         lengths=lengths,
         width=width,
         is_sampled=is_sampled,
-        vocabulary=context.model.vocabulary,
+        vocabulary=step.context.model.vocabulary,
     )
 
 
 def logprobs_of(
-    context: StepContext,
-    plan: Plan,
-    program: Program,
+    step: Step,
     logits: Float[Tensor, "R share"] | None,
     row_of: Int[Tensor, "B W"],
     tokens: Int[Tensor, "B W"],
@@ -79,16 +99,23 @@ def logprobs_of(
 
     The result is empty if the program has no logprobs.
     """
-    if not program.has(ProgramFeature.LOGPROBS):
+    if not step.program.has(ProgramFeature.LOGPROBS):
         return {}
     assert logits is not None  # read by a program with logprobs
-    k, vocabulary = context.capacity.max_logprobs, context.model.vocabulary
-    given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
-    reported = logprobs.output_logprobs(*given)
+    k, vocabulary = step.context.capacity.max_logprobs, step.context.model.vocabulary
+    reported = logprobs.output_logprobs(
+        logits, row_of, tokens, counts, step.plan.reports, k, vocabulary
+    )
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
-def with_image_mrope(context: StepContext, plan: Plan, rows: AttentionRows) -> AttentionRows:
+def mrope_deltas(step: Step) -> Int[Tensor, " B"] | None:
+    """Returns the M-RoPE position delta of each row, or None for a text-only model."""
+    images = step.context.state.images
+    return None if images is None else images.deltas[step.plan.slots]
+
+
+def with_image_mrope(step: Step, rows: AttentionRows) -> AttentionRows:
     """Adds the M-RoPE positions of text rows that follow the images of their slots."""
-    images = context.state.images
-    return rows if images is None else with_mrope(rows, images.deltas[plan.slots])
+    deltas = mrope_deltas(step)
+    return rows if deltas is None else with_mrope(rows, deltas)

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jax_impl.device_state import DraftState, Plan
+from jax_impl.device_state import DraftInput, DraftState, Plan
 from jax_impl.model import Forward
 from jax_impl.ops import scan
 from jax_impl.ops.attention import attention
@@ -20,6 +20,51 @@ from shared.boundary.program import Program
 from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
+
+
+class DraftRequests(NamedTuple):
+    """Requests of a step that drafts; see `shared.spec.tree_growth.DraftRequests`.
+
+    Attributes:
+      slots: Slot of each request.
+      deltas: M-RoPE position delta of each request; None for a text-only model.
+      relay: Draft input of each request; None for a drafter without one.
+    """
+
+    slots: Int[jax.Array, " B"]
+    newest: Int[jax.Array, " B"]
+    lengths: Int[jax.Array, " B"]
+    deltas: Int[jax.Array, " B"] | None
+    relay: DraftInput | None
+    draft_from: Int[jax.Array, " B"]
+    max_drafts: Int[jax.Array, " B"]
+    page_table: Int[jax.Array, "B table"]
+
+    @classmethod
+    def of(
+        cls,
+        memory: DraftState,
+        plan: Plan,
+        newest: Int[jax.Array, " B"],
+        lengths: Int[jax.Array, " B"],
+        deltas: Int[jax.Array, " B"] | None,
+    ) -> "DraftRequests":
+        """Reads the requests of a plan, and what the drafter's state has of their slots."""
+        return cls(
+            slots=plan.slots,
+            newest=newest,
+            lengths=lengths,
+            deltas=deltas,
+            relay=jax.tree.map(lambda values: values[plan.slots], memory.relay),
+            draft_from=memory.draft_from[plan.slots],
+            max_drafts=plan.sampling.max_drafts,
+            page_table=plan.page_table,
+        )
+
+    @property
+    def can_draft(self) -> Bool[jax.Array, " B"]:
+        """True for requests with draft KV."""
+        return self.draft_from < self.lengths
 
 
 class DraftTrees(NamedTuple):
@@ -263,20 +308,10 @@ class Drafter(Protocol):
         ...
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[jax.Array, " B"],
-        lengths: Int[jax.Array, " B"],
-        deltas: Int[jax.Array, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
         """Drafts a tree for each request; only the root if `draft_from` equals its length.
 
         Committed rows of the state are not changed.
-
-        Args:
-          deltas: M-RoPE position delta of each request; None for a text-only model.
         """
         ...

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import (
+    DraftRequests,
     DraftTrees,
     ExtendRows,
     PrefillChunks,
@@ -94,18 +95,11 @@ class BlockDrafter(NamedTuple):
         return memory._replace(kv=kv)
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[jax.Array, " B"],
-        lengths: Int[jax.Array, " B"],
-        deltas: Int[jax.Array, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
         """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
-        draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
-        rows = block_rows(block, lengths, draft_from, plan.page_table)
+        newest, block = requests.newest, _block_of(self.weights.config)
+        rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
         embed = embedding(self.target, self.weights)
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
@@ -116,7 +110,7 @@ class BlockDrafter(NamedTuple):
             scored, newest, hidden, shape.depth, rank, is_weighed
         )
         tokens, parents, num_nodes = draft_tree.chains(
-            drafts, newest, plan.sampling.max_drafts, draft_from < lengths
+            drafts, newest, requests.max_drafts, requests.can_draft
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
         return DraftTrees(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.device_state import DraftInput, DraftState, Plan
-from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from jax_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.heads import Head, Tokens
 from jax_impl.ops import scan
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_mrope
@@ -79,29 +79,10 @@ class EagleDrafter(NamedTuple):
         return memory._replace(kv=kv, relay=relay)
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[jax.Array, " B"],
-        lengths: Int[jax.Array, " B"],
-        deltas: Int[jax.Array, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
-        relay = jax.tree.map(lambda values: values[plan.slots], memory.relay)
-        drafted, kv = draft(
-            head=self.head,
-            kv=memory.kv,
-            relay=relay,
-            newest=newest,
-            lengths=lengths,
-            deltas=deltas,
-            draft_from=memory.draft_from[plan.slots],
-            max_drafts=plan.sampling.max_drafts,
-            page_table=plan.page_table,
-            shape=shape,
-            rank=rank,
-        )
+        assert requests.relay is not None  # a head has a relay
+        drafted, kv = draft(self.head, memory.kv, requests.relay, requests, shape, rank)
         return drafted, memory._replace(kv=kv)
 
 
@@ -145,12 +126,7 @@ def draft(
     head: Head,
     kv: KV,
     relay: DraftInput,
-    newest: Int[jax.Array, " B"],
-    lengths: Int[jax.Array, " B"],
-    deltas: Int[jax.Array, " B"] | None,
-    draft_from: Int[jax.Array, " B"],
-    max_drafts: Int[jax.Array, " B"],
-    page_table: Int[jax.Array, "B table"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
 ) -> tuple[DraftTrees, KV]:
@@ -159,7 +135,7 @@ def draft(
     def run(
         rows: AttentionRows, tokens: Tokens, hidden: Carried, kv: KV
     ) -> tuple[Projection, Carried, KV]:
-        rows = rows if deltas is None else with_mrope(rows, deltas)
+        rows = rows if requests.deltas is None else with_mrope(rows, requests.deltas)
         out, kv = head.forward(rows, tokens, None, hidden, kv)
         return head.projected(out), out, kv
 
@@ -167,19 +143,8 @@ def draft(
         return hidden[rows]
 
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
-    return grow(
-        expand=Expand(run, pick, relay.hidden),
-        kv=kv,
-        first=first_of(head, relay, shape, rank),
-        newest=newest,
-        lengths=lengths,
-        draft_from=draft_from,
-        max_drafts=max_drafts,
-        page_table=page_table,
-        shape=shape,
-        rank=rank,
-        root_rows=0,
-    )
+    expand, first = Expand(run, pick, relay.hidden), first_of(head, relay, shape, rank)
+    return grow(expand, kv, first, requests, shape, rank, root_rows=0)
 
 
 def extend_rows(
@@ -259,34 +224,21 @@ def grow(
     expand: Expand,
     kv: KV,
     first: FirstLevel,
-    newest: Int[jax.Array, " B"],
-    lengths: Int[jax.Array, " B"],
-    draft_from: Int[jax.Array, " B"],
-    max_drafts: Int[jax.Array, " B"],
-    page_table: Int[jax.Array, "B table"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> tuple[DraftTrees, KV]:
     """Builds trees from their first level; the first `root_rows` of the window are the root's."""
-    B, k, S = len(newest), shape.width, shape.depth
+    B, k, S = len(requests.newest), shape.width, shape.depth
     if k == 1:
-        bounds = (lengths, draft_from, max_drafts, page_table)
-        return _grow_chain(expand, kv, first, newest, *bounds, shape, rank, root_rows)
-    can_draft = draft_from < lengths
+        return _grow_chain(expand, kv, first, requests, shape, rank, root_rows)
+    can_draft = requests.can_draft
     levels_of = [_TreeCandidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
 
         def body(at: _Frontier, s: Int[jax.Array, ""]) -> tuple[_Frontier, _TreeCandidates]:
-            rows = _expansion_rows(
-                sees=at.level.sees,
-                s=s,
-                lengths=lengths,
-                draft_from=draft_from,
-                can_draft=can_draft,
-                page_table=page_table,
-                root_rows=root_rows,
-            )
+            rows = _expansion_rows(at.level.sees, s, requests, can_draft, root_rows)
             tokens = at.level.tokens.reshape(-1)
             scored, carried, kv = expand.run(rows, tokens, at.carried, at.kv)
             ranked = rank(scored, at.level.paths, s)
@@ -304,11 +256,11 @@ def grow(
         kv = end.kv
         levels_of.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
     kept = draft_tree.keep_best(
-        newest=newest,
+        newest=requests.newest,
         tokens=jnp.concatenate([each.tokens for each in levels_of], axis=1),
         weights=jnp.concatenate([each.weights for each in levels_of], axis=1),
         parents=jnp.concatenate([each.parents for each in levels_of], axis=1),
-        max_drafts=max_drafts,
+        max_drafts=requests.max_drafts,
         has_relay=can_draft,
         nodes=shape.nodes,
     )
@@ -319,17 +271,13 @@ def _grow_chain(
     expand: Expand,
     kv: KV,
     first: FirstLevel,
-    newest: Int[jax.Array, " B"],
-    lengths: Int[jax.Array, " B"],
-    draft_from: Int[jax.Array, " B"],
-    max_drafts: Int[jax.Array, " B"],
-    page_table: Int[jax.Array, "B table"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> tuple[DraftTrees, KV]:
     """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
-    (B, depth), can_draft = (len(newest), shape.depth), draft_from < lengths
+    (B, depth), can_draft = (len(requests.newest), shape.depth), requests.can_draft
     tokens, edges, is_weighed = first.tokens, first.weights, shape.shares_rows(B)
     processed = [] if first.processed is None else [first.processed[:, None]]
     if depth > 1:
@@ -337,8 +285,8 @@ def _grow_chain(
         def body(
             end: _ChainFrontier, s: Int[jax.Array, ""]
         ) -> tuple[_ChainFrontier, _ChainExpansion]:
-            place = lengths + root_rows + s - 1
-            rows = extend_rows(place, can_draft.astype(jnp.int32), draft_from, page_table, 0)
+            place, counts = requests.lengths + root_rows + s - 1, can_draft.astype(jnp.int32)
+            rows = extend_rows(place, counts, requests.draft_from, requests.page_table, 0)
             scored, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
             ranked = rank(scored, end.paths, s)
             token = ranked.ids[:, 0, 0]
@@ -357,7 +305,7 @@ def _grow_chain(
             edges = jnp.concatenate([edges, more.edge.T], axis=1)
         if more.law is not None:
             processed.append(jnp.moveaxis(more.law, 0, 1))
-    chains = draft_tree.chains(tokens, newest, max_drafts, can_draft)
+    chains = draft_tree.chains(tokens, requests.newest, requests.max_drafts, can_draft)
     weights = verify_budget.chain_weights(edges) if is_weighed else None
     laws = jnp.concatenate(processed, axis=1) if processed else None
     return DraftTrees(*chains, weights, laws), kv
@@ -381,27 +329,25 @@ def _first_level(first: FirstLevel, shape: TreeShape, root_rows: int) -> Level:
 def _expansion_rows(
     sees: Bool[jax.Array, "B k window"],
     s: Int[jax.Array, ""],
-    lengths: Int[jax.Array, " B"],
-    draft_from: Int[jax.Array, " B"],
+    requests: DraftRequests,
     can_draft: Bool[jax.Array, " B"],
-    page_table: Int[jax.Array, "B table"],
     root_rows: int,
 ) -> AttentionRows:
     """Returns the rows of expansion `s`: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), k)
     is_real = can_draft[request]
-    until = jnp.where(is_real, lengths[request], 0)
+    until = jnp.where(is_real, requests.lengths[request], 0)
     number = jnp.tile(jnp.arange(k, dtype=jnp.int32), B)
     return AttentionRows(
         request=request,
         positions=until + root_rows + s - 1,
         places=until + root_rows + (s - 1) * k + number,
-        first=draft_from[request],
+        first=requests.draft_from[request],
         until=until,
         window=sees.reshape(B * k, -1) & is_real[:, None],
         is_real=is_real,
-        page_table=page_table,
+        page_table=requests.page_table,
         row_starts=k * jnp.arange(B + 1, dtype=jnp.int32),
         max_rows=k,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from jax_impl import model
 from jax_impl.device_state import DraftState, Plan, select
-from jax_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from jax_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, grow
 from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import GDNMixer, PrefillMixer, VerifyMixer
@@ -40,7 +40,7 @@ class StandaloneDrafter(NamedTuple):
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
             return self._without_states(memory, fed)
-        pools = (_in_slots(memory, plan, prompts.first), memory.snapshots)
+        pools = (_in_slots(memory, plan.slots, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
         is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, fed.rows.request)
@@ -65,7 +65,7 @@ class StandaloneDrafter(NamedTuple):
         place = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
         nodes = TreeNodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
-        states = _in_slots(memory, plan, before)
+        states = _in_slots(memory, plan.slots, before)
         mixer = VerifyMixer(self.small.config, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
         save = (plan.save_at - before, plan.save)
@@ -73,19 +73,12 @@ class StandaloneDrafter(NamedTuple):
         return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[jax.Array, " B"],
-        lengths: Int[jax.Array, " B"],
-        deltas: Int[jax.Array, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
-        draft_from, states = memory.draft_from[plan.slots], None
         rank = rank._replace(vocabulary=self.small.vocabulary)
+        states = None
         if memory.delta is not None:
-            states = _context(memory, plan, lengths)
+            states = _context(memory, requests.slots, requests.lengths)
 
         def run(
             rows: AttentionRows, tokens: Tokens, states: Carried, kv: KV
@@ -103,22 +96,12 @@ class StandaloneDrafter(NamedTuple):
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
             return None if states is None else gdn_layer.take(states, rows)
 
-        can_draft = (draft_from < lengths).astype(jnp.int32)
-        rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
-        scored, states, kv = run(rows, newest, states, memory.kv)
-        drafted, kv = grow(
-            expand=Expand(run, pick, states),
-            kv=kv,
-            first=FirstLevel.of(rank.roots(scored)),
-            newest=newest,
-            lengths=lengths,
-            draft_from=draft_from,
-            max_drafts=plan.sampling.max_drafts,
-            page_table=plan.page_table,
-            shape=shape,
-            rank=rank,
-            root_rows=1,
-        )
+        counts = requests.can_draft.astype(jnp.int32)
+        draft_from, table = requests.draft_from, requests.page_table
+        rows = extend_rows(requests.lengths, counts, draft_from, table, depth=0)
+        scored, states, kv = run(rows, requests.newest, states, memory.kv)
+        expand, first = Expand(run, pick, states), FirstLevel.of(rank.roots(scored))
+        drafted, kv = grow(expand, kv, first, requests, shape, rank, root_rows=1)
         return drafted, memory._replace(kv=kv)
 
     def _without_states(self, memory: DraftState, fed: ExtendRows) -> DraftState:
@@ -133,15 +116,19 @@ class StandaloneDrafter(NamedTuple):
         return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> GDNState:
+def _context(
+    memory: DraftState, slots: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
+) -> GDNState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     assert memory.delta is not None  # a draft model with GDN layers
-    held = gdn_layer.take(memory.delta, plan.slots)
-    is_whole = memory.draft_from[plan.slots] < lengths
+    held = gdn_layer.take(memory.delta, slots)
+    is_whole = memory.draft_from[slots] < lengths
     return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
 
 
-def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> GDNState:
+def _in_slots(
+    memory: DraftState, slots: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
+) -> GDNState:
     """Returns the states of all slots; those in the plan are the states of their context."""
     assert memory.delta is not None  # a draft model with GDN layers
-    return gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, lengths))
+    return gdn_layer.put(memory.delta, slots, _context(memory, slots, lengths))

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
-from jax_impl.drafters import ExtendRows, Ranking, eagle, heads
+from jax_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
 from jax_impl.ops.gdn import gdn_layer
 from jax_impl.ops.gemm.layers import ImageEmbeds
@@ -238,9 +238,17 @@ class JaxHead:
         rank = greedy_ranking(length, shape)
         fed = ExtendRows(rows, tokens, tokens, None, passed, length - 1)
         relay, kv = eagle.relay_of(self._head, kv, fed, rank)
-        capacity = (rank.sampling.max_drafts, table, shape, rank)
-        where = (tokens[-1:], length, None, slot, *capacity)
-        drafted, _ = eagle.draft(self._head, kv, relay, *where)
+        requests = DraftRequests(
+            slots=slot,
+            newest=tokens[-1:],
+            lengths=length,
+            deltas=None,
+            relay=relay,
+            draft_from=slot,
+            max_drafts=rank.sampling.max_drafts,
+            page_table=table,
+        )
+        drafted, _ = eagle.draft(self._head, kv, relay, requests, shape, rank)
         return drafted.tokens, drafted.parents, drafted.num_nodes
 
 

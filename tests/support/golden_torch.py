@@ -24,7 +24,7 @@ from tests.support.golden_models import (
     golden_head_files,
 )
 from torch_impl import device_state, model, weights
-from torch_impl.drafters import ExtendRows, Ranking, eagle, heads
+from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gdn import gdn_layer
@@ -189,8 +189,17 @@ class TorchHead:
         rows = causal_rows(self._table, len(tokens), 0)
         fed = ExtendRows(rows, ints(tokens), ints(tokens), None, self._passed(reads), length - 1)
         relay = eagle.relay_of(self._head, self._kv, fed, rank)
-        where = (ints(tokens[-1:]), length, None, none, ints([shape.nodes - 1]), self._table)
-        drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
+        requests = DraftRequests(
+            slots=none,
+            newest=ints(tokens[-1:]),
+            lengths=length,
+            deltas=None,
+            relay=relay,
+            draft_from=none,
+            max_drafts=ints([shape.nodes - 1]),
+            page_table=self._table,
+        )
+        drafted = eagle.draft(self._head, self._kv, relay, requests, shape, rank)
         return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 
     def _passed(self, reads: Array) -> model.Forward:

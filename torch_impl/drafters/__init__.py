@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.boundary.program import Program
 from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
-from torch_impl.device_state import DraftState, Plan
+from torch_impl.device_state import DraftInput, DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import AttentionRows
@@ -199,6 +199,54 @@ class ExtendRows:
 
 
 @dataclass(frozen=True)
+class DraftRequests:
+    """Requests of a step that drafts; see `shared.spec.tree_growth.DraftRequests`.
+
+    Attributes:
+      slots: Slot of each request.
+      deltas: M-RoPE position delta of each request; None for a text-only model.
+      relay: Draft input of each request; None for a drafter without one.
+    """
+
+    slots: Int[Tensor, " B"]
+    newest: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    deltas: Int[Tensor, " B"] | None
+    relay: DraftInput | None
+    draft_from: Int[Tensor, " B"]
+    max_drafts: Int[Tensor, " B"]
+    page_table: Int[Tensor, "B P"]
+
+    @classmethod
+    def of(
+        cls,
+        memory: DraftState,
+        plan: Plan,
+        newest: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
+    ) -> "DraftRequests":
+        """Reads the requests of a plan, and what the drafter's state has of their slots."""
+        slots, held = plan.slots, memory.relay
+        relay = held and DraftInput(held.tokens[slots], held.weights[slots], held.hidden[slots])
+        return cls(
+            slots=slots,
+            newest=newest,
+            lengths=lengths,
+            deltas=deltas,
+            relay=relay,
+            draft_from=memory.draft_from[slots],
+            max_drafts=plan.sampling.max_drafts,
+            page_table=plan.page_table,
+        )
+
+    @property
+    def can_draft(self) -> Bool[Tensor, " B"]:
+        """True for requests with draft KV."""
+        return self.draft_from < self.lengths
+
+
+@dataclass(frozen=True)
 class DraftTrees:
     """Draft trees, built by `draft_tree.keep_best`.
 
@@ -256,18 +304,7 @@ class Drafter(Protocol):
         ...
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        deltas: Int[Tensor, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        """Drafts a tree for each request; only the root if `draft_from` equals its length.
-
-        Args:
-          deltas: M-RoPE position delta of each request; None for a text-only model.
-        """
+        """Drafts a tree for each request; only the root if `draft_from` equals its length."""
         ...

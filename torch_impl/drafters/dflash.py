@@ -15,6 +15,7 @@ from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import (
+    DraftRequests,
     DraftTrees,
     ExtendRows,
     PrefillChunks,
@@ -104,18 +105,11 @@ class BlockDrafter:
         write_context(self.weights, self.frequencies, *read, memory.kv, group)
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        deltas: Int[Tensor, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
         """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
-        draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
-        rows = block_rows(block, lengths, draft_from, plan.page_table)
+        newest, block = requests.newest, _block_of(self.weights)
+        rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
         embed, kv = embedding(self.target, self.weights), memory.kv
         filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
@@ -126,7 +120,7 @@ class BlockDrafter:
             scored, newest, filled, shape.depth, rank, is_weighed
         )
         tokens, parents, num_nodes = draft_tree.chains(
-            drafts, newest, plan.sampling.max_drafts, draft_from < lengths
+            drafts, newest, requests.max_drafts, requests.can_draft
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
         return DraftTrees(tokens, parents, num_nodes, weights, processed)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftInput, DraftState, Plan
-from torch_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from torch_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.heads import Head, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops.attention.attention import AttentionRows, with_mrope
@@ -66,31 +66,10 @@ class EagleDrafter:
         held.hidden[plan.slots] = new.hidden
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        deltas: Int[Tensor, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        slots, held = plan.slots, memory.relay
-        assert held is not None  # a head has a relay
-        relay = DraftInput(held.tokens[slots], held.weights[slots], held.hidden[slots])
-        return draft(
-            self.head,
-            memory.kv,
-            relay,
-            newest,
-            lengths,
-            deltas,
-            memory.draft_from[slots],
-            plan.sampling.max_drafts,
-            plan.page_table,
-            shape,
-            rank,
-        )
+        assert requests.relay is not None  # a head has a relay
+        return draft(self.head, memory.kv, requests.relay, requests, shape, rank)
 
 
 @dataclass(frozen=True)
@@ -133,57 +112,39 @@ def draft(
     head: Head,
     kv: Pools,
     relay: DraftInput,
-    newest: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    deltas: Int[Tensor, " B"] | None,
-    draft_from: Int[Tensor, " B"],
-    max_drafts: Int[Tensor, " B"],
-    page_table: Int[Tensor, "B P"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
 ) -> DraftTrees:
+    """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
     hidden = relay.hidden
 
     def expand(rows: AttentionRows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
         nonlocal hidden
-        rows = rows if deltas is None else with_mrope(rows, deltas)
+        rows = rows if requests.deltas is None else with_mrope(rows, requests.deltas)
         hidden = head.forward(rows, tokens, None, hidden[parent], kv)
         return head.projected(hidden)
 
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
-    return grow(
-        expand,
-        first_of(head, relay, shape, rank),
-        newest,
-        lengths,
-        draft_from,
-        max_drafts,
-        page_table,
-        shape,
-        rank,
-        root_rows=0,
-    )
+    first = first_of(head, relay, shape, rank)
+    return grow(expand, first, requests, shape, rank, root_rows=0)
 
 
 def grow(
     expand: Expand,
     first: FirstLevel,
-    newest: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    draft_from: Int[Tensor, " B"],
-    max_drafts: Int[Tensor, " B"],
-    page_table: Int[Tensor, "B P"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> DraftTrees:
+    """Builds trees from their first level; the first `root_rows` of the window are the root's."""
     if shape.width == 1:
-        bounds = (lengths, draft_from, max_drafts, page_table)
-        return _grow_chain(expand, first, newest, *bounds, shape, rank, root_rows)
-    can_draft = draft_from < lengths
+        return _grow_chain(expand, first, requests, shape, rank, root_rows)
+    can_draft = requests.can_draft
     levels = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
-    rows = _expansion_rows(level.sees, lengths, draft_from, can_draft, page_table, root_rows)
+    rows = _expansion_rows(level.sees, requests, can_draft, root_rows)
     for s in range(1, shape.depth):
         if s > 1:
             rows = _next_rows(rows, level.sees)
@@ -195,7 +156,13 @@ def grow(
         levels.append((ranked.ids.flatten(1), weights, parents))
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     kept = draft_tree.keep_best(
-        newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
+        newest=requests.newest,
+        tokens=tokens,
+        weights=weights,
+        parents=parents,
+        max_drafts=requests.max_drafts,
+        has_relay=can_draft,
+        nodes=shape.nodes,
     )
     return DraftTrees(*kept, None)
 
@@ -203,24 +170,21 @@ def grow(
 def _grow_chain(
     expand: Expand,
     first: FirstLevel,
-    newest: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    draft_from: Int[Tensor, " B"],
-    max_drafts: Int[Tensor, " B"],
-    page_table: Int[Tensor, "B P"],
+    requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> DraftTrees:
     """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
-    can_draft = draft_from < lengths
+    lengths, can_draft = requests.lengths, requests.can_draft
     tokens, edges = [first.tokens], [first.weights]
     laws = [first.processed]  # of each position, or None
     rows: AttentionRows | None = None
     for s in range(1, shape.depth):
         if rows is None:
             place = lengths + root_rows if root_rows else lengths
-            rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
+            draft_from, table = requests.draft_from, requests.page_table
+            rows = extend_rows(place, can_draft.int(), draft_from, table, depth=0)
         else:
             rows = _next_link(rows)
         scored = expand(rows, tokens[-1].flatten(), rows.request)
@@ -229,7 +193,8 @@ def _grow_chain(
         edges.append(ranked.weights[:, 0])
         laws.append(ranked.processed)
     processed = [law for law in laws if law is not None]
-    chains = draft_tree.chains(torch.cat(tokens, dim=1), newest, max_drafts, can_draft)
+    drafts, newest = torch.cat(tokens, dim=1), requests.newest
+    chains = draft_tree.chains(drafts, newest, requests.max_drafts, can_draft)
     is_weighed = shape.shares_rows(len(newest))
     weights = verify_budget.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
     return DraftTrees(*chains, weights, torch.stack(processed, dim=1) if processed else None)
@@ -242,6 +207,10 @@ def extend_rows(
     page_table: Int[Tensor, "B P"],
     depth: int,
 ) -> AttentionRows:
+    """Returns the B * (depth + 1) rows of a draft extend over accepted paths.
+
+    Row j of a request has position `lengths + j` and is padding from `counts` on.
+    """
     B, W = len(lengths), depth + 1
     step = torch.arange(W, dtype=torch.int32, device=lengths.device)
     is_real = (step < counts[:, None]).flatten()
@@ -287,25 +256,23 @@ def _first_level(
 
 def _expansion_rows(
     sees: Bool[Tensor, "B k window"],
-    lengths: Int[Tensor, " B"],
-    draft_from: Int[Tensor, " B"],
+    requests: DraftRequests,
     can_draft: Bool[Tensor, " B"],
-    page_table: Int[Tensor, "B P"],
     root_rows: int,
 ) -> AttentionRows:
     """Returns the rows of the first expansion: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
-    until, is_real = _each(torch.where(can_draft, lengths, 0), k), _each(can_draft, k)
+    until, is_real = _each(torch.where(can_draft, requests.lengths, 0), k), _each(can_draft, k)
     node = torch.arange(root_rows, root_rows + k, dtype=torch.int32, device=sees.device)
     return AttentionRows(
         request=_each(torch.arange(B, device=sees.device), k),
         positions=until + root_rows if root_rows else until,
         places=(until.view(B, k) + node).flatten(),
-        first=_each(draft_from, k),
+        first=_each(requests.draft_from, k),
         until=until,
         window=sees.flatten(0, 1) & is_real[:, None],
         is_real=is_real,
-        page_table=page_table,
+        page_table=requests.page_table,
         row_starts=_row_starts(B, k, sees.device),
         max_rows=k,
     )

@@ -10,7 +10,7 @@ from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl import model
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import DraftTrees, ExtendRows, PrefillChunks, Ranking
+from torch_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.eagle import FirstLevel, extend_rows, grow
 from torch_impl.drafters.heads import Tokens
 from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
@@ -42,7 +42,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, prompts.first))
+        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, prompts.first))
         save_after = plan.save_at - prompts.first
         is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
@@ -62,7 +62,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, before))
+        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, before))
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
@@ -73,18 +73,12 @@ class StandaloneDrafter:
         mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
 
     def draft(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        deltas: Int[Tensor, " B"] | None,
-        shape: TreeShape,
-        rank: Ranking,
+        self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        draft_from = memory.draft_from[plan.slots]
         rank = replace(rank, vocabulary=self.small.vocabulary)
-        states = None if memory.delta is None else _context(memory, plan, lengths)
+        states = None
+        if memory.delta is not None:
+            states = _context(memory, requests.slots, requests.lengths)
 
         def expand(rows: AttentionRows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
             nonlocal states
@@ -99,22 +93,12 @@ class StandaloneDrafter:
             states = None if mixer is None else mixer.advanced
             return model.lm_head_input(self.small, hidden)
 
-        can_draft = (draft_from < lengths).int()
-        rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
-        requests = torch.arange(len(newest), device=newest.device)
-        scored = expand(rows, newest, requests)
-        return grow(
-            expand,
-            FirstLevel.of(rank.roots(scored)),
-            newest,
-            lengths,
-            draft_from,
-            plan.sampling.max_drafts,
-            plan.page_table,
-            shape,
-            rank,
-            root_rows=1,
-        )
+        counts, newest = requests.can_draft.int(), requests.newest
+        draft_from, table = requests.draft_from, requests.page_table
+        rows = extend_rows(requests.lengths, counts, draft_from, table, depth=0)
+        scored = expand(rows, newest, torch.arange(len(newest), device=newest.device))
+        first = FirstLevel.of(rank.roots(scored))
+        return grow(expand, first, requests, shape, rank, root_rows=1)
 
     def _forward(
         self, memory: DraftState, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
@@ -124,10 +108,10 @@ class StandaloneDrafter:
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> GDNState:
+def _context(memory: DraftState, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> GDNState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
-    is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
+    is_whole = (memory.draft_from[slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # a draft model with GDN layers
-    held = gdn_layer.take(memory.delta, plan.slots)
+    held = gdn_layer.take(memory.delta, slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
     return GDNState(recurrent, torch.where(is_whole, held.window, 0))
