@@ -23,7 +23,7 @@ from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.file_kind import ORBAX_FOLDER
-from shared.models.formats.fp8_w8a16 import InWords
+from shared.models.formats.weight_format import StoredTensor
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import as_stored
 
@@ -122,15 +122,9 @@ class OrbaxCheckpoint:
         progress(self._num_bytes(parameter))
         return parameter.share(read).astype(np.float32 if parameter.float32 else dtype)
 
-    def as_w8a16(self, wanted: Sequence[Parameter]) -> InWords:
-        """Returns no parameters: FP8 weights were dequantised on conversion."""
-        return {}
-
-    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns no parameters: FP8 weights were dequantised on conversion."""
-        return frozenset()
-
-    has_scales = as_w8a8
+    def stored(self, parameter: Parameter) -> list[StoredTensor | None]:
+        """Returns no tensors: quantised weights were dequantised on conversion."""
+        return []
 
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         name = parameter.tied_to or parameter.name

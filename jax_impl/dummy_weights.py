@@ -1,5 +1,6 @@
-"""Same as `shared.models.dummy_weights`; one compiled pass generates an array on the device."""
+"""Same as `shared.models.dummy_elements`; one compiled pass generates an array on the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt32
 
-from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shape_of_words
+from shared.models.dummy_elements import LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.parameters import Parameter
 
 
@@ -23,38 +23,47 @@ def elements(
     law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> Float[jax.Array, "..."]:
     """Same as the specification; the shapes of key and places must be broadcastable."""
-    tops = _tops(law, key, places)
+    tops = top_bits(law, key, places)
     whole = 2 * tops.astype(jnp.int32) + (1 - 2**law.bits)
     return whole.astype(jnp.float32) * np.float32(law.step) + np.float32(law.centre)
 
 
-def codes(
-    key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
-) -> UInt32[jax.Array, "..."]:
-    """Returns the FP8 values of the numbers that `elements` computes for `FP8_INIT`."""
-    tops, half = _tops(FP8_INIT, key, places), np.uint32(2 ** (FP8_INIT.bits - 1))
-    is_negative = tops < half
-    place = jnp.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
-    fours = jnp.where(place < 4, np.uint32(CODES[0]), np.uint32(CODES[1]))
-    return ((fours >> (8 * (place & 3))) & 0xFF) | (is_negative.astype(jnp.uint32) << 7)
+def word_array(
+    parameter: Parameter,
+    codes: Callable[[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]], UInt32[jax.Array, "..."]],
+    parts: int,
+    block: int,
+    device: jax.Device,
+) -> Int32[jax.Array, "..."]:
+    """Generates a packed parameter or a rank's shard, without temporary memory.
 
-
-def word_array(parameter: Parameter, device: jax.Device) -> Int32[jax.Array, "..."]:
-    """Generates a packed FP8 parameter or a rank's shard, without temporary memory."""
+    Args:
+      parameter: The parameter.
+      codes: Returns the quantised elements of a layer's key and of indices in the layer.
+      parts: Elements of an int32, the first in its lowest bits.
+      block: Inputs that are packed together: part i of element j is input `block // parts` i + j.
+      device: Device of the array.
+    """
     keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
-    return _words_made(keys, outputs, _ShardLayout.of(parameter, shape_of_words(parameter.shape)))
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // parts)
+    return _words_made(keys, outputs, _ShardLayout.of(parameter, shape), codes, parts, block)
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _words_made(
-    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: "_ShardLayout"
+    keys: UInt32[jax.Array, " layers"],
+    outputs: Int32[jax.Array, " outputs"],
+    form: "_ShardLayout",
+    codes: Callable[..., UInt32[jax.Array, "..."]],
+    parts: int,
+    block: int,
 ) -> Int32[jax.Array, "..."]:
     number, key, is_filled = _numbered(keys, outputs, form)
-    count = FP8_BLOCK // 4
-    first = number // count * FP8_BLOCK + number % count
+    count = block // parts
+    first = number // count * block + number % count
     words = jnp.zeros((), jnp.uint32)
-    for byte in range(4):
-        words |= codes(key, first + count * byte) << (8 * byte)
+    for part in range(parts):
+        words |= codes(key, first + count * part) << (32 // parts * part)
     words = jnp.where(is_filled, words, np.uint32(0))
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
@@ -126,7 +135,7 @@ def _numbered(
     return jnp.broadcast_to(places, shape), key, outputs >= 0
 
 
-def _tops(
+def top_bits(
     law: InitSpec, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> UInt32[jax.Array, "..."]:
     """Returns the highest `law.bits` bits of the hash."""

@@ -85,9 +85,11 @@ def read_weights(
     """Loads a rank's shard of the model and of the drafter, if the drafter has weights."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
-    stay = (blueprint.as_w8a16, blueprint.as_w8a8)
+    formats = blueprint.formats
     token_map = blueprint.drafts.token_map
-    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
+    weights = load(
+        checkpoint, model, with_mtp, *placement, formats, group=group, token_map=token_map
+    )
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),

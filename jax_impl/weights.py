@@ -6,9 +6,9 @@ zero-centred norms.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int, Shaped
 
-from jax_impl import dummy_weights, fp8_weights
+from jax_impl import dummy_weights
+from jax_impl.formats import registry
 from jax_impl.model_weights import (
     Attention,
     BlockWeights,
@@ -41,7 +42,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.formats.fp8_w8a16 import SCALES, InWords
+from shared.models.formats.weight_format import SCALES, WeightFormat
 from shared.models.layers import LayerConfig
 from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
@@ -60,14 +61,14 @@ class Loaded(NamedTuple):
 
     Attributes:
       alone: Parameters that are not per layer.
-      stacks: Per-layer parameters, stacked.
+      stacks: Per-layer parameters, stacked; those that stay quantised are matrices.
     """
 
     alone: dict[str, jax.Array]
-    stacks: dict[str, jax.Array]
+    stacks: dict[str, Any]
 
     @property
-    def named(self) -> dict[str, jax.Array]:
+    def named(self) -> dict[str, Any]:
         """Returns all arrays by name."""
         return self.alone | self.stacks
 
@@ -92,8 +93,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-    as_w8a16: InWords,
-    as_w8a8: Collection[str] = (),
+    formats: Mapping[str, WeightFormat],
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:
@@ -106,8 +106,7 @@ def load(
       dtype: Dtype of the weights, float32 or bfloat16.
       device: Device of the rank.
       progress: Called with the number of stored bytes after each tensor.
-      as_w8a16, as_w8a8: Parameters that stay FP8; all are stacks. The activations of W8A8 are
-        quantised too.
+      formats: Formats of the parameters that stay quantised, by name; all are stacks.
       group: TP group of the rank.
       token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.DrafterSpec`.
 
@@ -117,17 +116,12 @@ def load(
     wanted = divided_parameters(config, with_mtp, group.count, token_map)
     wanted = of_rank(wanted, group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    stay = {*as_w8a16, *as_w8a8}
-    loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
-    if stay:
-        assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have no FP8
-        for parameter in (p for p in wanted if p.name in stay):
-            name, stacks = parameter.name, loaded.stacks
-            if name in as_w8a8:
-                both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
-            else:
-                both = fp8_weights.read(checkpoint, parameter, as_w8a16[name], device, progress)
-            stacks[name], stacks[f"{name}{SCALES}"] = both
+    loaded = _sorted_out([p for p in wanted if p.name not in formats], read, dtype, device)
+    for parameter in (p for p in wanted if p.name in formats):
+        assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have none
+        format = formats[parameter.name]
+        planes = registry.read(checkpoint, parameter, format, device, progress)
+        loaded.stacks[parameter.name] = Matrix(format, planes)
     return _with_ids(loaded, token_map, device)
 
 
@@ -232,8 +226,8 @@ def _loaded(
             parameter, checkpoint.init_spec(parameter), kind, device
         )
         progress(checkpoint.num_bytes([parameter]))
-        if (granularity := checkpoint.granularity_of(parameter)) is not None:
-            made = fp8_weights.scaled(made, parameter, granularity)
+        if (encoding := checkpoint.encoding_of(parameter)) is not None:
+            made = registry.scaled_dummy(encoding, made, parameter)
         return made
     is_large = math.prod(parameter.shape) >= LARGE
     if not (is_large and isinstance(checkpoint, Checkpoint)):
@@ -275,10 +269,12 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Returns True if a layer gets stacked weights for kernels, not its own matrices."""
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
-    if stacks[name].dtype == jnp.float8_e4m3fn:  # has float32 scales
+    stored = stacks[name]
+    if not isinstance(stored, Matrix):
+        return linear.reads_stacks(stored, device)
+    if stored.format.quantizes_activations:  # has float32 scales
         return linear.reads_stacks(loaded.alone["embed"], device)
-    # Packed FP8 weights are int32, and their scales bfloat16.
-    return linear.reads_stacks(stacks.get(f"{name}{SCALES}", stacks[name]), device)
+    return linear.reads_stacks(stored.planes[SCALES], device)
 
 
 # Records of the arrays of a trace
@@ -288,10 +284,10 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
     """Builds a model's records; `in_stacks` is the result of `are_read_in_stacks`."""
     alone, rows = loaded.alone, None
     if DRAFT_HEAD in alone:
-        rows = DraftVocabHead(Matrix(alone[DRAFT_HEAD]), alone["draft_ids"])
+        rows = DraftVocabHead(Matrix.plain(alone[DRAFT_HEAD]), alone["draft_ids"])
     return Weights(
         embed=alone["embed"],
-        lm_head=Matrix(alone.get("lm_head", alone["embed"])),
+        lm_head=Matrix.plain(alone.get("lm_head", alone["embed"])),
         final_norm=alone["final_norm"],
         layers=_layers(loaded.stacks, "", config.layers, in_stacks),
         mtp=_mtp(config, loaded, in_stacks) if loaded.has_mtp else None,
@@ -309,7 +305,7 @@ def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
 
     def matrix(name: str) -> Matrix:
         named = loaded.named
-        return Matrix(named[f"vision.{name}"], None, named[f"vision.{name}{BIAS}"])
+        return Matrix.plain(named[f"vision.{name}"], None, named[f"vision.{name}{BIAS}"])
 
     def norm(name: str) -> LayerNorm:
         return LayerNorm(*(loaded.named[f"vision.{name}{end}"] for end in ("", BIAS)))
@@ -332,7 +328,7 @@ def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
 
 
 def _layers(
-    stacks: Mapping[str, jax.Array], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
+    stacks: Mapping[str, Any], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     feeds = {"mlp": _mlp, "experts": _experts}
@@ -354,11 +350,11 @@ def _layers(
     return tuple(layers)
 
 
-def _mlp(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Mlp:
+def _mlp(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Mlp:
     return Mlp(*(_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("gate_up", "down")))
 
 
-def _experts(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Experts:
+def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Experts:
     def at(name: str) -> Matrix:
         return _matrix(stacks, f"{prefix}{name}", place, in_stacks)
 
@@ -373,9 +369,7 @@ def _experts(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks
     )
 
 
-def _attention(
-    stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool
-) -> Attention:
+def _attention(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Attention:
     norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
     # As with the weights: kernels take their layer's of a stack, by its place in the pools. That of
     # a head's later layers counts the first one, which is in no stack with them.
@@ -385,21 +379,19 @@ def _attention(
     return Attention(inputs, out, *norms)
 
 
-def _gated_delta(
-    stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool
-) -> GatedDelta:
+def _gated_delta(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> GatedDelta:
     small = (stacks[f"{prefix}{x}"] for x in ("conv", "a_log", "dt_bias", "norm"))
     conv, a_log, dt_bias, norm = (x if in_stacks else x[place] for x in small)
     inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
     return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
 
 
-def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: bool) -> Matrix:
-    """Returns the weight of one layer of a stack, with its scales and bias."""
-    stack, beside = stacks[name], [stacks.get(f"{name}{end}") for end in (BIAS, SCALES)]
-    if in_stacks:
-        return Matrix(stack, place, *beside)
-    return Matrix(stack[place], None, *(x if x is None else x[place] for x in beside))
+def _matrix(stacks: Mapping[str, Any], name: str, place: int, in_stacks: bool) -> Matrix:
+    """Returns the weight of one layer of a stack, with its bias."""
+    stored, bias = stacks[name], stacks.get(f"{name}{BIAS}")
+    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
+    stack = stack._replace(layer=place, bias=bias)
+    return stack if in_stacks else stack.alone
 
 
 def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:
@@ -411,7 +403,7 @@ def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None
 
 def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> MTPLayer:
     return MTPLayer(
-        fc=Matrix(loaded.alone["mtp.fc"]),
+        fc=Matrix.plain(loaded.alone["mtp.fc"]),
         layer=_layers(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
         **{x: loaded.alone[f"mtp.{x}"] for x in ("embedding_norm", "hidden_norm", "final_norm")},
     )
@@ -423,7 +415,7 @@ def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights
 
 
 def _own_head(loaded: Loaded) -> Matrix | None:
-    return Matrix(loaded.alone["lm_head"]) if "lm_head" in loaded.alone else None
+    return Matrix.plain(loaded.alone["lm_head"]) if "lm_head" in loaded.alone else None
 
 
 def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
@@ -431,7 +423,7 @@ def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
     like = config.layer.layers
     return HeadWeights(
         config=config,
-        fc=Matrix(alone["fc"]),
+        fc=Matrix.plain(alone["fc"]),
         fc_bias=alone.get("fc_bias"),
         aux_norm=loaded.stacks.get("aux_norm"),
         input_norm=alone.get("input_norm"),

@@ -20,7 +20,7 @@ from shared.models.config_fields import read_json
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 
-SCALE = fp8.SCALES[0]
+SCALE = fp8.SCALE_SUFFIXES[0]
 STATED = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -34,6 +34,7 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable.load": "the same",
     "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
     "ops/gemm/linear.py::Matrix.alone": "as above",
+    "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",

@@ -1,13 +1,12 @@
-"""Same as `shared.models.dummy_weights`, for tensors that are generated on the device in chunks."""
+"""Same as `shared.models.dummy_elements`, for tensors generated on the device in chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from shared.models.dummy_weights import CODES, FP8_INIT, LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shape_of_words
+from shared.models.dummy_elements import LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.parameters import Parameter
 
 PIECE = 1 << 24
@@ -24,31 +23,28 @@ def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
 def elements(
     law: InitSpec, key: Int[Tensor, ""], places: Int[Tensor, " places"]
 ) -> Float[Tensor, " places"]:
-    tops = _tops(law, key, places)
+    tops = top_bits(law, key, places)
     whole = tops.mul_(2).add_(1 - 2**law.bits)
     return whole.float().mul_(law.step).add_(law.centre)
 
 
-def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
-    """Returns the FP8 values of the numbers that `elements` computes for `FP8_INIT`."""
-    tops, half = _tops(FP8_INIT, key, places), 2 ** (FP8_INIT.bits - 1)
-    is_negative = tops < half
-    place = torch.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
-    fours = torch.where(place < 4, CODES[0], CODES[1]).int()
-    code = (fours >> (place & 3).mul_(8)).bitwise_and_(0xFF)
-    return code.bitwise_or_(is_negative.int().mul_(0x80))
-
-
-def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "..."]:
-    """Generates a packed FP8 parameter or a rank's shard, in chunks as in `parameter_array`."""
-    made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
-    count = FP8_BLOCK // 4
-    for start, stop, shift in _pieces(parameter, 4, device):
+def word_array(
+    parameter: Parameter,
+    codes: Callable[[Int[Tensor, ""], Int[Tensor, " places"]], Int[Tensor, " places"]],
+    parts: int,
+    block: int,
+    device: torch.device,
+) -> Int32[Tensor, "..."]:
+    """Generates a packed parameter or a rank's shard, in chunks as in `parameter_array`."""
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // parts)
+    made = torch.zeros(shape, dtype=torch.int32, device=device)
+    count = block // parts
+    for start, stop, shift in _pieces(parameter, parts, device):
         number = torch.arange(stop - start, device=device)
-        first = (number // count * FP8_BLOCK + number % count).int() + shift
+        first = (number // count * block + number % count).int() + shift
         for key, layer in _layers(parameter, made):
-            for byte in range(4):
-                words = codes(key, first + count * byte) << (8 * byte)
+            for part in range(parts):
+                words = codes(key, first + count * part) << (32 // parts * part)
                 layer[start:stop].bitwise_or_(words)
     return made
 
@@ -105,7 +101,7 @@ def _shifts(spans: list[tuple[int, int]], device: torch.device) -> int | Int32[T
     return far.repeat_interleave(torch.tensor(counts)).to(device)
 
 
-def _tops(
+def top_bits(
     law: InitSpec, key: Int[Tensor, ""], places: Int[Tensor, " places"]
 ) -> Int[Tensor, " places"]:
     """Returns the highest `law.bits` bits of the hash."""

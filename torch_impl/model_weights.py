@@ -144,7 +144,7 @@ class LayerConvs:
             return None
 
         def conv(name: str) -> ConvWeights:
-            return ConvWeights(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
+            return ConvWeights(arrays[f"{name}.base"], Matrix.plain(arrays[f"{name}.moved"]))
 
         names = [f"conv.{layer}" for layer in range(config.layer.num_layers)]
         return tuple(cls(conv(f"{name}.attention"), conv(f"{name}.mlp")) for name in names)
@@ -178,11 +178,11 @@ class BlockWeights:
         """Builds the weights from a head's layers and its other named arrays."""
         return cls(
             config=config,
-            fc=Matrix(arrays["fc"]),
+            fc=Matrix.plain(arrays["fc"]),
             hidden_norm=arrays["hidden_norm"],
             layers=layers,
             final_norm=arrays["final_norm"],
-            lm_head=Matrix(arrays["lm_head"]) if "lm_head" in arrays else None,
+            lm_head=Matrix.plain(arrays["lm_head"]) if "lm_head" in arrays else None,
             embed=arrays.get("embed"),
             draft_ids=arrays.get("draft_ids"),
             around=LayerConvs.of(config, arrays),

@@ -47,9 +47,11 @@ def load_backend(
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
-    stay, group = (blueprint.as_w8a16, blueprint.as_w8a8), blueprint.ranks
+    formats, group = blueprint.formats, blueprint.ranks
     token_map = blueprint.drafts.token_map
-    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
+    weights = load(
+        checkpoint, model, with_mtp, *placement, formats, group=group, token_map=token_map
+    )
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),

@@ -1,7 +1,8 @@
 """Weights of a model: tensors on a device, with one record per layer."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,14 +15,15 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.formats.fp8_w8a16 import SCALES, InWords
+from shared.models.formats.weight_format import WeightFormat
 from shared.models.layers import LayerConfig
 from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_vision_encoder
-from torch_impl import dummy_weights, fp8_weights
+from torch_impl import dummy_weights
+from torch_impl.formats import registry
 from torch_impl.model_weights import (
     Attention,
     BlockWeights,
@@ -41,6 +43,9 @@ from torch_impl.ops.moe.experts import Experts
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
+Tensors = dict[str, Any]
+"""Tensors by name; a stack that stays quantised is a `Matrix`."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that a model can run in, by name."""
 
@@ -52,8 +57,7 @@ def load(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-    as_w8a16: InWords,
-    as_w8a8: Collection[str] = (),
+    formats: Mapping[str, WeightFormat],
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:
@@ -66,25 +70,22 @@ def load(
       dtype: A name of `DTYPES`.
       device: Device of the rank.
       progress: Called with the number of stored bytes after each tensor.
-      as_w8a16, as_w8a8: Parameters that stay FP8. The activations of W8A8 are quantised too.
+      formats: Formats of the parameters that stay quantised, by name.
       group: TP group of the rank.
       token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.DrafterSpec`.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
     """
-    tensors = {}
+    tensors: Tensors = {}
     wanted = divided_parameters(config, with_mtp, group.count, token_map)
     for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.name
-        if name in as_w8a8:
-            both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
-        elif name in as_w8a16:
-            both = fp8_weights.read(checkpoint, parameter, as_w8a16[name], device, progress)
-        else:
+        if (format := formats.get(name)) is None:
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
-            continue
-        tensors[name], tensors[f"{name}{SCALES}"] = both
+        else:
+            planes = registry.read(checkpoint, parameter, format, device, progress)
+            tensors[name] = Matrix(format, planes)
     return _assemble(config, tensors, token_map)
 
 
@@ -188,8 +189,8 @@ def _loaded(
             parameter, checkpoint.init_spec(parameter), kind, device
         )
         progress(checkpoint.num_bytes([parameter]))
-        if (granularity := checkpoint.granularity_of(parameter)) is not None:
-            made = fp8_weights.scaled(made, parameter, granularity)
+        if (encoding := checkpoint.encoding_of(parameter)) is not None:
+            made = registry.scaled_dummy(encoding, made, parameter)
         return _centred(parameter, made)
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)
@@ -209,16 +210,14 @@ def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _assemble(
-    config: ModelConfig, tensors: dict[str, Tensor], token_map: Sequence[int] | None
-) -> Weights:
+def _assemble(config: ModelConfig, tensors: Tensors, token_map: Sequence[int] | None) -> Weights:
     embed, draft_rows = tensors["embed"], None
     if token_map is not None:
         ids = torch.tensor(token_map, dtype=torch.int32, device=embed.device)
-        draft_rows = DraftVocabHead(Matrix(tensors[DRAFT_HEAD]), ids)
+        draft_rows = DraftVocabHead(Matrix.plain(tensors[DRAFT_HEAD]), ids)
     return Weights(
         embed=embed,
-        lm_head=Matrix(tensors.get("lm_head", embed)),
+        lm_head=Matrix.plain(tensors.get("lm_head", embed)),
         final_norm=tensors["final_norm"],
         layers=_layers(config, tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
@@ -227,7 +226,7 @@ def _assemble(
 
 
 def _layers(
-    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, like: Sequence[LayerConfig]
+    config: ModelConfig, tensors: Tensors, prefix: str, like: Sequence[LayerConfig]
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     feeds = {"mlp": _mlp, "experts": _experts}
@@ -250,11 +249,11 @@ def _layers(
     return tuple(layers)
 
 
-def _mlp(tensors: dict[str, Tensor], prefix: str, place: int) -> Mlp:
+def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:
     return Mlp(*(_matrix(tensors, f"{prefix}{x}", place) for x in ("gate_up", "down")))
 
 
-def _experts(tensors: dict[str, Tensor], prefix: str, place: int) -> Experts:
+def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
     bias, has_own = tensors.get(f"{prefix}score_bias"), f"{prefix}shared_down" in tensors
     router, gate_up, down = (
         _matrix(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
@@ -269,9 +268,7 @@ def _experts(tensors: dict[str, Tensor], prefix: str, place: int) -> Experts:
     )
 
 
-def _attention(
-    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
-) -> Attention:
+def _attention(config: ModelConfig, tensors: Tensors, prefix: str, place: int) -> Attention:
     q_norm = k_norm = None
     if config.attention.qk_norm:
         q_norm, k_norm = (tensors[f"{prefix}{x}_norm"][place] for x in "qk")
@@ -279,41 +276,39 @@ def _attention(
     return Attention(inputs, out, q_norm, k_norm)
 
 
-def _matrix(tensors: dict[str, Tensor], name: str, place: int) -> Matrix:
-    """Returns the weight of one layer of a stack, with its scales and bias."""
-    beside = (tensors.get(f"{name}{end}") for end in (BIAS, SCALES))
-    bias, scales = (x if x is None else x[place] for x in beside)
-    return Matrix(tensors[name][place], bias, scales)
+def _matrix(tensors: Tensors, name: str, place: int) -> Matrix:
+    """Returns the weight of one layer of a stack, with its bias."""
+    stored = tensors[name]
+    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
+    return replace(stack, bias=tensors.get(f"{name}{BIAS}")).at(place)
 
 
-def _gated_delta(
-    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
-) -> GatedDelta:
+def _gated_delta(config: ModelConfig, tensors: Tensors, prefix: str, place: int) -> GatedDelta:
     def at(name: str) -> Tensor:
         return tensors[f"{prefix}{name}"][place]
 
     return GatedDelta(
-        inputs=Matrix(at("inputs")),
+        inputs=Matrix.plain(at("inputs")),
         conv=at("conv"),
         a_log=at("a_log"),
         dt_bias=at("dt_bias"),
         norm=at("norm"),
-        out=Matrix(at("out")),
+        out=Matrix.plain(at("out")),
     )
 
 
-def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> MTPLayer:
+def _mtp(config: ModelConfig, tensors: Tensors) -> MTPLayer:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return MTPLayer(
-        fc=Matrix(tensors["mtp.fc"]),
+        fc=Matrix.plain(tensors["mtp.fc"]),
         layer=_layers(config, tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},
     )
 
 
-def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> VisionEncoderWeights:
+def _tower(config: VisionConfig, tensors: Tensors) -> VisionEncoderWeights:
     def matrix(name: str) -> Matrix:
-        return Matrix(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
+        return Matrix.plain(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
 
     def norm(name: str) -> LayerNorm:
         return LayerNorm(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
@@ -342,24 +337,24 @@ def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> VisionEncoderWei
     )
 
 
-def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | BlockWeights:
+def _head(config: DraftConfig, tensors: Tensors) -> HeadWeights | BlockWeights:
     return _block(config, tensors) if config.block else _eagle(config, tensors)
 
 
-def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
+def _block(config: DraftConfig, tensors: Tensors) -> BlockWeights:
     layers = _layers(config.layer, tensors, "layer.", config.layer.layers)
     return BlockWeights.of(config, layers, tensors)
 
 
-def _own_head(tensors: dict[str, Tensor]) -> Matrix | None:
-    return Matrix(tensors["lm_head"]) if "lm_head" in tensors else None
+def _own_head(tensors: Tensors) -> Matrix | None:
+    return Matrix.plain(tensors["lm_head"]) if "lm_head" in tensors else None
 
 
-def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
+def _eagle(config: DraftConfig, tensors: Tensors) -> HeadWeights:
     hidden_norm, like = tensors.get("layer.hidden_norm"), config.layer.layers
     return HeadWeights(
         config=config,
-        fc=Matrix(tensors["fc"]),
+        fc=Matrix.plain(tensors["fc"]),
         fc_bias=tensors.get("fc_bias"),
         aux_norm=tensors.get("aux_norm"),
         input_norm=tensors.get("input_norm"),

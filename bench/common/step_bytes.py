@@ -9,6 +9,7 @@ Every row of a pass is multiplied with all weights, and its queries with all key
 Padding, norms and recurrent states are omitted.
 """
 
+from collections.abc import Mapping
 from math import prod
 
 from shared.boundary.backend import BackendSpec
@@ -19,8 +20,7 @@ from shared.drafts.kinds import NEXTN, STANDALONE
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
-from shared.models.formats.fp8 import Granularity
-from shared.models.formats.fp8_w8a16 import InWords, bytes_of_words
+from shared.models.formats.weight_format import WeightFormat, plane_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 
@@ -38,8 +38,8 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
     """
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    share, as_w8a16 = _read_share(config, batch * shape.nodes), _in_fp8(blueprint)
-    moved = _weight_bytes(wanted, item, config.tied, share, as_w8a16)
+    share = _read_share(config, batch * shape.nodes)
+    moved = _weight_bytes(wanted, item, config.tied, share, blueprint.formats)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
@@ -85,7 +85,7 @@ def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: 
     passes = 1 if drafts.block else shape.depth
     own, is_tied = _draft_weights(blueprint)
     share = _read_share(drafts.sizes.model, batch * shape.width)
-    once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else {})
+    once = _weight_bytes(own, item, is_tied, share, blueprint.formats if drafts.with_mtp else {})
     once += _target_head(own, is_tied, blueprint) * item
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     choices = [p for p in own if p.name.startswith(MARKOV)]
@@ -113,20 +113,20 @@ def _target_head(own: list[Parameter], is_tied: bool, blueprint: BackendSpec) ->
     return config.hidden * (config.vocab if token_map is None else len(token_map))
 
 
-def _in_fp8(blueprint: BackendSpec) -> InWords:
-    return {**blueprint.as_w8a16, **dict.fromkeys(blueprint.as_w8a8, Granularity.BLOCK)}
-
-
 def _weight_bytes(
-    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, as_w8a16: InWords
+    wanted: list[Parameter],
+    item: int,
+    is_tied: bool,
+    read_share: float,
+    formats: Mapping[str, WeightFormat],
 ) -> int:
     moved = 0
     for parameter in wanted:
         if parameter.name == EMBEDDING and not is_tied:
             continue
         size = prod(parameter.shape) * (FLOAT32_BYTES if parameter.float32 else item)
-        if parameter.name in as_w8a16:
-            size = bytes_of_words(parameter.shape, as_w8a16[parameter.name])
+        if (format := formats.get(parameter.name)) is not None:
+            size = plane_bytes(format, parameter.shape)
         moved += int(size * (read_share if parameter.name.endswith(EXPERTS) else 1))
     return moved
 

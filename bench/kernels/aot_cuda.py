@@ -19,7 +19,6 @@ from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
 from shared.boundary.tp_group import TPGroup
-from shared.models.formats.fp8_w8a16 import shape_of_words
 from shared.models.parameters import Parameter
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -162,16 +161,21 @@ class _Mail:
 @contextmanager
 def _no_memory() -> Iterator[None]:
     """Makes dummy weights and symmetric buffers of ranks without memory."""
-    dummy, symmetric_memory = map(
+    dummy, formats, symmetric_memory = map(
         import_module,
-        ("torch_impl.dummy_weights", "kernels.triton_gpu.collectives.symmetric_memory"),
+        (
+            "torch_impl.dummy_weights",
+            "torch_impl.formats.fp8",
+            "kernels.triton_gpu.collectives.symmetric_memory",
+        ),
     )
 
     def parameter(wanted: Parameter, law: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.empty(wanted.shape, dtype=dtype, device=device)
 
-    def words(wanted: Parameter, device: Any) -> torch.Tensor:
-        return torch.empty(shape_of_words(wanted.shape), dtype=torch.int32, device=device)
+    def words(wanted: Parameter, codes: Any, parts: int, block: int, device: Any) -> torch.Tensor:
+        shape = (*wanted.shape[:-1], wanted.shape[-1] // parts)
+        return torch.empty(shape, dtype=torch.int32, device=device)
 
     class SymmetricBuffer(symmetric_memory.SymmetricBuffer):
         def __init__(self, boxes: Any, rank: int, device: Any) -> None:
@@ -180,8 +184,9 @@ def _no_memory() -> Iterator[None]:
         def connect(self, handles: Sequence[bytes]) -> None:
             self.use([0] * len(handles))
 
-    made = patch.multiple(dummy, parameter_array=parameter, word_array=words)
-    with made, patch.object(symmetric_memory, "SymmetricBuffer", SymmetricBuffer):
+    made = patch.object(dummy, "parameter_array", parameter)
+    packed = patch.object(formats, "word_array", words)
+    with made, packed, patch.object(symmetric_memory, "SymmetricBuffer", SymmetricBuffer):
         yield
 
 

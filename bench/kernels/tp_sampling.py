@@ -106,14 +106,14 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
                 mapped(value, lambda a: to_torch(a).to(device), sampling)
                 for value in given_of(R, params)
             ]
-            whole = projection.Projection(x, linear.Matrix(head))
+            whole = projection.Projection(x, linear.Matrix.plain(head))
             want = sampling.choose(projection.scores(whole), *given, None).ids
             for way, choose in ways.items():
                 got: list[Any] = []
 
                 def step(choose: Any = choose, got: Any = got, x: Any = x, given: Any = given):
                     exchange.begin()
-                    got[:] = [choose(projection.Projection(x, linear.Matrix(own)), *given)]
+                    got[:] = [choose(projection.Projection(x, linear.Matrix.plain(own)), *given)]
                     exchange.end()
 
                 line = {"part": "choices", "language": "torch", "ranks": rank.count, "rows": R}
@@ -155,7 +155,7 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
             given = [mapped(value, to_jax, sampling) for value in given_of(R, params)]
 
             def alone(weight: Any, x: Any, given: Any) -> Any:
-                scores = projection.scores(projection.Projection(x, linear.Matrix(weight)))
+                scores = projection.scores(projection.Projection(x, linear.Matrix.plain(weight)))
                 return sampling.choose(scores, *given, None).ids
 
             want = np.asarray(jax.jit(alone)(whole, x, given))
@@ -166,7 +166,7 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                     vocabulary = tokens.Vocabulary(TOKENS, TPGroup(0, ranks, None).on(exchange))
                     choose, ids = ways_of("jax", ops.KERNELS, vocabulary)[way], None
                     for _ in range(CALLS):  # of which none begins before the last one's end
-                        ids = choose(projection.Projection(x, linear.Matrix(weight)), *given)
+                        ids = choose(projection.Projection(x, linear.Matrix.plain(weight)), *given)
                         x += jnp.minimum(ids, 0).astype(x.dtype)[:, None]
                     return ids
 

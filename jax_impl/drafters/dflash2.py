@@ -42,7 +42,7 @@ class SelectorWeights(NamedTuple):
             config=selector,
             before=arrays["selector.before"],
             after=arrays["selector.after"],
-            hidden=Matrix(arrays["selector.hidden"]),
+            hidden=Matrix.plain(arrays["selector.hidden"]),
         )
 
 
@@ -58,7 +58,7 @@ def pairs(
     reads its own scores.
     """
     (B, k), before = ids.shape, selector.before[previous] * projected
-    every = product_float32(before, Matrix(selector.after[ids.reshape(-1)]))
+    every = product_float32(before, Matrix.plain(selector.after[ids.reshape(-1)]))
     return every.reshape(B, B, k)[jnp.arange(B), jnp.arange(B)]
 
 

@@ -39,12 +39,13 @@ class MarkovWeights(NamedTuple):
         assert markov is not None  # required for DSpark
 
         def biased(name: str) -> Matrix | None:
-            return Matrix(arrays[name], None, arrays[f"{name}{BIAS}"]) if name in arrays else None
+            found = name in arrays
+            return Matrix.plain(arrays[name], bias=arrays[f"{name}{BIAS}"]) if found else None
 
         return cls(
             config=markov,
             embed=arrays["markov.embed"],
-            lm_head=Matrix(arrays["markov.lm_head"]),
+            lm_head=Matrix.plain(arrays["markov.lm_head"]),
             mix=biased("markov.mix"),
             confidence=biased("confidence"),
         )

@@ -28,7 +28,7 @@ records have properties), command-line options (the startup resolves them), devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -48,7 +48,7 @@ from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
-from shared.models.formats.fp8_w8a16 import InWords
+from shared.models.formats.weight_format import WeightFormat
 from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
@@ -202,8 +202,7 @@ class BackendSpec:
       dtype: Dtype of weights, KV and activations, float32 or bfloat16.
       on_gpu: True if steps run on a GPU.
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
-      as_w8a16: Parameters stored as W8A16 FP8 weights; see `shared.models.formats.fp8_w8a16`.
-      as_w8a8: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
+      formats: Formats of the parameters that stay quantised, by name.
       ranks: The tensor-parallel group, and the rank of this backend in it.
     """
 
@@ -213,8 +212,7 @@ class BackendSpec:
     dtype: str
     on_gpu: bool
     captured: tuple[StepKind, ...] = CAPTURED
-    as_w8a16: InWords = field(default_factory=dict)
-    as_w8a8: frozenset[str] = frozenset()
+    formats: Mapping[str, WeightFormat] = field(default_factory=dict)
     ranks: TPGroup = SINGLE_RANK
 
     @property

@@ -12,7 +12,6 @@ from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
-from shared.models.formats import fp8_w8a16
 from shared.models.layers import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -32,6 +31,9 @@ MASK_BYTES = 3
 MOST_PARTS = 64
 """Maximum partial results that a split-KV kernel stores per row and split; for longer rows it
 stores them per span."""
+
+DENSE = "mlp.gate_up"
+"""Suffix of the names of dense weights that kernels may read quantised."""
 
 PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
@@ -195,9 +197,10 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
 
 def _widened_bytes(blueprint: BackendSpec) -> int:
-    """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
-    dense, hidden = blueprint.config.dense, blueprint.config.hidden
-    if dense is None or not any(name.endswith(fp8_w8a16.DENSE) for name in blueprint.as_w8a16):
+    """Returns the bytes of one dense weight that kernels dequantise in memory for many rows."""
+    dense, hidden, formats = blueprint.config.dense, blueprint.config.hidden, blueprint.formats
+    expanded = [name for name, format in formats.items() if format.expands_dense]
+    if dense is None or not any(name.endswith(DENSE) for name in expanded):
         return 0
     return 2 * dense.intermediate * hidden * blueprint.item_bytes
 

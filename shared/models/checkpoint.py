@@ -14,18 +14,17 @@ from shared.models.config import ModelConfig
 from shared.models.file_kind import INDEX_FILE as INDEX_FILE
 from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
 from shared.models.file_kind import folder_fault
-from shared.models.formats import fp8, fp8_w8a16
-from shared.models.formats.fp8 import Granularity
+from shared.models.formats.registry import READERS
+from shared.models.formats.weight_format import (
+    PlanePiece,
+    StoredTensor,
+    TensorReader,
+    WeightFormat,
+)
 from shared.models.parameter import slice_runs
 from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.models.safetensors_file import contents, open_file
-from shared.models.stored_tensor import (
-    DTYPES,
-    UNNEEDED,
-    check_stored,
-    missing_scales,
-    without_prefix,
-)
+from shared.models.stored_tensor import DTYPES, UNNEEDED, check_stored, without_prefix
 from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head
 from shared.models.vision_config import TENSORS
 from shared.models.weight_files import CheckpointError, weight_files
@@ -83,9 +82,22 @@ class Checkpoint:
         """Returns True if a tensor is stored, by its name without prefix."""
         return name in self._owners
 
+    def header(self, name: str) -> Any:
+        """Returns the header of a tensor, from the safetensors library.
+
+        Raises:
+          CheckpointError: The tensor is missing.
+        """
+        if name not in self._slices:
+            if name not in self._owners:
+                raise CheckpointError(f"the checkpoint has no tensor {name}")
+            owner = self._owners[name]
+            self._slices[name] = owner.handle.get_slice(owner.stored)
+        return self._slices[name]
+
     def tensor(self, name: str) -> Array:
         """Reads one tensor as stored, such as the integer map of a draft vocabulary."""
-        self._header(name)
+        self.header(name)
         owner = self._owners[name]
         return owner.handle.get_tensor(owner.stored)
 
@@ -96,39 +108,15 @@ class Checkpoint:
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
         """Returns the names of the tensors that these parameters use, and of their scales."""
         names = {source.name for p in wanted for source in self._sources(p)}
-        return names | {scale for scale in map(self._scale_of, names) if scale is not None}
+        return names.union(*(self._companions(name) for name in names))
 
     def dtypes(self, parameter: Parameter) -> set[np.dtype]:
-        """Returns the dtypes of the tensors that a parameter is read from; float32 for FP8."""
+        """Returns the dtypes of the tensors that a parameter is read from; float32 if quantised."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
-    def as_w8a16(self, wanted: Sequence[Parameter]) -> fp8_w8a16.InWords:
-        """Returns the parameters that can be stored as packed FP8 (W8A16); see
-        `shared.models.formats.fp8_w8a16`.
-
-        All their tensors are FP8 in whole blocks, their scales are exact in bfloat16 and have one
-        granularity, block or channel. Reads the scales.
-        """
-        found = {}
-        for parameter in wanted:
-            if fp8_w8a16.is_kept_fp8(parameter.name):
-                kinds = {self._kept_granularity(source) for source in self._sources(parameter)}
-                if len(kinds) == 1 and (kind := kinds.pop()) is not None:
-                    found[parameter.name] = kind
-        return found
-
-    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns the names of the parameters that are entirely FP8 with block scales (usable as
-        W8A8).
-        """
-        only = {Granularity.BLOCK}
-        return frozenset(
-            p.name for p in wanted if {*map(self._granularity, self._sources(p))} == only
-        )
-
-    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns the names of the parameters with at least one FP8 tensor."""
-        return frozenset(p.name for p in wanted if any(map(self._granularity, self._sources(p))))
+    def stored(self, parameter: Parameter) -> list[StoredTensor | None]:
+        """Returns the quantised tensors of a parameter; None for each that is not quantised."""
+        return [self._stored(source) for source in self._sources(parameter)]
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of all tensors of a model before any is read.
@@ -152,7 +140,8 @@ class Checkpoint:
         unused = tuple(spare if with_mtp else ["mtp.", *spare])
         for name in sorted(self._owners.keys() - self.known(wanted)):
             left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
-            if name in self._of_tied_head(config) or left_out or self._is_of_activations(name):
+            of_head = config.tied and name in (LM_HEAD, *self._companions(LM_HEAD))
+            if of_head or left_out or any(each.is_unused(name, self) for each in READERS):
                 continue
             raise CheckpointError(
                 f"tensor {name} is not part of a {config.name} model; use a checkpoint without it"
@@ -214,8 +203,8 @@ class Checkpoint:
           progress: Called after each piece with the number of stored bytes read.
 
         Yields:
-          The index of a piece in the parameter, and its values as stored. FP8 is dequantised to
-          float32.
+          The index of a piece in the parameter, and its values as stored. Quantised tensors are
+          dequantised to float32.
 
         Raises:
           CheckpointError: A tensor is missing, has another shape or an unknown dtype, or contains
@@ -227,37 +216,21 @@ class Checkpoint:
             yield at, self._values(source).reshape(shape)
             progress(self._num_bytes(source))
 
-    def codes(
-        self,
-        parameter: Parameter,
-        granularity: Granularity,
-        progress: Callable[[int], None],
-        *,
-        by_output: bool = False,
-    ) -> Iterator[fp8_w8a16.FP8Shard]:
-        """Reads a parameter of `as_w8a16` or `as_w8a8` tensor by tensor without dequantising it;
-        see `pieces`.
+    def planes(
+        self, parameter: Parameter, format: WeightFormat, progress: Callable[[int], None]
+    ) -> Iterator[PlanePiece]:
+        """Reads a parameter tensor by tensor without dequantising it.
 
         Args:
           parameter: The parameter to read.
-          granularity: Granularity of the scales in the result; not finer than the files'.
+          format: Its format, from `shared.models.formats.registry.choose_formats`.
           progress: See `pieces`.
-          by_output: True to repeat block scales for each output; otherwise blocks must be whole.
         """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
-            scales = fp8.expand_scales(self._scales(source), source.shape, granularity)
-            scales = scales.astype(np.float32)
-            if by_output:
-                place, scales = at, source.taken(fp8.scales_of_outputs(scales, source.shape[-2]))
-                scales = scales.reshape(*shape[:-1], scales.shape[-1])
-            else:
-                place = fp8.place_of_scales(at, parameter.shape, granularity)
-                share = fp8.BLOCK if granularity is Granularity.BLOCK else 1
-                scales = source.every(share).taken(scales)
-                scales = scales.reshape(fp8.scale_shape(shape, granularity))
-            codes = self._numbers(source).reshape(shape)
-            yield fp8_w8a16.FP8Shard(at, codes, place_of_scales=place, scales=scales)
+            stored = self._stored(source)
+            assert stored is not None  # the format was chosen for it
+            yield from format.pieces(stored, at, shape, parameter.shape)
             progress(self._num_bytes(source))
 
     def _sources(self, parameter: Parameter) -> list[CheckpointTensor]:
@@ -272,11 +245,11 @@ class Checkpoint:
         return found
 
     def _in_parts(self, source: CheckpointTensor) -> Iterator[CheckpointTensor]:
-        """Yields a tensor, or the runs of rows of a large one that is not FP8."""
+        """Yields a tensor, or the runs of rows of a large one that is not quantised."""
         shape = source.taken_shape
         are_rows = source.ranges is None or source.axis == 0
-        is_fp8 = self._scale_of(source.name) is not None
-        if math.prod(shape) <= LARGE or not are_rows or is_fp8:
+        is_quantised = self._reader(source.name) is not None
+        if math.prod(shape) <= LARGE or not are_rows or is_quantised:
             yield source
             return
         runs, rows = source.ranges or ((0, shape[0]),), max(1, LARGE // math.prod(shape[1:]))
@@ -285,30 +258,16 @@ class Checkpoint:
 
     def _values(self, source: CheckpointTensor) -> Array:
         """Reads the selected slice of a tensor."""
-        if self._scale_of(source.name) is not None:
-            whole = replace(source, ranges=None)
-            return source.taken(fp8.dequantize(self._numbers(whole), self._scales(source)))
+        if (reader := self._reader(source.name)) is not None:
+            return reader.dequantized(source, self)
         if source.ranges is None:
             return self.tensor(source.name)
-        stored = self._header(source.name)
+        stored = self.header(source.name)
         taken = [stored[source.index(run)] for run in source.ranges]
         return taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
 
-    def _scales(self, source: CheckpointTensor) -> Array:
-        """Reads the scales of an FP8 tensor as stored."""
-        scale = self._scale_of(source.name)
-        assert scale is not None  # the tensor is FP8
-        return self.tensor(scale)
-
-    def _numbers(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
-        """Reads the quantised values of an FP8 tensor, which must not contain NaN."""
-        codes = self._codes(source)
-        if fp8.has_nan(codes):
-            raise CheckpointError(f"tensor {source.name} contains NaN")
-        return codes
-
-    def _codes(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
-        """Reads an FP8 tensor as bytes, because numpy has no FP8 dtype."""
+    def bytes_of(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
+        """Reads a slice of a tensor of one byte per element, such as FP8, as uint8."""
         _, path, stored = self._owners[source.name]
         if path not in self._contents:
             self._contents[path] = contents(path)
@@ -319,73 +278,39 @@ class Checkpoint:
         count = math.prod(source.shape)
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
-    def _granularity(self, source: CheckpointTensor) -> Granularity | None:
-        """Returns the granularity of an FP8 tensor whose scales have been checked; None if it is
-        not FP8.
-        """
-        scale = self._scale_of(source.name)
-        if scale is None:
-            return None
-        return fp8.stored_shapes(source.shape)[tuple(self._header(scale).get_shape())]
+    def _reader(self, name: str) -> TensorReader | None:
+        """Returns the reader of a tensor; None if it is not quantised."""
+        return next((each for each in READERS if each.companions(name, self)), None)
 
-    def _kept_granularity(self, source: CheckpointTensor) -> Granularity | None:
-        """Returns the granularity of a tensor that can be stored as packed FP8; None if it
-        cannot.
-        """
-        granularity = self._granularity(source)
-        if granularity is None or not fp8_w8a16.has_whole_blocks(source, granularity):
-            return None
-        if not fp8_w8a16.are_in_bfloat16(self._scales(source)):
-            return None
-        return fp8_w8a16.kept_granularity(granularity)
+    def _companions(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the tensors that belong to a quantised tensor, such as scales."""
+        reader = self._reader(name)
+        return () if reader is None else reader.companions(name, self)
 
-    def _scale_of(self, name: str) -> str | None:
-        """Returns the name of a tensor's scales; None if it is not FP8."""
-        return next((f"{name}{end}" for end in fp8.SCALES if self.has(f"{name}{end}")), None)
-
-    def _of_tied_head(self, config: ModelConfig) -> Collection[str]:
-        """Returns the names of an LM head that repeats the embedding, and of its scales."""
-        return {LM_HEAD, *(f"{LM_HEAD}{end}" for end in fp8.SCALES)} if config.tied else ()
-
-    def _is_of_activations(self, name: str) -> bool:
-        """Returns True if a tensor contains the activation scales of an FP8 weight."""
-        module, _, last = name.rpartition(".")
-        return last in fp8.OF_ACTIVATIONS and self._scale_of(f"{module}.weight") is not None
+    def _stored(self, source: CheckpointTensor) -> StoredTensor | None:
+        reader = self._reader(source.name)
+        return None if reader is None else reader.stored(source, self)
 
     def _dtype(self, name: str) -> np.dtype:
-        if self._scale_of(name) is not None:
+        if self._reader(name) is not None:
             return np.dtype(np.float32)
-        return DTYPES[self._header(name).get_dtype()]
-
-    def _header(self, name: str) -> Any:
-        if name not in self._slices:
-            if name not in self._owners:
-                raise CheckpointError(f"the checkpoint has no tensor {name}")
-            owner = self._owners[name]
-            self._slices[name] = owner.handle.get_slice(owner.stored)
-        return self._slices[name]
+        return DTYPES[self.header(name).get_dtype()]
 
     def _num_bytes(self, source: CheckpointTensor) -> int:
-        scale = self._scale_of(source.name)
-        if scale is None:
-            header = self._header(source.name)
-            return math.prod(source.taken_shape) * DTYPES[header.get_dtype()].itemsize
-        header = self._header(scale)
-        item = DTYPES[header.get_dtype()].itemsize
-        return math.prod(source.taken_shape) + item * math.prod(header.get_shape())
+        if (reader := self._reader(source.name)) is not None:
+            return reader.num_bytes(source, self)
+        item = DTYPES[self.header(source.name).get_dtype()].itemsize
+        return math.prod(source.taken_shape) * item
 
     def _check_source(self, source: CheckpointTensor) -> None:
-        scale = self._scale_of(source.name)
-        if scale is None:
-            header = self._header(source.name)
-            if header.get_dtype() == fp8.STORED and len(source.shape) > 1:
-                raise missing_scales(source.name)
-            check_stored(source.name, header, [source.shape], DTYPES)
+        if (reader := self._reader(source.name)) is not None:
+            reader.check(source, self)
             return
-        check_stored(source.name, self._header(source.name), [source.shape], (fp8.STORED,))
-        if len(source.shape) < 2:
-            raise CheckpointError(f"tensor {scale} is not supported: only matrices may have scales")
-        check_stored(scale, self._header(scale), fp8.stored_shapes(source.shape), DTYPES)
+        header = self.header(source.name)
+        for each in READERS:
+            each.check_unquantised(source, self)
+        others = [each.stored_as for each in READERS] if len(source.shape) > 1 else []
+        check_stored(source.name, header, [source.shape], DTYPES, others)
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -400,32 +325,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(weight_files(folder))
 
 
-def load_all(
-    folder: str | Path, config: ModelConfig, with_mtp: bool, *, quantises: bool = False
-) -> Weights:
+def load_all(folder: str | Path, config: ModelConfig, with_mtp: bool) -> Weights:
     """Loads all parameters of a checkpoint in float32.
 
     Args:
       folder: The model folder.
       config: Config of the model.
       with_mtp: True to load the MTP layer too.
-      quantises: True to load block-scaled FP8 parameters without dequantising them, with scales per
-        output.
 
     Raises:
       CheckpointError: See `open_checkpoint` and `Checkpoint.check`.
     """
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)
-    wanted = parameters(config, with_mtp)
-    as_w8a8 = checkpoint.as_w8a8(wanted) if quantises else frozenset()
-    loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted if p.name not in as_w8a8}
-    for parameter in (p for p in wanted if p.name in as_w8a8):
-        name, shape = parameter.name, parameter.shape
-        codes = np.empty(shape, np.uint8)
-        blocks = Granularity.BLOCK
-        scales = np.empty(fp8.code_scale_shape(shape, by_output=True), np.float32)
-        for piece in checkpoint.codes(parameter, blocks, lambda num_bytes: None, by_output=True):
-            codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
-        loaded[name], loaded[f"{name}{fp8_w8a16.SCALES}"] = codes, scales
-    return loaded
+    return {p.name: checkpoint.load(p, np.float32) for p in parameters(config, with_mtp)}

@@ -19,8 +19,8 @@ from shared.models.config_fields import (
 )
 from shared.models.experts import Routing, refuse_other_experts
 from shared.models.family import BIASES, Family, SlidingWindowRule
-from shared.models.formats.fp8 import Granularity
-from shared.models.formats.quantization_config import granularity_of, refuse_other_quantisation
+from shared.models.formats.spellings import encoding_of, refuse_other_quantisation
+from shared.models.formats.weight_format import TensorEncoding
 from shared.models.layer_fields import (
     SLIDING,
     read_attention,
@@ -243,16 +243,16 @@ def vision_config(config: Json, text: ModelConfig) -> VisionConfig | None:
     return found
 
 
-def stated_granularity(config: Json) -> Granularity | None:
-    """Returns the FP8 scale granularity in the config.json of a supported model; None without
-    FP8.
+def stated_encoding(config: Json) -> TensorEncoding | None:
+    """Returns the encoding of weights in the config.json of a supported model; None if they are not
+    quantised.
 
     Args:
       config: Contents of config.json.
     """
     for place in (config, object_of(config, "text_config")):
         if stated := object_of(place, "quantization_config"):
-            return granularity_of(stated)
+            return encoding_of(stated)
     return None
 
 

@@ -41,6 +41,11 @@ class CheckpointTensor:
         taken = sum(end - first for first, end in self.ranges)
         return (*self.shape[: self.axis], taken, *self.shape[self.axis + 1 :])
 
+    @property
+    def whole(self) -> "CheckpointTensor":
+        """The tensor without a slice."""
+        return replace(self, ranges=None)
+
     def taken(self, values: Array) -> Array:
         """Returns the slice of the tensor's values."""
         if self.ranges is None:

@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.models.formats import fp8
 from shared.models.safetensors_file import CheckpointError
 from shared.models.vision_config import TENSORS
 
@@ -29,7 +28,11 @@ def without_prefix(name: str) -> str:
 
 
 def check_stored(
-    name: str, header: Any, shapes: Collection[tuple[int, ...]], dtypes: Collection[str]
+    name: str,
+    header: Any,
+    shapes: Collection[tuple[int, ...]],
+    dtypes: Collection[str],
+    others: Collection[str] = (),
 ) -> None:
     """Checks the shape and the dtype of a tensor.
 
@@ -37,6 +40,7 @@ def check_stored(
       name: Name of the tensor.
       header: Header of the tensor from the safetensors library.
       shapes, dtypes: Supported shapes and dtypes.
+      others: Supported encodings that the tensor does not have, for the message.
 
     Raises:
       CheckpointError: The shape or dtype is not supported.
@@ -46,18 +50,8 @@ def check_stored(
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(f"tensor {name} has shape {list(got)}, expected {expected}")
     if dtype not in dtypes:
-        can_be_fp8 = dtypes is DTYPES and len(got) > 1 and not name.endswith(fp8.SCALES)
-        others = f", or in {fp8.STORED} with scales" if can_be_fp8 else ""
+        alternatives = "".join(f", or in {each}" for each in others)
         raise CheckpointError(
             f"tensor {name} is stored as {dtype}; use a checkpoint in one of "
-            f"{', '.join(dtypes)}{others}"
+            f"{', '.join(dtypes)}{alternatives}"
         )
-
-
-def missing_scales(name: str) -> CheckpointError:
-    """Returns the error for an FP8 weight without scales."""
-    expected = " or ".join(f"{name}{end}" for end in fp8.SCALES)
-    return CheckpointError(
-        f"the checkpoint has no tensor {expected}, the scales of {name}, which is stored as "
-        f"{fp8.STORED}; use a checkpoint with them"
-    )

@@ -22,7 +22,8 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import cache_bytes
 from shared.models.config import ModelConfig
-from shared.models.formats.fp8_w8a16 import InWords, bytes_of_codes, bytes_of_words
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import WeightFormat, plane_bytes
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_parameters import vision_encoder_parameters
@@ -113,8 +114,7 @@ def plan(
     drafts: DrafterSpec,
     device: Device,
     costs: ProgramCosts,
-    as_w8a16: Callable[[], InWords] = dict,
-    as_w8a8: frozenset[str] = frozenset(),
+    formats: Callable[[str], Mapping[str, WeightFormat]] = lambda dtype: {},
     vision: VisionEncoder | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
@@ -125,21 +125,17 @@ def plan(
       drafts: Drafter on the device.
       device: The device.
       costs: Memory costs of the backend's programs.
-      as_w8a16: Returns the parameters that can be stored as packed FP8. Only called if kernels can
-        use them: for bfloat16 on a GPU without `as_w8a8`; it reads all scales.
-      as_w8a8: Parameters used as W8A8.
+      formats: Returns the formats of the parameters that stay quantised, by name, for the dtype of
+        the model.
       vision: Vision encoder; None for text-only serving.
 
     Raises:
       ConfigError: The limits contradict each other, or exceed the memory.
     """
     settled = resolve(options, model, drafts, device, costs.are_compiled)
-    if as_w8a8 and settled.dtype != "bfloat16":
-        raise ConfigError("--fp8-activations requires bfloat16; add --dtype bfloat16")
-    keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not as_w8a8
-    found = as_w8a16() if keeps_words else {}
+    found = formats(settled.dtype)
     images = None if vision is None else image_pool(vision, settled)
-    sizing = PageCountSearch(settled, model, drafts, device, costs, found, as_w8a8, images)
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, images)
     return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
 
@@ -148,7 +144,7 @@ class PageCountSearch:
     """Plan with an open number of pages; for the other fields see the arguments of `plan`.
 
     Attributes:
-      as_w8a16: Parameters stored as packed FP8.
+      formats: Formats of the parameters that stay quantised, by name.
       images: Encoder cache of a vision-language model.
     """
 
@@ -157,8 +153,7 @@ class PageCountSearch:
     drafts: DrafterSpec
     device: Device
     costs: ProgramCosts
-    as_w8a16: InWords
-    as_w8a8: frozenset[str]
+    formats: Mapping[str, WeightFormat]
     images: EncoderCacheSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
@@ -186,8 +181,7 @@ class PageCountSearch:
             dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
             captured=captured_step_kinds(settled.options),
-            as_w8a16=self.as_w8a16,
-            as_w8a8=self.as_w8a8,
+            formats=self.formats,
             ranks=TPGroup(0, settled.options.ranks.tp_size, None),
         )
 
@@ -293,17 +287,7 @@ def _lines(
 def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     drafts = blueprint.drafts
     wanted = _of_rank(parameters(blueprint.config, drafts.with_mtp), blueprint)
-    by_output = not blueprint.on_gpu
-    as_w8a16 = blueprint.as_w8a16
-    num_bytes = {
-        p.name: bytes_of_words(p.shape, as_w8a16[p.name]) for p in wanted if p.name in as_w8a16
-    }
-    num_bytes |= {
-        p.name: bytes_of_codes(p.shape, by_output=by_output)
-        for p in wanted
-        if p.name in blueprint.as_w8a8
-    }
-    yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
+    yield _weights_line("weights", blueprint.dtype, wanted, blueprint.formats)
     if (token_map := drafts.token_map) is not None:
         rows = _of_rank([draft_head(blueprint.config, token_map)], blueprint)
         line = _weights_line("draft LM head", blueprint.dtype, rows, {})
@@ -329,23 +313,22 @@ def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parame
 
 
 def _weights_line(
-    name: str, dtype: str, wanted: Sequence[Parameter], of_fp8: Mapping[str, int]
+    name: str, dtype: str, wanted: Sequence[Parameter], formats: Mapping[str, WeightFormat]
 ) -> MemoryPlanEntry:
     """Args:
-    of_fp8: Bytes of the parameters in FP8, by name.
+    formats: Formats of the parameters that stay quantised, by name.
     """
-    num_bytes = count = count_in_fp8 = 0
+    num_bytes = count = 0
+    quantised: dict[str | None, int] = {}
     for parameter in wanted:
-        size = prod(parameter.shape)
+        plain = Plain("float32" if parameter.float32 else dtype)
+        format, size = formats.get(parameter.name, plain), prod(parameter.shape)
         count += size
-        if parameter.name in of_fp8:
-            count_in_fp8 += size
-            num_bytes += of_fp8[parameter.name]
-        else:
-            num_bytes += size * (4 if parameter.float32 else ITEM_BYTES[dtype])
+        num_bytes += plane_bytes(format, parameter.shape)
+        if format.label is not None:
+            quantised[format.label] = quantised.get(format.label, 0) + size
     detail = f"{count:,} parameters in {dtype}"
-    if count_in_fp8:
-        detail += f", {count_in_fp8:,} of them in FP8"
+    detail += "".join(f", {size:,} of them in {label}" for label, size in quantised.items())
     return MemoryPlanEntry(name, detail, num_bytes)
 
 

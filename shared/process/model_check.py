@@ -18,6 +18,7 @@ from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.file_kind import ORBAX_FOLDER
+from shared.models.formats.fp8_w8a8 import w8a8_fault
 from shared.models.parameter import of_rank
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
@@ -53,7 +54,6 @@ class CheckedModel:
       opened: The opened models.
       draft_files: The drafter and its files.
       tower: Vision encoder; None for text-only serving.
-      as_w8a8: Names of the parameters used as W8A8.
       defaults: Defaults of omitted sampling fields; those of OpenAI's API on a worker rank.
       grammars: Grammar compiler; None without structured output, and on a worker rank.
     """
@@ -62,7 +62,6 @@ class CheckedModel:
     opened: OpenedModels
     draft_files: DraftFiles
     tower: VisionEncoder | None
-    as_w8a8: frozenset[str]
     defaults: SamplingDefaults
     grammars: GrammarQueue | None
 
@@ -132,13 +131,13 @@ def _checked_files(options: Options, opened: OpenedModels) -> CheckedModel:
     drafts = _checked_drafter(options, opened)
     raise_fault(_shares_fault(options, opened.model, drafts))
     raise_fault(_quantization_fault(options, opened))
-    raise_fault(_fp8_activations_fault(options, opened))
+    if options.model.fp8_activations:
+        raise_fault(w8a8_fault(_whole(options, opened), opened.checkpoint.stored))
     return CheckedModel(
         options=options,
         opened=opened,
         draft_files=DraftFiles(drafts, opened.draft and opened.draft.weights),
         tower=tower,
-        as_w8a8=_as_w8a8(options, opened),
         defaults=SamplingDefaults(),
         grammars=None,
     )
@@ -182,36 +181,16 @@ def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> 
 
 def _quantization_fault(options: Options, opened: OpenedModels) -> str | None:
     """Returns the contradiction between `--quantization` and the stored weights."""
-    if not options.model.quantization or opened.checkpoint.has_scales(_whole(options, opened)):
+    if (name := options.model.quantization) is None:
+        return None
+    stored = map(opened.checkpoint.stored, _whole(options, opened))
+    encodings = {tensor and tensor.encoding.name for tensors in stored for tensor in tensors}
+    if name in encodings:
         return None
     return (
-        "--quantization fp8 requires a checkpoint with FP8 weights, and this one has "
-        "none (weights are not quantized at startup); give one, or remove the flag"
+        f"--quantization {name} requires a checkpoint with {name.upper()} weights, and this one "
+        "has none (weights are not quantized at startup); give one, or remove the flag"
     )
-
-
-def _fp8_activations_fault(options: Options, opened: OpenedModels) -> str | None:
-    """Returns the reason why the stored weights exclude `--fp8-activations`."""
-    if not options.model.fp8_activations:
-        return None
-    if not (some := opened.checkpoint.has_scales(_whole(options, opened))):
-        return (
-            "--fp8-activations requires a checkpoint with FP8 weights, and this one has "
-            "none; remove the flag"
-        )
-    if mixed := min(some - _as_w8a8(options, opened), default=None):
-        return (
-            "--fp8-activations requires FP8 with block scales in all tensors of a fused "
-            f"weight, and {mixed} has others; remove the flag"
-        )
-    return None
-
-
-def _as_w8a8(options: Options, opened: OpenedModels) -> frozenset[str]:
-    """Returns the names of the parameters that `--fp8-activations` uses as W8A8."""
-    if not options.model.fp8_activations:
-        return frozenset()
-    return opened.checkpoint.as_w8a8(_whole(options, opened))
 
 
 def _sampling_defaults(options: Options, target: OpenedTarget) -> SamplingDefaults:

@@ -19,8 +19,8 @@ from shared.drafts.tokenizer import tokens_of
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.families import model_config, stated_granularity
-from shared.models.formats.fp8_w8a16 import InWords
+from shared.models.families import model_config, stated_encoding
+from shared.models.formats.weight_format import StoredTensor
 from shared.models.model_folder import ModelFolder
 from shared.models.parameters import Parameter
 from shared.models.tied import as_stored
@@ -56,16 +56,8 @@ class WeightSource(Protocol):
         """Returns the stored bytes that loading these parameters reads."""
         ...
 
-    def as_w8a16(self, wanted: Sequence[Parameter]) -> InWords:
-        """Returns the parameters that can be stored as packed FP8."""
-        ...
-
-    def as_w8a8(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns the names of the parameters that are entirely FP8 with block scales."""
-        ...
-
-    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Returns the names of the parameters with at least one FP8 tensor."""
+    def stored(self, parameter: Parameter) -> Sequence[StoredTensor | None]:
+        """Returns the quantised tensors of a parameter; None for each that is not quantised."""
         ...
 
 
@@ -253,4 +245,4 @@ def open_models(
 def _dummy_model(
     config: ModelConfig, folder: ModelFolder, vision: VisionConfig | None
 ) -> DummyCheckpoint:
-    return DummyCheckpoint.of_model(config, stated_granularity(folder.config), vision)
+    return DummyCheckpoint.of_model(config, stated_encoding(folder.config), vision)

@@ -13,12 +13,16 @@ from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, fallback_o
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.formats.fp8 import BLOCK, Granularity
-from shared.models.formats.fp8_w8a16 import EXPERTS, has_whole_blocks
-from shared.models.parameters import Parameter, draft_head, parameters
+from shared.models.formats.registry import choose_formats
+from shared.models.formats.weight_format import (
+    FormatContext,
+    UnsupportedFormatError,
+    WeightFormat,
+)
+from shared.models.parameters import draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters
-from shared.options.flags import raise_fault, spelling
+from shared.options.flags import ConfigError, raise_fault, spelling
 from shared.options.options import Options
 from shared.process.buckets import ProgramCosts
 from shared.process.caching import cache_policy
@@ -28,8 +32,6 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.model_check import CheckedModel, check_model
 from shared.process.opened_models import OpenedModels, WeightSource
 
-HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
-"""Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
 LoadCall = Callable[[BackendSpec, Any, DraftFiles, Callable[[int], None]], Backend]
 
 
@@ -123,7 +125,6 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     raise_fault(_graph_flags_fault(checked.options, platform.costs))
     platform.take_devices(checked.options.ranks.tp_size)
     device, drafts = platform.find_device(), checked.draft_files.drafts
-    raise_fault(_w8a8_fault(checked, device))
     memory = _memory_plan(checked, drafts, device, platform.costs)
     raise_fault(_token_map_fault(drafts, memory.blueprint.capacity.max_width))
     cache_policy(memory)  # raises its errors before memory is allocated
@@ -142,17 +143,22 @@ def _memory_plan(
     checked: CheckedModel, drafts: DrafterSpec, device: Device, costs: ProgramCosts
 ) -> MemoryPlan:
     opened = checked.opened
-    as_w8a16 = partial(opened.checkpoint.as_w8a16, checked.wanted)
-    return plan(
-        checked.options,
-        opened.model,
-        drafts,
-        device,
-        costs,
-        as_w8a16,
-        checked.as_w8a8,
-        checked.tower,
+    formats = partial(_formats, checked, device)
+    return plan(checked.options, opened.model, drafts, device, costs, formats, checked.tower)
+
+
+def _formats(checked: CheckedModel, device: Device, dtype: str) -> dict[str, WeightFormat]:
+    """Returns the formats of the parameters that stay quantised on a device."""
+    context = FormatContext(
+        on_gpu=device.kind == "gpu",
+        device_name=device.name,
+        dtype=dtype,
+        fp8_activations=checked.options.model.fp8_activations,
     )
+    try:
+        return choose_formats(checked.wanted, checked.opened.checkpoint.stored, context)
+    except UnsupportedFormatError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _graph_flags_fault(options: Options, costs: ProgramCosts) -> str | None:
@@ -160,31 +166,6 @@ def _graph_flags_fault(options: Options, costs: ProgramCosts) -> str | None:
     names = ("disable_cuda_graph", "disable_piecewise_cuda_graph")
     given = [] if costs.captures else [name for name in names if getattr(options.engine, name)]
     return f"{spelling(given[0])} requires the torch backend; remove the flag" if given else None
-
-
-def _w8a8_fault(checked: CheckedModel, device: Device) -> str | None:
-    """Returns the reason why the GPU kernels do not support the W8A8 parameters."""
-    if device.kind != "gpu" or not checked.as_w8a8:
-        return None
-    if not HOPPERS & {*device.name.replace("-", " ").split()}:
-        return (
-            f"--fp8-activations requires a Hopper GPU (H100, H200); found {device.name}. "
-            "Remove the flag"
-        )
-    faults = (_kernel_fault(p) for p in checked.wanted if p.name in checked.as_w8a8)
-    return next(filter(None, faults), None)
-
-
-def _kernel_fault(parameter: Parameter) -> str | None:
-    """Returns the reason why the GPU kernels do not support a W8A8 parameter."""
-    if parameter.name.endswith(EXPERTS):
-        return "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
-    if not all(has_whole_blocks(x, Granularity.BLOCK) for x in parameter.sources):
-        return (
-            f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
-            f"and {parameter.name} has others; remove the flag"
-        )
-    return None
 
 
 def _token_map_fault(drafts: DrafterSpec, width: int) -> str | None:

@@ -136,7 +136,7 @@ def experts(
 def _of_expert(
     x: Float[np.ndarray, "some hidden"], weights: Experts, expert: int
 ) -> Float32[np.ndarray, "some hidden"]:
-    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
+    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert))
 
 
 def _shared(

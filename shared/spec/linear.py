@@ -7,12 +7,15 @@ another product with residual addition. Each is one operation here, defined as t
 the elementary ones in `layers`. A `NormedStream` passes from one operation to the next.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped
 
-from shared.models.formats import fp8_w8a16
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec import fp8_activations, layers
 
 
@@ -21,28 +24,36 @@ class Matrix:
     """A stored weight `[out, in]` with an optional bias.
 
     The weights of a layer's experts are one matrix `[experts, out, in]`. Only the ops, here and in
-    the backends, depend on the storage format.
+    the backends, depend on the format.
 
     Attributes:
-      values: Floating-point values; packed FP8 (int32, W8A16), whose activations are not quantised;
-        or FP8 (uint8, W8A8), whose activations are quantised.
+      format: Format of the planes; see `shared.models.formats`.
+      planes: Arrays of the weight by name: `values`, and `scales` of quantised formats.
       bias: Bias of each output, or None.
-      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; of W8A8, per block of
-        inputs and per output or block of outputs. None for floating-point values.
     """
 
-    values: (
-        Float[np.ndarray, "*experts outputs inputs"]
-        | Int32[np.ndarray, "*experts outputs words"]
-        | UInt8[np.ndarray, "*experts outputs inputs"]
-    )
-    bias: Float[np.ndarray, " outputs"] | None = None
-    scales: Shaped[np.ndarray, "*experts scales scales_in"] | None = None
+    format: WeightFormat
+    planes: Mapping[str, Shaped[np.ndarray, "..."]]
+    bias: Float[np.ndarray, "*layers outputs"] | None = None
+
+    @classmethod
+    def plain(
+        cls,
+        values: Float[np.ndarray, "*layers outputs inputs"],
+        bias: Float[np.ndarray, "*layers outputs"] | None = None,
+    ) -> "Matrix":
+        """Returns an unquantised weight."""
+        return cls(Plain(values.dtype.name), {VALUES: values}, bias)
 
     @property
-    def quantises(self) -> bool:
-        """True if activations are quantised before the product (W8A8)."""
-        return self.values.dtype == np.uint8
+    def values(self) -> Shaped[np.ndarray, "*layers outputs columns"]:
+        """Elements of the weight, one row per output."""
+        return self.planes[VALUES]
+
+    @property
+    def scales(self) -> Shaped[np.ndarray, "*layers scales scales_in"] | None:
+        """Scales of a quantised weight."""
+        return self.planes.get(SCALES)
 
     @property
     def num_outputs(self) -> int:
@@ -50,25 +61,20 @@ class Matrix:
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """Returns the outputs from `first` on, which must be the start of an FP8 scale."""
-        bias, scales = self.bias, self.scales
-        if scales is not None:
-            scales = scales[fp8_w8a16.first_scale(first, self.num_outputs, len(scales)) :]
-        return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
+        """Returns the outputs from `first` on, at which a row of each plane must start."""
+        begins = partial(first_row, first, self.num_outputs)
+        planes = {name: x[begins(len(x)) :] for name, x in self.planes.items()}
+        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[first:])
 
-    def of_expert(self, expert: int) -> "Matrix":
-        """Returns the weight of one expert."""
-        scales = None if self.scales is None else self.scales[expert]
-        return Matrix(self.values[expert], scales=scales)
+    def at(self, place: int) -> "Matrix":
+        """Returns the weight of one layer of a stack, or of one expert of a layer."""
+        planes = {name: x[place] for name, x in self.planes.items()}
+        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[place])
 
 
 def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
-    """Dequantises a weight: packed FP8 times its scales, rounded to bfloat16; other weights are
-    unchanged.
-    """
-    if matrix.scales is None:
-        return matrix.values
-    return fp8_w8a16.widened(matrix.values, matrix.scales)
+    """Dequantises a weight; unquantised weights are unchanged."""
+    return matrix.format.dequantize(matrix.planes)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def product(
 
 
 def _multiplied(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
-    if not weight.quantises:
+    if not weight.format.quantizes_activations:
         return layers.linear(x, widened(weight))
     assert weight.scales is not None  # FP8
     outputs = weight.num_outputs // len(weight.scales)

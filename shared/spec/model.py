@@ -7,12 +7,12 @@ the residual stream before layer i; `streams[L]` is after the last layer.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.formats.fp8_w8a16 import SCALES
 from shared.models.layers import AttentionConfig, MLPConfig, MoEConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear
@@ -25,7 +25,8 @@ from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
 
-Weights = Mapping[str, Float[np.ndarray, "..."]]
+Weights = Mapping[str, Any]
+"""Arrays of a model by name; a stack that stays quantised is a `Matrix`."""
 Hidden = Float[np.ndarray, "R hidden"]
 
 
@@ -191,14 +192,14 @@ def forward(
 
 def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
     """Computes the LM head; a tied model uses its embedding."""
-    head = Matrix(weights.get("lm_head", weights["embed"]))
+    head = Matrix.plain(weights.get("lm_head", weights["embed"]))
     return linear.product_float32(hidden, head, config.logits_factor)
 
 
 def matrix(weights: Weights, name: str, layer: int) -> Matrix:
-    """Returns the weight of one layer of a stack, with its bias and scales."""
-    beside = (weights.get(f"{name}{end}") for end in (BIAS, SCALES))
-    return Matrix(weights[name][layer], *(x if x is None else x[layer] for x in beside))
+    """Returns the weight of one layer of a stack, with its bias."""
+    stack = stored if isinstance(stored := weights[name], Matrix) else Matrix.plain(stored)
+    return replace(stack, bias=weights.get(f"{name}{BIAS}")).at(layer)
 
 
 def norm(

@@ -225,7 +225,7 @@ def _block(
 
 
 def _single(weights: Weights, name: str) -> Matrix:
-    return Matrix(weights[name], weights[f"{name}{BIAS}"])
+    return Matrix.plain(weights[name], weights[f"{name}{BIAS}"])
 
 
 def _normed(

@@ -23,6 +23,7 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
@@ -286,8 +287,9 @@ def test_step_bytes_count_expected_distinct_experts():
 def test_step_bytes_of_w8a16_count_codes_and_scales():
     config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
     wide, plain = blueprint_of(DrafterSpec.none(), config), TreeShape.plain(1)
-    names = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
-    found = [step_bytes(replace(wide, as_w8a16=each), plain, 1, 0) for each in ({}, names)]
+    format = FP8W8A16(Granularity.BLOCK)
+    formats = dict.fromkeys(("experts.gate_up", "experts.down"), format)
+    found = [step_bytes(replace(wide, formats=each), plain, 1, 0) for each in ({}, formats)]
     weights = 48 * 8 * 3 * 768 * 2048  # of the experts that a row chooses
     assert found[0] - found[1] == pytest.approx(weights * (1 - 2 / 128**2), rel=1e-6)
 

@@ -130,16 +130,16 @@ def test_linear_fused_prologue_and_epilogue_match_spec(
     x, weight, gates = normal(0, R, K), normal(1, N, K), normal(2, 2 * N, K)
     cut, squares = tiles(swapped=is_swapped), chunks_of_squares(x)
     (got,) = multiply(language, x, weight, cut=cut)
-    np.testing.assert_allclose(got, spec.product(x, Matrix(weight)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, spec.product(x, Matrix.plain(weight)), rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, weight, squares=squares, cut=cut)
-    want = spec.rmsnorm_linear(NormedStream(x), EPS, Matrix(weight))
+    want = spec.rmsnorm_linear(NormedStream(x), EPS, Matrix.plain(weight))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, gates, squares=squares, is_gated=True, cut=cut)
-    want = spec.silu_and_mul_linear(NormedStream(x), EPS, Matrix(gates))
+    want = spec.silu_and_mul_linear(NormedStream(x), EPS, Matrix.plain(gates))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added, norm = normal(3, R, N), 1 + normal(6, N) / 4
     got, scaled, sums = multiply(language, x, weight, added=added, norm=norm, cut=cut)
-    want = spec.linear_add(x, Matrix(weight), NormedStream(added)).rows
+    want = spec.linear_add(x, Matrix.plain(weight), NormedStream(added)).rows
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
     np.testing.assert_array_equal(scaled, got * norm)
@@ -151,8 +151,8 @@ def test_linear_bias_and_scale_match_spec(shaped: tuple[str, bool], language: st
     R, K, N = SIZES[name]
     x, cut, squares = normal(0, R, K), tiles(swapped=is_swapped), chunks_of_squares(normal(0, R, K))
     weight, gates = (
-        Matrix(normal(1, N, K), normal(4, N)),
-        Matrix(normal(2, 2 * N, K), normal(5, 2 * N)),
+        Matrix.plain(normal(1, N, K), normal(4, N)),
+        Matrix.plain(normal(2, 2 * N, K), normal(5, 2 * N)),
     )
     given = {"bias": weight.bias, "cut": cut}
     (got,) = multiply(language, x, weight.values, squares=squares, **given)

@@ -29,6 +29,8 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.parameters import stack
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process import image_startup
@@ -39,7 +41,7 @@ from tests.support.vision_shapes import QWEN3_5
 from tests.support.vlm import capacity_of
 from torch_impl import cuda_graphs, ops
 from torch_impl.device_state import allocate
-from torch_impl.fp8_weights import read_codes
+from torch_impl.formats.registry import read
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.step import step
@@ -137,11 +139,12 @@ def test_programs_share_workspace_of_largest(
     assert widest < allocator.most - before < 1.15 * widest
 
 
-def test_read_codes_uses_memory_of_one_copy():
+def test_dummy_w8a8_uses_memory_of_one_copy():
     """The FP8 values of a stack replace its packed words, layer by layer."""
     layers, shape = 64, (4096, 4096)
     parameter = stack("codes", [f"{i}" for i in range(layers)], {"weight": shape})
-    checkpoint, memory = DummyCheckpoint([parameter], {}, Granularity.BLOCK), Memory()
+    checkpoint = DummyCheckpoint([parameter], {}, FP8Encoding(Granularity.BLOCK))
+    where, memory = (torch.device("meta"), lambda num_bytes: None), Memory()
     with memory:
-        read_codes(checkpoint, parameter, torch.device("meta"), lambda num_bytes: None)
+        read(checkpoint, parameter, FP8W8A8(by_output=False), *where)
     assert memory.allocator.most < 1.5 * layers * shape[0] * shape[1]

@@ -164,7 +164,7 @@ def test_vocab_parallel_lm_head_bitwise_equal(framework: str) -> None:
         linear, projection = ops("linear"), ops("lm_head")
         x, weight = (narrow(framework, array) for array in (has["rows"], parts[0].T))
         asked = {name: value for name, value in has.items() if name != "rows"}
-        projected = projection.Projection(x, linear.Matrix(weight))
+        projected = projection.Projection(x, linear.Matrix.plain(weight))
         return projection.kernel_fused_choose(kernels, projected, **asked, vocabulary=vocabulary)
 
     compared(framework, 4, work, [head.T], given | {"rows": rows})

@@ -17,8 +17,7 @@ from jax_impl import weights as jax_weights
 from shared.drafts.checkpoint import check_head, draft_ids, dummy_head, head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
-from shared.models.dummy_weights import (
-    DummyCheckpoint,
+from shared.models.dummy_elements import (
     InitSpec,
     hash_u32,
     init_of,
@@ -26,13 +25,16 @@ from shared.models.dummy_weights import (
     parameter_array,
     random_elements,
 )
-from shared.models.families import config_from_folder, stated_granularity
+from shared.models.dummy_weights import DummyCheckpoint
+from shared.models.families import config_from_folder, stated_encoding
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.model_folder import ModelFolder
 from shared.models.parameters import Parameter, parameters, single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
 from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_model
+from tests.support.weight_formats import w8a16_of
 from torch_impl import dummy_weights as torch_dummy
 from torch_impl import weights as torch_weights
 
@@ -202,12 +204,12 @@ def test_public_model_shapes_can_be_served(name):
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = re.search(r"-([0-9.]+)b", name)
     assert billions == pytest.approx(float(stated[1]), rel=0.1)
-    granularity = stated_granularity(ModelFolder(SHAPES / name).config)
-    is_fp8 = granularity is Granularity.BLOCK
+    encoding = stated_encoding(ModelFolder(SHAPES / name).config)
+    is_fp8 = encoding == FP8Encoding(Granularity.BLOCK)
     assert is_fp8 == name.endswith("-fp8")
-    checkpoint = DummyCheckpoint.of_model(config, granularity)
+    checkpoint = DummyCheckpoint.of_model(config, encoding)
     assert checkpoint.has_mtp == name.startswith("qwen3.5")
-    kept = checkpoint.as_w8a16(parameters(config, False))
+    kept = w8a16_of(checkpoint, parameters(config, False))
     assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
     assert ("mlp.gate_up" in kept) == (is_fp8 and config.dense is not None)
 

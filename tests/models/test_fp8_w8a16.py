@@ -4,11 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shared.models.formats import fp8
 from shared.models.formats.fp8_w8a16 import (
     SCALE_FACTOR,
     pack,
     packed_scales,
-    rounded,
     unpack,
     widened,
 )
@@ -35,7 +35,7 @@ def test_packed_scales_include_scale_factor() -> None:
 def test_rounded_matches_bfloat16() -> None:
     x = np.random.default_rng(0).integers(0, 0x7F000000, 4096, np.uint32).view(np.float32)
     x = np.concatenate([x, -x, np.float32([1.00390625, 1.01171875, 0])])  # ties
-    np.testing.assert_array_equal(rounded(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(fp8.rounded(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_unpack_and_widened_invert_pack() -> None:

@@ -14,12 +14,14 @@ from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.options.options import DEFAULT_MODEL
 from tests.support.golden_models import SpecModel
 from tests.support.golden_torch import TorchModel
 from tests.support.tiny_models import tiny_config, tiny_weights
+from tests.support.weight_formats import w8a16_of
 
 TOKENS = np.arange(3, 30, dtype=np.int32)
 
@@ -69,8 +71,8 @@ def test_quantized_checkpoint_tensors_within_rounding(mixture):
     assert (twin / "tokenizer.json").is_file()
     opened = open_checkpoint(twin)
     opened.check(config, False)
-    kept = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
-    assert opened.as_w8a16(parameters(config, False)) == kept
+    kept = dict.fromkeys(("experts.gate_up", "experts.down"), FP8W8A16(Granularity.BLOCK))
+    assert w8a16_of(opened, parameters(config, False)) == kept
     want, got = (load_all(folder, config, False) for folder in (plain, twin))
     quantised = {"attention.inputs", "attention.out", "experts.gate_up", "experts.down"}
     for name in want:

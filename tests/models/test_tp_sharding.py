@@ -16,9 +16,11 @@ from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.formats import fp8
-from shared.models.formats.fp8_w8a16 import SCALES
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.weight_format import VALUES
 from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
+from tests.support.weight_formats import read_planes, w8a8_of, w8a16_of
 from torch_impl import weights as torch_weights
 from torch_impl.ops.gemm import linear as torch_linear
 
@@ -115,30 +117,31 @@ def test_fp8_shard_load_equals_slice():
     folder = GOLDEN / "qwen3_moe_fp8"
     config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
     wanted = parameters(config, False)
-    as_w8a8, seen = checkpoint.as_w8a8(wanted), 0
+    formats, seen = w8a8_of(checkpoint, wanted), 0
     for parameter in wanted:
         whole = checkpoint.load(parameter, np.float32)
         for rank in range(2):
             local = parameter.shard(rank, 2)
             got = checkpoint.load(local, np.float32)
             np.testing.assert_array_equal(got, local.share(whole))
-        if parameter.name in as_w8a8 and parameter.sections:
+        if parameter.name in formats and parameter.sections:
             seen += 1
-            both = read_codes(checkpoint, parameter)
+            format = formats[parameter.name]
+            both = read_planes(checkpoint, parameter, format)
             for rank in range(2):
                 local = parameter.shard(rank, 2)
-                for mine, other in zip(read_codes(checkpoint, local), both, strict=True):
-                    np.testing.assert_array_equal(mine, local.share(other))
+                for name, mine in read_planes(checkpoint, local, format).items():
+                    np.testing.assert_array_equal(mine, local.share(both[name]))
     assert seen > 2
 
 
-def read_codes(checkpoint, parameter):
-    codes = np.empty(parameter.shape, np.uint8)
-    scales = np.empty(fp8.code_scale_shape(parameter.shape, by_output=True), np.float32)
-    block = fp8.Granularity.BLOCK
-    for piece in checkpoint.codes(parameter, block, lambda count: None, by_output=True):
-        codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
-    return codes, scales
+def planes_of(loaded):
+    """All arrays of loaded weights, by parameter and plane."""
+    planes = {
+        name: stored.planes if isinstance(stored, jax_linear.Matrix) else {VALUES: stored}
+        for name, stored in loaded.named.items()
+    }
+    return {(name, plane): x for name, own in planes.items() for plane, x in own.items()}
 
 
 @pytest.mark.parametrize("quantises", [False, True], ids=["unquantised", "fp8"])
@@ -146,26 +149,30 @@ def test_dummy_shards_equal_slices_of_whole(quantises):
     """Covers both backends, unquantised and FP8, with a tied head."""
     stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
     config = config_from_dict(stated | WHOLE_BLOCKS)
-    dummy = DummyCheckpoint.of_model(config, fp8.Granularity.BLOCK if quantises else None)
-    as_w8a8 = dummy.as_w8a8(parameters(config, False)) if quantises else frozenset()
-    assert bool(as_w8a8) == quantises
-    where = (lambda num_bytes: None, {}, as_w8a8)
-    alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
+    encoding = FP8Encoding(fp8.Granularity.BLOCK) if quantises else None
+    dummy = DummyCheckpoint.of_model(config, encoding)
+    formats = w8a8_of(dummy, parameters(config, False))
+    assert bool(formats) == quantises
+    where = (lambda num_bytes: None, formats)
+    alone = planes_of(jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where))
     wanted = {p.name: p for p in divided_parameters(config, False, 4, None)}
     for rank in range(4):
         group = TPGroup(rank, 4, None)
-        of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named
+        of_jax = planes_of(
+            jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group)
+        )
         of_torch = torch_weights.load(dummy, config, False, "float32", CPU, *where, group)
-        for name, mine in of_jax.items():
-            parameter = wanted[name.removesuffix(SCALES)].shard(rank, 4)
-            whole = np.asarray(alone[name if name in alone else "embed"].astype(np.float32))
+        for (name, plane), mine in of_jax.items():
+            parameter = wanted[name].shard(rank, 4)
+            stored = alone.get((name, plane), alone["embed", VALUES])
+            whole = np.asarray(stored.astype(np.float32))
             np.testing.assert_array_equal(mine.astype(np.float32), parameter.share(whole))
         for i, layer in enumerate(of_torch.layers):
             both = (layer.feed.gate_up, layer.feed.down)
             for name, matrix in zip(("gate_up", "down"), both, strict=True):
-                want = np.asarray(of_jax[f"mlp.{name}"][i].astype(np.float32))
+                want = np.asarray(of_jax[f"mlp.{name}", VALUES][i].astype(np.float32))
                 np.testing.assert_array_equal(matrix.values.float().numpy(), want)
-        head = np.asarray(of_jax["lm_head"])
+        head = np.asarray(of_jax["lm_head", VALUES])
         np.testing.assert_array_equal(of_torch.lm_head.values.numpy(), head)
 
 
@@ -183,17 +190,18 @@ def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, mo
     stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
     stated |= {"hidden_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
     config = config_from_dict(stated)
-    dummy, stays = DummyCheckpoint.of_model(config, granularity), set()
+    encoding = granularity and FP8Encoding(granularity)
+    dummy, stays = DummyCheckpoint.of_model(config, encoding), set()
     for parameter in parameters(config, False):
         whole = dummy.load(parameter, np.float32)
         for rank in (0, count - 1):
             local = parameter.shard(rank, count)
             want = local.share(whole)
-            as_w8a16 = dummy.as_w8a16([local])
-            stays |= as_w8a16.keys()
+            formats = w8a16_of(dummy, [local])
+            stays |= formats.keys()
             for name in ("torch", "jax"):
-                got = _dummy_of(name, dummy, local, as_w8a16)
-                if as_w8a16:  # packed FP8 is dequantised to bfloat16
+                got = _dummy_of(name, dummy, local, formats)
+                if formats:  # packed FP8 is dequantised to bfloat16
                     want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
                 np.testing.assert_array_equal(got, want, f"{parameter.name} in {name}")
     is_half = granularity is fp8.Granularity.BLOCK and count == 4
@@ -201,17 +209,17 @@ def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, mo
     assert {x for x in stays if "experts" in x} == (of_experts if granularity else set())
 
 
-def _dummy_of(name, dummy, local, as_w8a16):
+def _dummy_of(name, dummy, local, formats):
     """The dequantised shard of a dummy weight by a backend."""
     backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
-    if not as_w8a16:
+    if not formats:
         kind = torch.float32 if name == "torch" else np.float32
         made = backend.dummy_weights.parameter_array(local, dummy.init_spec(local), kind, device)
-        if (granularity := dummy.granularity_of(local)) is not None:
-            made = backend.fp8_weights.scaled(made, local, granularity)
+        if (encoding := dummy.encoding_of(local)) is not None:
+            made = backend.registry.scaled_dummy(encoding, made, local)
         return np.asarray(made)
-    (granularity,) = as_w8a16.values()
-    both = backend.fp8_weights.read(dummy, local, granularity, device, lambda count: None)
+    (format,) = formats.values()
+    planes = backend.registry.read(dummy, local, format, device, lambda count: None)
     ops = {"torch": torch_linear, "jax": jax_linear}[name]
-    wide = ops.widened(ops.Matrix(both[0], scales=both[1]))
+    wide = ops.widened(ops.Matrix(format, planes))
     return wide.float().numpy() if name == "torch" else np.asarray(wide.astype(np.float32))

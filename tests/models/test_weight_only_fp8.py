@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from jax_impl import fp8_weights as jax_words
 from jax_impl import platform as jax_platform
 from jax_impl import weights as jax_weights
+from jax_impl.formats import registry as jax_formats
 from jax_impl.ops.gemm import linear as jax_linear
 from jax_impl.ops.moe import experts as jax_experts
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.dummy_weights import DummyCheckpoint, Stored, init_of
-from shared.models.families import config_from_dict, stated_granularity
+from shared.models.dummy_elements import init_of
+from shared.models.dummy_weights import DummyCheckpoint, Stored
+from shared.models.families import config_from_dict, stated_encoding
 from shared.models.formats import fp8, fp8_w8a16
 from shared.models.formats.fp8 import Granularity
-from shared.models.formats.fp8_w8a16 import SCALES
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.fp8_w8a16 import FP8W8A16
+from shared.models.formats.registry import choose_formats
+from shared.models.formats.weight_format import WeightFormat
 from shared.models.parameters import CheckpointTensor, Parameter, parameters
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -34,9 +39,10 @@ from tests.support.files import Stored as Tensors
 from tests.support.files import read_stored, write_stored
 from tests.support.fp8_files import compressed
 from tests.support.op_records import leaves
-from torch_impl import fp8_weights as torch_words
+from tests.support.weight_formats import ON_GPU, w8a16_of
 from torch_impl import platform as torch_platform
 from torch_impl import weights as torch_weights
+from torch_impl.formats import registry as torch_formats
 from torch_impl.ops.gemm import linear as torch_linear
 from torch_impl.ops.moe import experts as torch_experts
 
@@ -95,9 +101,9 @@ def granularity(request) -> Granularity:
 
 
 @pytest.fixture(scope="module")
-def kept(granularity) -> dict[str, Granularity]:
-    """Parameters that stay FP8, with the granularity of their scales in memory."""
-    return dict.fromkeys(KEPT, BLOCK if granularity is BLOCK else Granularity.CHANNEL)
+def kept(granularity) -> dict[str, WeightFormat]:
+    """Formats of the parameters that stay FP8."""
+    return dict.fromkeys(KEPT, FP8W8A16(BLOCK if granularity is BLOCK else Granularity.CHANNEL))
 
 
 @pytest.fixture(scope="module")
@@ -112,30 +118,30 @@ def files(tmp_path_factory, granularity) -> tuple[ModelConfig, Checkpoint]:
 @pytest.fixture(params=["files", "dummy"])
 def model(request, files, granularity) -> tuple[ModelConfig, Stored]:
     config, checkpoint = files
-    dummy = DummyCheckpoint.of_model(config, granularity)
+    dummy = DummyCheckpoint.of_model(config, FP8Encoding(granularity))
     return config, checkpoint if request.param == "files" else dummy
 
 
 def words_in(
-    framework: str, checkpoint: Stored, parameter: Parameter, kind: Granularity
+    framework: str, checkpoint: Stored, parameter: Parameter, format: WeightFormat
 ) -> tuple[np.ndarray, np.ndarray]:
     if framework == "torch":
-        both = torch_words.read(checkpoint, parameter, kind, CPU, lambda count: None)
-        return both[0].numpy(), both[1].float().numpy()
-    both = jax_words.read(checkpoint, parameter, kind, JAX_CPU, lambda count: None)
-    return np.asarray(both[0]), np.asarray(both[1].astype(np.float32))
+        both = torch_formats.read(checkpoint, parameter, format, CPU, lambda count: None)
+        return both["values"].numpy(), both["scales"].float().numpy()
+    both = jax_formats.read(checkpoint, parameter, format, JAX_CPU, lambda count: None)
+    return np.asarray(both["values"]), np.asarray(both["scales"].astype(np.float32))
 
 
-def test_as_w8a16_follows_names_blocks_and_scales(files, granularity, kept, tmp_path) -> None:
+def test_w8a16_formats_follow_names_blocks_and_scales(files, granularity, kept, tmp_path) -> None:
     config, checkpoint = files
-    assert checkpoint.as_w8a16(parameters(config, True)) == kept
-    dummy = DummyCheckpoint.of_model(config, granularity)
-    assert dummy.as_w8a16(parameters(config, True)) == kept
-    assert not DummyCheckpoint.of_model(config, None).as_w8a16(parameters(config, True))
+    assert w8a16_of(checkpoint, parameters(config, True)) == kept
+    dummy = DummyCheckpoint.of_model(config, FP8Encoding(granularity))
+    assert w8a16_of(dummy, parameters(config, True)) == kept
+    assert not w8a16_of(DummyCheckpoint.of_model(config, None), parameters(config, True))
     odd = write(
         tmp_path, granularity, moe_intermediate_size=192, shared_expert_intermediate_size=192
     )
-    assert not open_checkpoint(tmp_path).as_w8a16(parameters(odd, True))
+    assert not w8a16_of(open_checkpoint(tmp_path), parameters(odd, True))
 
 
 def test_inexact_bfloat16_scales_are_dequantized(granularity, tmp_path) -> None:
@@ -145,7 +151,7 @@ def test_inexact_bfloat16_scales_are_dequantized(granularity, tmp_path) -> None:
     for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
         scales = np.full(tensors[name][1].shape, scale, np.float32)
         write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
-        assert open_checkpoint(tmp_path).as_w8a16(parameters(config, True)).keys() == names
+        assert w8a16_of(open_checkpoint(tmp_path), parameters(config, True)).keys() == names
 
 
 def test_mixed_scale_granularities_are_dequantized(tmp_path) -> None:
@@ -154,7 +160,7 @@ def test_mixed_scale_granularities_are_dequantized(tmp_path) -> None:
     name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
     by_channels = np.repeat(tensors[name][1][:, :1], fp8.BLOCK, axis=0)
     write_stored(tmp_path / FILE, tensors | {name: ("BF16", by_channels)})
-    found = open_checkpoint(tmp_path).as_w8a16(parameters(config, True))
+    found = w8a16_of(open_checkpoint(tmp_path), parameters(config, True))
     assert found.keys() == KEPT - {"experts.gate_up"}
 
 
@@ -181,7 +187,7 @@ def test_w8a16_progress_counts_bytes_read(model, framework) -> None:
 
 
 def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int]) -> Any:
-    names = checkpoint.as_w8a16(parameters(config, True))
+    names = w8a16_of(checkpoint, parameters(config, True))
     if framework == "torch":
         return torch_weights.load(checkpoint, config, True, "bfloat16", CPU, seen.append, names)
     return jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, seen.append, names)
@@ -193,11 +199,14 @@ def test_gpu_memory_plan_counts_w8a16_weights_exactly(model, framework) -> None:
     platform = {"torch": torch_platform, "jax": jax_platform}[framework].PLATFORM
     found = {}
     for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
-        device, names = Device(kind, "one", 1 << 34), checkpoint.as_w8a16(parameters(config, True))
+        device = Device(kind, "one", 1 << 34)
         asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
         drafts = DrafterSpec.of_mtp(config)
-        memory = plan(asked, config, drafts, device, platform.costs, lambda x=names: x)
-        assert memory.blueprint.as_w8a16 == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
+        context = replace(ON_GPU, on_gpu=kind == "gpu", dtype=dtype)
+        names = choose_formats(parameters(config, True), checkpoint.stored, context)
+        assert bool(names) == ((kind, dtype) == ("gpu", "bfloat16"))
+        memory = plan(asked, config, drafts, device, platform.costs, lambda dtype, x=names: x)
+        assert memory.blueprint.formats == names
         (line,) = (line for line in memory.lines if line.name == "weights")
         found[kind, dtype] = line
     loaded = load(framework, config, checkpoint, [])
@@ -238,16 +247,20 @@ def test_w8a16_experts_bitwise_equal(model) -> None:
 
 def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) -> None:
     config, _ = files
-    checkpoint, plain = (DummyCheckpoint.of_model(config, x) for x in (granularity, None))
+    checkpoint, plain = (
+        DummyCheckpoint.of_model(config, x) for x in (FP8Encoding(granularity), None)
+    )
     differ = set()
     for parameter in parameters(config, True):
         found, want = (each.load(parameter, np.float32) for each in (checkpoint, plain))
-        if checkpoint.granularity_of(parameter) is None:
+        if checkpoint.encoding_of(parameter) is None:
             np.testing.assert_array_equal(found, want)
             continue
         differ.add(parameter.name.rsplit(".", 1)[-1])
         # The scales differ.
-        share = found.size / math.prod(fp8.scale_shape(found.shape, checkpoint.granularity))
+        share = found.size / math.prod(
+            fp8.scale_shape(found.shape, checkpoint.encoding.granularity)
+        )
         assert found.std() == pytest.approx(want.std(), rel=0.9 * (share / found.size) ** 0.5)
         assert abs(found.mean()) < 0.02 * want.std()
         if parameter.name in KEPT:
@@ -257,22 +270,21 @@ def test_dummy_fp8_weights_have_expected_distribution(files, granularity, kept) 
             assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
     assert differ == {"inputs", "out", "gate_up", "down"}
     mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
-    assert checkpoint.granularity_of(mixed) is None
+    assert checkpoint.encoding_of(mixed) is None
     assert checkpoint.init_spec(mixed) == init_of(mixed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_backends_dequantize_dummy_bitwise_equal(files, granularity, dtype) -> None:
     config, _ = files
-    checkpoint = DummyCheckpoint.of_model(config, granularity)
+    checkpoint = DummyCheckpoint.of_model(config, FP8Encoding(granularity))
     kind, nothing = np.dtype(dtype), lambda count: None
     of_torch = torch_weights.load(checkpoint, config, True, dtype, CPU, nothing, {})
     of_jax = jax_weights.load(checkpoint, config, True, kind, JAX_CPU, nothing, {})
     for parameter in parameters(config, False):
-        if checkpoint.granularity_of(parameter) is not None:
+        if checkpoint.encoding_of(parameter) is not None:
             want = checkpoint.load(parameter, kind)
             np.testing.assert_array_equal(np.asarray(of_jax.stacks[parameter.name]), want)
-            assert f"{parameter.name}{SCALES}" not in of_jax.stacks
             if parameter.name == "experts.down":
                 got = of_torch.layers[1].feed.down.values.float().numpy()
                 np.testing.assert_array_equal(got, want[1].astype(np.float32))
@@ -281,7 +293,7 @@ def test_backends_dequantize_dummy_bitwise_equal(files, granularity, dtype) -> N
     np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
 
 
-def test_stated_granularity_follows_quantization_config() -> None:
+def test_stated_encoding_follows_quantization_config() -> None:
     for config, want in (
         (CONFIG, None),
         (CONFIG | {"quantization_config": STATED}, BLOCK),
@@ -289,7 +301,7 @@ def test_stated_granularity_follows_quantization_config() -> None:
         *((CONFIG | {"quantization_config": compressed(x)}, x) for x in Granularity),
         (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, Granularity.TENSOR),
     ):
-        assert stated_granularity(config) == want
+        assert stated_encoding(config) == (want and FP8Encoding(want))
 
 
 def dense(folder: Path, granularity: Granularity) -> ModelConfig:
@@ -305,12 +317,12 @@ def dense(folder: Path, granularity: Granularity) -> ModelConfig:
 def test_w8a16_gate_up_bitwise_equal(tmp_path, granularity, framework) -> None:
     config = dense(tmp_path, granularity)
     checkpoint = open_checkpoint(tmp_path)
-    names = checkpoint.as_w8a16(parameters(config, config.has_mtp))
+    names = w8a16_of(checkpoint, parameters(config, config.has_mtp))
     assert {name for name in names if not name.startswith("mtp.")} == {"mlp.gate_up"}
     rows = np.random.default_rng(2).standard_normal((4, config.hidden), np.float32)
     found = []
-    for as_w8a16 in (names, {}):
-        how = (lambda count: None, as_w8a16)
+    for formats in (names, {}):
+        how = (lambda count: None, formats)
         if framework == "torch":
             read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
             stream = torch_linear.NormedStream(torch.from_numpy(rows).bfloat16())

@@ -11,6 +11,7 @@ import torch
 
 from shared.engine.request import Request, SamplingParams
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process import engines
@@ -49,8 +50,8 @@ def test_fp8_activations_keep_w8a8_weights_and_serve(tmp_path: Path, framework: 
     folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
     start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
     blueprint = start.memory.blueprint
-    assert blueprint.as_w8a8 == IN_CODES
-    assert not blueprint.as_w8a16
+    assert blueprint.formats == dict.fromkeys(blueprint.formats, FP8W8A8(by_output=True))
+    assert blueprint.formats.keys() == IN_CODES
     blueprint = replace(blueprint, capacity=one_bucket(start.memory.capacity))
     start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
     made = start.load(platform, read.append)
@@ -74,7 +75,7 @@ def test_memory_plan_counts_fp8_weights_exactly(tmp_path: Path, framework: str) 
     blueprint = start.memory.blueprint
     weights = import_module(f"{framework}_impl.weights")
     device = torch.device("cpu") if framework == "torch" else jax.devices("cpu")[0]
-    how = ("bfloat16", device, lambda num_bytes: None, (), blueprint.as_w8a8)
+    how = ("bfloat16", device, lambda num_bytes: None, blueprint.formats)
     loaded = weights.load(start.opened.checkpoint, blueprint.config, False, *how)
     kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
     (line,) = (line for line in start.memory.lines if line.name == "weights")
@@ -129,6 +130,6 @@ def test_fp8_experts_rejected_on_gpu_only(tmp_path: Path) -> None:
     golden = Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8"
     (tmp_path / "config.json").write_text((golden / "config.json").read_text())
     start = prepared(tmp_path, platform, CPU, "--dtype", "bfloat16")
-    assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.as_w8a8
+    assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.formats.keys()
     with pytest.raises(ConfigError, match="does not support FP8 experts on a GPU"):
         prepared(tmp_path, platform, GPU)

@@ -79,7 +79,7 @@ def test_fp8_scales_read_only_when_weights_stay_fp8(
     platform = replace(BACKENDS["torch"](), find_device=lambda: Device(kind, "one", 1 << 34))
     start = prepare(parse(line_of(tmp_path, *(("--dtype", dtype) if dtype else ()))), platform)
     assert len(read) == count
-    assert bool(start.memory.blueprint.as_w8a16) == bool(count)
+    assert bool(start.memory.blueprint.formats) == bool(count)
 
 
 @pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
@@ -90,7 +90,7 @@ def test_fp8_weights_kept_only_for_whole_rank_blocks(ranks, are_whole, tmp_path)
     platform = replace(platform, take_devices=lambda count: None)
     start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
     kept = {"experts.gate_up", "experts.down"} if are_whole else {"experts.down"}
-    assert start.memory.blueprint.as_w8a16.keys() == kept
+    assert start.memory.blueprint.formats.keys() == kept
 
 
 @pytest.mark.matrix

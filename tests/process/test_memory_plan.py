@@ -22,9 +22,10 @@ from shared.models.families import (
     config_from_dict,
     config_from_folder,
     model_config,
-    stated_granularity,
+    stated_encoding,
 )
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.model_folder import ModelFolder
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
@@ -37,6 +38,7 @@ from shared.spec.reduction_order import ATTENTION
 from tests.support.planned import GB, PLATFORMS, QWEN3_8B, planned
 from tests.support.scheduled_requests import House
 from tests.support.tensors import tensor_bytes
+from tests.support.weight_formats import w8a16_of
 from torch_impl import platform as torch_platform
 from torch_impl.weights import load
 
@@ -170,11 +172,11 @@ def test_fp8_experts_leave_80gb_gpu_kv_memory(drafter, framework):
     def planned_for(name, free_bytes):
         folder = ModelFolder(SHAPES / name)
         config = model_config(folder)
-        checkpoint = DummyCheckpoint.of_model(config, stated_granularity(folder.config))
+        checkpoint = DummyCheckpoint.of_model(config, stated_encoding(folder.config))
         drafts = DrafterSpec.of_mtp(config) if drafter else DrafterSpec.none()
-        as_w8a16 = checkpoint.as_w8a16(parameters(config, drafts.with_mtp))
+        formats = w8a16_of(checkpoint, parameters(config, drafts.with_mtp))
         device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
-        return plan(parse(drafter.split()), config, drafts, device, costs, lambda: as_w8a16)
+        return plan(parse(drafter.split()), config, drafts, device, costs, lambda dtype: formats)
 
     memory = planned_for("qwen3.5-35b-a3b-fp8", int(0.95 * 80 * GB))
     assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= 300_000
@@ -194,8 +196,8 @@ def test_dense_fp8_weight_workspace_includes_dequantized_copy(framework):
     device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
     flags = parse(["--max-total-tokens", "65536"])
     lines = []
-    for as_w8a16 in ({}, {"mlp.gate_up": Granularity.BLOCK}):
-        memory = plan(flags, config, DrafterSpec.none(), device, costs, lambda x=as_w8a16: x)
+    for formats in ({}, {"mlp.gate_up": FP8W8A16(Granularity.BLOCK)}):
+        memory = plan(flags, config, DrafterSpec.none(), device, costs, lambda dtype, x=formats: x)
         lines.append({line.name: line.num_bytes for line in memory.lines})
     wide, narrow = lines
     matrix = 2 * config.dense.intermediate * config.hidden

@@ -226,7 +226,7 @@ class Choosing:
             is_sampled=False,
         )
         rows, head = (torch.from_numpy(x) for x in self.projected())
-        scored = TorchProjection(rows, TorchMatrix(head))
+        scored = TorchProjection(rows, TorchMatrix.plain(head))
         drafts, edges, processed = rank.chain(scored, S, is_weighed)
         assert processed is None
         return drafts.numpy(), None if edges is None else edges.numpy()
@@ -249,7 +249,7 @@ def jax_chain(
     """One program for every way of choosing, as in a step."""
     rank = JaxRanking(how, *seen, width=1, is_sampled=False)
     rows, head = projected
-    drafts, edges, processed = rank.chain(JaxProjection(rows, JaxMatrix(head)), S, is_weighed)
+    drafts, edges, processed = rank.chain(JaxProjection(rows, JaxMatrix.plain(head)), S, is_weighed)
     assert processed is None
     return drafts, edges
 

@@ -64,12 +64,12 @@ def weights_of(config: MoEConfig) -> Experts:
     width, wide = config.intermediate, config.shared_intermediate
     is_apart = wide and not config.shares_stacks
     return Experts(
-        router=Matrix(normal(2, config.num_scored, HIDDEN)),
-        gate_up=Matrix(normal(3, config.num_stacked, 2 * width, HIDDEN) / 3),
-        down=Matrix(normal(4, config.num_stacked, HIDDEN, width) / 2),
+        router=Matrix.plain(normal(2, config.num_scored, HIDDEN)),
+        gate_up=Matrix.plain(normal(3, config.num_stacked, 2 * width, HIDDEN) / 3),
+        down=Matrix.plain(normal(4, config.num_stacked, HIDDEN, width) / 2),
         score_bias=bias_of(config),
-        shared_gate_up=Matrix(normal(5, 2 * wide, HIDDEN) / 3) if is_apart else None,
-        shared_down=Matrix(normal(6, HIDDEN, wide) / 2) if is_apart else None,
+        shared_gate_up=Matrix.plain(normal(5, 2 * wide, HIDDEN) / 3) if is_apart else None,
+        shared_down=Matrix.plain(normal(6, HIDDEN, wide) / 2) if is_apart else None,
     )
 
 
@@ -224,10 +224,10 @@ def test_stacked_shared_expert_equals_separate_one() -> None:
     x, weights = normal(8, ROWS, HIDDEN), weights_of(config)
     own = replace(
         weights,
-        gate_up=Matrix(weights.gate_up.values[:-1]),
-        down=Matrix(weights.down.values[:-1]),
-        shared_gate_up=Matrix(weights.gate_up.values[-1]),
-        shared_down=Matrix(weights.down.values[-1]),
+        gate_up=Matrix.plain(weights.gate_up.values[:-1]),
+        down=Matrix.plain(weights.down.values[:-1]),
+        shared_gate_up=Matrix.plain(weights.gate_up.values[-1]),
+        shared_down=Matrix.plain(weights.down.values[-1]),
     )
     got = spec.experts(x, config, weights)
     np.testing.assert_array_equal(got, spec.experts(x, config, own))

@@ -15,6 +15,7 @@ from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.implementations import Implementation, each_implementation
+from tests.support.weight_formats import w8a8_matrix, w8a16_matrix
 from torch_impl.ops.gemm import linear as torch_linear
 
 EPS = 1e-6
@@ -26,11 +27,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 NORM, NEXT = 1 + normal(2, 8) / 4, 1 + normal(9, 8) / 4
 X, HIDDEN = normal(0, 5, 12), NormedStream(normal(1, 5, 8), NORM)
-WIDE, BACK = Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
-GATE_UP = Matrix(normal(5, 24, 8))
+WIDE, BACK = Matrix.plain(normal(3, 12, 8)), Matrix.plain(normal(4, 8, 12))
+GATE_UP = Matrix.plain(normal(5, 24, 8))
 
-BIASED = Matrix(BACK.values, normal(6, 8))
-BIASED_GATES = Matrix(GATE_UP.values, normal(7, 24))
+BIASED = Matrix.plain(BACK.values, normal(6, 8))
+BIASED_GATES = Matrix.plain(GATE_UP.values, normal(7, 24))
 
 CASES = {
     "product": (X, BACK),
@@ -44,7 +45,7 @@ CASES = {
 ENDED = {
     "product": (X, BIASED, 3),
     "product_float32": (X, BIASED, 0.125),
-    "rmsnorm_linear": (HIDDEN, EPS, Matrix(WIDE.values, normal(8, 12))),
+    "rmsnorm_linear": (HIDDEN, EPS, Matrix.plain(WIDE.values, normal(8, 12))),
     "linear_add": (X, BIASED, HIDDEN, 0.22),
     "silu_and_mul_linear": (HIDDEN, EPS, BIASED_GATES),
 }
@@ -142,8 +143,7 @@ def fp8(
     )
     scales = rng.uniform(1e-4, 3e-4, scale_shape(codes.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    words, packed = fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)
-    return Matrix(words, bias, packed)
+    return w8a16_matrix(codes, scales, granularity, bias)
 
 
 EIGHT = fp8(20, 512, 256, Granularity.BLOCK, normal(21, 512))
@@ -184,12 +184,12 @@ def test_fp8_widened_equals_code_times_scale_in_bfloat16() -> None:
 @pytest.mark.parametrize("weight", [EIGHT, BY_CHANNELS], ids=["blocks", "channels"])
 def test_fp8_widened_matches_spec(weight: Matrix, implementation: Implementation) -> None:
     np.testing.assert_array_equal(implementation("linear").widened(weight), spec.widened(weight))
-    stack = [np.stack([x, x[::-1]]) for x in (weight.values, weight.scales)]
-    experts = Matrix(stack[0], scales=stack[1])
+    stack = {name: np.stack([x, x[::-1]]) for name, x in weight.planes.items()}
+    experts = Matrix(weight.format, stack)
     assert experts.num_outputs == weight.num_outputs == 512
     want = spec.widened(experts)
     np.testing.assert_array_equal(implementation("linear").widened(experts), want)
-    np.testing.assert_array_equal(spec.widened(experts.of_expert(1)), want[1])
+    np.testing.assert_array_equal(spec.widened(experts.at(1)), want[1])
 
 
 @each_implementation
@@ -197,7 +197,7 @@ def test_fp8_widened_matches_spec(weight: Matrix, implementation: Implementation
 def test_fp8_linear_equals_linear_of_dequantised_weight(
     name: str, implementation: Implementation
 ) -> None:
-    wide = Matrix(spec.widened(EIGHT), EIGHT.bias)
+    wide = Matrix.plain(spec.widened(EIGHT), EIGHT.bias)
     plain = tuple(wide if x is EIGHT else x for x in IN_FP8[name])
     for ops in (implementation("linear"), spec):
         got, want = (rows(getattr(ops, name)(*case)) for case in (IN_FP8[name], plain))
@@ -214,10 +214,9 @@ def test_fp8_rows_start_at_scale_boundary() -> None:
     tail = EIGHT.rows(384)
     np.testing.assert_array_equal(spec.widened(tail), spec.widened(EIGHT)[384:])
     np.testing.assert_array_equal(tail.bias, EIGHT.bias[384:])
-    in_jax = jax_linear.Matrix(EIGHT.values, scales=EIGHT.scales)
-    in_torch = torch_linear.Matrix(
-        torch.from_numpy(EIGHT.values), scales=torch.ones(EIGHT.scales.shape)
-    )
+    in_jax = jax_linear.Matrix(EIGHT.format, EIGHT.planes)
+    tensors = {name: torch.from_numpy(plane) for name, plane in EIGHT.planes.items()}
+    in_torch = torch_linear.Matrix(EIGHT.format, tensors)
     assert in_jax.num_outputs == in_torch.num_outputs == 512
     for each in (EIGHT, in_jax, in_torch):
         with pytest.raises(ValueError, match="must be a multiple of 128, got 130"):
@@ -230,7 +229,7 @@ def codes(outputs: int, inputs: int, seed: int, *, by_output: bool) -> Matrix:
     values = quantize(rng.normal(size=(outputs, inputs)).astype(np.float32) * 32)
     count = outputs if by_output else outputs // BLOCK
     scales = rng.uniform(0.001, 0.004, (count, -(-inputs // BLOCK))).astype(np.float32)
-    return Matrix(values, normal(seed, outputs), scales)
+    return w8a8_matrix(values, scales, normal(seed, outputs))
 
 
 @each_implementation
@@ -247,7 +246,8 @@ def test_w8a8_linear_quantises_activations_matches_spec(
     rows = fp8_activations.quantised(x)
     scales = np.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
     want = fp8_activations.product(rows, weight.values, scales) + weight.bias
-    given = replace(weight, values=weight.values.view(ml_dtypes.float8_e4m3fn))
+    values = weight.values.view(ml_dtypes.float8_e4m3fn)
+    given = replace(weight, planes={**weight.planes, "values": values})
     ops = implementation("linear")
     # Float32 sums in other orders, of at most 256 terms.
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

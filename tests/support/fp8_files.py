@@ -132,7 +132,7 @@ def write_widened(source: Path, target: Path) -> None:
     tensors, widened = read_stored(source / FILE), {}
     for name, (kind, numbers) in tensors.items():
         if kind == "F8_E4M3":
-            (end,) = (end for end in fp8.SCALES if f"{name}{end}" in tensors)
+            (end,) = (end for end in fp8.SCALE_SUFFIXES if f"{name}{end}" in tensors)
             scales = tensors[f"{name}{end}"][1].astype(np.float32)
             numbers = numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
             numbers, kind = numbers * _spread(scales, numbers.shape), "F32"

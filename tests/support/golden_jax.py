@@ -34,6 +34,7 @@ from tests.support.golden_models import (
     Pass,
     golden_head_files,
 )
+from tests.support.weight_formats import w8a8_of
 
 TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
@@ -121,8 +122,8 @@ class Passes:
         cpu = jax.devices("cpu")[0]
         if quantises:
             checkpoint = open_checkpoint(folder)
-            as_w8a8 = checkpoint.as_w8a8(parameters(config, False))
-            how = (np.float32, cpu, lambda num_bytes: None, (), as_w8a8)
+            formats = w8a8_of(checkpoint, parameters(config, False))
+            how = (np.float32, cpu, lambda num_bytes: None, formats)
             self._arrays = weights.load(checkpoint, config, False, *how)
         else:
             arrays = load_all(folder, config, config.has_mtp)

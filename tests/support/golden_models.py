@@ -15,10 +15,14 @@ from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
+from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from shared.spec import attention, eagle, gdn_state, layers, model, sampling
 from shared.spec.draft_tree import TreeShape
+from shared.spec.linear import Matrix
 from shared.spec.tree_growth import DraftRequests
+from tests.support.weight_formats import read_planes, w8a8_of
 
 PAGE_SIZE = 16
 NUM_PAGES = 20
@@ -124,6 +128,17 @@ class GoldenHead(Protocol):
         ...
 
 
+def _w8a8_weights(folder: Path, config: ModelConfig) -> dict[str, Matrix]:
+    """The parameters of a checkpoint whose activations are quantised."""
+    checkpoint, wanted = open_checkpoint(folder), parameters(config, False)
+    formats = w8a8_of(checkpoint, wanted)
+    return {
+        p.name: Matrix(formats[p.name], read_planes(checkpoint, p, formats[p.name]))
+        for p in wanted
+        if p.name in formats
+    }
+
+
 class SpecModel:
     """The specification as a golden model."""
 
@@ -132,7 +147,9 @@ class SpecModel:
     ) -> None:
         self.config = config_from_folder(folder, context_length)
         with_mtp = self.config.has_mtp
-        self.weights = load_all(folder, self.config, with_mtp, quantises=quantises)
+        self.weights = dict(load_all(folder, self.config, with_mtp))
+        if quantises:
+            self.weights |= _w8a8_weights(folder, self.config)
         num_layers = self.config.num_attention_layers
         self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
         self._mtp_kv = model.new_kv(self.config, 1, NUM_PAGES, PAGE_SIZE)

@@ -23,6 +23,7 @@ from tests.support.golden_models import (
     Pass,
     golden_head_files,
 )
+from tests.support.weight_formats import w8a8_of
 from torch_impl import device_state, model, weights
 from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
@@ -54,9 +55,8 @@ def _loaded(folder: Path, config: ModelConfig, quantises: bool) -> weights.Weigh
         arrays = load_all(folder, config, config.has_mtp)
         return weights.from_arrays(config, arrays, "float32", CPU)
     checkpoint = open_checkpoint(folder)
-    as_w8a8 = checkpoint.as_w8a8(parameters(config, False))
-    how = ("float32", CPU, lambda num_bytes: None, (), as_w8a8)
-    return weights.load(checkpoint, config, False, *how)
+    formats = w8a8_of(checkpoint, parameters(config, False))
+    return weights.load(checkpoint, config, False, "float32", CPU, lambda num_bytes: None, formats)
 
 
 class TorchModel:

@@ -15,6 +15,7 @@ import torch
 from kernels.tiles import LinearTiles
 from shared.models.formats import fp8, fp8_w8a16
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.weight_format import first_row
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -99,7 +100,7 @@ def in_bfloat16(
     else:
         weights = fp8_w8a16.widened(*as_w8a16(outputs, K, granularity))
     stored = weights.shape[1]
-    first_scale = 0 if scales is None else fp8_w8a16.first_scale(first, stored, scales.shape[1])
+    first_scale = 0 if scales is None else first_row(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
+
+from shared.models.formats.plain import Plain
+from shared.spec import linear
 
 T = TypeVar("T")
 
@@ -18,6 +21,11 @@ def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
     Fields that records of the other module lack, for example of ranks, are omitted.
     """
     again = partial(mapped, leaf=leaf, module=module)
+    if isinstance(value, linear.Matrix):
+        bias, planes = again(value.bias), {name: again(x) for name, x in value.planes.items()}
+        if isinstance(value.format, Plain):  # of the dtype of the mapped values
+            return module_matrix(module).plain(planes["values"], bias=bias)
+        return module_matrix(module)(value.format, planes, bias=bias)
     if names := _field_names(value):
         record = getattr(module, type(value).__name__, type(value))
         known = inspect.signature(record).parameters
@@ -25,6 +33,11 @@ def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
     if isinstance(value, tuple):
         return tuple(map(again, value))
     return leaf(value)
+
+
+def module_matrix(module: ModuleType) -> Any:
+    """The `Matrix` of the operations of a module, which may be records of another one."""
+    return getattr(module, "Matrix", linear.Matrix)
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
@@ -41,6 +54,7 @@ def leaves(kind: type[T], record: Any) -> Iterator[T]:
         return
     names = _field_names(record)
     within = [getattr(record, name) for name in names] if names else record
+    within = [*within.values()] if isinstance(within, Mapping) else within
     if isinstance(within, list | tuple):
         for each in within:
             yield from leaves(kind, each)

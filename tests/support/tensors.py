@@ -17,8 +17,8 @@ def tensor_bytes(record: Any) -> int:
         elif is_dataclass(value):
             for item in fields(value):
                 visit(getattr(value, item.name))
-        elif isinstance(value, tuple | list):
-            for each in value:
+        elif isinstance(value, tuple | list | dict):
+            for each in value.values() if isinstance(value, dict) else value:
                 visit(each)
 
     visit(record)

@@ -43,7 +43,7 @@ class SelectorWeights:
             config=selector,
             before=arrays["selector.before"],
             after=arrays["selector.after"],
-            hidden=Matrix(arrays["selector.hidden"]),
+            hidden=Matrix.plain(arrays["selector.hidden"]),
         )
 
 
@@ -59,7 +59,7 @@ def pairs(
     reads its own scores.
     """
     (B, k), before = ids.shape, selector.before[previous] * projected
-    every = product_float32(before, Matrix(selector.after[ids.flatten()]))
+    every = product_float32(before, Matrix.plain(selector.after[ids.flatten()]))
     return every.view(B, B, k).diagonal(dim1=0, dim2=1).t()
 
 

@@ -40,12 +40,12 @@ class MarkovWeights:
         assert markov is not None  # required for DSpark
 
         def biased(name: str) -> Matrix | None:
-            return Matrix(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
+            return Matrix.plain(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
 
         return cls(
             config=markov,
             embed=arrays["markov.embed"],
-            lm_head=Matrix(arrays["markov.lm_head"]),
+            lm_head=Matrix.plain(arrays["markov.lm_head"]),
             mix=biased("markov.mix"),
             confidence=biased("confidence"),
         )

@@ -4,14 +4,16 @@ Sums are float32; results have the dtype of the rows. On a GPU bfloat16 GEMMs ar
 `jax_impl.ops`.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Float, Float8e4m3fn, Int, Int32
+from jaxtyping import Float, Int, Shaped
 
+from jax_impl.formats.registry import dequantized
 from jax_impl.ops import (
     Kernels,
     Norm,
@@ -25,7 +27,8 @@ from jax_impl.ops import (
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec.reduction_order import SQUARES
 
 
@@ -33,71 +36,61 @@ class Matrix(NamedTuple):
     """Stored weight `[out, in]` with an optional bias.
 
     Attributes:
-      values: Numbers, or FP8 values with `scales`: packed by four for W8A16, or unpacked for W8A8.
-      layer: Index of the weight if `values` is a stack `[layers, out, in]`; `bias` and `scales` are
-        stacks then. A kernel reads the stack in place; a slice would be copied.
-      scales: Of words, see `shared.models.formats.fp8_w8a16`; of codes, those of each block of
-        inputs, for each output or for each block of them. None: the values are numbers.
+      format: Format of the planes.
+      planes: Arrays of the weight by name, see `shared.models.formats`.
+      layer: Index of the weight if the planes are stacks `[layers, out, in]`; `bias` is a stack
+        then. A kernel reads the stack in place; a slice would be copied.
     """
 
-    values: (
-        Float[jax.Array, "*layers outputs inputs"]
-        | Int32[jax.Array, "*layers outputs words"]
-        | Float8e4m3fn[jax.Array, "*layers outputs inputs"]
-    )
+    format: WeightFormat
+    planes: Mapping[str, Shaped[jax.Array, "..."]]
     layer: Place | None = None
     bias: Float[jax.Array, "*layers outputs"] | None = None
-    scales: Float[jax.Array, "*layers scales scales_in"] | None = None
+
+    @classmethod
+    def plain(
+        cls,
+        values: Float[jax.Array, "*layers outputs inputs"],
+        layer: Place | None = None,
+        bias: Float[jax.Array, "*layers outputs"] | None = None,
+    ) -> "Matrix":
+        return cls(Plain(values.dtype.name), {VALUES: values}, layer, bias)
+
+    @property
+    def values(self) -> Shaped[jax.Array, "*layers outputs columns"]:
+        return self.planes[VALUES]
+
+    @property
+    def scales(self) -> Float[jax.Array, "*layers scales scales_in"] | None:
+        return self.planes.get(SCALES)
 
     @property
     def alone(self) -> "Matrix":
-        """Returns the weight, its bias and its scales, taken out of their stacks."""
-        if self.layer is None:
-            return self
-        beside = (self.bias, self.scales)
-        bias, scales = (x if x is None else x[self.layer] for x in beside)
-        return Matrix(self.values[self.layer], None, bias, scales)
+        """Returns the weight and its bias, taken out of their stacks."""
+        return self if self.layer is None else self._replace(layer=None).at(self.layer)
 
     @property
     def num_outputs(self) -> int:
         """Returns the number of rows of the weight."""
         return self.values.shape[-2]
 
-    @property
-    def quantises(self) -> bool:
-        """Returns True if rows are quantised before the GEMM (W8A8)."""
-        return self.values.dtype == jnp.float8_e4m3fn
-
-    @property
-    def item_bytes(self) -> int:
-        """Returns the bytes of a stored number."""
-        return self.values.dtype.itemsize if self.scales is None else 1
-
     def rows(self, first: int) -> "Matrix":
-        """Returns the outputs from `first` on, unstacked; an FP8 scale block must begin there."""
-        values, _, bias, scales = self.alone
-        if scales is not None:
-            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
-        return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
+        """Returns the outputs from `first` on, unstacked."""
+        weight, begins = self.alone, partial(first_row, first, self.num_outputs)
+        planes = {name: x[begins(len(x)) :] for name, x in weight.planes.items()}
+        bias = None if weight.bias is None else weight.bias[first:]
+        return weight._replace(planes=planes, bias=bias)
 
-    def of_expert(self, expert: Place) -> "Matrix":
-        """Returns the weight of one expert from the stack of its layer or of all layers."""
-        at = (expert,) if self.layer is None else (self.layer, expert)
-        return Matrix(self.values[at], scales=None if self.scales is None else self.scales[at])
+    def at(self, place: Place) -> "Matrix":
+        """Returns the weight of one layer of a stack, or of one expert."""
+        where = place if self.layer is None else (self.layer, place)
+        bias = None if self.bias is None else self.bias[where]
+        return Matrix(self.format, {name: x[where] for name, x in self.planes.items()}, None, bias)
 
 
 def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
-    """Returns the numbers of a weight; FP8 values are dequantised to bfloat16."""
-    if matrix.scales is None:
-        return matrix.values
-    scales = matrix.scales.astype(jnp.float32) * (1 / SCALE_FACTOR)
-    if scales.shape[-2] != matrix.num_outputs:  # block scales
-        scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
-    codes = lax.bitcast_convert_type(matrix.values, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
-    *stack, words = matrix.values.shape
-    blocks = codes.reshape(*stack, -1, FP8_BLOCK // 4, 4)
-    numbers = blocks.swapaxes(-1, -2).reshape(*stack, 4 * words)
-    return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+    """Returns the numbers of a weight."""
+    return dequantized(matrix.format, matrix.planes)
 
 
 class NormedStream(NamedTuple):
@@ -351,7 +344,7 @@ def _sums(
     """Computes the GEMM in float32 from output `first` on, with the bias."""
     weight = weight.rows(first)
     bias = weight.bias
-    if weight.quantises:
+    if weight.format.quantizes_activations:
         sums = _of_codes(x, weight)
     else:
         sums = layers.linear(x, widened(weight).astype(x.dtype))
@@ -416,15 +409,15 @@ def kernel_products(
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
     stored, scales, row_scales = weight.num_outputs, weight.scales, None
     tables = kernels.tiles
-    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
-        item_bytes=weight.item_bytes,
+    tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
+        item_bytes=weight.format.item_bytes,
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
         gated=int(is_gated),
     )
     scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
-    if weight.quantises:
+    if weight.format.quantizes_activations:
         x, row_scales = kernels.fp8_activations.quantised(x)
     return kernels.linear.product(
         x,

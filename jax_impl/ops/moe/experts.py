@@ -118,7 +118,7 @@ def experts(
 def _of_expert(
     x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
-    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
+    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert), group)
 
 
 def _shared(
@@ -208,7 +208,7 @@ def kernel_added_experts(
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(
-            item_bytes=gate_up.item_bytes, rows=len(own), inner=config.intermediate
+            item_bytes=gate_up.format.item_bytes, rows=len(own), inner=config.intermediate
         ),
     )
     stream = stream._replace(arrivals=arrivals)

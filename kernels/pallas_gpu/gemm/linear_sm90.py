@@ -51,7 +51,8 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     partial_shapes,
 )
 from kernels.tiles import LinearTiles
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, first_scale
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
+from shared.models.formats.weight_format import first_row
 from shared.spec.reduction_order import SquaresOrder
 
 _PROGRAMS = 2
@@ -250,7 +251,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
     for what, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(f"tiles of FP8 rows must {what}, got {tiles}")
-    first_scale(first, FP8_BLOCK, 1)
+    first_row(first, FP8_BLOCK, 1)
 
 
 def _pad_to_lines(x):

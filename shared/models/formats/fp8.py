@@ -17,8 +17,10 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
 
+from shared.models.parameter import CheckpointTensor
+
 BLOCK = 128
-SCALES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """Suffixes of the names of a tensor's scales."""
 
 OF_ACTIVATIONS = ("input_scale", "activation_scale")
@@ -172,3 +174,42 @@ def apply_scales(
     for block in range(scales.shape[-2]):
         wide[..., block * BLOCK : (block + 1) * BLOCK, :] *= across[..., block : block + 1, :]
     return wide
+
+
+def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
+    """Returns True if the shard that a rank reads of a tensor consists of whole blocks."""
+    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(BLOCK)
+    return are_whole_blocks(source.shape) and not is_cut
+
+
+def kept_granularity(stored: Granularity) -> Granularity:
+    """Returns the granularity in memory of stored scales: a tensor's scale is repeated for each
+    output.
+    """
+    return Granularity.CHANNEL if stored is Granularity.TENSOR else stored
+
+
+def taken_scales(
+    source: CheckpointTensor,
+    scales: Shaped[np.ndarray, "..."],
+    granularity: Granularity,
+    shape: tuple[int, ...],
+) -> Float32[np.ndarray, "*stack scales scales_in"]:
+    """Returns the scales of a slice of a tensor that consists of whole blocks.
+
+    Args:
+      source: The slice.
+      scales: Scales of the whole tensor, as stored.
+      granularity: Granularity of the result, block or channel; not finer than the stored one.
+      shape: Shape of the slice in the parameter.
+    """
+    wide = expand_scales(scales, source.shape, granularity).astype(np.float32)
+    share = BLOCK if granularity is Granularity.BLOCK else 1
+    return source.every(share).taken(wide).reshape(scale_shape(shape, granularity))
+
+
+def rounded(x: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Rounds finite values to the nearest bfloat16, ties to even."""
+    bits = x.view(np.uint32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -5,20 +5,28 @@ per output, shape `[outputs, 1]`; the shape determines which. A per-tensor scale
 each output. A dequantised weight is its value times its scale, rounded once to bfloat16.
 """
 
-import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
-from shared.models.parameter import CheckpointTensor
-
-InWords = Mapping[str, Granularity]
-"""Parameters stored as packed FP8, by name, with the granularity of their scales (block or
-channel)."""
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.weight_format import (
+    SCALES,
+    VALUES,
+    Array,
+    FormatContext,
+    Place,
+    Plane,
+    PlanePiece,
+    StoredTensor,
+    StoredTensors,
+)
+from shared.models.parameter import Parameter
 
 FP8_BLOCK = fp8.BLOCK
 """Inputs whose values are packed together; outputs and inputs that share a block scale."""
@@ -26,11 +34,7 @@ SCALE_FACTOR = 2.0**120
 """Factor of stored scales. A kernel moves the bits of an FP8 value into a bfloat16, which makes the
 value 2^-120 of what it is; the larger scales compensate. The product is rounded as if both had
 their true size."""
-SCALES = "_scales"
-"""Suffix of the name of a parameter's scales."""
-DENSE = ("mlp.gate_up",)
-EXPERTS = ("experts.gate_up", "experts.down")
-KEPT = (*DENSE, *EXPERTS)
+KEPT = ("mlp.gate_up", "experts.gate_up", "experts.down")
 """Suffixes of the names of parameters that are stored as packed FP8 on a GPU.
 
 A kernel dequantises a weight in registers to the same bits as a dequantised weight in memory, so
@@ -43,19 +47,62 @@ _LARGEST_SCALE = 2.0**7
 _PARTS = 4
 
 
-class FP8Shard(NamedTuple):
-    """A slice of a parameter that is stored as FP8.
+@dataclass(frozen=True)
+class FP8W8A16:
+    """Format of packed FP8 weights with scales of a granularity, block or channel.
 
-    Attributes:
-      place: Index of the slice in the parameter.
-      codes: FP8 values in the order of the inputs.
-      place_of_scales, scales: Index of the scales, and the scales as stored.
+    Activations are bfloat16; see `WeightFormat`.
     """
 
-    place: tuple[int | slice, ...]
-    codes: UInt8[np.ndarray, "..."]
-    place_of_scales: tuple[int | slice, ...]
-    scales: Float32[np.ndarray, "..."]
+    granularity: Granularity
+    label = "FP8"
+    item_bytes = 1
+    quantizes_activations = False
+    expands_dense = True
+
+    @classmethod
+    def choose(
+        cls, parameter: Parameter, stored: StoredTensors, context: FormatContext
+    ) -> Self | None:
+        """Returns the format of a parameter that kernels read as packed FP8, on a GPU in bfloat16.
+
+        All its tensors are FP8 in whole blocks; their scales are exact in bfloat16 and have one
+        granularity, block or channel. Reads the scales.
+        """
+        is_served = context.on_gpu and context.dtype == "bfloat16" and not context.fp8_activations
+        if not is_served or not parameter.name.endswith(KEPT):
+            return None
+        found = {_granularity(tensor) for tensor in stored(parameter)}
+        granularity = found.pop() if len(found) == 1 else None
+        return None if granularity is None else cls(granularity)
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
+        """Returns packed values and scales."""
+        scales = fp8.scale_shape(shape, self.granularity)
+        return {VALUES: Plane(shape_of_words(shape), "int32"), SCALES: Plane(scales, "bfloat16")}
+
+    def pieces(
+        self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
+    ) -> Iterator[PlanePiece]:
+        """Reads FP8 values, to be packed by the backend, and scales; see `WeightFormat.pieces`."""
+        yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
+        place = fp8.place_of_scales(at, whole, self.granularity)
+        scales = fp8.taken_scales(tensor.source, tensor.read(SCALES), self.granularity, shape)
+        yield PlanePiece(SCALES, place, packed_scales(scales))
+
+    def dequantize(self, planes: Mapping[str, Array]) -> Array:
+        """Returns values times scales, rounded to bfloat16."""
+        return widened(planes[VALUES], planes[SCALES])
+
+
+def _granularity(tensor: StoredTensor | None) -> Granularity | None:
+    """Returns the granularity in memory of a tensor; None if it cannot stay FP8."""
+    if tensor is None or not isinstance(tensor.encoding, FP8Encoding):
+        return None
+    stored = tensor.encoding.granularity
+    if not fp8.has_whole_blocks(tensor.source, stored):
+        return None
+    return fp8.kept_granularity(stored) if are_in_bfloat16(tensor.read(SCALES)) else None
 
 
 class ScaleLayout(NamedTuple):
@@ -75,37 +122,9 @@ def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> ScaleLayout:
     return ScaleLayout(words[-2] // scales[-2], scales[-1])
 
 
-def is_kept_fp8(name: str) -> bool:
-    """Returns True if kernels read a parameter of this name as packed FP8."""
-    return name.endswith(KEPT)
-
-
 def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the packed shape of a weight."""
     return (*shape[:-1], shape[-1] // _PARTS)
-
-
-def bytes_of_words(shape: tuple[int, ...], granularity: Granularity) -> int:
-    """Returns the bytes of a packed weight of this shape with its scales."""
-    return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape, granularity))
-
-
-def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
-    """Returns whether the shard that a rank takes of a tensor consists of whole blocks."""
-    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
-    return fp8.are_whole_blocks(source.shape) and not is_cut
-
-
-def kept_granularity(stored: Granularity) -> Granularity:
-    """Returns the granularity that kernels read, for the granularity in a file."""
-    return Granularity.CHANNEL if stored is Granularity.TENSOR else stored
-
-
-def bytes_of_codes(shape: tuple[int, ...], *, by_output: bool) -> int:
-    """Returns the bytes of an FP8 weight of this shape with scales per output or per block of
-    outputs.
-    """
-    return math.prod(shape) + 4 * math.prod(fp8.code_scale_shape(shape, by_output=by_output))
 
 
 def pack(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
@@ -141,26 +160,7 @@ def widened(
 ) -> Float32[np.ndarray, "*stack N K"]:
     """Dequantises packed values; each result is exact in bfloat16."""
     own = scales.astype(np.float32) / np.float32(SCALE_FACTOR)
-    return rounded(fp8.dequantize(unpack(words), own))
-
-
-def first_scale(first: int, outputs: int, scales: int) -> int:
-    """Returns the index of the scale that starts at an output.
-
-    Args:
-      first: The output.
-      outputs, scales: Size of the whole weight; number of its scales along the outputs.
-
-    Raises:
-      ValueError: No scale starts there, so that a weight sliced there would share one with another
-        slice.
-    """
-    share = outputs // scales
-    if first % share:
-        raise ValueError(
-            f"the first output of an FP8 weight must be a multiple of {share}, got {first}"
-        )
-    return first // share
+    return fp8.rounded(fp8.dequantize(unpack(words), own))
 
 
 def packed_scales(scales: Shaped[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
@@ -180,11 +180,4 @@ def are_in_bfloat16(scales: Shaped[np.ndarray, "..."]) -> bool:
     """
     wide = scales.astype(np.float32)
     is_inside = np.abs(wide) < _LARGEST_SCALE
-    return bool((is_inside & (rounded(wide) == wide)).all())
-
-
-def rounded(x: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Rounds finite values to the nearest bfloat16, ties to even."""
-    bits = x.view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)
+    return bool((is_inside & (fp8.rounded(wide) == wide)).all())

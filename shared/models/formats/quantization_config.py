@@ -1,51 +1,24 @@
-"""Checks of the `quantization_config` in a config.json: FP8 weights, in two spellings.
+"""Spellings of `quantization_config` in config.json, and checks of their fields.
 
-`fp8` is the spelling of the releases of DeepSeek, Qwen and Mistral and of AutoFP8;
-`compressed-tensors` is the spelling of vLLM's tools. The stored tensors determine which weights are
-FP8 and how they share scales (`shared.models.formats.fp8`). The config is only checked for
-unsupported settings.
+The stored tensors determine which weights are quantised, and the shape of their scales. The config
+is only checked for unsupported settings; dummy weights take their encoding from it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from shared.models.config_fields import Json, object_of
-from shared.models.formats.fp8 import BLOCK, Granularity
-
-BLOCK_SIZE = [BLOCK, BLOCK]
-
-FORMATS = ("float-quantized", "naive-quantized")
-"""Names of unpacked FP8 in compressed-tensors."""
-
-HINTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "targets")
-"""Lists of modules with and without scales, in the spellings of different tools."""
+from shared.models.formats.weight_format import TensorEncoding
 
 Served = dict[str, Collection[object]]
 """Supported values by field. Any other field must be empty."""
 
-METHODS: Served = {"quant_method": ["fp8", "compressed-tensors"]}
-FP8: Served = METHODS | {
-    "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
-    "weight_block_size": [None, BLOCK_SIZE],
-    "activation_scheme": [None, "dynamic", "static"],
-    "scale_fmt": [None, "float"],
-    "expert_dtype": [None, "fp8"],
-    "dequantize": [None, False, True],
-}
-COMPRESSED: Served = METHODS | {
-    "format": FORMATS,
-    "dequantize": [None, False, True],
-    "use_optimized_inference": [None, False, True],
-}
-GROUP: Served = {"format": [None, *FORMATS]}
-WEIGHTS: Served = {
-    "num_bits": [8],
-    "type": ["float"],
-    "symmetric": [True],
-    "strategy": ["channel", "tensor", "block"],
-    "block_structure": [None, BLOCK_SIZE],
-    "group_size": [None, -1],
-}
-ACTIVATIONS: Served = {"num_bits": [8], "type": ["float"]}
+HINTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "targets")
+"""Lists of modules with and without scales, in the spellings of different tools."""
+
+ENCODINGS = "FP8"
+"""Supported encodings, for messages."""
 
 _READ_APART = ("config_groups", "sparsity_config")
 _TOLD = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
@@ -56,53 +29,84 @@ _QUANTISED_INPUTS = ("strategy", "dynamic", "symmetric", "group_size", "block_st
 """Activation quantisation of W8A8 checkpoints, which is not read."""
 
 
-def refuse_other_quantisation(stated: Json) -> None:
-    """Checks that a `quantization_config` is supported.
+@runtime_checkable
+class Spelling(Protocol):
+    """Spelling of one encoding in `quantization_config`."""
 
-    Raises:
-      ValueError: It is not; the message names the field.
+    @property
+    def method(self) -> str:
+        """Value of `quant_method`."""
+        ...
+
+    def matches(self, stated: Json) -> bool:
+        """Returns True if a config of this method declares the encoding."""
+        ...
+
+    def check(self, stated: Json) -> None:
+        """Raises `ValueError` for the first unsupported field."""
+        ...
+
+    def encoding(self, stated: Json) -> TensorEncoding:
+        """Returns the encoding of a checked config."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedTensors:
+    """Spelling of vLLM's tools: groups of modules, each with the same fields.
+
+    Attributes:
+      formats: Values of `format`.
+      weights, activations: Supported fields of a group's `weights` and `input_activations`.
+      read: Returns the encoding of a group's `weights`.
     """
-    _require(stated, "quant_method", "")
-    method = {"quant_method": stated["quant_method"]}
-    _refuse_others(method, METHODS, (), "")
-    if method["quant_method"] == "fp8":
-        _refuse_others(stated, FP8, HINTS, "")
-        return
-    _refuse_others(stated, COMPRESSED, (*HINTS, *_READ_APART, *_TOLD), "")
-    sparsity = object_of(stated, "sparsity_config")
-    if sparsity.get("format", "dense") != "dense":
-        raise _refusal(f"with sparsity_config.format: {sparsity['format']!r}")
-    _require(stated, "config_groups", "")
-    for name, group in object_of(stated, "config_groups").items():
-        place = f"config_groups.{name}"
-        if not isinstance(group, Mapping):
-            raise _refusal(f"with {place}: {group!r}")
-        _refuse_other_group(group, f"{place}.")
+
+    formats: tuple[str, ...]
+    weights: Served
+    activations: Served
+    read: Callable[[Json], TensorEncoding]
+    method = "compressed-tensors"
+
+    def matches(self, stated: Json) -> bool:
+        """Returns True for one of the formats."""
+        return stated.get("format") in self.formats
+
+    def check(self, stated: Json) -> None:
+        """Checks the config and each group; see `Spelling`."""
+        served: Served = {
+            "quant_method": [self.method],
+            "format": self.formats,
+            "dequantize": [None, False, True],
+            "use_optimized_inference": [None, False, True],
+        }
+        refuse_others(stated, served, (*HINTS, *_READ_APART, *_TOLD), "")
+        sparsity = object_of(stated, "sparsity_config")
+        if sparsity.get("format", "dense") != "dense":
+            raise refusal(f"with sparsity_config.format: {sparsity['format']!r}")
+        require(stated, "config_groups", "")
+        for name, group in object_of(stated, "config_groups").items():
+            place = f"config_groups.{name}"
+            if not isinstance(group, Mapping):
+                raise refusal(f"with {place}: {group!r}")
+            self._check_group(group, f"{place}.")
+
+    def encoding(self, stated: Json) -> TensorEncoding:
+        """Returns the encoding of the first group."""
+        group = next(iter(object_of(stated, "config_groups").values()))
+        return self.read(group["weights"])
+
+    def _check_group(self, group: Json, place: str) -> None:
+        served: Served = {"format": [None, *self.formats]}
+        refuse_others(group, served, (*HINTS, *_GROUPS_PARTS), place)
+        require(group, "weights", place)
+        weights = object_of(group, "weights")
+        require(weights, "type", f"{place}weights.")
+        refuse_others(weights, self.weights, _MEASURED, f"{place}weights.")
+        inputs, ignored = object_of(group, "input_activations"), (*_MEASURED, *_QUANTISED_INPUTS)
+        refuse_others(inputs, self.activations, ignored, f"{place}input_activations.")
 
 
-def granularity_of(stated: Json) -> Granularity:
-    """Returns the scale granularity of a `quantization_config`, of the first group if it has
-    groups.
-    """
-    if stated["quant_method"] == "fp8":
-        return Granularity.BLOCK if stated.get("weight_block_size") else Granularity.TENSOR
-    group = next(iter(object_of(stated, "config_groups").values()))
-    return Granularity(group["weights"].get("strategy", "tensor"))
-
-
-def _refuse_other_group(group: Json, place: str) -> None:
-    _refuse_others(group, GROUP, (*HINTS, *_GROUPS_PARTS), place)
-    _require(group, "weights", place)
-    weights = object_of(group, "weights")
-    _require(weights, "type", f"{place}weights.")
-    _refuse_others(weights, WEIGHTS, _MEASURED, f"{place}weights.")
-    inputs = object_of(group, "input_activations")
-    _refuse_others(
-        inputs, ACTIVATIONS, (*_MEASURED, *_QUANTISED_INPUTS), f"{place}input_activations."
-    )
-
-
-def _refuse_others(stated: Json, served: Served, hints: Collection[str], place: str) -> None:
+def refuse_others(stated: Json, served: Served, hints: Collection[str], place: str) -> None:
     """Raises an error for the first field with an unsupported value.
 
     Args:
@@ -117,16 +121,18 @@ def _refuse_others(stated: Json, served: Served, hints: Collection[str], place: 
         if value not in served.get(field, ()):
             expected = " or ".join(repr(x) for x in served.get(field, ()) if x is not None)
             must = f"; it must be {expected}" if expected else ""
-            raise _refusal(f"with {place}{field}: {value!r}", must)
+            raise refusal(f"with {place}{field}: {value!r}", must)
 
 
-def _require(stated: Json, field: str, place: str) -> None:
+def require(stated: Json, field: str, place: str) -> None:
+    """Raises an error for a missing or empty field; for `place` see `refuse_others`."""
     if not stated.get(field):
-        raise _refusal(f"without {place}{field}")
+        raise refusal(f"without {place}{field}")
 
 
-def _refusal(what: str, must: str = "") -> ValueError:
+def refusal(what: str, must: str = "") -> ValueError:
+    """Returns the error for an unsupported setting, with the supported values in `must`."""
     return ValueError(
         f"quantization_config {what} is not supported{must}; "
-        "use an unquantised checkpoint, or one in FP8"
+        f"use an unquantised checkpoint, or one in {ENCODINGS}"
     )

@@ -27,8 +27,7 @@ def digest_of(start: ValidatedStartup) -> str:
         blueprint.dtype,
         blueprint.on_gpu,
         blueprint.captured,
-        sorted(blueprint.as_w8a16),
-        sorted(blueprint.as_w8a8),
+        sorted(blueprint.formats.items(), key=lambda each: each[0]),
         [_sampled(path) for each in opened if isinstance(each, Checkpoint) for path in each.files],
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()

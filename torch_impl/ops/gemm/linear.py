@@ -3,16 +3,20 @@
 On a GPU bfloat16 GEMMs are kernels; see `torch_impl.ops`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float8e4m3fn, Int, Int32
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec.reduction_order import SQUARES
+from torch_impl.formats.registry import dequantized
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import fp8_activations, layers
@@ -22,47 +26,42 @@ from torch_impl.ops.gemm import fp8_activations, layers
 class Matrix:
     """Stored weight `[out, in]` with an optional bias."""
 
-    values: (
-        Float[Tensor, "*experts outputs inputs"]
-        | Int32[Tensor, "*experts outputs words"]
-        | Float8e4m3fn[Tensor, "*experts outputs inputs"]
-    )
-    bias: Float[Tensor, " outputs"] | None = None
-    scales: Float[Tensor, "*experts scales scales_in"] | None = None
+    format: WeightFormat
+    planes: Mapping[str, Shaped[Tensor, "..."]]
+    bias: Float[Tensor, "*layers outputs"] | None = None
+
+    @classmethod
+    def plain(
+        cls,
+        values: Float[Tensor, "*layers outputs inputs"],
+        bias: Float[Tensor, "*layers outputs"] | None = None,
+    ) -> "Matrix":
+        return cls(Plain(str(values.dtype).removeprefix("torch.")), {VALUES: values}, bias)
+
+    @property
+    def values(self) -> Shaped[Tensor, "*layers outputs columns"]:
+        return self.planes[VALUES]
+
+    @property
+    def scales(self) -> Float[Tensor, "*layers scales scales_in"] | None:
+        return self.planes.get(SCALES)
 
     @property
     def num_outputs(self) -> int:
         return self.values.shape[-2]
 
-    @property
-    def quantises(self) -> bool:
-        return self.values.dtype == torch.float8_e4m3fn
-
-    @property
-    def item_bytes(self) -> int:
-        """Returns the bytes of a stored number."""
-        return self.values.element_size() if self.scales is None else 1
-
     def rows(self, first: int) -> "Matrix":
-        bias, scales = self.bias, self.scales
-        if scales is not None:
-            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
-        return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
+        begins = partial(first_row, first, self.num_outputs)
+        planes = {name: x[begins(len(x)) :] for name, x in self.planes.items()}
+        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[first:])
 
-    def of_expert(self, expert: int) -> "Matrix":
-        scales = None if self.scales is None else self.scales[expert]
-        return Matrix(self.values[expert], scales=scales)
+    def at(self, place: int) -> "Matrix":
+        planes = {name: x[place] for name, x in self.planes.items()}
+        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[place])
 
 
 def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
-    if matrix.scales is None:
-        return matrix.values
-    scales = matrix.scales.float() / SCALE_FACTOR
-    if scales.shape[-2] != matrix.num_outputs:  # block scales
-        scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
-    blocks = matrix.values.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
-    codes = blocks.transpose(-1, -2).flatten(-3)
-    return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
+    return dequantized(matrix.format, matrix.planes)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
     weight = weight.rows(first)
-    if weight.quantises:
+    if weight.format.quantizes_activations:
         return _of_codes(x, weight).to(x.dtype)
     out = layers.linear(x, widened(weight).to(x.dtype))
     return out if weight.bias is None else out + weight.bias
@@ -160,7 +159,7 @@ def plain_product_float32(
     x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
     """Same as `product` times a factor, but the result stays float32."""
-    if weight.quantises:
+    if weight.format.quantizes_activations:
         return _times(_of_codes(x, weight), factor)
     values = widened(weight)
     if x.is_cuda:
@@ -331,14 +330,14 @@ def kernel_products(
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
     tables, row_scales = kernels.tiles, None
-    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
-        item_bytes=weight.item_bytes,
+    tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
+        item_bytes=weight.format.item_bytes,
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
         gated=int(is_gated),
     )
     out_type = out_type or x.dtype
-    if weight.quantises:
+    if weight.format.quantizes_activations:
         x, row_scales = kernels.fp8_activations.quantised(x)
     return kernels.linear.product(
         x.contiguous(),

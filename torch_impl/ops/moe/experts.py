@@ -120,7 +120,7 @@ def _in_use(chosen: SelectedExperts, config: MoEConfig) -> Iterable[int]:
 def _of_expert(
     x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
-    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
+    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert), group)
 
 
 def _shared(
@@ -201,7 +201,7 @@ def kernel_added_experts(
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
-        tiles=kernels.tiles.experts.of(item_bytes=gate_up.item_bytes, **sizes),
+        tiles=kernels.tiles.experts.of(item_bytes=gate_up.format.item_bytes, **sizes),
     )
     if all_gather.gathers_with_squares(group, own):
         scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)

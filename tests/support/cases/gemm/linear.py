@@ -7,10 +7,11 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
-from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.op_case import Arguments, OpCase
+from tests.support.weight_formats import w8a16_matrix
 
 EPS = 1e-6
 
@@ -18,7 +19,7 @@ EPS = 1e-6
 def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
     """Random numbers, repeated in a large one: drawing 600 million of them would take a while."""
     drawn = rng.standard_normal(min(outputs * inputs, 2**20 - 3), np.float32)
-    return Matrix(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
+    return Matrix.plain(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
 
 
 def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) -> Matrix:
@@ -27,8 +28,7 @@ def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) ->
     sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
     scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
     codes = fp8.apply_scales(wide.copy(), 1 / scales.astype(np.float32))
-    words = fp8_w8a16.pack(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    return Matrix(words, scales=fp8_w8a16.packed_scales(scales))
+    return w8a16_matrix(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, granularity)
 
 
 def fp8_arguments(

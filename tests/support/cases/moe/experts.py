@@ -40,7 +40,7 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
 def _matrix(rng: np.random.Generator, *shape: int) -> Matrix:
     """Random numbers, repeated in a large one: drawing 200 million of them would take a while."""
     drawn = rng.standard_normal(min(int(np.prod(shape)), 2**20 - 3), np.float32)
-    return Matrix(np.resize(drawn / np.float32(shape[-1] ** 0.5), shape))
+    return Matrix.plain(np.resize(drawn / np.float32(shape[-1] ** 0.5), shape))
 
 
 def added_arguments(

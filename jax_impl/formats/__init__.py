@@ -1,0 +1,1 @@
+"""Weight formats on a device: conversion at load, dequantisation, dummy weights."""

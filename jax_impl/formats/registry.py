@@ -1,0 +1,101 @@
+"""Operations of all weight formats, and reading of quantised parameters to the device."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Int, Shaped
+
+from jax_impl.formats import fp8
+from jax_impl.formats.format_ops import FormatOps, Planes
+from shared.models.checkpoint import Checkpoint
+from shared.models.dummy_weights import DummyCheckpoint, Stored
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.fp8_w8a8 import FP8W8A8
+from shared.models.formats.fp8_w8a16 import FP8W8A16
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
+from shared.models.parameters import Parameter
+
+FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
+"""Operations of each quantised format."""
+
+SCALED: Mapping[type, Callable[[Any, Parameter, Any], jax.Array]] = {FP8Encoding: fp8.scaled}
+"""Functions that multiply dummy elements of an encoding by their scales."""
+
+for _format in (Plain, *FORMATS):  # a format in a record of arrays is part of its structure
+    jax.tree_util.register_static(_format)
+
+
+def dequantized(
+    format: WeightFormat, planes: Planes
+) -> Shaped[jax.Array, "*layers outputs inputs"]:
+    """Returns the numbers of a weight."""
+    ops = FORMATS.get(type(format))
+    return planes[VALUES] if ops is None else ops.dequantized(planes)
+
+
+def scaled_dummy(
+    encoding: TensorEncoding, elements: Shaped[jax.Array, "..."], parameter: Parameter
+) -> Shaped[jax.Array, "..."]:
+    """Returns the dequantised elements of a dummy parameter or shard, in place (donated)."""
+    return SCALED[type(encoding)](elements, parameter, encoding)
+
+
+def read(
+    checkpoint: Stored,
+    parameter: Parameter,
+    format: WeightFormat,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Planes:
+    """Reads the planes of a quantised parameter; see `Checkpoint.planes`."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        planes = FORMATS[type(format)].dummy(parameter, format, device)
+        progress(checkpoint.num_bytes([parameter]))
+    else:
+        planes = _from_files(checkpoint, parameter, format, device, progress)
+    # An ordered dictionary keeps the order of the format as that of program arguments.
+    return OrderedDict((name, planes[name]) for name in format.planes(parameter.shape))
+
+
+def _from_files(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    format: WeightFormat,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Planes:
+    """Writes elements to the device tensor by tensor, and all other planes when complete."""
+    planes = format.planes(parameter.shape)
+    values = jnp.zeros(*planes.pop(VALUES), device=device)
+    others = {name: np.empty(x.shape, jnp.dtype(x.dtype)) for name, x in planes.items()}
+    converted = FORMATS[type(format)].converted
+    for piece in checkpoint.planes(parameter, format, progress):
+        if piece.plane != VALUES:
+            others[piece.plane][piece.place] = piece.part
+            continue
+        first = [each.start if isinstance(each, slice) else each for each in piece.place]
+        part = piece.part.reshape((1,) * (values.ndim - piece.part.ndim) + piece.part.shape)
+        values = _written(values, part, jnp.asarray(first, np.int32), converted)
+    return {VALUES: values, **{name: jax.device_put(x, device) for name, x in others.items()}}
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _written(
+    plane: Shaped[jax.Array, "..."],
+    part: Shaped[jax.Array, "..."],
+    first: Int[jax.Array, " axes"],
+    converted: Callable[[jax.Array], jax.Array],
+) -> Shaped[jax.Array, "..."]:
+    """Writes a converted piece into a plane, in place (donated).
+
+    `first` has the indices of its first element on the outer axes; the piece spans the others.
+    """
+    start = [*first, *[0] * (plane.ndim - len(first))]
+    return lax.dynamic_update_slice(plane, converted(part), start)

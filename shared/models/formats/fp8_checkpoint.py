@@ -1,0 +1,82 @@
+"""Reader of FP8 tensors in checkpoint files; `shared.models.formats.fp8` describes them."""
+
+import math
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from shared.models.formats import fp8
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.weight_format import VALUES, Array, StoredTensor, TensorFiles
+from shared.models.parameter import CheckpointTensor
+from shared.models.safetensors_file import CheckpointError
+from shared.models.stored_tensor import DTYPES, check_stored
+
+
+class FP8Reader:
+    """Reader of FP8 tensors; see `TensorReader`."""
+
+    stored_as = f"{fp8.STORED} with scales"
+
+    def companions(self, name: str, files: TensorFiles) -> tuple[str, ...]:
+        """Returns the name of a tensor's scales, if it has any."""
+        names = (f"{name}{suffix}" for suffix in fp8.SCALE_SUFFIXES)
+        return tuple(scales for scales in names if files.has(scales))[:1]
+
+    def is_unused(self, name: str, files: TensorFiles) -> bool:
+        """Returns True for the activation scales of an FP8 weight."""
+        module, _, last = name.rpartition(".")
+        return last in fp8.OF_ACTIVATIONS and bool(self.companions(f"{module}.weight", files))
+
+    def check_unquantised(self, source: CheckpointTensor, files: TensorFiles) -> None:
+        """Raises `CheckpointError` for FP8 values without scales."""
+        if len(source.shape) > 1 and files.header(source.name).get_dtype() == fp8.STORED:
+            name = source.name
+            expected = " or ".join(f"{name}{suffix}" for suffix in fp8.SCALE_SUFFIXES)
+            raise CheckpointError(
+                f"the checkpoint has no tensor {expected}, the scales of {name}, which is stored "
+                f"as {fp8.STORED}; use a checkpoint with them"
+            )
+
+    def check(self, source: CheckpointTensor, files: TensorFiles) -> None:
+        """Raises `CheckpointError` for invalid values or scales."""
+        (scales,) = self.companions(source.name, files)
+        check_stored(source.name, files.header(source.name), [source.shape], (fp8.STORED,))
+        if len(source.shape) < 2:
+            raise CheckpointError(
+                f"tensor {scales} is not supported: only matrices may have scales"
+            )
+        check_stored(scales, files.header(scales), fp8.stored_shapes(source.shape), DTYPES)
+
+    def num_bytes(self, source: CheckpointTensor, files: TensorFiles) -> int:
+        """Returns the bytes of a slice and of all scales of its tensor."""
+        header = files.header(*self.companions(source.name, files))
+        item = DTYPES[header.get_dtype()].itemsize
+        return math.prod(source.taken_shape) + item * math.prod(header.get_shape())
+
+    def stored(self, source: CheckpointTensor, files: TensorFiles) -> StoredTensor:
+        """Returns an FP8 tensor; the shape of its scales determines their granularity."""
+        (scales,) = self.companions(source.name, files)
+        shape = tuple(files.header(scales).get_shape())
+        encoding = FP8Encoding(fp8.stored_shapes(source.shape)[shape])
+
+        def read(plane: str) -> Array:
+            return _values(source, files) if plane == VALUES else files.tensor(scales)
+
+        return StoredTensor(source, encoding, read)
+
+    def dequantized(
+        self, source: CheckpointTensor, files: TensorFiles
+    ) -> Float32[np.ndarray, "..."]:
+        """Reads the whole tensor; returns the slice in float32."""
+        (scales,) = self.companions(source.name, files)
+        whole = _values(source.whole, files)
+        return source.taken(fp8.dequantize(whole, files.tensor(scales)))
+
+
+def _values(source: CheckpointTensor, files: TensorFiles) -> UInt8[np.ndarray, "..."]:
+    """Reads FP8 values, which must not be NaN."""
+    values = files.bytes_of(source)
+    if fp8.has_nan(values):
+        raise CheckpointError(f"tensor {source.name} contains NaN")
+    return values

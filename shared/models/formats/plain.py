@@ -1,0 +1,43 @@
+"""Unquantised weights: one plane of numbers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shared.models.formats.weight_format import (
+    ITEM_BYTES,
+    VALUES,
+    Array,
+    Place,
+    Plane,
+    PlanePiece,
+    StoredTensor,
+)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Format of unquantised weights of a dtype."""
+
+    dtype: str
+    label = None
+    quantizes_activations = False
+    expands_dense = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number."""
+        return ITEM_BYTES[self.dtype]
+
+    def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
+        """Returns the one plane."""
+        return {VALUES: Plane(shape, self.dtype)}
+
+    def pieces(
+        self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
+    ) -> Iterator[PlanePiece]:
+        """Reads a tensor as stored; see `WeightFormat.pieces`."""
+        yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
+
+    def dequantize(self, planes: Mapping[str, Array]) -> Array:
+        """Returns the numbers unchanged."""
+        return planes[VALUES]

@@ -1,0 +1,64 @@
+"""Formats of parameters as a server with a GPU or with W8A8 chooses them, and their planes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from shared.models.checkpoint import Checkpoint
+from shared.models.dummy_weights import Stored
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a8 import FP8W8A8
+from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
+from shared.models.formats.registry import choose_formats
+from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, WeightFormat
+from shared.models.parameters import Parameter
+from shared.spec.linear import Matrix
+
+ON_GPU = FormatContext(
+    on_gpu=True, device_name="NVIDIA H100", dtype="bfloat16", fp8_activations=False
+)
+W8A8_ON_CPU = FormatContext(on_gpu=False, device_name="CPU", dtype="bfloat16", fp8_activations=True)
+
+
+def w8a16_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, WeightFormat]:
+    """Formats of the parameters that stay FP8 on a GPU."""
+    return choose_formats(wanted, checkpoint.stored, ON_GPU)
+
+
+def w8a8_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, WeightFormat]:
+    """Formats of the parameters whose activations are quantised too, on a CPU."""
+    return choose_formats(wanted, checkpoint.stored, W8A8_ON_CPU)
+
+
+def read_planes(
+    checkpoint: Checkpoint, parameter: Parameter, format: WeightFormat
+) -> dict[str, np.ndarray]:
+    """Planes of a parameter in main memory; elements in the order of the checkpoint, as uint8."""
+    planes = {}
+    for name, plane in format.planes(parameter.shape).items():
+        is_elements = name == VALUES
+        kind = np.uint8 if is_elements else np.dtype(getattr(ml_dtypes, plane.dtype, plane.dtype))
+        planes[name] = np.empty(parameter.shape if is_elements else plane.shape, kind)
+    for piece in checkpoint.planes(parameter, format, lambda num_bytes: None):
+        planes[piece.plane][piece.place] = piece.part
+    return planes
+
+
+def w8a16_matrix(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    granularity: Granularity,
+    bias: np.ndarray | None = None,
+) -> Matrix:
+    """A packed FP8 weight."""
+    planes = {VALUES: pack(codes), SCALES: packed_scales(scales)}
+    return Matrix(FP8W8A16(granularity), planes, bias)
+
+
+def w8a8_matrix(codes: np.ndarray, scales: np.ndarray, bias: np.ndarray | None = None) -> Matrix:
+    """An FP8 weight in input order, with scales per block, or per output."""
+    by_output = scales.shape[-2] == codes.shape[-2]
+    return Matrix(FP8W8A8(by_output), {VALUES: codes, SCALES: scales}, bias)

@@ -1,0 +1,72 @@
+"""Operations of all weight formats, and reading of quantised parameters to the device."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from shared.models.checkpoint import Checkpoint
+from shared.models.dummy_weights import DummyCheckpoint, Stored
+from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.fp8_w8a8 import FP8W8A8
+from shared.models.formats.fp8_w8a16 import FP8W8A16
+from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
+from shared.models.parameters import Parameter
+from torch_impl.formats import fp8
+from torch_impl.formats.format_ops import FormatOps, Planes
+
+FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
+"""Operations of each quantised format."""
+
+SCALED: Mapping[type, Callable[[Any, Parameter, Any], Tensor]] = {FP8Encoding: fp8.scaled}
+"""Functions that multiply dummy elements of an encoding by their scales."""
+
+
+def dequantized(format: WeightFormat, planes: Planes) -> Shaped[Tensor, "*experts outputs inputs"]:
+    ops = FORMATS.get(type(format))
+    return planes[VALUES] if ops is None else ops.dequantized(planes)
+
+
+def scaled_dummy(
+    encoding: TensorEncoding, elements: Shaped[Tensor, "..."], parameter: Parameter
+) -> Shaped[Tensor, "..."]:
+    """Returns the dequantised elements of a dummy parameter or shard, in place."""
+    return SCALED[type(encoding)](elements, parameter, encoding)
+
+
+def read(
+    checkpoint: Stored,
+    parameter: Parameter,
+    format: WeightFormat,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> Planes:
+    """Reads the planes of a quantised parameter; see `Checkpoint.planes`."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        planes = FORMATS[type(format)].dummy(parameter, format, device)
+        progress(checkpoint.num_bytes([parameter]))
+        return planes
+    return _from_files(checkpoint, parameter, format, device, progress)
+
+
+def _from_files(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    format: WeightFormat,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> Planes:
+    """Writes elements to the device tensor by tensor, and all other planes when complete."""
+    planes = {}
+    for name, plane in format.planes(parameter.shape).items():
+        where = device if name == VALUES else "cpu"
+        planes[name] = torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=where)
+    converted = FORMATS[type(format)].converted
+    for piece in checkpoint.planes(parameter, format, progress):
+        values = torch.from_numpy(piece.part)
+        if piece.plane == VALUES:
+            values = converted(values.to(device))
+        planes[piece.plane][piece.place].copy_(values)
+    return {name: plane.to(device) for name, plane in planes.items()}
