@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from shared.options.algorithms import algorithm_of
+from shared.drafts.kinds import KINDS
+from shared.options.algorithms import WITH_COPIES, algorithm_of
 
 PLAIN = "none"
 SHAPE_FLAGS = {
@@ -28,8 +29,7 @@ OURS = {"corpus": ("none", "own"), "most": None}
 `corpus=own` gives NGRAM the model's outputs of another run of the same prompts
 (`bench.quality.self_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
-WITH_COPIES = "+NGRAM"
-WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "DFLASH2")
+WITH_FOLDER = tuple(name for name, kind in KINDS.items() if kind.needs_folder)
 """Algorithms with separate draft files."""
 
 

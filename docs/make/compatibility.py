@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.common.markdown import table, wrapped
-from shared.drafts.kinds import BLOCK_KINDS, HEADS, STANDALONE
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.options.algorithms import (
@@ -129,7 +129,7 @@ def setup_of(method: str, flags: Flags, model: str) -> RuleContext:
     line = {"--model-path": str(SHAPES / model)}
     if method != PLAIN:
         line["--speculative-algorithm"] = method
-    if own in (*HEADS, STANDALONE.name):
+    if own != PLAIN and KINDS[own].needs_folder:
         line["--speculative-draft-model-path"] = "draft"
     words = [word for pair in (line | dict(flags)).items() for word in pair if word is not None]
     head = own if own in HEADS else None

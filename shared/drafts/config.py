@@ -225,8 +225,8 @@ class DraftHead:
 
     Attributes:
       config: Its settings.
-      weights: Arrays by the names of `draft_checkpoint.head_parameters`; with a draft vocabulary
-        also `draft_ids`, int32, the target token id of each draft token.
+      weights: Arrays by the names of `shared.drafts.checkpoint.head_parameters`. With a draft
+        vocabulary also `draft_ids`, int32, the target token id of each draft token.
     """
 
     config: DraftConfig

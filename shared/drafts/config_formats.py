@@ -7,7 +7,7 @@ error. A field that is not read and has a neutral value (null, false, 0 or empty
 
 from typing import Any
 
-from shared.drafts.kinds import EAGLE, EAGLE3, FORMATS, KINDS, LAYER_FIELDS
+from shared.drafts.kinds import EAGLE, EAGLE3, FORMATS, HEADS, KINDS, LAYER_FIELDS
 from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config_classes import LLAMA, QWEN3
 from shared.models.config_fields import Json, listed, object_of, word
@@ -32,9 +32,11 @@ MEANINGS = {
     "mask_hidden": "rows that draft at once, as in P-EAGLE",
     "use_mtp_layernorm": "a norm of the hidden state as in MTP layers",
     "kv_lora_rank": "latent attention",
-    "conv_kernel_size": "a convolution, which makes it a DFlash2 model",
-    "selector_rank": "a selector of candidates, which makes it a DFlash2 model",
-    "markov_rank": "a Markov step, which makes it a DSpark model",
+    **{
+        name: f"{part}, which makes it a {head.title} model"
+        for head in HEADS.values()
+        for name, part in head.parts.items()
+    },
 }
 """Features that unsupported fields request."""
 

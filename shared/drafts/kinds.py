@@ -98,7 +98,8 @@ class HeadTraits:
       aux_streams: Reads the auxiliary hidden states; None if the head reads the last hidden state.
       is_independent: True if the head may have its own hidden size, embedding and `lm_head`.
       has_bias: True if `fc` has a bias unless config.json states otherwise.
-      read_parts: Reads the parts that the head has in addition to a DFlash head; None without any.
+      parts: Names of the parts that the head has in addition to a DFlash head, by a field of each.
+      read_parts: Reads these parts; None without any.
       token_table: Name of a part that is indexed by target tokens; None without one.
       has_draft_vocab: True if a reduced draft vocabulary is supported.
       samples_from_anchor: True if the newest token's slot predicts the first draft token unless
@@ -110,6 +111,7 @@ class HeadTraits:
     aux_streams: AuxStreams | None = None
     is_independent: bool = False
     has_bias: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
     read_parts: ReadParts | None = None
     token_table: str | None = None
     has_draft_vocab: bool = True
@@ -147,7 +149,7 @@ class DrafterKind:
 
     @property
     def has_cheap_trees(self) -> bool:
-        """True for a drafter of few layers, whose trees cost little more than chains."""
+        """True for a drafter of few layers: its trees cost little more than chains."""
         return self.form is Form.TREE and self.source in (Source.MTP, Source.HEAD)
 
     @property
@@ -294,6 +296,7 @@ DSPARK = DrafterKind(
         title="DSpark",
         embedding=EmbeddingInput.ROWS,
         aux_streams=block_streams,
+        parts={"markov_rank": "a Markov step"},
         read_parts=lambda raw, layer, size: (markov_of(raw),),
         token_table="Markov step",
         samples_from_anchor=True,
@@ -327,6 +330,10 @@ DFLASH2 = DrafterKind(
         title="DFlash2",
         embedding=EmbeddingInput.ROWS,
         aux_streams=block_streams,
+        parts={
+            "conv_kernel_size": "a convolution",
+            "selector_rank": "a selector of candidates",
+        },
         read_parts=lambda raw, layer, size: (conv_of(raw, layer, size), selector_of(raw, layer)),
         token_table="selector",
         has_draft_vocab=False,

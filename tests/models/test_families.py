@@ -14,6 +14,7 @@ ALSO = {
     Path("jax_impl/training/tasks.py"): "writes the config.json of heads",
     Path("shared/drafts/config.py"): "reads the config.json of heads with layers of a family",
     Path("shared/drafts/config_formats.py"): "reads heads with the family of their layers",
+    Path("shared/drafts/kinds.py"): "has the family of the layers of heads",
     Path("shared/drafts/mtp.py"): "reads separate MTP layers",
     Path("shared/options/draft_model_rules.py"): "has examples of rejected options",
     Path("shared/options/rules.py"): "the same",

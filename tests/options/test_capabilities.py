@@ -13,7 +13,7 @@ import pytest
 
 from docs.make import compatibility
 from shared.boundary.backend import Backend
-from shared.drafts.kinds import BLOCK_KINDS, HEADS, NGRAM, STANDALONE
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS, NGRAM, STANDALONE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
@@ -64,7 +64,7 @@ class DraftFolders:
         if drafter != "none":
             line += ["--speculative-algorithm", drafter]
         own = drafter.removesuffix(WITH_COPIES)
-        if own in (*HEADS, STANDALONE.name):
+        if drafter != "none" and KINDS[own].needs_folder:
             line += ["--speculative-draft-model-path", str(self.folder / own)]
         if "--speculative-adaptive" in flags and drafter in FEW_SHAPES:
             flags = (*flags, "--speculative-adaptive-config", str(self.folder / "shapes.json"))
