@@ -48,17 +48,14 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         check_rules(self)
 
-    def check_drafter(self, drafts: bool) -> None:
-        """Checks that adaptive speculation has a drafter.
-
-        Raises:
-          ConfigError: It has none.
-        """
-        if self.speculative_adaptive and not drafts:
-            raise ConfigError(
-                "--speculative-adaptive requires a drafter; add --speculative-algorithm NEXTN, or "
-                "remove the flag"
-            )
+    def drafter_fault(self, has_drafter: bool) -> str | None:
+        """Returns the lack of a drafter for adaptive speculation."""
+        if has_drafter or not self.speculative_adaptive:
+            return None
+        return (
+            "--speculative-adaptive requires a drafter; add --speculative-algorithm NEXTN, or "
+            "remove the flag"
+        )
 
 
 @dataclass(frozen=True)

@@ -45,20 +45,17 @@ class ObservingOptions:
                 f"--otlp-traces-endpoint must begin with http:// or https://, got {endpoint}"
             )
 
-    def check_exporter(self) -> None:
-        """Checks that the packages of the extra `otel` are installed if they are needed.
-
-        Raises:
-          ConfigError: They are not installed.
-        """
+    def exporter_fault(self) -> str | None:
+        """Returns the lack of the packages of the extra `otel`, if they are needed."""
         if self.otlp_traces_endpoint is None:
-            return
+            return None
         try:
             missing = find_spec(TRACE_EXPORTER) is None
         except ModuleNotFoundError:  # a parent package is missing
             missing = True
-        if missing:
-            raise ConfigError(
-                "--otlp-traces-endpoint requires OpenTelemetry; install the extra otel, or remove "
-                "the flag"
-            )
+        if not missing:
+            return None
+        return (
+            "--otlp-traces-endpoint requires OpenTelemetry; install the extra otel, or remove "
+            "the flag"
+        )

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
-from shared.options.flags import check_rules, flag, spelling
+from shared.options.flags import check_rules, flag, raise_fault, spelling
 from shared.options.ngram import DEVICE, HOST, NEEDS_HOST, NgramConfig
 from shared.options.observing import ObservingOptions
 from shared.options.ranks import RankOptions
@@ -136,7 +136,7 @@ class Options:
         for part, made_of in PARTS.items():
             names = {item.name for item in fields(made_of)} & values.keys()
             made[part] = made_of(**{name: values[name] for name in names})
-        made["adaptive"].check_drafter(made["speculative"].drafts)
+        raise_fault(made["adaptive"].drafter_fault(made["speculative"].drafts))
         return cls(**made, explicit_flags=frozenset(values))._with_ngram_backend()
 
     @property

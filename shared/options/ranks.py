@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from shared.options.flags import ConfigError, check_rules, flag
+from shared.options.flags import check_rules, flag
 
 LOCAL, RAY = "mp", "ray"
 
@@ -33,14 +33,11 @@ class RankOptions:
     def __post_init__(self) -> None:
         check_rules(self)
 
-    def check_launcher(self) -> None:
-        """Checks that the package of the executor backend is installed.
-
-        Raises:
-          ConfigError: It is not.
-        """
-        if self.distributed_executor_backend == RAY and find_spec("ray") is None:
-            raise ConfigError(
-                "--distributed-executor-backend ray requires the package ray; install the "
-                "extra ray, or remove the flag"
-            )
+    def launcher_fault(self) -> str | None:
+        """Returns the lack of the package of the executor backend."""
+        if self.distributed_executor_backend != RAY or find_spec("ray") is not None:
+            return None
+        return (
+            "--distributed-executor-backend ray requires the package ray; install the "
+            "extra ray, or remove the flag"
+        )

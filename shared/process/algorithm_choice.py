@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.drafts.kinds import NEXTN
 from shared.drafts.published import cached_head
-from shared.options.flags import AUTO, ConfigError
+from shared.options.flags import AUTO, ConfigError, raise_fault
 from shared.options.options import Options
 
 _FLAG = "--speculative-algorithm"
@@ -57,7 +57,7 @@ def _with(options: Options, reason: str, name: str | None, **more: Any) -> Optio
 
 def _without(options: Options) -> Options:
     try:
-        options.adaptive.check_drafter(False)
+        raise_fault(options.adaptive.drafter_fault(has_drafter=False))
         return _with(options, _NOTHING, None)
     except ConfigError as error:
         raise ConfigError(

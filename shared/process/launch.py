@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from shared.options.command_line import parse
-from shared.options.flags import ConfigError, check_files
+from shared.options.flags import check_files, raise_fault
 from shared.options.options import PARTS
 from shared.process import descriptors, logs
 from shared.process.address import open_listeners
@@ -61,9 +61,9 @@ def launch(
     try:
         options = parse(argv)
         logs.set_up(options.observing)
-        _check_packages(packages)
-        options.observing.check_exporter()
-        options.ranks.check_launcher()
+        raise_fault(_packages_fault(packages))
+        raise_fault(options.observing.exporter_fault())
+        raise_fault(options.ranks.launcher_fault())
         for part in PARTS:
             check_files(getattr(options, part))
         find_models(options)
@@ -90,11 +90,9 @@ def _refused(sentence: str) -> int:
     return EXIT_REFUSED
 
 
-def _check_packages(names: Sequence[str]) -> None:
-    """Raises a `ConfigError` for the first package that is not installed."""
-    for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(_missing(name))
+def _packages_fault(names: Sequence[str]) -> str | None:
+    """Returns the first package that is not installed, with the command that installs it."""
+    return next((_missing(name) for name in names if find_spec(name) is None), None)
 
 
 def _missing(name: str) -> str:

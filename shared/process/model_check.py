@@ -82,7 +82,7 @@ def check_model(options: Options, opens: Callable[[str], WeightSource]) -> Check
       ValueError: A flag or a file is invalid (`ConfigError`, `CheckpointError`, ...).
     """
     options = _with_candidates(with_whole_paths(options))
-    options.observing.check_exporter()
+    raise_fault(options.observing.exporter_fault())
     target, folder_of = OpenedTarget(options, opens), cache(DraftFolder)
     options = with_algorithm(
         options, lambda: target.has_mtp, lambda path: folder_of(path).algorithm

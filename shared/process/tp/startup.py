@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 
 from shared.boundary.backend import Backend
-from shared.options.flags import ConfigError
+from shared.options.flags import ConfigError, raise_fault
 from shared.options.options import PARTS, Options
 from shared.options.ranks import RAY
 from shared.process.device import Device
@@ -74,7 +74,7 @@ class TPStartup:
         self._shared: PlanBroadcast | None = None
         self._followers: Workers | None = None
         if options.ranks.distributed_executor_backend == RAY:
-            self._check_others(rank_module)
+            raise_fault(_ray_fault(self._count, rank_module))
         if self._count > 1 and rank_module is not None:
             self._followers = Workers(_launcher(options), self._count, rank_module, on_failure)
             self._followers.send("options", _values(self._resolved()))
@@ -82,19 +82,6 @@ class TPStartup:
     def _resolved(self) -> Options:
         """Returns the options of all ranks; resolved if rank 0 has checked its files."""
         return self._checked.options if self._checked else with_whole_paths(self._options)
-
-    def _check_others(self, rank_module: str | None) -> None:
-        """Rejects an executor backend that has no worker ranks to place."""
-        if rank_module is None:
-            raise ConfigError(
-                "--distributed-executor-backend ray is not supported by the JAX backend, "
-                "whose ranks are devices of one process; remove the flag"
-            )
-        if self._count == 1:
-            raise ConfigError(
-                "--distributed-executor-backend ray requires --tp-size above 1; set it, "
-                "or remove the flag"
-            )
 
     def prepare(self) -> ValidatedStartup:
         """Same as `shared.process.start.prepare`, for all ranks.
@@ -234,10 +221,25 @@ def tp_startup(
         raise
 
 
+def _ray_fault(count: int, rank_module: str | None) -> str | None:
+    """Returns the lack of worker ranks that Ray could place."""
+    if rank_module is None:
+        return (
+            "--distributed-executor-backend ray is not supported by the JAX backend, "
+            "whose ranks are devices of one process; remove the flag"
+        )
+    if count == 1:
+        return (
+            "--distributed-executor-backend ray requires --tp-size above 1; set it, "
+            "or remove the flag"
+        )
+    return None
+
+
 def _launcher(options: Options) -> Launcher:
     if options.ranks.distributed_executor_backend != RAY:
         return LocalLauncher()
-    options.ranks.check_launcher()
+    raise_fault(options.ranks.launcher_fault())
     module = import_module("shared.cluster.ray_launcher")  # imports Ray
     gpu = gpu_of(os.environ, gpus_on_host(), 0)
     return module.RayLauncher(options.ranks.tp_size, FOLLOWER, gpu is not None)
