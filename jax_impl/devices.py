@@ -8,7 +8,7 @@ from shared.options.flags import ConfigError
 from shared.process.device import Device, check_gpu_environment
 
 PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
-"""Of the environment; the second is an older name that JAX reads as well."""
+"""Environment variables that select the platform; JAX also reads the second, an older name."""
 
 
 def find_device() -> Device:

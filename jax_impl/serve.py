@@ -8,8 +8,8 @@ from typing import Any
 from shared.process.launch import launch
 
 GPU_SHARE = "0.95"
-"""Of a GPU's memory that JAX takes at its first use, where the environment names no other share;
-JAX's own default is 0.75."""
+"""Fraction of GPU memory that JAX reserves at its first use, unless the environment sets another;
+the default of JAX is 0.75."""
 
 
 def platform() -> Any:

@@ -26,7 +26,7 @@ from torch_impl.workspace import workspace
 ALL_THREADS = torch.get_num_threads()
 
 MEET_S = 10.0
-"""How long a rank waits for one of another host, at the start and in each exchange."""
+"""Seconds that a rank waits for a rank of another host, at startup and in each all-gather."""
 
 SMALL_MODEL = 50_000_000
 """Parameters below which a CPU's threads wait for each other longer than they compute.

@@ -14,7 +14,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.spec.reduction_order import SQUARES
 
 AXIS = "ranks"
-"""Of the mesh whose devices are the ranks."""
+"""Axis of the mesh whose devices are the ranks."""
 
 # Static: it determines the traced program. Its device arrays are operands of the step.
 jax.tree_util.register_dataclass(

@@ -14,7 +14,7 @@ from jax_impl.ops.trees import draft_tree
 from shared.spec.gated_delta import CHUNK
 
 Prepared = tuple[Float[jax.Array, "chunks H ..."], ...]
-"""What `_one_chunk` takes after the state, of all chunks or of one."""
+"""Inputs of `_one_chunk` after the state, of all chunks or of one."""
 
 
 def split(

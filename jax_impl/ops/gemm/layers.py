@@ -17,7 +17,7 @@ from shared.spec.reduction_order import SQUARES
 Array = Float[jax.Array, "..."]
 
 PIECE = 64
-"""Of so many outputs a CPU makes whole pieces, in which each output's sum has one order."""
+"""Outputs of a weight piece on a CPU; the reduction order is fixed within a whole piece."""
 
 
 def linear(

@@ -47,7 +47,7 @@ class Vocabulary:
 jax.tree_util.register_dataclass(Vocabulary, data_fields=["group"], meta_fields=["size"])
 
 ALL = Vocabulary(0, SINGLE_RANK)
-"""Of rows that one rank has whole, however many tokens there are."""
+"""Vocabulary of rows that one rank has whole, of any size."""
 
 
 def first_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:

@@ -35,7 +35,7 @@ class Vocabulary:
 
 
 ALL = Vocabulary(0, SINGLE_RANK)
-"""Of rows that one rank has whole, however many tokens there are."""
+"""Vocabulary of rows that one rank has whole, of any size."""
 
 
 def first_of(vocabulary: Vocabulary) -> int:
