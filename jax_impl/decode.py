@@ -292,7 +292,7 @@ def draft_extend(
     rank = ranking(step, state, step.lengths + counts, context.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(accepted.rows.reshape(-1))
-    fed = ExtendRows(
+    committed = ExtendRows(
         rows=with_image_mrope(step, state, rows),
         tokens=tokens,
         following=accepted.tokens.reshape(-1),
@@ -300,7 +300,7 @@ def draft_extend(
         passed=passed,
         last=last,
     )
-    memory = context.drafter.extend(state.draft, plan, step.lengths, counts, fed, rank)
+    memory = context.drafter.extend(state.draft, plan, step.lengths, counts, committed, rank)
     return state._replace(draft=memory)
 
 

@@ -215,7 +215,7 @@ class Images:
     """Image inputs of a prefill; see `shared.boundary.images.Images`."""
 
     sources: Int[jax.Array, " T"]
-    turns: Int[jax.Array, "T 3"]
+    mrope_positions: Int[jax.Array, "T 3"]
     next_sources: Int[jax.Array, " B"]
     deltas: Int[jax.Array, " B"]
 
@@ -358,7 +358,7 @@ def _read_images(at: Fields) -> Images | None:
         return None
     return Images(
         sources=at["image_sources"],
-        turns=at["image_mrope_positions"],
+        mrope_positions=at["image_mrope_positions"],
         next_sources=at["image_next_embed_sources"],
         deltas=at["image_mrope_position_deltas"],
     )

@@ -27,11 +27,11 @@ from shared.spec.mrope import mrope_section_map
 
 Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[GDNState, Any]
-"""Threaded through the gated-delta layers of a pass: the states, and the snapshots of a prefill or
-the scratch of a verify."""
+"""Carry of the GDN layers of a pass: the states, and the snapshots of a prefill or the scratch of a
+verify."""
 
 Feed = Callable[[ModelConfig, Layer, NormedStream, Norm | None], NormedStream]
-"""Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
+"""Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
 
 
 class GDNMixer(Protocol):
@@ -62,24 +62,24 @@ def angles(config: AttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angle
 
 def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[jax.Array, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
-    if rows.turns is None or not config.rotary.sections:
+    if rows.mrope_positions is None or not config.rotary.sections:
         return rows.positions
-    return rows.turns[:, mrope_section_map(config.rotary)]
+    return rows.mrope_positions[:, mrope_section_map(config.rotary)]
 
 
 class AttentionContext(NamedTuple):
     """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
-      turn: RoPE cos and sin of each row.
-      growth: Long-context query scale of each row; None for models without it.
+      rope: RoPE cos and sin of each row.
+      query_scale: Long-context query scale of each row; None for models without it.
       rows: Positions of the rows, and the KV visible to them in such a layer.
       kv: Pools of all attention layers before the first layer.
       group: Tensor-parallel group of the heads.
     """
 
-    turn: Angles
-    growth: Float[jax.Array, " R"] | None
+    rope: Angles
+    query_scale: Float[jax.Array, " R"] | None
     rows: AttentionRows
     kv: PagedKV
     group: TPGroup
@@ -90,11 +90,11 @@ class AttentionContext(NamedTuple):
     ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
         seen = with_sliding_window(rows, config.window)
-        turn = angles(config, rope_positions(config, rows))
-        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
+        rope = angles(config, rope_positions(config, rows))
+        return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _growth(config: AttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:
+def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:
     if not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
@@ -110,7 +110,7 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    sight: AttentionContext,
+    context: AttentionContext,
     place: Place,
     weights: Attention | GatedDelta,
     qkv: Float[jax.Array, "R outputs"],
@@ -123,15 +123,15 @@ def attention(
     """
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
-    if sight.growth is not None:
-        qkv = attention_layer.scale_queries(qkv, heads, sight.growth)
+    if context.query_scale is not None:
+        qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = (
-            attention_layer.full_width_qk_norm(qkv, heads, norms.alone(place), sight.group),
+            attention_layer.full_width_qk_norm(qkv, heads, norms.alone(place), context.group),
             None,
         )
-    kv = kv._replace(bounds=sight.kv.bounds)
-    return attention_layer.attention_layer(qkv, heads, norms, sight.turn, sight.rows, kv, place)
+    kv = kv._replace(bounds=context.kv.bounds)
+    return attention_layer.attention_layer(qkv, heads, norms, context.rope, context.rows, kv, place)
 
 
 def output_and_mlp(
@@ -168,7 +168,7 @@ def experts(
 
 
 FEEDS = {"mlp": mlp, "experts": experts}
-"""What feeds a layer forward, by the kind that its config names."""
+"""Functions of MLP and MoE blocks, by the kind in the layer's config."""
 
 
 def _added(
@@ -190,7 +190,7 @@ def write_keys(
     config: ModelConfig,
     layer: Layer,
     x: Float[jax.Array, "R inputs"],
-    turn: Angles,
+    rope: Angles,
     rows: AttentionRows,
     kv: KV,
     place: Place,
@@ -205,7 +205,7 @@ def write_keys(
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
     return attention_layer.write_kv(
-        projected, Heads.of(config.attention), norms, turn, rows, kv, place
+        projected, Heads.of(config.attention), norms, rope, rows, kv, place
     )
 
 

@@ -173,7 +173,7 @@ def _extend_drafter(
     assert state.draft is not None
     draft_from = state.draft.draft_from[plan.slots]
     rank = ranking(step, state, prompts.lengths, context.capacity.max_width, False)
-    fed = ExtendRows(
+    committed = ExtendRows(
         rows=rows._replace(first=draft_from[rows.request]),
         tokens=prompts.tokens,
         following=following,
@@ -181,7 +181,7 @@ def _extend_drafter(
         passed=passed,
         last=prompts.last,
     )
-    memory = context.drafter.prefill(state.draft, plan, prompts, fed, rank)
+    memory = context.drafter.prefill(state.draft, plan, prompts, committed, rank)
     return state._replace(draft=memory)
 
 

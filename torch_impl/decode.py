@@ -274,7 +274,7 @@ def draft_extend(
     draft_from = draft.draft_from[plan.slots]
     rows = extend_rows(step.lengths, counts, draft_from, plan.page_table, W - 1)
     rank = ranking(step, step.lengths + counts, context.capacity.max_width, False)
-    fed = ExtendRows(
+    committed = ExtendRows(
         rows=with_image_mrope(step, rows),
         tokens=trees.tokens.gather(1, accepted.path.long()).flatten(),
         following=accepted.tokens.flatten(),
@@ -282,7 +282,7 @@ def draft_extend(
         passed=verified.passed.at(accepted.rows.flatten()),
         last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )
-    context.drafter.extend(draft, plan, step.lengths, counts, fed, rank)
+    context.drafter.extend(draft, plan, step.lengths, counts, committed, rank)
 
 
 def result_fields(

@@ -223,7 +223,7 @@ class Images:
     """Image inputs of a prefill; see `shared.boundary.images.Images`."""
 
     sources: Int[Tensor, " T"]
-    turns: Int[Tensor, "T 3"]
+    mrope_positions: Int[Tensor, "T 3"]
     next_sources: Int[Tensor, " B"]
     deltas: Int[Tensor, " B"]
 
@@ -366,7 +366,7 @@ def _read_images(at: Fields) -> Images | None:
         return None
     return Images(
         sources=at["image_sources"],
-        turns=at["image_mrope_positions"],
+        mrope_positions=at["image_mrope_positions"],
         next_sources=at["image_next_embed_sources"],
         deltas=at["image_mrope_position_deltas"],
     )

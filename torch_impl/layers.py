@@ -30,11 +30,11 @@ Hidden = Float[Tensor, "R hidden"]
 Pools = Float[Tensor, "L 2 pages page H D"]
 
 DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
-"""How a pass runs a gated-delta layer: from its place among its kind, its weights and its projected
-inputs to the heads' outputs after the gated norm."""
+"""Runs a GDN layer of a pass: maps its index among the GDN layers, its weights and its projected
+inputs to the head outputs after the gated norm."""
 
 Feed = Callable[[ModelConfig, Layer, NormedStream, Float[Tensor, " hidden"] | None], NormedStream]
-"""Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
+"""Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
 
 
 def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
@@ -44,9 +44,9 @@ def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[T
 
 def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
-    if rows.turns is None or not config.rotary.sections:
+    if rows.mrope_positions is None or not config.rotary.sections:
         return rows.positions
-    return rows.turns[:, _turn_of_pairs(config.rotary, rows.turns.device)]
+    return rows.mrope_positions[:, _turn_of_pairs(config.rotary, rows.mrope_positions.device)]
 
 
 @cache
@@ -68,15 +68,15 @@ class AttentionContext:
     """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
-      turn: RoPE cos and sin of each row.
-      growth: Long-context query scale of each row; None for models without it.
+      rope: RoPE cos and sin of each row.
+      query_scale: Long-context query scale of each row; None for models without it.
       rows: Positions of the rows, and the KV visible to them in such a layer.
       kv: Pools of all attention layers.
       group: Tensor-parallel group of the heads.
     """
 
-    turn: Angles
-    growth: Float[Tensor, " R"] | None
+    rope: Angles
+    query_scale: Float[Tensor, " R"] | None
     rows: AttentionRows
     kv: PagedKV
     group: TPGroup
@@ -92,11 +92,11 @@ class AttentionContext:
     ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
         seen = with_sliding_window(rows, config.window)
-        turn = angles(config, frequencies, rows)
-        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
+        rope = angles(config, frequencies, rows)
+        return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _growth(config: AttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:
+def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:
     if not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
@@ -112,7 +112,7 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    sight: AttentionContext,
+    context: AttentionContext,
     place: int,
     weights: Attention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
@@ -120,12 +120,12 @@ def attention(
     """Runs attention on a layer's QKV projection; writes the pools at index `place`."""
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
-    if sight.growth is not None:
-        qkv = attention_layer.scale_queries(qkv, heads, sight.growth)
+    if context.query_scale is not None:
+        qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, sight.group), None
+        qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, context.group), None
     return attention_layer.attention_layer(
-        qkv, heads, norms, sight.turn, sight.rows, sight.kv, place
+        qkv, heads, norms, context.rope, context.rows, context.kv, place
     )
 
 
@@ -165,7 +165,7 @@ def experts(
 
 
 FEEDS = {"mlp": mlp, "experts": experts}
-"""What feeds a layer forward, by the kind that its config names."""
+"""Functions of MLP and MoE blocks, by the kind in the layer's config."""
 
 
 def _added(
@@ -187,7 +187,7 @@ def write_keys(
     config: ModelConfig,
     layer: Layer,
     x: Float[Tensor, "R inputs"],
-    turn: Angles,
+    rope: Angles,
     rows: AttentionRows,
     kv: Pools,
     place: int,
@@ -201,7 +201,7 @@ def write_keys(
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
-    attention_layer.write_kv(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
+    attention_layer.write_kv(projected, Heads.of(config.attention), norms, rope, rows, kv, place)
 
 
 def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:

@@ -161,7 +161,7 @@ def _extend_drafter(
     assert context.drafter is not None  # required by draft extend
     assert draft is not None
     rank = ranking(step, prompts.lengths, context.capacity.max_width, False)
-    fed = ExtendRows(
+    committed = ExtendRows(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,
         following=following,
@@ -169,7 +169,7 @@ def _extend_drafter(
         passed=passed,
         last=prompts.last,
     )
-    context.drafter.prefill(draft, plan, prompts, fed, rank)
+    context.drafter.prefill(draft, plan, prompts, committed, rank)
 
 
 def _learn_ngrams(step: Step, prompts: PrefillChunks, following: Int[Tensor, " T"]) -> None:

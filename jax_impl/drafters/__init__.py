@@ -112,7 +112,8 @@ class PrefillChunks(NamedTuple):
         no_bound, sources = jnp.zeros_like(first), None
         rows = attention.causal_rows(row_starts, first, no_bound, plan.page_table, program.tokens)
         if prompt.images is not None:
-            rows, sources = rows._replace(turns=prompt.images.turns), prompt.images.sources
+            rows = rows._replace(mrope_positions=prompt.images.mrope_positions)
+            sources = prompt.images.sources
         return cls(
             tokens=prompt.tokens,
             row_starts=row_starts,
@@ -281,7 +282,12 @@ class Drafter(Protocol):
         ...
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> DraftState:
         """Extends the drafter over prompt chunks.
 
@@ -296,7 +302,7 @@ class Drafter(Protocol):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         """Extends the drafter over accepted paths, with W rows per request.

@@ -74,9 +74,14 @@ class BlockDrafter(NamedTuple):
         return self.weights.config.sizes
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> DraftState:
-        return self._extend(memory, fed)
+        return self._extend(memory, committed)
 
     def extend(
         self,
@@ -84,13 +89,13 @@ class BlockDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
-        return self._extend(memory, fed)
+        return self._extend(memory, committed)
 
-    def _extend(self, memory: DraftState, fed: ExtendRows) -> DraftState:
-        read = (fed.rows, fed.passed)
+    def _extend(self, memory: DraftState, committed: ExtendRows) -> DraftState:
+        read = (committed.rows, committed.passed)
         kv = write_context(self.weights, *read, memory.kv, self.target.group)
         return memory._replace(kv=kv)
 
@@ -166,9 +171,9 @@ def write_context(
     joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
     joined = all_gather.all_gather(group, joined)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
-    turn = angles(config.attention, rows.positions)
+    rope = angles(config.attention, rows.positions)
     for place, layer in enumerate(weights.layers):
-        kv = write_keys(config, layer, read, turn, rows, kv, place)
+        kv = write_keys(config, layer, read, rope, rows, kv, place)
     return kv
 
 
@@ -229,7 +234,7 @@ def fill(
       group: Tensor-parallel group of the head.
     """
     config, block = weights.config.layer, _block_of(weights.config)
-    turn = angles(config.attention, rows[0].positions)
+    rope = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     x = embed_tokens(embed, tokens.reshape(-1), None)
     if weights.around is not None:
@@ -237,18 +242,18 @@ def fill(
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
         out = rms_norm(x, alone(scales[0]), config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
-            sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
+            context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
             following = (scales[2 * place + 1], scales[2 * place + 2])
             given = (config, weights.layers[place], around, following, place, block.size)
-            x, out, paged = convolution.layer(*given, x, out, sight)
+            x, out, paged = convolution.layer(*given, x, out, context)
             kv = paged.pools
         return out.reshape(*tokens.shape, -1), kv
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
+        context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
         qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
+        mixed, paged = attention(config, context, place, layer.mixer, qkv, context.kv)
         stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
         kv = paged.pools
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)

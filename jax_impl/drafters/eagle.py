@@ -25,7 +25,7 @@ from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 
 Carried = Any
-"""What a drafter's row hands on to the rows of its children: a pytree of arrays."""
+"""Inputs of a node's children that the drafter computes at the node: a pytree of arrays."""
 
 
 class Expand(NamedTuple):
@@ -57,9 +57,14 @@ class EagleDrafter(NamedTuple):
         return DraftStateSizes.of_layers(self.head.config, self.head.num_layers)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> DraftState:
-        return self._extend(memory, plan, fed, rank)
+        return self._extend(memory, plan, committed, rank)
 
     def extend(
         self,
@@ -67,14 +72,16 @@ class EagleDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
-        return self._extend(memory, plan, fed, rank)
+        return self._extend(memory, plan, committed, rank)
 
-    def _extend(self, memory: DraftState, plan: Plan, fed: ExtendRows, rank: Ranking) -> DraftState:
+    def _extend(
+        self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking
+    ) -> DraftState:
         assert memory.relay is not None  # a head has a relay
-        new, kv = relay_of(self.head, memory.kv, fed, rank)
+        new, kv = relay_of(self.head, memory.kv, committed, rank)
         relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
         return memory._replace(kv=kv, relay=relay)
 
@@ -86,10 +93,12 @@ class EagleDrafter(NamedTuple):
         return drafted, memory._replace(kv=kv)
 
 
-def relay_of(head: Head, kv: KV, fed: ExtendRows, rank: Ranking) -> tuple[DraftInput, KV]:
+def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> tuple[DraftInput, KV]:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
-    out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
-    ends = out[fed.last]
+    out, kv = head.forward(
+        committed.rows, committed.following, committed.shown, head.read(committed.passed), kv
+    )
+    ends = out[committed.last]
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.projected(ends))
     return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv

@@ -72,11 +72,11 @@ def mtp(model: Model) -> Head:
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        fed = rms_norm(
+        embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
+        joined = product(jnp.concatenate([embedded, normed], axis=1), weights.fc)
         joined = all_gather.all_gather(group, joined)
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
         qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
@@ -120,9 +120,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        fed = rms_norm(embed_tokens(embed, tokens, shown), alone(input_norm), eps)
+        embedded = rms_norm(embed_tokens(embed, tokens, shown), alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
-        qkv = product(jnp.concatenate([fed, normed], axis=1), first.mixer.inputs)
+        qkv = product(jnp.concatenate([embedded, normed], axis=1), first.mixer.inputs)
         stream = NormedStream(normed if norm_residual else hidden, group=group)
         x, kv = _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
@@ -196,16 +196,16 @@ def _through(
     Args:
       like: Configs of the layers, all with attention.
     """
-    sights: dict[object, AttentionContext] = {
+    contexts: dict[object, AttentionContext] = {
         each.mixer: AttentionContext.of(each.mixer, rows, kv, stream.group)
         for each in like
         if isinstance(each.mixer, AttentionConfig)
     }
-    paged = sights[like[0].mixer].kv
+    paged = contexts[like[0].mixer].kv
     norms = [*(layer.input_norm for layer in layers[1:]), None]
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed, paged = attention(config, sights[each.mixer], place, layer.mixer, qkv, paged)
+        mixed, paged = attention(config, contexts[each.mixer], place, layer.mixer, qkv, paged)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole, paged.pools

@@ -36,17 +36,22 @@ class StandaloneDrafter(NamedTuple):
         return DraftStateSizes.of_model(self.small.config)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
-            return self._without_states(memory, fed)
+            return self._without_states(memory, committed)
         pools = (_in_slots(memory, plan.slots, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
         is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-        where = (plan.slots, prompts.row_starts, fed.rows.request)
+        where = (plan.slots, prompts.row_starts, committed.rows.request)
         save = jnp.where(is_saved, plan.save, 0)
         mixer = PrefillMixer(self.small.config, *pools, *where, save_after, save)
-        kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
+        kv = self._forward(memory.kv, committed.rows, committed.tokens, mixer).kv
         delta, snapshots = mixer.carry
         return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
 
@@ -56,18 +61,20 @@ class StandaloneDrafter(NamedTuple):
         plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
-            return self._without_states(memory, fed)
-        B, W = len(counts), len(fed.tokens) // len(counts)
+            return self._without_states(memory, committed)
+        B, W = len(counts), len(committed.tokens) // len(counts)
         place = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
-        nodes = TreeNodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
+        nodes = TreeNodes(
+            None, committed.rows.row_starts, row_of, committed.rows.request, place.reshape(-1)
+        )
         states = _in_slots(memory, plan.slots, before)
         mixer = VerifyMixer(self.small.config, states, plan.slots, nodes, False)
-        kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
+        kv = self._forward(memory.kv, committed.rows, committed.tokens, mixer).kv
         save = (plan.save_at - before, plan.save)
         delta, snapshots = mixer.commit(memory.snapshots, place, counts, *save)
         return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
@@ -104,15 +111,18 @@ class StandaloneDrafter(NamedTuple):
         drafted, kv = grow(expand, kv, first, requests, shape, rank, root_rows=1)
         return drafted, memory._replace(kv=kv)
 
-    def _without_states(self, memory: DraftState, fed: ExtendRows) -> DraftState:
+    def _without_states(self, memory: DraftState, committed: ExtendRows) -> DraftState:
         """Extends a draft model without GDN states."""
-        return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
+        return memory._replace(
+            kv=self._forward(memory.kv, committed.rows, committed.tokens, None).kv
+        )
 
     def _forward(
         self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer | None
     ) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
-        rows = rows._replace(turns=None)  # the draft model is text-only, also with a VLM as target
+        # The draft model is text-only, also with a VLM as target.
+        rows = rows._replace(mrope_positions=None)
         return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 

@@ -126,7 +126,9 @@ class HeadDrafter:
         """Same as `ReferenceDrafter.prefill`."""
         out, logits = [], []
         for b, chunk in enumerate(fed):
-            rows = replace(_chunk_rows(batch, b, chunk, draft_from), turns=chunk.seen.turns)
+            rows = replace(
+                _chunk_rows(batch, b, chunk, draft_from), mrope_positions=chunk.seen.turns
+            )
             reads = self._drafter.reads(chunk.passed)
             hidden, scores, self._kv = self._drafter.run(
                 rows, chunk.following, chunk.seen.shown, reads, self._kv

@@ -27,8 +27,8 @@ class AttentionRows:
       first, until, window: Visible positions, see `attention_mask`.
       is_real: False for padding.
       page_table: Pages of each request.
-      turns: M-RoPE positions (time, row, column) of a vision-language model; None if all three
-        equal the position.
+      mrope_positions: M-RoPE positions (time, row, column) of a vision-language model; None if all
+        three equal the position.
     """
 
     request: Int[np.ndarray, " R"]
@@ -39,7 +39,7 @@ class AttentionRows:
     window: Bool[np.ndarray, "R N"]
     is_real: Bool[np.ndarray, " R"]
     page_table: Int[np.ndarray, "B table"]
-    turns: Int[np.ndarray, "R 3"] | None = field(default=None, kw_only=True)
+    mrope_positions: Int[np.ndarray, "R 3"] | None = field(default=None, kw_only=True)
 
 
 def causal_rows(
@@ -100,7 +100,7 @@ def with_mrope(rows: AttentionRows, delta: Int[np.ndarray, " B"]) -> AttentionRo
       delta: M-RoPE position delta of each request: rotary minus sequence position of its text.
     """
     position = rows.positions + delta[rows.request]
-    return replace(rows, turns=np.stack([position] * 3, axis=1))
+    return replace(rows, mrope_positions=np.stack([position] * 3, axis=1))
 
 
 def sliding_bounds(

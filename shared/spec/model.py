@@ -90,7 +90,7 @@ def prefill(
     first_positions: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     shown: ImageEmbeds | None,
-    turns: Int[np.ndarray, "T 3"] | None,
+    mrope_positions: Int[np.ndarray, "T 3"] | None,
 ) -> tuple[Forward, GDNState]:
     """Runs prompt chunks of several requests and advances their states.
 
@@ -101,12 +101,12 @@ def prefill(
       first_positions: Position of each chunk's first token, equal to its cached tokens.
       page_table: Pages of each request, including those of the chunk.
       shown: Image embeddings; None for text.
-      turns: M-RoPE positions; None to use the sequence positions.
+      mrope_positions: M-RoPE positions; None to use the sequence positions.
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
     mixer = PrefillGDN(config, weights, state, row_starts)
-    rows = replace(rows, turns=turns)
+    rows = replace(rows, mrope_positions=mrope_positions)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
     return passed, GDNState(mixer.recurrent, mixer.window)
 
@@ -217,8 +217,8 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
 def angles(config: AttentionConfig, rows: AttentionRows) -> Angles:
     """Computes the rotary cos and sin of each row, with M-RoPE positions if the rows have them."""
     turning = rows.positions
-    if rows.turns is not None and config.rotary.sections:
-        turning = rows.turns[:, mrope_section_map(config.rotary)]
+    if rows.mrope_positions is not None and config.rotary.sections:
+        turning = rows.mrope_positions[:, mrope_section_map(config.rotary)]
     return Angles(*layers.rotary_angles(turning, config.rotary))
 
 

@@ -141,7 +141,7 @@ class Passes:
     def _prefill(self, arrays, kv, state, tokens, positions, count, length, images):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
         turns, shown = images
-        rows = _causal_rows(count, length)._replace(positions=positions, turns=turns)
+        rows = _causal_rows(count, length)._replace(positions=positions, mrope_positions=turns)
         mixer = None
         if state is not None:
             pools, where = (state, gdn_layer.take(state, SINK)), (SINK, row_starts, rows.request)
@@ -176,7 +176,7 @@ class Passes:
 
     def _mtp(self, arrays, kv, tokens, hidden, count, first, images):
         head, (turns, shown) = heads.mtp(self._model(arrays)), images
-        rows = _causal_rows(count, first)._replace(turns=turns)
+        rows = _causal_rows(count, first)._replace(mrope_positions=turns)
         out, kv = head.forward(rows, tokens, shown, hidden, kv)
         return out, head.logits(out), kv
 

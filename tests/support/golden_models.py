@@ -223,7 +223,7 @@ class SpecModel:
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         shown = None
         if images is not None:
-            rows = replace(rows, turns=images.turns)
+            rows = replace(rows, mrope_positions=images.turns)
             shown = layers.ImageEmbeds(images.pool, images.sources)
         out, logits, self._mtp_kv = eagle.mtp(
             self.config, self.weights, rows, tokens, shown, hidden, self._mtp_kv

@@ -153,7 +153,7 @@ def _seen(
     if images is None:
         return rows, None
     shown = layers.ImageEmbeds(torch.from_numpy(images.pool), ints(images.sources))
-    return replace(rows, turns=ints(images.turns)), shown
+    return replace(rows, mrope_positions=ints(images.turns)), shown
 
 
 class TorchHead:

@@ -164,7 +164,7 @@ class PrefillChunks:
         )
         count, sources = len(rows.request), None
         if prompt.images is not None:
-            rows = replace(rows, turns=prompt.images.turns[:count])
+            rows = replace(rows, mrope_positions=prompt.images.mrope_positions[:count])
             sources = prompt.images.sources[:count]
         return cls(
             tokens=prompt.tokens[:count],
@@ -277,7 +277,12 @@ class Drafter(Protocol):
         ...
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> None:
         """Extends the drafter over prompt chunks.
 
@@ -292,7 +297,7 @@ class Drafter(Protocol):
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> None:
         """Extends the drafter over accepted paths, with W rows per request.

@@ -24,7 +24,7 @@ def layer(
     size: int,
     x: Hidden,
     normed: Hidden,
-    sight: AttentionContext,
+    context: AttentionContext,
 ) -> tuple[Hidden, Hidden]:
     """Runs attention and MLP, each between two convolutions, and adds them to the stream.
 
@@ -35,14 +35,17 @@ def layer(
       place: Index of the layer.
       size: Rows of a block.
     """
-    group = sight.group
+    group = context.group
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
-    mixed = all_gather.all_gather(group, attention(sizes, sight, place, weights.mixer, qkv))
+    mixed = all_gather.all_gather(group, attention(sizes, context, place, weights.mixer, qkv))
     x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    fed = linear.silu_and_mul_linear(NormedStream(read, group=group), None, weights.feed.gate_up)
-    return added(all_gather.all_gather(group, product(fed, weights.feed.down)), x, norms[1])
+    activated = linear.silu_and_mul_linear(
+        NormedStream(read, group=group), None, weights.feed.gate_up
+    )
+    down = all_gather.all_gather(group, product(activated, weights.feed.down))
+    return added(down, x, norms[1])
 
 
 def _around(

@@ -87,9 +87,14 @@ class BlockDrafter:
         return self.weights.config.sizes
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> None:
-        read, group = (fed.rows, fed.passed), self.target.group
+        read, group = (committed.rows, committed.passed), self.target.group
         write_context(self.weights, self.frequencies, *read, memory.kv, group)
 
     def extend(
@@ -98,10 +103,10 @@ class BlockDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> None:
-        read, group = (fed.rows, fed.passed), self.target.group
+        read, group = (committed.rows, committed.passed), self.target.group
         write_context(self.weights, self.frequencies, *read, memory.kv, group)
 
     def draft(
@@ -178,9 +183,9 @@ def write_context(
     config = weights.config.layer
     joined = all_gather.all_gather(group, product(torch.cat(passed.streams, dim=1), weights.fc))
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
-    turn = angles(config.attention, frequencies, rows)
+    rope = angles(config.attention, frequencies, rows)
     for place, layer in enumerate(weights.layers):
-        write_keys(config, layer, read, turn, rows, kv, place)
+        write_keys(config, layer, read, rope, rows, kv, place)
 
 
 def block_rows(
@@ -238,7 +243,7 @@ def fill(
       group: Tensor-parallel group of the head.
     """
     config, block = weights.config.layer, _block_of(weights)
-    turn = angles(config.attention, frequencies, rows[0])
+    rope = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     x = embed_tokens(embed, tokens, None)
@@ -247,17 +252,17 @@ def fill(
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
         out = rms_norm(x, scales[0], config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
-            sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
+            context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
             following = (scales[2 * place + 1], scales[2 * place + 2])
             given = (config, weights.layers[place], around, following, place, block.size)
-            x, out = convolution.layer(*given, x, out, sight)
+            x, out = convolution.layer(*given, x, out, context)
         return out.unflatten(0, (len(newest), block.size))
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = AttentionContext(turn, None, seen, PagedKV.of(kv, seen), group)
+        context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
         qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed = attention(config, sight, place, layer.mixer, qkv)
+        mixed = attention(config, context, place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

@@ -43,9 +43,14 @@ class EagleDrafter:
         return DraftStateSizes.of_layers(self.head.config, self.head.num_layers)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> None:
-        self._extend(memory, plan, fed, rank)
+        self._extend(memory, plan, committed, rank)
 
     def extend(
         self,
@@ -53,13 +58,13 @@ class EagleDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> None:
-        self._extend(memory, plan, fed, rank)
+        self._extend(memory, plan, committed, rank)
 
-    def _extend(self, memory: DraftState, plan: Plan, fed: ExtendRows, rank: Ranking) -> None:
-        new, held = relay_of(self.head, memory.kv, fed, rank), memory.relay
+    def _extend(self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking) -> None:
+        new, held = relay_of(self.head, memory.kv, committed, rank), memory.relay
         assert held is not None  # a head has a relay
         held.tokens[plan.slots] = new.tokens
         held.weights[plan.slots] = new.weights
@@ -100,9 +105,11 @@ def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> 
     return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
 
 
-def relay_of(head: Head, kv: Pools, fed: ExtendRows, rank: Ranking) -> DraftInput:
+def relay_of(head: Head, kv: Pools, committed: ExtendRows, rank: Ranking) -> DraftInput:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
-    ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
+    ends = head.forward(
+        committed.rows, committed.following, committed.shown, head.read(committed.passed), kv
+    )[committed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.projected(ends))
     return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends)

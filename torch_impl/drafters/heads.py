@@ -74,19 +74,21 @@ def mtp(model: Model) -> Head:
     """Builds the MTP layer of a Qwen3.5 checkpoint; embedding and LM head are the target's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # loaded with the checkpoint
-    turns, like = model.frequencies[config.attention], (config.draft_layer,)
+    frequencies, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        fed = rms_norm(
+        embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = all_gather.all_gather(group, product(torch.cat([fed, normed], dim=1), weights.fc))
+        joined = all_gather.all_gather(
+            group, product(torch.cat([embedded, normed], dim=1), weights.fc)
+        )
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
         qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
-        x = _through(config, like, (weights.layer,), turns, qkv, stream, rows, kv)
+        x = _through(config, like, (weights.layer,), frequencies, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
     return Head(config, 1, (), _final_hidden, forward, *_head(model))
@@ -94,7 +96,7 @@ def mtp(model: Model) -> Head:
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
-    turns = rotary_frequencies(config.attention, embed.device)
+    frequencies = rotary_frequencies(config.attention, embed.device)
 
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
@@ -105,14 +107,14 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
             x = x + weights.fc_bias
         qkv = product(x, weights.layers[0].mixer.inputs)
         stream = NormedStream(x, group=group)
-        return _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
+        return _through(config, config.layers, weights.layers, frequencies, qkv, stream, rows, kv)
 
     return Head(config, config.num_layers, (), _final_hidden, forward, *_head(model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
-    turns, eps = rotary_frequencies(config.attention, embed.device), config.rms_eps
+    frequencies, eps = rotary_frequencies(config.attention, embed.device), config.rms_eps
     norm_output, norm_residual = weights.config.norm_output, weights.config.norm_residual
     first, hidden_norm, final_norm = weights.layers[0], weights.hidden_norm, weights.final_norm
     assert first.input_norm is not None  # an EAGLE-3 head has all three
@@ -122,11 +124,11 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        fed = rms_norm(embed_tokens(embed, tokens, shown), first.input_norm, eps)
+        embedded = rms_norm(embed_tokens(embed, tokens, shown), first.input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
-        qkv = product(torch.cat([fed, normed], dim=1), first.mixer.inputs)
+        qkv = product(torch.cat([embedded, normed], dim=1), first.mixer.inputs)
         stream = NormedStream(normed if norm_residual else hidden, group=group)
-        x = _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
+        x = _through(config, config.layers, weights.layers, frequencies, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
     head, vocabulary, columns = _head(model)
@@ -182,7 +184,7 @@ def _through(
     config: ModelConfig,
     like: Sequence[LayerConfig],
     layers: Sequence[Layer],
-    turns: Float[Tensor, " half"],
+    frequencies: Float[Tensor, " half"],
     qkv: Float[Tensor, "R outputs"],
     stream: NormedStream,
     rows: AttentionRows,
@@ -193,8 +195,8 @@ def _through(
     Args:
       like: Configs of the layers, all with attention and the same RoPE.
     """
-    sights: dict[object, AttentionContext] = {
-        each.mixer: AttentionContext.of(each.mixer, turns, rows, kv, stream.group)
+    contexts: dict[object, AttentionContext] = {
+        each.mixer: AttentionContext.of(each.mixer, frequencies, rows, kv, stream.group)
         for each in like
         if isinstance(each.mixer, AttentionConfig)
     }
@@ -202,6 +204,6 @@ def _through(
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed = attention(config, sights[each.mixer], place, layer.mixer, qkv)
+        mixed = attention(config, contexts[each.mixer], place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole

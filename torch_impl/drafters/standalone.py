@@ -37,18 +37,26 @@ class StandaloneDrafter:
         return DraftStateSizes.of_model(self.small.config)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: PrefillChunks, fed: ExtendRows, rank: Ranking
+        self,
+        memory: DraftState,
+        plan: Plan,
+        prompts: PrefillChunks,
+        committed: ExtendRows,
+        rank: Ranking,
     ) -> None:
         if memory.delta is None or memory.snapshots is None:
-            self._forward(memory, fed.rows, fed.tokens, None)
+            self._forward(memory, committed.rows, committed.tokens, None)
             return
         gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, prompts.first))
         save_after = plan.save_at - prompts.first
         is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
-        pools, where = (memory.delta, memory.snapshots), (prompts.row_starts, fed.rows.request)
+        pools, where = (
+            (memory.delta, memory.snapshots),
+            (prompts.row_starts, committed.rows.request),
+        )
         mixer = PrefillMixer(self.small.config, *pools, plan.slots, *where, save_after, save)
-        self._forward(memory, fed.rows, fed.tokens, mixer)
+        self._forward(memory, committed.rows, committed.tokens, mixer)
 
     def extend(
         self,
@@ -56,20 +64,20 @@ class StandaloneDrafter:
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
-        fed: ExtendRows,
+        committed: ExtendRows,
         rank: Ranking,
     ) -> None:
         if memory.delta is None or memory.snapshots is None:
-            self._forward(memory, fed.rows, fed.tokens, None)
+            self._forward(memory, committed.rows, committed.tokens, None)
             return
         gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, before))
-        B, W = len(counts), len(fed.tokens) // len(counts)
+        B, W = len(counts), len(committed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
-        rows, node = fed.rows, place.flatten().long()
+        rows, node = committed.rows, place.flatten().long()
         nodes = TreeNodes(None, rows.row_starts, row_of, rows.request, node)
         mixer = VerifyMixer(self.small.config, memory.delta, plan.slots, nodes, False)
-        self._forward(memory, rows, fed.tokens, mixer)
+        self._forward(memory, rows, committed.tokens, mixer)
         mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
 
     def draft(
@@ -104,7 +112,8 @@ class StandaloneDrafter:
         self, memory: DraftState, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
-        rows = replace(rows, turns=None)  # the draft model is text-only, also with a VLM as target
+        # The draft model is text-only, also with a VLM as target.
+        rows = replace(rows, mrope_positions=None)
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 

@@ -36,7 +36,8 @@ class AttentionRows(NamedTuple):
       row_starts: First row of each request, and the end of the last; later rows are padding and
         belong to request 0.
       max_rows: Maximum number of rows of a request.
-      turns: M-RoPE positions (time, row, column); None if all three are equal to the position.
+      mrope_positions: M-RoPE positions (time, row, column); None if all three are equal to the
+        position.
     """
 
     request: Int[jax.Array, " R"]
@@ -49,7 +50,7 @@ class AttentionRows(NamedTuple):
     page_table: Int[jax.Array, "B table"]
     row_starts: Int[jax.Array, " B1"]
     max_rows: int
-    turns: Int[jax.Array, "R 3"] | None = None
+    mrope_positions: Int[jax.Array, "R 3"] | None = None
 
 
 def causal_rows(
@@ -169,8 +170,8 @@ def with_mrope(rows: AttentionRows, delta: Int[jax.Array, " B"]) -> AttentionRow
     Args:
       delta: M-RoPE position delta of each request.
     """
-    turn = rows.positions + delta[rows.request]
-    return rows._replace(turns=jnp.stack([turn] * 3, axis=1))
+    position = rows.positions + delta[rows.request]
+    return rows._replace(mrope_positions=jnp.stack([position] * 3, axis=1))
 
 
 def sliding_bounds(

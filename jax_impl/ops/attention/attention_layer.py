@@ -222,12 +222,12 @@ def full_width_qk_norm(
 
 
 def scale_queries(
-    qkv: Float[jax.Array, "R outputs"], heads: Heads, growth: Float[jax.Array, " R"]
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, query_scale: Float[jax.Array, " R"]
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the queries of each row by its long-context query scale."""
     keys = 2 * heads.num_kv_heads * heads.head_size
     q, kv = jnp.split(qkv, [qkv.shape[1] - keys], axis=1)
-    return jnp.concatenate([(q * growth[:, None]).astype(qkv.dtype), kv], axis=1)
+    return jnp.concatenate([(q * query_scale[:, None]).astype(qkv.dtype), kv], axis=1)
 
 
 def plain_write_kv(

@@ -35,7 +35,7 @@ class AttentionRows:
     page_table: Int[Tensor, "B table"]
     row_starts: Int[Tensor, " B1"]
     max_rows: int
-    turns: Int[Tensor, "R 3"] | None = None
+    mrope_positions: Int[Tensor, "R 3"] | None = None
 
 
 def causal_rows(
@@ -155,8 +155,8 @@ def with_mrope(rows: AttentionRows, delta: Int[Tensor, " B"]) -> AttentionRows:
     Args:
       delta: M-RoPE position delta of each request.
     """
-    turn = rows.positions + delta[rows.request]
-    return replace(rows, turns=torch.stack([turn] * 3, dim=1))
+    position = rows.positions + delta[rows.request]
+    return replace(rows, mrope_positions=torch.stack([position] * 3, dim=1))
 
 
 def sliding_bounds(

@@ -214,11 +214,11 @@ def full_width_qk_norm(
 
 
 def scale_queries(
-    qkv: Float[Tensor, "R outputs"], heads: Heads, growth: Float[Tensor, " R"]
+    qkv: Float[Tensor, "R outputs"], heads: Heads, query_scale: Float[Tensor, " R"]
 ) -> Float[Tensor, "R outputs"]:
     keys = 2 * heads.num_kv_heads * heads.head_size
     q, kv = qkv.split([qkv.shape[1] - keys, keys], dim=1)
-    return torch.cat([(q * growth[:, None]).to(qkv.dtype), kv], dim=1)
+    return torch.cat([(q * query_scale[:, None]).to(qkv.dtype), kv], dim=1)
 
 
 def plain_write_kv(
