@@ -24,7 +24,8 @@ from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.formats.weight_format import StoredTensor
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.models.tied import as_stored
 
 EXIT_INVALID = 2

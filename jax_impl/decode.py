@@ -221,9 +221,8 @@ def commit(
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     kv, plan = verified.passed.kv, step.plan
     if not step.program.is_chain:
-        kv = attention.compact_accepted_kv(
-            kv, plan.page_table, step.lengths, accepted.path, accepted.counts
-        )
+        where = (plan.page_table, step.lengths, accepted.path, accepted.counts)
+        kv = tuple(attention.compact_accepted_kv(pool, *where) for pool in kv)
     state, saved = _commit_states(step, state, verified.mixer, accepted)
     draft = None if step.extends_drafter else state.draft  # leaves a gap in its KV
     lengths, newest, seen, draft_from = slot_state.commit(

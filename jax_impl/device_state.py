@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops.attention.attention import KV
+from jax_impl.cache_pools import new_pools, new_states
+from jax_impl.ops.attention.attention import Pools
 from jax_impl.ops.gdn.gdn_state import GDNState
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
@@ -22,7 +23,6 @@ from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
-from shared.models.cache_spec import CacheArraySpec
 from shared.models.config import ModelConfig
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
@@ -57,7 +57,7 @@ class DraftState(NamedTuple):
 
     draft_from: Int[jax.Array, " slots"]
     relay: DraftInput | None
-    kv: KV
+    kv: Pools
     delta: GDNState | None
     snapshots: GDNState | None
 
@@ -83,7 +83,7 @@ class DeviceState(NamedTuple):
       lengths: Number of committed tokens of each slot; their KV is in the pages.
       newest: The token after the committed ones; it has no KV yet.
       seen: Token counts: twice the count in the output, plus 1 if the prompt has the token.
-      kv: KV pools of the target.
+      kv: KV pools of the target, in the order of `ModelConfig.kv_pools`.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
       images: None for a model without a vision encoder.
@@ -93,7 +93,7 @@ class DeviceState(NamedTuple):
     lengths: Int[jax.Array, " slots"]
     newest: Int[jax.Array, " slots"]
     seen: Int[jax.Array, "slots vocab"]
-    kv: KV
+    kv: Pools
     delta: GDNState | None
     snapshots: GDNState | None
     draft: DraftState | None
@@ -123,9 +123,9 @@ def allocate(
             lengths=jnp.zeros(slots, np.int32),
             newest=jnp.zeros(slots, np.int32),
             seen=jnp.zeros((slots, capacity.vocab), np.int32),
-            kv=new_kv(config, config.num_attention_layers, pool, dtype),
-            delta=new_states(config, slots, dtype),
-            snapshots=new_states(config, capacity.num_snapshots, dtype),
+            kv=new_pools(config.cache_pools, pool, dtype),
+            delta=new_states(config.cache_pools, slots, dtype),
+            snapshots=new_states(config.cache_pools, capacity.num_snapshots, dtype),
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
             images=_new_images(capacity, dtype),
             texts=_new_texts(capacity),
@@ -161,17 +161,13 @@ def _new_texts(capacity: BackendLimits) -> ngram.NgramState | None:
 def _new_draft(
     drafter: DraftStateSizes, capacity: BackendLimits, dtype: np.dtype | type
 ) -> DraftState:
-    sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
-    delta = snapshots = None
-    if drafter.num_gated_delta_layers:
-        delta = new_states(sizes, slots, dtype)
-        snapshots = new_states(sizes, capacity.num_snapshots, dtype)
+    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     return DraftState(
         draft_from=jnp.zeros(slots, np.int32),
         relay=_new_relay(drafter, capacity, dtype) if drafter.has_draft_input else None,
-        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype),
-        delta=delta,
-        snapshots=snapshots,
+        kv=new_pools(drafter.pools, pool, dtype),
+        delta=new_states(drafter.pools, slots, dtype),
+        snapshots=new_states(drafter.pools, capacity.num_snapshots, dtype),
     )
 
 
@@ -184,30 +180,6 @@ def _new_relay(
         weights=jnp.zeros((slots, width), np.float32),
         hidden=jnp.zeros((slots, drafter.model.hidden), dtype),
     )
-
-
-def new_states(config: ModelConfig, count: int, dtype: np.dtype | type) -> GDNState | None:
-    """Returns GDN states before the first token, or None for a model without GDN layers."""
-    sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
-    if sizes is None:
-        return None
-
-    def new(plane: CacheArraySpec) -> jax.Array:
-        shape, kind = (num_layers, count, *plane.shape), np.float32 if plane.float32 else dtype
-        return jnp.zeros(shape, kind)
-
-    return GDNState(**{plane.name: new(plane) for plane in sizes.kept})
-
-
-def new_kv(
-    config: ModelConfig,
-    num_layers: int,
-    pool: tuple[int, int],
-    dtype: np.dtype | type,
-) -> KV:
-    """Returns empty pools for some attention layers; `pool` is the page count and page size."""
-    planes = config.attention.kept
-    return jnp.zeros((num_layers, len(planes), *pool, *planes[0].shape), dtype)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt32
 
 from shared.models.dummy_elements import LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 
 
 def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:

@@ -21,7 +21,7 @@ from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
 from shared.spec.mrope import mrope_section_map
 
@@ -110,6 +110,7 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
+    mixer: AttentionConfig,
     context: AttentionContext,
     place: Place,
     weights: Attention | GatedDelta,
@@ -122,10 +123,10 @@ def attention(
       kv: Pools returned by the previous attention layer; visible KV may differ by layer.
     """
     assert isinstance(weights, Attention)
-    heads, norms = Heads.of(config.attention), head_norms(config, weights)
+    heads, norms = Heads.of(mixer), head_norms(config, weights)
     if context.query_scale is not None:
         qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
-    if norms is not None and config.attention.norms_all_heads:
+    if norms is not None and mixer.norms_all_heads:
         qkv, norms = (
             attention_layer.full_width_qk_norm(qkv, heads, norms.alone(place), context.group),
             None,

@@ -21,7 +21,7 @@ from jax_impl.layers import (
 )
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
-from jax_impl.ops.attention.attention import KV, AttentionRows
+from jax_impl.ops.attention.attention import AttentionRows, Pools
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.gemm.linear import NormedStream
@@ -31,7 +31,10 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+
+STATES = GatedDeltaConfig.kind, 0
+"""Key of the recurrent states, which have one pool."""
 
 
 class Forward(NamedTuple):
@@ -45,7 +48,7 @@ class Forward(NamedTuple):
 
     hidden: Hidden
     streams: tuple[Hidden, ...]
-    kv: KV
+    kv: Pools
 
     def at(self, rows: Int[jax.Array, " some"]) -> "Forward":
         """Returns the result for some rows."""
@@ -53,10 +56,11 @@ class Forward(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
+    """Decoder layer; `pool` and `place` are its cache pool and its index in it."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
+    pool: int
     place: int
     layer: Layer
 
@@ -76,10 +80,9 @@ class Model(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
-        kinds = config.layer_kinds
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], kinds[:i].count(kinds[i]), layer)
-            for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
+            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], at.pool, at.pool_index, layer)
+            for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
         )
         return cls(config, weights, blocks, group)
 
@@ -94,7 +97,7 @@ def forward(
     tokens: Int[jax.Array, " R"],
     shown: ImageEmbeds | None,
     rows: AttentionRows,
-    kv: KV,
+    kv: Pools,
     mixer: GDNMixer | None,
     kept_streams: tuple[int, ...],
 ) -> Forward:
@@ -104,19 +107,22 @@ def forward(
       tokens: Token of each row.
       shown: Image embeddings that replace token embeddings; None for text.
       rows: Positions and visible KV of the rows.
-      kv: Pools of the attention layers.
+      kv: KV pools.
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, eps = model.config, model.config.rms_eps
-    sights = {each: AttentionContext.of(each, rows, kv, model.group) for each in config.attentions}
-    # Layers of one configuration share a mixer; layers of one kind pass its carry on.
-    mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
-        each: partial(attention, config, sight) for each, sight in sights.items()
-    }
-    carries: dict[str, Any] = {"attention": sights[config.attention].kv}
+    # Layers of one configuration share a mixer; layers of one pool pass its carry on.
+    mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {}
+    carries: dict[tuple[str, int], Any] = {}
+    for block in model.blocks:
+        each = block.mixer
+        if isinstance(each, AttentionConfig) and each not in mixers:
+            context = AttentionContext.of(each, rows, kv[block.pool], model.group)
+            mixers[each] = partial(attention, config, each, context)
+            carries.setdefault((each.kind, block.pool), context.kv)
     if mixer is not None:
-        mixers[config.gated_delta], carries["gated_delta"] = mixer, mixer.carry
+        mixers[config.gated_delta], carries[STATES] = mixer, mixer.carry
 
     # Traced and lowered once for all layers of a kind, which differ only in their arrays.
     @partial(jax.jit, static_argnums=(0, 1))
@@ -142,17 +148,18 @@ def forward(
         stream = counted(stream)
     streams = []
     for i, (block, norm) in enumerate(zip(model.blocks, norms[1:], strict=True)):
-        kind = block.mixer.kind
+        pool = block.mixer.kind, block.pool
         if i in kept_streams:
             streams.append(stream.whole)
-        given = (block.layer, stream, carries[kind], block.place, norm)
-        stream, carries[kind] = run_block(block.mixer, block.feed, *given)
+        given = (block.layer, stream, carries[pool], block.place, norm)
+        stream, carries[pool] = run_block(block.mixer, block.feed, *given)
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     if mixer is not None:
-        mixer.carry = carries["gated_delta"]
+        mixer.carry = carries[STATES]
     hidden = layers.rms_norm(stream.whole, model.weights.final_norm, eps)
-    return Forward(hidden, tuple(streams), carries["attention"].pools)
+    pools = tuple(carries[AttentionConfig.kind, pool].pools for pool in range(len(kv)))
+    return Forward(hidden, tuple(streams), pools)
 
 
 def lm_head_input(model: Model, hidden: Hidden) -> Projection:

@@ -43,9 +43,11 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.weight_format import SCALES, WeightFormat
+from shared.models.groups import places
 from shared.models.layers import LayerConfig
-from shared.models.parameter import of_rank
-from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
+from shared.models.parameter import Parameter, of_rank
+from shared.models.parameters import DRAFT_HEAD, divided_parameters
+from shared.models.stacks import BIAS
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_vision_encoder
 
@@ -330,19 +332,22 @@ def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
 def _layers(
     stacks: Mapping[str, Any], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
 ) -> tuple[Layer, ...]:
-    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
-    feeds = {"mlp": _mlp, "experts": _experts}
-    kinds, fed = [each.mixer.kind for each in like], [each.mlp.kind for each in like]
-    for i, kind in enumerate(kinds):
+    layers, feeds = [], {"mlp": _mlp, "experts": _experts}
+    # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
+    # of a head follow its first one.
+    alone = {f"{prefix}{x.mixer}." for x in places(like) if x.mixer_index != x.pool_index}
+    attention = partial(_attention, alone={*alone, "later.attention."})
+    mixers = {"attention": attention, "gated_delta": _gated_delta}
+    for i, (x, at) in enumerate(zip(like, places(like), strict=True)):
 
         def norm(name: str, i: int = i) -> Norm | None:
             return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)
 
         layer = Layer(
             input_norm=norm("input_norm"),
-            mixer=mixers[kind](stacks, f"{prefix}{kind}.", kinds[:i].count(kind), in_stacks),
+            mixer=mixers[x.mixer.kind](stacks, f"{prefix}{at.mixer}.", at.mixer_index, in_stacks),
             post_norm=norm("post_attention_norm"),
-            feed=feeds[fed[i]](stacks, f"{prefix}{fed[i]}.", fed[:i].count(fed[i]), in_stacks),
+            feed=feeds[x.mlp.kind](stacks, f"{prefix}{at.mlp}.", at.mlp_index, in_stacks),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
         )
@@ -369,11 +374,11 @@ def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
     )
 
 
-def _attention(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Attention:
+def _attention(
+    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool, alone: set[str]
+) -> Attention:
     norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
-    # As with the weights: kernels take their layer's of a stack, by its place in the pools. That of
-    # a head's later layers counts the first one, which is in no stack with them.
-    are_alone = not in_stacks or prefix == "later.attention."
+    are_alone = not in_stacks or prefix in alone
     norms = [x if x is None or not are_alone else x[place] for x in norms]
     inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
     return Attention(inputs, out, *norms)

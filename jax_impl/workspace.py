@@ -7,18 +7,18 @@ from kernels.tiles import MOST_LANES
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program
 from shared.boundary.workspace import WorkspaceCosts, split_attention, step_bytes
-from shared.models.config import ModelConfig
+from shared.models.mixers import AttentionConfig
 
 
 def blocked_attention(
-    program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+    program: Program, attention: AttentionConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of reference attention: keys, values, scores of a block, and outputs."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = min(program.pages * capacity.page_size, max(BLOCK, capacity.page_size))
-    gathered = 2 * program.batch * keys * model.attention.key_size * item
-    rows = program.batch * model.attention.num_heads * queries
-    return gathered + 2 * rows * (keys + model.attention.head_size + 2) * 4
+    gathered = 2 * program.batch * keys * attention.key_size * item
+    rows = program.batch * attention.num_heads * queries
+    return gathered + 2 * rows * (keys + attention.head_size + 2) * 4
 
 
 ON_CPU = WorkspaceCosts.of_framework(blocked_attention)

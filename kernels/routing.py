@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ import numpy as np
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 
 SEED = 20

@@ -146,7 +146,7 @@ def test_imports_are_at_module_top():
 
 KERNEL_IMPORTS = {
     *("shared.models.formats.fp8", "shared.models.formats.fp8_w8a16"),
-    *("shared.models.formats.weight_format", "shared.models.layers"),
+    *("shared.models.formats.weight_format", "shared.models.mlp"),
     *("shared.spec.attention_layer", "shared.spec.reduction_order"),
 }
 """Modules of `shared` that kernels import: plain data and the layout of FP8 weights."""

@@ -45,8 +45,9 @@ ONE_SIDED_NAMES = {
     "platform.py::set_cpu_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
-    "device_state.py::new_kv": "a JAX program declares the placement of its results",
-    "device_state.py::new_states": "the same",
+    "cache_pools.py::new_kv": "a JAX program declares the placement of its results",
+    "cache_pools.py::new_pools": "the same",
+    "cache_pools.py::new_states": "the same",
     **{
         f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
         for x in _MET

@@ -217,9 +217,9 @@ def commit(step: Step, verified: VerifyOutput, accepted: AcceptedPath) -> Bool[T
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     state, plan = step.context.state, step.plan
     if not step.program.is_chain:
-        attention.compact_accepted_kv(
-            state.kv, plan.page_table, step.lengths, accepted.path, accepted.counts
-        )
+        where = (plan.page_table, step.lengths, accepted.path, accepted.counts)
+        for pool in state.kv:
+            attention.compact_accepted_kv(pool, *where)
     saved = _commit_states(step, verified.mixer, accepted)
     draft = None if step.extends_drafter else state.draft  # leaves a gap in its KV
     slot_state.commit(

@@ -11,9 +11,10 @@ from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
-from shared.models.cache_spec import CacheArraySpec
 from shared.models.config import ModelConfig
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
+from torch_impl.cache_pools import new_pools, new_states
+from torch_impl.ops.attention.attention import Pools
 from torch_impl.ops.gdn.gdn_state import GDNState
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import ngram, slot_state
@@ -51,7 +52,7 @@ class DraftState:
 
     draft_from: Int[Tensor, " slots"]
     relay: DraftInput | None
-    kv: Float[Tensor, "L 2 pages page H D"]
+    kv: Pools
     delta: GDNState | None
     snapshots: GDNState | None
 
@@ -81,7 +82,7 @@ class DeviceState:
       lengths: Number of committed tokens of each slot; their KV is in the pages.
       newest: The token after the committed ones; it has no KV yet.
       seen: Token counts: twice the count in the output, plus 1 if the prompt has the token.
-      kv: KV pools of the target.
+      kv: KV pools of the target, in the order of `ModelConfig.kv_pools`.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
       images: None for a model without a vision encoder.
@@ -91,7 +92,7 @@ class DeviceState:
     lengths: Int[Tensor, " slots"]
     newest: Int[Tensor, " slots"]
     seen: Int[Tensor, "slots vocab"]
-    kv: Float[Tensor, "L 2 pages page H D"]
+    kv: Pools
     delta: GDNState | None
     snapshots: GDNState | None
     draft: DraftState | None
@@ -117,9 +118,9 @@ def allocate(
         lengths=torch.zeros(slots, **per_slot),
         newest=torch.zeros(slots, **per_slot),
         seen=torch.zeros(slots, capacity.vocab, **per_slot),
-        kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
-        delta=new_states(config, slots, dtype, device),
-        snapshots=new_states(config, capacity.num_snapshots, dtype, device),
+        kv=new_pools(config.cache_pools, pool, dtype, device),
+        delta=new_states(config.cache_pools, slots, dtype, device),
+        snapshots=new_states(config.cache_pools, capacity.num_snapshots, dtype, device),
         draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
         images=_new_images(capacity, dtype, device),
         texts=_new_texts(capacity, device),
@@ -165,17 +166,13 @@ def _new_texts(capacity: BackendLimits, device: torch.device) -> ngram.NgramStat
 def _new_draft(
     drafter: DraftStateSizes, capacity: BackendLimits, dtype: torch.dtype, device: torch.device
 ) -> DraftState:
-    sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
-    delta = snapshots = None
-    if drafter.num_gated_delta_layers:
-        delta = new_states(sizes, slots, dtype, device)
-        snapshots = new_states(sizes, capacity.num_snapshots, dtype, device)
+    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     return DraftState(
         draft_from=torch.zeros(slots, dtype=torch.int32, device=device),
         relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_draft_input else None,
-        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
-        delta=delta,
-        snapshots=snapshots,
+        kv=new_pools(drafter.pools, pool, dtype, device),
+        delta=new_states(drafter.pools, slots, dtype, device),
+        snapshots=new_states(drafter.pools, capacity.num_snapshots, dtype, device),
     )
 
 
@@ -188,34 +185,6 @@ def _new_relay(
         weights=torch.zeros(slots, width, dtype=torch.float32, device=device),
         hidden=torch.zeros(slots, drafter.model.hidden, dtype=dtype, device=device),
     )
-
-
-def new_states(
-    config: ModelConfig, count: int, dtype: torch.dtype, device: torch.device
-) -> GDNState | None:
-    """Returns GDN states before the first token, or None for a model without GDN layers."""
-    sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
-    if sizes is None:
-        return None
-
-    def new(plane: CacheArraySpec) -> Tensor:
-        shape, kind = (num_layers, count, *plane.shape), torch.float32 if plane.float32 else dtype
-        return torch.zeros(shape, dtype=kind, device=device)
-
-    return GDNState(**{plane.name: new(plane) for plane in sizes.kept})
-
-
-def new_kv(
-    config: ModelConfig,
-    num_layers: int,
-    pool: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Float[Tensor, "L 2 pages page H D"]:
-    """Returns empty pools for some attention layers; `pool` is the page count and page size."""
-    planes = config.attention.kept
-    shape = (num_layers, len(planes), *pool, *planes[0].shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from shared.models.dummy_elements import LAST_SHIFT, ROUNDS, InitSpec, keys_of
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 
 PIECE = 1 << 24
 """Elements generated at a time, so that temporary memory is small next to the parameter."""

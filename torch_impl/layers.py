@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
 from shared.spec.mrope import mrope_section_map
 from torch_impl.model_weights import Attention, GatedDelta, Layer
 from torch_impl.ops.attention import attention_layer
-from torch_impl.ops.attention.attention import AttentionRows, with_sliding_window
+from torch_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gdn import gdn_layer
@@ -27,7 +27,6 @@ from torch_impl.ops.gemm.linear import Matrix, NormedStream
 from torch_impl.ops.moe.experts import Experts, added_experts
 
 Hidden = Float[Tensor, "R hidden"]
-Pools = Float[Tensor, "L 2 pages page H D"]
 
 DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
 """Runs a GDN layer of a pass: maps its index among the GDN layers, its weights and its projected
@@ -71,7 +70,7 @@ class AttentionContext:
       rope: RoPE cos and sin of each row.
       query_scale: Long-context query scale of each row; None for models without it.
       rows: Positions of the rows, and the KV visible to them in such a layer.
-      kv: Pools of all attention layers.
+      kv: KV of all attention layers.
       group: Tensor-parallel group of the heads.
     """
 
@@ -87,7 +86,7 @@ class AttentionContext:
         config: AttentionConfig,
         frequencies: Float[Tensor, " half"],
         rows: AttentionRows,
-        kv: Pools,
+        kv: KV,
         group: TPGroup,
     ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
@@ -112,17 +111,18 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
+    mixer: AttentionConfig,
     context: AttentionContext,
     place: int,
     weights: Attention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
 ) -> Float[Tensor, "R values"]:
-    """Runs attention on a layer's QKV projection; writes the pools at index `place`."""
+    """Runs attention on a layer's QKV projection; writes its pool at index `place`."""
     assert isinstance(weights, Attention)
-    heads, norms = Heads.of(config.attention), head_norms(config, weights)
+    heads, norms = Heads.of(mixer), head_norms(config, weights)
     if context.query_scale is not None:
         qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
-    if norms is not None and config.attention.norms_all_heads:
+    if norms is not None and mixer.norms_all_heads:
         qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, context.group), None
     return attention_layer.attention_layer(
         qkv, heads, norms, context.rope, context.rows, context.kv, place
@@ -189,7 +189,7 @@ def write_keys(
     x: Float[Tensor, "R inputs"],
     rope: Angles,
     rows: AttentionRows,
-    kv: Pools,
+    kv: KV,
     place: int,
 ) -> None:
     """Writes the keys and values of one layer's rows without running attention.

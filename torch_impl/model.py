@@ -12,20 +12,19 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
     DeltaMixer,
     Feed,
     Hidden,
-    Pools,
     attention,
     output_and_mlp,
     rotary_frequencies,
 )
 from torch_impl.model_weights import Layer, Weights
-from torch_impl.ops.attention.attention import AttentionRows
+from torch_impl.ops.attention.attention import AttentionRows, Pools
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.moe.experts import counted
@@ -53,10 +52,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
+    """Decoder layer; `pool` and `place` are its cache pool and its index in it."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
+    pool: int
     place: int
     layer: Layer
 
@@ -79,10 +79,10 @@ class Model:
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
-        kinds, device = config.layer_kinds, weights.embed.device
+        device = weights.embed.device
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], kinds[:i].count(kinds[i]), layer)
-            for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
+            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], at.pool, at.pool_index, layer)
+            for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
         return cls(config, weights, frequencies, blocks, group)
@@ -108,16 +108,19 @@ def forward(
       tokens: Token of each row.
       shown: Image embeddings that replace token embeddings; None for text.
       rows: Positions and visible KV of the rows.
-      kv: Pools of the attention layers, written in place.
+      kv: KV pools, written in place.
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, weights = model.config, model.weights
-    # Layers of one configuration share a mixer.
-    mixers: dict[object, Callable[..., Tensor]] = {
-        each: partial(attention, config, AttentionContext.of(each, turns, rows, kv, model.group))
-        for each, turns in model.frequencies.items()
-    }
+    # Layers of one configuration share a mixer, and so a pool.
+    mixers: dict[object, Callable[..., Tensor]] = {}
+    for block in model.blocks:
+        each = block.mixer
+        if isinstance(each, AttentionConfig) and each not in mixers:
+            frequencies, pool = model.frequencies[each], kv[block.pool]
+            context = AttentionContext.of(each, frequencies, rows, pool, model.group)
+            mixers[each] = partial(attention, config, each, context)
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last

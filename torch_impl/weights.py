@@ -16,9 +16,11 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.weight_format import WeightFormat
+from shared.models.groups import places
 from shared.models.layers import LayerConfig
-from shared.models.parameter import of_rank
-from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
+from shared.models.parameter import Parameter, of_rank
+from shared.models.parameters import DRAFT_HEAD, divided_parameters
+from shared.models.stacks import BIAS
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_vision_encoder
@@ -219,19 +221,16 @@ def _assemble(config: ModelConfig, tensors: Tensors, token_map: Sequence[int] | 
         embed=embed,
         lm_head=Matrix.plain(tensors.get("lm_head", embed)),
         final_norm=tensors["final_norm"],
-        layers=_layers(config, tensors, "", config.layers),
+        layers=_layers(tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
         draft_rows=draft_rows,
     )
 
 
-def _layers(
-    config: ModelConfig, tensors: Tensors, prefix: str, like: Sequence[LayerConfig]
-) -> tuple[Layer, ...]:
+def _layers(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     feeds = {"mlp": _mlp, "experts": _experts}
-    kinds, fed = [each.mixer.kind for each in like], [each.mlp.kind for each in like]
-    for i, kind in enumerate(kinds):
+    for i, (each, at) in enumerate(zip(like, places(like), strict=True)):
 
         def norm(name: str, i: int = i) -> Tensor | None:
             stack = tensors.get(f"{prefix}{name}")
@@ -239,11 +238,11 @@ def _layers(
 
         layer = Layer(
             input_norm=norm("input_norm"),
-            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", kinds[:i].count(kind)),
+            mixer=mixers[each.mixer.kind](tensors, f"{prefix}{at.mixer}.", at.mixer_index),
             post_norm=norm("post_attention_norm"),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
-            feed=feeds[fed[i]](tensors, f"{prefix}{fed[i]}.", fed[:i].count(fed[i])),
+            feed=feeds[each.mlp.kind](tensors, f"{prefix}{at.mlp}.", at.mlp_index),
         )
         layers.append(layer)
     return tuple(layers)
@@ -268,10 +267,9 @@ def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
     )
 
 
-def _attention(config: ModelConfig, tensors: Tensors, prefix: str, place: int) -> Attention:
-    q_norm = k_norm = None
-    if config.attention.qk_norm:
-        q_norm, k_norm = (tensors[f"{prefix}{x}_norm"][place] for x in "qk")
+def _attention(tensors: Tensors, prefix: str, place: int) -> Attention:
+    norms = (tensors.get(f"{prefix}{x}_norm") for x in "qk")
+    q_norm, k_norm = (x if x is None else x[place] for x in norms)
     inputs, out = (_matrix(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
     return Attention(inputs, out, q_norm, k_norm)
 
@@ -283,7 +281,7 @@ def _matrix(tensors: Tensors, name: str, place: int) -> Matrix:
     return replace(stack, bias=tensors.get(f"{name}{BIAS}")).at(place)
 
 
-def _gated_delta(config: ModelConfig, tensors: Tensors, prefix: str, place: int) -> GatedDelta:
+def _gated_delta(tensors: Tensors, prefix: str, place: int) -> GatedDelta:
     def at(name: str) -> Tensor:
         return tensors[f"{prefix}{name}"][place]
 
@@ -301,7 +299,7 @@ def _mtp(config: ModelConfig, tensors: Tensors) -> MTPLayer:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return MTPLayer(
         fc=Matrix.plain(tensors["mtp.fc"]),
-        layer=_layers(config, tensors, "mtp.layer.", [config.draft_layer])[0],
+        layer=_layers(tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},
     )
 
@@ -342,7 +340,7 @@ def _head(config: DraftConfig, tensors: Tensors) -> HeadWeights | BlockWeights:
 
 
 def _block(config: DraftConfig, tensors: Tensors) -> BlockWeights:
-    layers = _layers(config.layer, tensors, "layer.", config.layer.layers)
+    layers = _layers(tensors, "layer.", config.layer.layers)
     return BlockWeights.of(config, layers, tensors)
 
 
@@ -360,8 +358,8 @@ def _eagle(config: DraftConfig, tensors: Tensors) -> HeadWeights:
         input_norm=tensors.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layers=(
-            *_layers(config.layer, tensors, "layer.", like[:1]),
-            *_layers(config.layer, tensors, "later.", like[1:]),
+            *_layers(tensors, "layer.", like[:1]),
+            *_layers(tensors, "later.", like[1:]),
         ),
         final_norm=tensors.get("final_norm"),
         lm_head=_own_head(tensors),

@@ -18,10 +18,13 @@ from shared.drafts.dflash2 import SELECTOR
 from shared.drafts.dspark_config import MARKOV
 from shared.drafts.kinds import NEXTN, STANDALONE
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
-from shared.models.cache_spec import cache_bytes
+from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import WeightFormat, plane_bytes
-from shared.models.parameters import Parameter, parameters
+from shared.models.groups import pool_bytes
+from shared.models.mixers import GatedDeltaConfig
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 
 FLOAT32_BYTES = 4
@@ -40,13 +43,12 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
     wanted = parameters(config, False)
     share = _read_share(config, batch * shape.nodes)
     moved = _weight_bytes(wanted, item, config.tied, share, blueprint.formats)
-    moved += batch * context * _kv_row(config, config.num_attention_layers, item)
-    delta = config.gated_delta
-    if delta:
-        recurrent, _ = delta.kept
-        state = recurrent.piece_bytes(item)
-        touched = 2 if shape.is_plain else 3
-        moved += touched * batch * state * config.num_gated_delta_layers
+    moved += batch * context * pool_bytes(config.cache_pools, CacheUnit.POSITION, item)
+    for group in config.groups:
+        if isinstance(group.config, GatedDeltaConfig):
+            recurrent, _ = group.config.cache_specs
+            touched = 2 if shape.is_plain else 3
+            moved += touched * batch * recurrent.piece_bytes(item) * len(group)
     return moved + _draft_bytes(blueprint, shape, batch, context)
 
 
@@ -69,8 +71,7 @@ def step_products(blueprint: BackendSpec, shape: TreeShape, batch: int, context:
 
 def _attended(config: ModelConfig) -> int:
     """Multiplications of a row with the keys and values of one token, in all layers."""
-    attention = config.attention
-    return 2 * config.num_attention_layers * attention.query_size
+    return 2 * sum(len(each) * each.config.query_size for each in config.attention_groups)
 
 
 def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
@@ -87,7 +88,7 @@ def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: 
     share = _read_share(drafts.sizes.model, batch * shape.width)
     once = _weight_bytes(own, item, is_tied, share, blueprint.formats if drafts.with_mtp else {})
     once += _target_head(own, is_tied, blueprint) * item
-    kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
+    kv = batch * context * pool_bytes(drafts.sizes.pools, CacheUnit.POSITION, item)
     choices = [p for p in own if p.name.startswith(MARKOV)]
     again = (shape.depth - 1) * _weight_bytes(choices, item, False, 1.0, {})
     return passes * (once + kv) + again
@@ -138,8 +139,3 @@ def _read_share(config: ModelConfig, rows: int) -> float:
         return 1.0
     chosen = sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** rows)
     return (chosen + sizes.shares_stacks) / sizes.num_stacked
-
-
-def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:
-    """Keys and values of one token in all layers."""
-    return num_layers * cache_bytes(config.attention.kept, item)

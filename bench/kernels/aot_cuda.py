@@ -19,7 +19,7 @@ from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
 from shared.boundary.tp_group import TPGroup
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare

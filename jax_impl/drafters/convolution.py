@@ -40,7 +40,7 @@ def layer(
     group = context.group
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
-    mixed, kv = attention(sizes, context, place, weights.mixer, qkv, context.kv)
+    mixed, kv = attention(sizes, sizes.attention, context, place, weights.mixer, qkv, context.kv)
     mixed = all_gather.all_gather(group, mixed)
     x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)

@@ -96,8 +96,8 @@ class BlockDrafter(NamedTuple):
 
     def _extend(self, memory: DraftState, committed: ExtendRows) -> DraftState:
         read = (committed.rows, committed.passed)
-        kv = write_context(self.weights, *read, memory.kv, self.target.group)
-        return memory._replace(kv=kv)
+        kv = write_context(self.weights, *read, memory.kv[0], self.target.group)
+        return memory._replace(kv=(kv,))
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
@@ -106,7 +106,7 @@ class BlockDrafter(NamedTuple):
         newest, block = requests.newest, _block_of(self.weights.config)
         rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
         embed = embedding(self.target, self.weights)
-        hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
+        hidden, kv = fill(self.weights, embed, newest, rows, memory.kv[0], self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
         taken = hidden[:, first : first + shape.depth]
         scored = head(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
@@ -118,7 +118,7 @@ class BlockDrafter(NamedTuple):
             drafts, newest, requests.max_drafts, requests.can_draft
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
-        return DraftTrees(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
+        return DraftTrees(tokens, parents, num_nodes, weights, processed), memory._replace(kv=(kv,))
 
     def _chosen(
         self,
@@ -253,7 +253,9 @@ def fill(
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
         qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed, paged = attention(config, context, place, layer.mixer, qkv, context.kv)
+        mixed, paged = attention(
+            config, config.attention, context, place, layer.mixer, qkv, context.kv
+        )
         stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
         kv = paged.pools
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)

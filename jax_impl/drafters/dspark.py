@@ -14,7 +14,7 @@ from jax_impl.ops import scan
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, product_float32
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
-from shared.models.parameters import BIAS
+from shared.models.stacks import BIAS
 
 
 class MarkovWeights(NamedTuple):

@@ -27,6 +27,9 @@ from shared.spec.draft_tree import TreeShape
 Carried = Any
 """Inputs of a node's children that the drafter computes at the node: a pytree of arrays."""
 
+DraftKV = Any
+"""KV of a drafter: the pages of a head, or the pools of a draft model."""
+
 
 class Expand(NamedTuple):
     """Functions with which a drafter expands nodes.
@@ -38,7 +41,7 @@ class Expand(NamedTuple):
       carried: Carry of each request's root.
     """
 
-    run: Callable[[AttentionRows, Tokens, Carried, KV], tuple[Projection, Carried, KV]]
+    run: Callable[[AttentionRows, Tokens, Carried, DraftKV], tuple[Projection, Carried, DraftKV]]
     pick: Callable[[Carried, Int[jax.Array, " R"]], Carried]
     carried: Carried
 
@@ -81,16 +84,16 @@ class EagleDrafter(NamedTuple):
         self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking
     ) -> DraftState:
         assert memory.relay is not None  # a head has a relay
-        new, kv = relay_of(self.head, memory.kv, committed, rank)
+        new, kv = relay_of(self.head, memory.kv[0], committed, rank)
         relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
-        return memory._replace(kv=kv, relay=relay)
+        return memory._replace(kv=(kv,), relay=relay)
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
         assert requests.relay is not None  # a head has a relay
-        drafted, kv = draft(self.head, memory.kv, requests.relay, requests, shape, rank)
-        return drafted, memory._replace(kv=kv)
+        drafted, kv = draft(self.head, memory.kv[0], requests.relay, requests, shape, rank)
+        return drafted, memory._replace(kv=(kv,))
 
 
 def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> tuple[DraftInput, KV]:
@@ -196,7 +199,7 @@ class _Frontier(NamedTuple):
 
     level: Level
     carried: Carried
-    kv: KV
+    kv: DraftKV
 
 
 class _TreeCandidates(NamedTuple):
@@ -213,7 +216,7 @@ class _ChainFrontier(NamedTuple):
     tokens: Int[jax.Array, " B"]
     carried: Carried
     paths: Int[jax.Array, "B 1 path"]
-    kv: KV
+    kv: DraftKV
 
 
 class _ChainExpansion(NamedTuple):
@@ -231,13 +234,13 @@ class _ChainExpansion(NamedTuple):
 
 def grow(
     expand: Expand,
-    kv: KV,
+    kv: DraftKV,
     first: FirstLevel,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> tuple[DraftTrees, KV]:
+) -> tuple[DraftTrees, DraftKV]:
     """Builds trees from their first level; the first `root_rows` of the window are the root's."""
     B, k, S = len(requests.newest), shape.width, shape.depth
     if k == 1:
@@ -278,13 +281,13 @@ def grow(
 
 def _grow_chain(
     expand: Expand,
-    kv: KV,
+    kv: DraftKV,
     first: FirstLevel,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
     root_rows: int,
-) -> tuple[DraftTrees, KV]:
+) -> tuple[DraftTrees, DraftKV]:
     """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
     (B, depth), can_draft = (len(requests.newest), shape.depth), requests.can_draft
     tokens, edges, is_weighed = first.tokens, first.weights, shape.shares_rows(B)

@@ -26,7 +26,8 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, LayerConfig
+from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig
 
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]
@@ -206,6 +207,7 @@ def _through(
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed, paged = attention(config, contexts[each.mixer], place, layer.mixer, qkv, paged)
+        mixer, context = each.mixer, contexts[each.mixer]
+        mixed, paged = attention(config, mixer, context, place, layer.mixer, qkv, paged)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole, paged.pools

@@ -13,7 +13,7 @@ from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, gr
 from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import GDNMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
-from jax_impl.ops.attention.attention import KV, AttentionRows
+from jax_impl.ops.attention.attention import AttentionRows, Pools
 from jax_impl.ops.gdn import gdn_layer, gdn_state
 from jax_impl.ops.gdn.gdn_layer import TreeNodes
 from jax_impl.ops.gdn.gdn_state import GDNState
@@ -88,8 +88,8 @@ class StandaloneDrafter(NamedTuple):
             states = _context(memory, requests.slots, requests.lengths)
 
         def run(
-            rows: AttentionRows, tokens: Tokens, states: Carried, kv: KV
-        ) -> tuple[Projection, Carried, KV]:
+            rows: AttentionRows, tokens: Tokens, states: Carried, kv: Pools
+        ) -> tuple[Projection, Carried, Pools]:
             mixer = None
             if states is not None:
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
@@ -118,7 +118,7 @@ class StandaloneDrafter(NamedTuple):
         )
 
     def _forward(
-        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer | None
+        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer | None
     ) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         # The draft model is text-only, also with a VLM as target.

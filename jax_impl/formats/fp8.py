@@ -27,7 +27,7 @@ from shared.models.formats.fp8_w8a16 import (
     shape_of_words,
 )
 from shared.models.formats.weight_format import SCALES, VALUES
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 
 
 def packed(codes: UInt8[jax.Array, "*stack N K"]) -> Int32[jax.Array, "*stack N words"]:

@@ -20,7 +20,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 
 FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
 """Operations of each quantised format."""

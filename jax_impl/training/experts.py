@@ -16,7 +16,7 @@ from jax_impl.ops.gemm import layers as ops
 from jax_impl.ops.moe.experts import choose
 from jax_impl.training.layers import Rows, linear, linear_float32
 from jax_impl.training.nnx_modules import ExpertsStack
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 
 
 class Routed(NamedTuple):

@@ -21,7 +21,8 @@ from shared.models.config import ModelConfig
 from shared.models.config_fields import read_json
 from shared.models.families import config_from_dict
 from shared.models.formats import fp8
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint, split
 
 Json = Mapping[str, Any]

@@ -19,7 +19,7 @@ from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
 from shared.models.config import ModelConfig
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
 Tokens = Int[jax.Array, "B T"]
@@ -61,6 +61,9 @@ def check_trained(config: ModelConfig) -> None:
         "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
+        "layers of different sizes": len(config.groups)
+        > len({x.config.kind for x in config.groups})
+        or len(config.mlp_groups) > len({x.config.kind for x in config.mlp_groups}),
         "query scaling by position": attention.query_scaling_beta > 0,
         "layers with different rotary settings": len({x.rotary for x in config.attentions}) > 1,
         "scaling factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
@@ -129,7 +132,8 @@ def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R
 
 
 def _layer_indices(config: ModelConfig) -> list[LayerIndex]:
-    mixers, mlps = config.layer_kinds, config.feed_kinds
+    mixers = [each.mixer.kind for each in config.layers]
+    mlps = [each.mlp.kind for each in config.layers]
     return [
         LayerIndex(i, mixers[:i].count(mixers[i]), mlps[:i].count(mlps[i]))
         for i in range(config.num_layers)
@@ -146,7 +150,7 @@ def _layer(
     B: int,
 ) -> tuple[Rows, Routed | None]:
     y = normed(x, stack.input_norm[index.layer], config.rms_eps, compute_dtype)
-    if config.layer_kinds[index.layer] == "attention":
+    if config.layers[index.layer].mixer.kind == "attention":
         mixed = _attention(config, stack.attention, index.mixer, y, rotary, B)
     else:
         mixed = gated_delta.layer(config, stack.gated_delta, index.mixer, y, B)

@@ -17,7 +17,7 @@ from jax_impl.ops.gemm import layers
 from jax_impl.training.layers import Rows, linear
 from jax_impl.training.nnx_modules import GatedDeltaStack
 from shared.models.config import ModelConfig
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 
 CHUNK = 32
 """Half the chunk of serving: the matrices within chunks then have half as many elements in all."""

@@ -15,7 +15,9 @@ from jax_impl.training.nnx_modules import DraftModel, Layers, ModelModule, Mtp
 from shared.drafts.checkpoint import head_parameters, part_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
-from shared.models.parameters import Parameter, decoder_parameters, parameters, single
+from shared.models.parameter import Parameter
+from shared.models.parameters import decoder_parameters, parameters
+from shared.models.stacks import single
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 
@@ -176,9 +178,8 @@ def _copy_layers(
     for name in ("post_attention_norm", "mlp.gate_up", "mlp.down"):
         stacked = getattr(stack, name.rsplit(".", 1)[-1])[...]
         _copy(arrays, f"{prefix}{name}", [stacked[layer] for layer in layers])
-    if not config.num_attention_layers:
-        return
-    indices = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
+    attention = config.attention_groups[0].layers
+    indices = [max(sum(i <= layer for i in attention) - 1, 0) for layer in layers]
     parts = ("inputs", "out", "q_norm", "k_norm")
     shared = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
     fits = all(f"{prefix}attention.{p}" in arrays for p in shared) and all(
@@ -188,7 +189,6 @@ def _copy_layers(
     if fits:
         for part, stacked in shared.items():
             _copy(arrays, f"{prefix}attention.{part}", [stacked[index] for index in indices])
-        attention = [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"]
         norms = [stack.input_norm[attention[index]] for index in indices]
         _copy(arrays, f"{prefix}input_norm", norms)
 

@@ -36,7 +36,7 @@ from models.demo.synthetic_images import (
 from shared.models.families import vision_from_folder
 from shared.models.image_processor import images_from_folder
 from shared.models.model_folder import ModelFolder
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from shared.models.saving import split
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.spec import vision_encoder as spec

@@ -47,8 +47,10 @@ from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import WeightFormat
+from shared.models.groups import CachePool
 from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
@@ -221,6 +223,17 @@ class BackendSpec:
         count = self.ranks.count
         config = shard_config(self.config, count)
         return replace(self, config=config, drafts=self.drafts.local(count))
+
+    @property
+    def cache_pools(self) -> tuple[CachePool, ...]:
+        """Cache pools of the target and of the drafter."""
+        sizes = self.drafts.sizes
+        return (*self.config.cache_pools, *(() if sizes is None else sizes.pools))
+
+    @property
+    def has_state(self) -> bool:
+        """True if a layer of the target or of the drafter has a recurrent state."""
+        return any(pool.has(CacheUnit.SLOT) for pool in self.cache_pools)
 
     @property
     def item_bytes(self) -> int:

@@ -75,9 +75,9 @@ class FallbackOp:
 
 def _attention_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
-        size = model.attention.head_size
-        if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
-            return f"attention heads of size {_listed(takes.head_sizes)}, got {size}"
+        for size in (each.config.head_size for each in model.attention_groups):
+            if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
+                return f"attention heads of size {_listed(takes.head_sizes)}, got {size}"
     return None
 
 

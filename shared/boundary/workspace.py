@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.models.cache_spec import cache_bytes
+from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
-from shared.models.layers import MLPConfig, MoEConfig
+from shared.models.groups import pool_bytes
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mlp import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.reduction_order import ATTENTION
@@ -39,7 +41,7 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-AttentionBytes = Callable[[Program, ModelConfig, BackendLimits, int], int]
+AttentionBytes = Callable[[Program, AttentionConfig, BackendLimits, int], int]
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) 
     if small is None:
         return model_bytes + kept
     # A small draft model runs before or after the target; each node of a level has its own states.
-    nodes = program.batch * program.shape.width * small.num_gated_delta_layers
-    states = 3 * nodes * state_layer_bytes(small, blueprint.item_bytes)
+    nodes = program.batch * program.shape.width
+    states = 3 * nodes * pool_bytes(small.cache_pools, CacheUnit.SLOT, blueprint.item_bytes)
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
 
 
@@ -101,7 +103,7 @@ def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:
 
 
 def gathered_attention(
-    program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+    program: Program, attention: AttentionConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of fallback attention: gathered keys and values, and the scores of all
     rows.
@@ -111,12 +113,16 @@ def gathered_attention(
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = program.pages * capacity.page_size
     bytes_each = 2 * item + (4 if item < 4 else 0)
-    gathered = program.batch * keys * model.attention.key_size * bytes_each
-    return gathered + 2 * program.batch * model.attention.num_heads * queries * keys * 4
+    gathered = program.batch * keys * attention.key_size * bytes_each
+    return gathered + 2 * program.batch * attention.num_heads * queries * keys * 4
 
 
 def split_attention(
-    max_pairs: int, program: Program, model: ModelConfig, capacity: BackendLimits, item: int
+    max_pairs: int,
+    program: Program,
+    attention: AttentionConfig,
+    capacity: BackendLimits,
+    item: int,
 ) -> int:
     """Returns the bytes of split-KV attention: queries, the output, and partial results if rows are
     few.
@@ -124,7 +130,6 @@ def split_attention(
     A partial result has an accumulator, a max and a sum, in float32. A prompt has few rows if its
     (row, query head) pairs per key head are at most `max_pairs`.
     """
-    attention = model.attention
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
     size = 2 * rows * attention.num_heads * attention.head_size * item
     if program.tokens * group <= max_pairs:
@@ -146,22 +151,18 @@ def rows_of(program: Program) -> int:
     return program.tokens or program.batch * max(program.shape.nodes, program.shape.block)
 
 
-def state_layer_bytes(model: ModelConfig, item: int) -> int:
-    """Returns the bytes of one request's state in one GDN layer."""
-    delta = model.gated_delta
-    return 0 if delta is None else cache_bytes(delta.kept, item)
-
-
 def _model_bytes(
     program: Program, model: ModelConfig, blueprint: BackendSpec, costs: WorkspaceCosts
 ) -> int:
     """Returns the bytes of the widest layer of a forward pass, plus those stored for all GDN
     layers.
     """
-    heads, item = model.attention.query_size, blueprint.item_bytes
+    groups, item = model.attention_groups, blueprint.item_bytes
+    heads = max(each.config.query_size for each in groups)
     feed = max(_feed_row_bytes(each.mlp, model.hidden, item) for each in model.layers)
     layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed)
-    attention = costs.attention(program, model, blueprint.capacity, item)
+    capacity = blueprint.capacity
+    attention = max(costs.attention(program, each.config, capacity, item) for each in groups)
     return layer + attention + _delta_bytes(program, model, item)
 
 
@@ -183,15 +184,16 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
     Plain decoding stores only the convolution inputs. A prefill needs only one layer's arrays.
     """
-    delta = model.gated_delta
-    if delta is None:
+    group = next((each for each in model.groups if isinstance(each.config, GatedDeltaConfig)), None)
+    if group is None:
         return 0
+    delta = group.config
     heads = 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
     if program.tokens:
         per_row = heads + 4 * delta.channels
     else:
         kept = delta.channels * item + heads * (not program.shape.is_plain)
-        per_row = kept * model.num_gated_delta_layers
+        per_row = kept * len(group)
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
     return rows_of(program) * per_row + 4 * states
 

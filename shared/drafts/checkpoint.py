@@ -25,19 +25,9 @@ from shared.models.checkpoint import (
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.file_kind import folder_fault
-from shared.models.parameters import (
-    BIAS,
-    Parameter,
-    attention_parameters,
-    by_columns,
-    decoder_parameters,
-    head_of,
-    mlp_parameters,
-    norms_of,
-    parameters,
-    single,
-    single_norm,
-)
+from shared.models.parameter import Parameter
+from shared.models.parameters import decoder_parameters, parameters
+from shared.models.stacks import BIAS, by_columns, head_of, norms_of, single, single_norm
 
 Read = TypeVar("Read")
 """Weights in the format of a backend."""
@@ -198,7 +188,7 @@ def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Param
     """Returns the parameters of an EAGLE head; the first layer is separate, because its input is
     wider.
     """
-    hidden, sizes = config.layer.hidden, config.layer
+    hidden, sizes, settings = config.layer.hidden, config.layer, config.stack_settings
     is_wide = config.traits.embedding is EmbeddingInput.ATTENTION
     in_list = any(name.startswith("layers.0.") for name in names) or not is_wide
     layer = ["layers.0" if in_list else "midlayer"]
@@ -209,8 +199,8 @@ def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Param
         tensors.append(_norms("layer.hidden_norm", layer, "hidden_norm.weight", hidden))
     tensors += [
         _norms("layer.post_attention_norm", layer, "post_attention_layernorm.weight", hidden),
-        *mlp_parameters("layer.mlp.", sizes, layer),
-        *attention_parameters("layer.attention.", sizes, layer, config.attention_inputs),
+        *sizes.layers[0].mlp.parameters("layer.mlp.", layer, settings),
+        *sizes.attention.parameters("layer.attention.", layer, settings),
     ]
     if later := [f"layers.{i}" for i in range(1, sizes.num_layers)]:
         tensors += decoder_parameters("later.", sizes, later, sizes.layers[1:])
@@ -224,15 +214,16 @@ _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
 
 
 def _block_parameters(config: DraftConfig) -> list[Parameter]:
-    sizes, hidden, block = config.layer, config.layer.hidden, config.block
+    sizes, hidden, settings = config.layer, config.layer.hidden, config.stack_settings
+    block = config.block
     assert block is not None  # required for this kind
     folders = [f"layers.{i}" for i in range(sizes.num_layers)]
     return [
         _norm("hidden_norm", "hidden_norm.weight", hidden),
         _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
         _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),
-        *mlp_parameters("layer.mlp.", sizes, folders),
-        *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
+        *sizes.layers[0].mlp.parameters("layer.mlp.", folders, settings),
+        *sizes.attention.parameters("layer.attention.", folders, settings),
         _norm("final_norm", "norm.weight", hidden),
         *part_parameters(block, sizes, config.draft_vocab),
     ]

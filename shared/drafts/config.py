@@ -21,8 +21,11 @@ from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, count
 from shared.models.families import config_from_dict
+from shared.models.groups import CachePool
 from shared.models.model_folder import ModelFolder
 from shared.models.rotary import settings_of
+from shared.models.stacks import StackSettings
+from shared.models.tp_sharding import shard_config
 
 DRAFT_FOLDER = "the draft model folder"
 """Description of a head's folder in messages."""
@@ -93,14 +96,15 @@ class DraftConfig:
         return self.layer.hidden * (2 if is_joined else 1)
 
     @property
+    def stack_settings(self) -> StackSettings:
+        """Settings that determine the parameters of its first layer."""
+        return replace(self.layer.stack_settings, inputs=self.attention_inputs)
+
+    @property
     def sizes(self) -> "DraftStateSizes":
         """State of the head on the device."""
-        return DraftStateSizes(
-            model=self.layer,
-            num_attention_layers=self.layer.num_attention_layers,
-            num_gated_delta_layers=0,
-            has_draft_input=self.block is None,
-        )
+        layers, has_draft_input = self.layer.num_layers, self.block is None
+        return DraftStateSizes.of_layers(self.layer, layers, has_draft_input=has_draft_input)
 
     @classmethod
     def from_folder(
@@ -239,43 +243,45 @@ class DraftStateSizes:
 
     Attributes:
       model: Config of its layers and hidden state.
-      num_attention_layers: Layers with their own KV, stored in the target's pages.
-      num_gated_delta_layers: Layers with their own recurrent state.
+      pools: Its cache pools; KV is stored in the target's pages. The layers of a head share a pool,
+        whatever their windows.
       has_draft_input: True if draft extend stores a draft input (candidates and a hidden state) for
         the next step.
     """
 
     model: ModelConfig
-    num_attention_layers: int
-    num_gated_delta_layers: int
+    pools: tuple[CachePool, ...]
     has_draft_input: bool
 
     @classmethod
-    def of_layers(cls, config: ModelConfig, num_layers: int) -> "DraftStateSizes":
-        """Returns the sizes of an MTP layer or draft head: attention layers and a draft input.
+    def of_layers(
+        cls, config: ModelConfig, num_layers: int, *, has_draft_input: bool = True
+    ) -> "DraftStateSizes":
+        """Returns the sizes of an MTP layer or draft head.
 
         Args:
           config: Config of the layers.
           num_layers: Number of attention layers.
+          has_draft_input: See `DraftStateSizes`.
         """
-        return cls(
-            model=config,
-            num_attention_layers=num_layers,
-            num_gated_delta_layers=0,
-            has_draft_input=True,
-        )
+        pool = CachePool(config.attention, tuple(range(num_layers)))
+        return cls(model=config, pools=(pool,), has_draft_input=has_draft_input)
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftStateSizes":
         """Returns the sizes of a draft model: KV and states of all its layers, and no draft
         input.
         """
-        return cls(
-            model=config,
-            num_attention_layers=config.num_attention_layers,
-            num_gated_delta_layers=config.num_gated_delta_layers,
-            has_draft_input=False,
-        )
+        return cls(model=config, pools=config.cache_pools, has_draft_input=False)
+
+    def local(self, count: int) -> "DraftStateSizes":
+        """Returns the shard of one of `count` TP ranks.
+
+        Raises:
+          ValueError: A size is not divisible; see `shared.models.tp_sharding.shard_config`.
+        """
+        pools = tuple(pool.local(count) for pool in self.pools)
+        return replace(self, model=shard_config(self.model, count), pools=pools)
 
 
 def _with_mixers(model: ModelConfig, **changed: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ from itertools import product
 from shared.drafts.block_part import BlockPart, PartTensor
 from shared.drafts.raw_config import RawDraftConfig
 from shared.models.config import ModelConfig
-from shared.models.tp_sharding import VOCAB_GROUP
+from shared.models.sharded_range import VOCAB_GROUP
 
 SELECTOR = "selector."
 """Prefix of the parameters of the selector."""

@@ -71,7 +71,7 @@ class DrafterSpec:
         """
         return replace(
             self,
-            sizes=self.sizes and replace(self.sizes, model=shard_config(self.sizes.model, count)),
+            sizes=self.sizes and self.sizes.local(count),
             head=self.head and replace(self.head, layer=shard_config(self.head.layer, count)),
             model=self.model and shard_config(self.model, count),
         )

@@ -10,7 +10,7 @@ from shared.drafts.checkpoint import EMBEDDING
 from shared.drafts.config import DraftConfig
 from shared.drafts.kinds import HEADS
 from shared.models.checkpoint import Checkpoint
-from shared.models.parameters import single
+from shared.models.stacks import single
 
 
 def infer_from_tensors(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 from shared.models.config import ModelConfig
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 
 EMBEDDING = "embed"
 EXPERTS = ("experts.gate_up", "experts.down")

@@ -21,8 +21,8 @@ from shared.models.formats.weight_format import (
     TensorReader,
     WeightFormat,
 )
-from shared.models.parameter import slice_runs
-from shared.models.parameters import CheckpointTensor, Parameter, parameters
+from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
+from shared.models.parameters import parameters
 from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import DTYPES, UNNEEDED, check_stored, without_prefix
 from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head

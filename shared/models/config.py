@@ -4,24 +4,23 @@ Policy, what may not be added here: names of families and of config.json fields 
 settings of one mixer or MLP (its class in `layers`), weight formats (`formats`), and options.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
-from shared.models.layers import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    LayerConfig,
-    MLPConfig,
-    MoEConfig,
-)
-from shared.models.rotary import RotaryConfig
+from shared.models.cache_spec import CacheUnit
+from shared.models.groups import CachePool, LayerGroup, LayerPlace, cache_pools, group, places
+from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig, MixerConfig
+from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
+from shared.models.stacks import StackSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Settings of a model that its forward pass needs.
 
-    Layers of one kind have the same sizes, because their parameters and pools are stacked. Their
-    rotary settings and attention windows may differ.
+    Layers with the same sizes form groups with their own stacks of parameters and their own cache
+    pools (`shared.models.groups`).
 
     Attributes:
       name: Name of the model family in messages to users.
@@ -44,7 +43,7 @@ class ModelConfig:
       eos_ids: Token ids that end the output, in ascending order.
 
     Raises:
-      ValueError: Layers of one kind differ, or none is an attention layer.
+      ValueError: No layer is an attention layer, or GDN layers or MoE blocks differ in size.
     """
 
     name: str
@@ -66,16 +65,51 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.num_attention_layers:
+        if not any(isinstance(each.mixer, AttentionConfig) for each in self.layers):
             raise ValueError("layer_types must contain at least one full_attention layer")
-        if len({_stacked(each.mixer) for each in self.layers}) > len(set(self.layer_kinds)):
-            raise ValueError("layers of one kind but different sizes are not supported")
-        if len({each.mlp for each in self.layers}) > len(set(self.feed_kinds)):
-            raise ValueError("MLPs of different sizes are not supported")
+        for unique, plural in ((GatedDeltaConfig, "GDN layers"), (MoEConfig, "MoE blocks")):
+            parts = [each.config for each in (*self.groups, *self.mlp_groups)]
+            if sum(isinstance(part, unique) for part in parts) > 1:
+                raise ValueError(f"{plural} of different sizes are not supported")
         if self.experts and (self.post_norm or self.residual_factor != 1):
             raise ValueError(
                 "MoE layers with post-norms or with a residual multiplier are not supported"
             )
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup[MixerConfig], ...]:
+        """Groups of layers with equal mixer sizes, in the order of their first layers."""
+        return group([each.mixer for each in self.layers])
+
+    @cached_property
+    def mlp_groups(self) -> tuple[LayerGroup[FeedForwardConfig], ...]:
+        """Groups of layers with equal MLP sizes, in the order of their first layers."""
+        return group([each.mlp for each in self.layers])
+
+    @cached_property
+    def attention_groups(self) -> tuple[LayerGroup[AttentionConfig], ...]:
+        """Groups of attention layers."""
+        return tuple(each for each in self.groups if isinstance(each.config, AttentionConfig))
+
+    @cached_property
+    def cache_pools(self) -> tuple[CachePool, ...]:
+        """Cache pools of all layers, in the order of their first layers."""
+        return cache_pools([each.mixer for each in self.layers])
+
+    @property
+    def kv_pools(self) -> tuple[CachePool, ...]:
+        """Cache pools with an entry for each position, which is stored in pages."""
+        return tuple(pool for pool in self.cache_pools if pool.has(CacheUnit.POSITION))
+
+    @cached_property
+    def places(self) -> tuple[LayerPlace, ...]:
+        """Place of each layer in its groups and in its pool."""
+        return places(self.layers)
+
+    @property
+    def stack_settings(self) -> StackSettings:
+        """Settings that determine the parameters of mixers and MLPs."""
+        return StackSettings(self.hidden, self.hidden, self.norm_centre, self.fused_projections)
 
     @property
     def norm_centre(self) -> float:
@@ -88,14 +122,9 @@ class ModelConfig:
         return None if self.post_norm else self.rms_eps
 
     @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """Kind of each layer's mixer, which names its parameters."""
-        return tuple(each.mixer.kind for each in self.layers)
-
-    @property
     def attention(self) -> AttentionConfig:
-        """Config of attention layers, including the drafter's."""
-        return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
+        """Config of the first attention layer, which is also that of an MTP layer."""
+        return self.attention_groups[0].config
 
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
@@ -108,11 +137,6 @@ class ModelConfig:
         """Config of GDN layers; None if there are none."""
         found = (x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaConfig))
         return next(found, None)
-
-    @property
-    def feed_kinds(self) -> tuple[str, ...]:
-        """Kind of each layer's MLP, which names its parameters."""
-        return tuple(each.mlp.kind for each in self.layers)
 
     @property
     def dense(self) -> MLPConfig | None:
@@ -133,20 +157,3 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers without the MTP layer."""
         return len(self.layers)
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Number of layers with KV pages, without the MTP layer."""
-        return self.layer_kinds.count(AttentionConfig.kind)
-
-    @property
-    def num_gated_delta_layers(self) -> int:
-        """Number of layers with a recurrent state."""
-        return self.layer_kinds.count(GatedDeltaConfig.kind)
-
-
-def _stacked(mixer: AttentionConfig | GatedDeltaConfig) -> AttentionConfig | GatedDeltaConfig:
-    """Returns a mixer config without the settings that may differ within a stack."""
-    if isinstance(mixer, GatedDeltaConfig):
-        return mixer
-    return replace(mixer, rotary=RotaryConfig(theta=1.0, width=0), window=None)

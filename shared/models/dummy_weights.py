@@ -15,7 +15,8 @@ from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_elements import InitSpec, init_of, parameter_array
 from shared.models.formats.weight_format import StoredTensor, TensorEncoding
-from shared.models.parameters import CheckpointTensor, Parameter, parameters
+from shared.models.parameter import CheckpointTensor, Parameter
+from shared.models.parameters import parameters
 from shared.models.tied import LM_HEAD
 from shared.models.vision_config import TENSORS, VisionConfig
 from shared.models.vision_parameters import vision_encoder_parameters

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 
 
 @dataclass(frozen=True)

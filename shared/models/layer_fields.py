@@ -6,14 +6,10 @@ from typing import Any
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
-from shared.models.layers import (
-    CONV_WIDTH,
-    AttentionConfig,
-    GatedDeltaConfig,
-    LayerConfig,
-    MLPConfig,
-    MoEConfig,
-)
+from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers.gated_delta import CONV_WIDTH
+from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.rotary import (
     LAYER_TYPES,
     are_nested,

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from shared.models.tp_sharding import ShardedRange, vocab_section
+from shared.models.sharded_range import ShardedRange, vocab_section
 
 Array = Shaped[np.ndarray, "..."]
 

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, Array, Weights
 from shared.models.families import config_from_dict
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 
 
 def save_checkpoint(

@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.models.config import ModelConfig
 from shared.models.parameter import Parameter
-from shared.models.parameters import head_of, single
+from shared.models.stacks import head_of, single
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 

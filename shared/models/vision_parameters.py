@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from shared.models.checkpoint import CheckpointError
-from shared.models.parameters import BIAS, Parameter, single, stack
+from shared.models.parameter import Parameter
+from shared.models.stacks import BIAS, single, stack
 from shared.models.vision_config import TENSORS, VisionConfig
 
 

@@ -116,7 +116,7 @@ RULES = (
     Rule(
         applies=lambda s: (
             s.options.engine.mamba_track_interval is not None
-            and not s.model.num_gated_delta_layers
+            and s.model.gated_delta is None
             and not s.draft.drafts_with_a_model
         ),
         reason="--mamba-track-interval requires a model with recurrent state, and a {family} "

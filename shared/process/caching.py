@@ -15,14 +15,12 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
     if settled.options.engine.disable_radix_cache:
         return NO_CACHE
     sizes = drafts.sizes
-    layers = memory.blueprint.config.num_gated_delta_layers
-    layers += 0 if sizes is None else sizes.num_gated_delta_layers
     policy = CachePolicy(
         is_on=True,
         key_lookahead=int(sizes is not None and sizes.has_draft_input),
         may_skip_draft_kv=drafts.on_device,
         draft_reads_kv=drafts.model is not None,
-        track_interval=settled.track_interval if layers else 0,
+        track_interval=settled.track_interval if memory.blueprint.has_state else 0,
     )
     try:
         policy.check(capacity, capacity.overlap)

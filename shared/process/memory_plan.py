@@ -17,14 +17,15 @@ from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import StepKind
 from shared.boundary.shm_allgather import shm_buffer_bytes
 from shared.boundary.tp_group import TPGroup
-from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.cache_spec import cache_bytes
+from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import WeightFormat, plane_bytes
-from shared.models.parameters import Parameter, draft_head, parameters
+from shared.models.groups import CachePool, pool_bytes
+from shared.models.parameter import Parameter
+from shared.models.parameters import draft_head, parameters
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.options.flags import ConfigError
@@ -195,12 +196,9 @@ class PageCountSearch:
     def _state_bytes(self) -> int:
         """Returns the bytes of a request's recurrent states of target and drafter on one rank."""
         count = self.settled.options.ranks.tp_size
-        item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.local(count).sizes
-        model = shard_config(self.model, count)
-        num_bytes = model.num_gated_delta_layers * state_layer_bytes(model, item)
-        if sizes is not None:
-            num_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
-        return num_bytes
+        sizes = self.drafts.local(count).sizes
+        pools = (*shard_config(self.model, count).cache_pools, *(sizes.pools if sizes else ()))
+        return pool_bytes(pools, CacheUnit.SLOT, ITEM_BYTES[self.settled.dtype])
 
     def max_pages(self) -> int:
         """Returns the given number of pages; without one, enough for the whole context of every
@@ -333,27 +331,25 @@ def _weights_line(
 
 
 def _page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
-    capacity, model, drafter = blueprint.capacity, blueprint.config, blueprint.drafts.sizes
+    capacity, item, drafter = blueprint.capacity, blueprint.item_bytes, blueprint.drafts.sizes
+    positions = capacity.num_pages * capacity.page_size
+
     pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a scratch page"
-    yield MemoryPlanEntry("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
+    num_bytes = positions * pool_bytes(blueprint.config.kv_pools, CacheUnit.POSITION, item)
+    yield MemoryPlanEntry("KV", pages, num_bytes)
     if drafter is not None:
-        layers = drafter.num_attention_layers
+        layers = sum(len(pool) for pool in drafter.pools if pool.has(CacheUnit.POSITION))
         detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
-        yield MemoryPlanEntry("draft KV", detail, layers * _kv_bytes(drafter.model, blueprint))
-
-
-def _kv_bytes(config: ModelConfig, blueprint: BackendSpec) -> int:
-    """Returns the bytes of keys and values of one layer."""
-    positions = blueprint.capacity.num_pages * blueprint.capacity.page_size
-    return positions * cache_bytes(config.attention.kept, blueprint.item_bytes)
+        num_bytes = positions * pool_bytes(drafter.pools, CacheUnit.POSITION, item)
+        yield MemoryPlanEntry("draft KV", detail, num_bytes)
 
 
 def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
     capacity, drafter, item = blueprint.capacity, blueprint.drafts.sizes, blueprint.item_bytes
-    model, slots = blueprint.config, capacity.num_slots
-    yield from _state_lines("", model, model.num_gated_delta_layers, blueprint)
+    slots = capacity.num_slots
+    yield from _state_lines("", blueprint.config.cache_pools, blueprint)
     if drafter is not None:
-        yield from _state_lines("draft ", drafter.model, drafter.num_gated_delta_layers, blueprint)
+        yield from _state_lines("draft ", drafter.pools, blueprint)
     yield MemoryPlanEntry(
         "token counts", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4
     )
@@ -375,12 +371,12 @@ def _image_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanE
 
 
 def _state_lines(
-    prefix: str, model: ModelConfig, num_layers: int, blueprint: BackendSpec
+    prefix: str, pools: Sequence[CachePool], blueprint: BackendSpec
 ) -> Iterator[MemoryPlanEntry]:
-    if not num_layers:
+    request_bytes = pool_bytes(pools, CacheUnit.SLOT, blueprint.item_bytes)
+    if not request_bytes:
         return
     capacity = blueprint.capacity
-    request_bytes = num_layers * state_layer_bytes(model, blueprint.item_bytes)
     for name, count in (("state", capacity.num_slots), ("snapshots", capacity.num_snapshots)):
         detail = f"{count - 1} x {request_bytes:,} bytes, and a scratch slot"
         yield MemoryPlanEntry(f"{prefix}{name}", detail, count * request_bytes)

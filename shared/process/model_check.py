@@ -19,8 +19,8 @@ from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.formats.fp8_w8a8 import w8a8_fault
-from shared.models.parameter import of_rank
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameter import Parameter, of_rank
+from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.tied import as_stored
 from shared.models.tp_sharding import shard_config

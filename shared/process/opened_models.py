@@ -22,7 +22,7 @@ from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.families import model_config, stated_encoding
 from shared.models.formats.weight_format import StoredTensor
 from shared.models.model_folder import ModelFolder
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from shared.models.tied import as_stored
 from shared.models.vision_config import VisionConfig
 from shared.options.flags import ConfigError

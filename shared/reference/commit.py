@@ -9,15 +9,15 @@ from shared.reference import ngram
 from shared.reference.device_state import DeviceState
 from shared.reference.rows import Batch, put, take
 from shared.spec import attention, gdn_state, slot_state
+from shared.spec.cache_pools import KV, Pools
 from shared.spec.draft_tree import TreeShape
-from shared.spec.model import KV
 
 
 def commit(
     state: DeviceState,
     batch: Batch,
     shape: TreeShape,
-    kv: KV,
+    kv: Pools,
     kept: gdn_state.ReplayInputs,
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
@@ -45,7 +45,7 @@ def commit(
         path=path,
         counts=counts,
     )
-    state.kv = KV(move(kv.k), move(kv.v))
+    state.kv = tuple(KV(move(pool.k), move(pool.v)) for pool in kv)
     after, snapshots, passed = gdn_state.replay(
         take(state.delta, batch.slots),
         kept,

@@ -9,9 +9,9 @@ from jaxtyping import Float32, Int32
 
 from shared.boundary.backend import BackendLimits
 from shared.models.config import ModelConfig
-from shared.spec import model, ngram, vision_encoder
+from shared.spec import cache_pools, ngram, vision_encoder
+from shared.spec.cache_pools import Pools
 from shared.spec.gdn_state import GDNState
-from shared.spec.model import KV
 
 
 @dataclass
@@ -38,7 +38,7 @@ class DeviceState:
     newest: Int32[np.ndarray, " slots"]
     seen: Int32[np.ndarray, "slots vocab"]
     draft_from: Int32[np.ndarray, " slots"]
-    kv: KV
+    kv: Pools
     delta: GDNState
     snapshots: GDNState
     pool: Float32[np.ndarray, "rows hidden"]
@@ -55,11 +55,9 @@ def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
         newest=np.zeros(num_slots, np.int32),
         seen=np.zeros((num_slots, capacity.vocab), np.int32),
         draft_from=np.zeros(num_slots, np.int32),
-        kv=model.new_kv(
-            config, config.num_attention_layers, capacity.num_pages, capacity.page_size
-        ),
-        delta=model.new_state(config, num_slots),
-        snapshots=model.new_state(config, capacity.num_snapshots),
+        kv=cache_pools.new_pools(config, capacity.num_pages, capacity.page_size),
+        delta=cache_pools.new_state(config, num_slots),
+        snapshots=cache_pools.new_state(config, capacity.num_snapshots),
         pool=np.zeros((images.num_rows if images else 0, config.hidden), np.float32),
         begun=None,
         turn_deltas=np.zeros(num_slots, np.int32),

@@ -11,7 +11,7 @@ from shared.drafts.config import DraftHead
 from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put, take
-from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
+from shared.spec import attention, cache_pools, dflash, dflash2, dspark, eagle, model, standalone
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
@@ -99,8 +99,8 @@ class HeadDrafter:
     def __init__(self, drafter: eagle.EagleHeadDrafter, capacity: BackendLimits) -> None:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
-        self._kv = model.new_kv(
-            drafter.layer, drafter.num_layers, capacity.num_pages, capacity.page_size
+        self._kv = cache_pools.new_kv(
+            drafter.layer.attention, drafter.num_layers, capacity.num_pages, capacity.page_size
         )
         self._inputs = eagle.DraftInput(  # by slot
             tokens=np.zeros((slots, width), np.int32),
@@ -159,8 +159,8 @@ class HeadDrafter:
             tokens: Tokens,
             shown: ImageEmbeds | None,
             hidden: model.Hidden,
-            kv: model.KV,
-        ) -> tuple[model.Hidden, Logits, model.KV]:
+            kv: cache_pools.KV,
+        ) -> tuple[model.Hidden, Logits, cache_pools.KV]:
             return self._drafter.run(batch.turned(rows), tokens, shown, hidden, kv)
 
         tree, self._kv = eagle.draft(run, self._kv, relay, requests, shape, rank)
@@ -209,7 +209,9 @@ class BlockDrafter:
 
     def __init__(self, drafter: dflash.BlockHeadDrafter, capacity: BackendLimits) -> None:
         self._drafter, layer = drafter, drafter.layer
-        self._kv = model.new_kv(layer, layer.num_layers, capacity.num_pages, capacity.page_size)
+        self._kv = cache_pools.new_kv(
+            layer.attention, layer.num_layers, capacity.num_pages, capacity.page_size
+        )
 
     def start(self, batch: Batch) -> None:
         """Does nothing: KV of an earlier owner is before every row's context."""
@@ -267,11 +269,9 @@ class StandaloneDrafter:
     def __init__(self, small: SmallModel, capacity: BackendLimits) -> None:
         config: ModelConfig = small.config
         self._small, self._width = small, capacity.max_width
-        self._kv = model.new_kv(
-            config, config.num_attention_layers, capacity.num_pages, capacity.page_size
-        )
-        self._state = model.new_state(config, capacity.num_slots)
-        self._snapshots = model.new_state(config, capacity.num_snapshots)
+        self._kv = cache_pools.new_pools(config, capacity.num_pages, capacity.page_size)
+        self._state = cache_pools.new_state(config, capacity.num_slots)
+        self._snapshots = cache_pools.new_state(config, capacity.num_snapshots)
 
     def start(self, batch: Batch) -> None:
         """Same as `ReferenceDrafter.start`."""

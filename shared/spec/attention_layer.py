@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.models.layers import AttentionConfig
+from shared.models.mixers import AttentionConfig
 from shared.spec import layers
 from shared.spec.attention import AttentionRows, attend, write
 

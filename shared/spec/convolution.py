@@ -14,9 +14,10 @@ from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import layers, linear, model
 from shared.spec.attention import AttentionRows
+from shared.spec.cache_pools import KV
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import NormedStream
-from shared.spec.model import KV, Hidden
+from shared.spec.model import Hidden
 
 Norm = Float[np.ndarray, " hidden"]
 

@@ -22,9 +22,10 @@ from shared.models.config import ModelConfig
 from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
 from shared.spec.attention import AttentionRows
 from shared.spec.attention_layer import Heads, write_kv
+from shared.spec.cache_pools import KV
 from shared.spec.eagle import HeadWeights, embedding
 from shared.spec.linear import NormedStream
-from shared.spec.model import KV, Hidden, Weights
+from shared.spec.model import Hidden, Weights
 from shared.spec.sampling import over_tokens
 from shared.spec.tree_growth import DraftRequests, Tree
 
@@ -71,7 +72,7 @@ def extend(
     angles, heads = model.angles(config.attention, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
         weight = model.matrix(weights, "layer.attention.inputs", layer)
-        norms = model.head_norms(config, weights, "layer.", layer)
+        norms = model.head_norms(config, weights, "layer.attention.", layer)
         assert norms is not None  # required for DFlash
         written = linear.product(read, weight, weight.num_outputs - 2 * keys)
         k, v = write_kv(written, heads, norms, angles, rows, kv.k[layer], kv.v[layer])
@@ -158,7 +159,8 @@ def fill(
             sizes, sizes.attention, weights, "layer.", layer, y, stream, layer_rows, kv
         )
         mlp = sizes.layers[layer].mlp
-        stream = model.mlp_layer(sizes, mlp, weights, "layer.", layer, layer, stream)
+        stack = f"layer.{mlp.kind}.", layer
+        stream = model.mlp_layer(sizes, mlp, weights, "layer.", layer, stack, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
 

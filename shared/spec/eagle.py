@@ -16,13 +16,14 @@ from jaxtyping import Float, Int, Shaped
 
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig
+from shared.models.mixers import AttentionConfig
 from shared.spec import layers, model
 from shared.spec.attention import AttentionRows
+from shared.spec.cache_pools import KV
 from shared.spec.draft_tree import TreeShape
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import NormedStream
-from shared.spec.model import KV, Forward, Hidden, Weights
+from shared.spec.model import Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree, grow
 
@@ -221,7 +222,8 @@ def _layers(
         stream, pools = model.attention_layer(
             config, each.mixer, weights, "later.", place, y, stream, rows, pools
         )
-        stream = model.mlp_layer(config, each.mlp, weights, "later.", place, place, stream)
+        stack = f"later.{each.mlp.kind}.", place
+        stream = model.mlp_layer(config, each.mlp, weights, "later.", place, stack, stream)
     k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
     return stream.rows, KV(k, v)
 
@@ -239,7 +241,9 @@ def _decoder_layer(
     stream, kv = model.attention_layer(
         config, config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv
     )
-    return model.mlp_layer(config, config.draft_layer.mlp, weights, prefix, 0, 0, stream).rows, kv
+    mlp = config.draft_layer.mlp
+    stack = f"{prefix}{mlp.kind}.", 0
+    return model.mlp_layer(config, mlp, weights, prefix, 0, stack, stream).rows, kv
 
 
 @dataclass(frozen=True)

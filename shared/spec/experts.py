@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from shared.spec import layers, linear
 from shared.spec.linear import Matrix, NormedStream
 

@@ -13,12 +13,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, MLPConfig, MoEConfig
-from shared.models.parameters import BIAS
+from shared.models.mixers import AttentionConfig
+from shared.models.mlp import MLPConfig, MoEConfig
+from shared.models.stacks import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear
 from shared.spec.attention import AttentionRows, with_sliding_window
 from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_norm, scale_queries
 from shared.spec.attention_layer import attention_layer as mix_heads
+from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import Experts, added_experts
 from shared.spec.gdn_state import GDNState, GDNWeights, ReplayInputs
 from shared.spec.layers import ImageEmbeds
@@ -31,20 +33,14 @@ Hidden = Float[np.ndarray, "R hidden"]
 
 
 @dataclass(frozen=True)
-class KV:
-    """Page pools of a stack of attention layers; page 0 is reserved for padding."""
-
-    k: Float[np.ndarray, "L P page H D"]
-    v: Float[np.ndarray, "L P page H D"]
-
-
-@dataclass(frozen=True)
 class Forward:
-    """Result of a pass: the hidden state after the final norm, all residual streams, and the KV."""
+    """Result of a pass: the hidden state after the final norm, all residual streams, and the KV
+    pools.
+    """
 
     hidden: Hidden
     streams: Float[np.ndarray, "L1 R hidden"]
-    kv: KV
+    kv: Pools
 
     def at(self, rows: Int[np.ndarray, " some"]) -> "Forward":
         """Returns the result for some rows."""
@@ -56,34 +52,10 @@ GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R 
 output."""
 
 
-def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
-    """Returns empty pools for `num_layers` attention layers."""
-    keys, values = (
-        np.zeros((num_layers, num_pages, page_size, *plane.shape), np.float32)
-        for plane in config.attention.kept
-    )
-    return KV(keys, values)
-
-
-def new_state(config: ModelConfig, batch: int) -> GDNState:
-    """Returns the states of `batch` rows before their first token; empty for a model without GDN
-    layers.
-    """
-    sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
-    if sizes is None:
-        return GDNState(
-            np.zeros((0, batch, 0, 0, 0), np.float32),
-            np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
-        )
-    return GDNState(
-        **{x.name: np.zeros((num_layers, batch, *x.shape), np.float32) for x in sizes.kept}
-    )
-
-
 def prefill(
     config: ModelConfig,
     weights: Weights,
-    kv: KV,
+    kv: Pools,
     state: GDNState,
     tokens: Int[np.ndarray, " T"],
     row_starts: Int[np.ndarray, " B1"],
@@ -114,7 +86,7 @@ def prefill(
 def verify(
     config: ModelConfig,
     weights: Weights,
-    kv: KV,
+    kv: Pools,
     state: GDNState,
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
@@ -150,7 +122,7 @@ def verify(
 def forward(
     config: ModelConfig,
     weights: Weights,
-    kv: KV,
+    kv: Pools,
     rows: AttentionRows,
     tokens: Int[np.ndarray, " R"],
     shown: ImageEmbeds | None,
@@ -168,26 +140,25 @@ def forward(
     norms.append(None)  # no product reads the output of the last layer
     embedded = layers.embed_tokens(weights["embed"], tokens, shown, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
-    streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
-    for layer, each in enumerate(config.layers):
-        layer_mixer, kind, mlp = each.mixer, each.mixer.kind, each.mlp
-        place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
+    streams, pools = [stream.rows], list(kv)
+    for layer, (each, place) in enumerate(zip(config.layers, config.places, strict=True)):
+        name, index = f"{place.mixer}.", place.mixer_index
+        projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
-        if isinstance(layer_mixer, AttentionConfig):
-            mixed, kv = token_mixer(config, layer_mixer, weights, "", place, inputs, rows, kv)
+        if isinstance(each.mixer, AttentionConfig):
+            norms_of = head_norms(config, weights, name, index)
+            mixed, pools[place.pool] = token_mixer(
+                each.mixer, norms_of, inputs, rows, pools[place.pool], place.pool_index
+            )
         else:
-            mixed = mixer(place, inputs)
-        out, norm_of = (
-            matrix(weights, f"{kind}.out", place),
-            norm_between(config, weights, "", layer),
-        )
-        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, norm_of)
-        norm_of = norms[layer + 1]
-        stream = mlp_layer(config, mlp, weights, "", layer, places[mlp.kind], stream, norm_of)
-        places[kind] += 1
-        places[mlp.kind] += 1
+            mixed = mixer(index, inputs)
+        between = norm_between(config, weights, "", layer)
+        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
+        stack = f"{place.mlp}.", place.mlp_index
+        stream = mlp_layer(config, each.mlp, weights, "", layer, stack, stream, norms[layer + 1])
         streams.append(stream.rows)
-    return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
+    hidden = norm(config, stream.rows, weights["final_norm"])
+    return Forward(hidden, np.stack(streams), tuple(pools))
 
 
 def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
@@ -223,33 +194,30 @@ def angles(config: AttentionConfig, rows: AttentionRows) -> Angles:
 
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
-    """Returns the QK norms of one layer; None if the model has none."""
-    if not config.attention.qk_norm:
+    """Returns the QK norms of one layer of a stack; None if the model has none."""
+    if f"{prefix}q_norm" not in weights:
         return None
-    q, k = (scale(config, weights[f"{prefix}attention.{x}_norm"][layer]) for x in "qk")
+    q, k = (scale(config, weights[f"{prefix}{x}_norm"][layer]) for x in "qk")
     return HeadNorms(q, k, config.rms_eps)
 
 
 def token_mixer(
-    config: ModelConfig,
     attention: AttentionConfig,
-    weights: Weights,
-    prefix: str,
-    layer: int,
+    norms: HeadNorms | None,
     qkv: Float[np.ndarray, "R outputs"],
     rows: AttentionRows,
     kv: KV,
+    layer: int,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
     """Applies `shared.spec.attention_layer.attention_layer` to one layer.
 
     Args:
-      config, attention: Config of the model, and of the layer's attention.
-      weights, prefix: Weights, and prefix of the stack in them: "" or that of a draft head.
-      layer: Index in the stack of weights and of pools.
+      attention, norms: Config of the layer's attention, and its QK norms.
       qkv: The layer's projection.
-      rows, kv: Positions and visibility of the rows, and pools of the stack.
+      rows: Positions and visibility of the rows.
+      kv, layer: Pools, and the layer's index in them.
     """
-    norms, heads = head_norms(config, weights, prefix, layer), Heads.of(attention)
+    heads = Heads.of(attention)
     if norms is not None and attention.norms_all_heads:
         qkv, norms = full_width_qk_norm(qkv, heads, norms), None
     if attention.query_scaling_beta:
@@ -279,7 +247,8 @@ def attention_layer(
     """
     name = f"{prefix}attention."
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
-    out, kv = token_mixer(config, attention, weights, prefix, layer, qkv, rows, kv)
+    norms = head_norms(config, weights, name, layer)
+    out, kv = token_mixer(attention, norms, qkv, rows, kv, layer)
     between = norm_between(config, weights, prefix, layer)
     added = linear.linear_add(out, matrix(weights, f"{name}out", layer), stream, norm=between)
     return added, kv
@@ -291,7 +260,7 @@ def mlp_layer(
     weights: Weights,
     prefix: str,
     layer: int,
-    place: int,
+    stack: tuple[str, int],
     stream: NormedStream,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> NormedStream:
@@ -299,14 +268,16 @@ def mlp_layer(
 
     Args:
       config, mlp: Config of the model, and of the MLP or MoE block.
-      weights, prefix: Weights, and prefix of the stacks in them.
-      layer, place: Index among all layers of the prefix, and among layers of the same kind.
+      weights, prefix: Weights, and prefix of the layer norms in them.
+      layer: Index among all layers of the prefix.
+      stack: Prefix of the parameters of the MLP's group, and index in their stacks.
       stream, norm: Residual stream before the MLP's norm, and scale of the norm after the addition.
     """
+    name, index = stack
     if isinstance(mlp, MoEConfig):
-        experts = experts_of(weights, f"{prefix}experts.", place)
+        experts = experts_of(weights, name, index)
         return added_experts(stream, config.rms_eps, mlp, experts, norm)
-    gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", place) for x in ("gate_up", "down"))
+    gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
     x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
 

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from shared.models.config import ModelConfig
 from shared.spec import attention, eagle, gdn_state, model, tree_growth
 from shared.spec.attention import AttentionRows
+from shared.spec.cache_pools import Pools
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gdn_state import GDNState
-from shared.spec.model import KV
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree
 
 
@@ -37,7 +37,7 @@ class SmallModel:
     target_vocab: int
 
     def forward(
-        self, kv: KV, rows: AttentionRows, tokens: Tokens, mixer: model.GDNMixer
+        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: model.GDNMixer
     ) -> model.Forward:
         """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)
@@ -75,13 +75,13 @@ def context_of(
 
 def prefill(
     small: SmallModel,
-    kv: KV,
+    kv: Pools,
     state: GDNState,
     tokens: Int[np.ndarray, " T"],
     first: int,
     draft_from: Int[np.ndarray, " one"],
     page_table: Int[np.ndarray, "one table"],
-) -> tuple[KV, GDNState]:
+) -> tuple[Pools, GDNState]:
     """Runs the model over one request's prompt chunk, from position `first` on."""
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
@@ -93,7 +93,7 @@ def prefill(
 
 def extend(
     small: SmallModel,
-    kv: KV,
+    kv: Pools,
     state: GDNState,
     tokens: Int[np.ndarray, "B W"],
     lengths: Int[np.ndarray, " B"],
@@ -101,7 +101,7 @@ def extend(
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     save_after: Int[np.ndarray, " B"],
-) -> tuple[KV, GDNState, GDNState, Bool[np.ndarray, " B"]]:
+) -> tuple[Pools, GDNState, GDNState, Bool[np.ndarray, " B"]]:
     """Draft extend: runs the model over accepted paths, from the lengths before the step on.
 
     Args:
@@ -135,12 +135,12 @@ def extend(
 
 def draft(
     small: SmallModel,
-    kv: KV,
+    kv: Pools,
     state: GDNState,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Rank,
-) -> tuple[Tree, KV]:
+) -> tuple[Tree, Pools]:
     """Grows one draft tree per request in S expansions, the first of them on the root.
 
     Args:
@@ -156,8 +156,8 @@ def draft(
     """
 
     def expand(
-        rows: AttentionRows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
-    ) -> tuple[Logits, KV]:
+        rows: AttentionRows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: Pools
+    ) -> tuple[Logits, Pools]:
         nonlocal state
         before = GDNState(state.recurrent[:, parent], state.window[:, parent])
         logits, kv, state = _step(small, kv, before, rows, tokens)
@@ -174,8 +174,8 @@ def draft(
 
 
 def _step(
-    small: SmallModel, kv: KV, state: GDNState, rows: AttentionRows, tokens: Tokens
-) -> tuple[Logits, KV, GDNState]:
+    small: SmallModel, kv: Pools, state: GDNState, rows: AttentionRows, tokens: Tokens
+) -> tuple[Logits, Pools, GDNState]:
     """Runs one token for each row from the row's own state; returns the states after the tokens."""
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)

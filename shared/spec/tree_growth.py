@@ -5,6 +5,7 @@ Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -12,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from shared.spec import draft_tree
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import Level, TreeShape
-from shared.spec.model import KV
 
 Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
@@ -25,7 +25,10 @@ Rank = Callable[
 node (without the root). Outputs: the best tokens, best first, and the log weights of their edges.
 """
 
-Expand = Callable[[AttentionRows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
+DraftKV = TypeVar("DraftKV")
+"""KV of a drafter: pools of a head or of a model."""
+
+Expand = Callable[[AttentionRows, Tokens, Int[np.ndarray, " R"], DraftKV], tuple[Logits, DraftKV]]
 """Runs a drafter on the nodes of a level. Inputs: their rows and tokens, and the row of each node's
 parent in the previous expansion (first: its request). Outputs: their logits, and the KV."""
 
@@ -64,14 +67,14 @@ class DraftRequests:
 
 
 def grow(
-    expand: Expand,
-    kv: KV,
+    expand: "Expand[DraftKV]",
+    kv: DraftKV,
     first: tuple[Int[np.ndarray, "B k"], Float[np.ndarray, "B k"]],
     requests: DraftRequests,
     shape: TreeShape,
     rank: Rank,
     root_rows: int,
-) -> tuple[Tree, KV]:
+) -> tuple[Tree, DraftKV]:
     """Grows draft trees level by level with any drafter.
 
     Expansion s (from 1) runs the drafter on the k nodes of its frontier, at position `lengths +

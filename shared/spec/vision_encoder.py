@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, UInt8
 
 from shared.models.image_processor import ImageProcessorConfig
-from shared.models.parameters import BIAS
 from shared.models.rotary import RotaryConfig
+from shared.models.stacks import BIAS
 from shared.models.vision_config import EPS, THETA, VisionConfig
 from shared.spec import attention, layers, linear
 from shared.spec.linear import Matrix

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int, Int64, UInt32
 from jaxtyping import Int32 as I32
 
-from shared.models.tp_sharding import VOCAB_GROUP
+from shared.models.sharded_range import VOCAB_GROUP
 from shared.spec import sampling
 
 DIGIT = 4

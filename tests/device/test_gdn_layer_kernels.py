@@ -16,7 +16,7 @@ import pytest
 
 import jax_impl.ops.gdn.gdn_layer
 import torch_impl.ops.gdn.gdn_layer
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_state as spec
 from tests.support.cases.gdn.gdn_layer import TABLE
 from tests.support.gdn_layer_kernels import (

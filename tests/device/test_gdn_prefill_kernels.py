@@ -14,7 +14,7 @@ import torch
 import jax_impl.ops.gdn.gdn_layer
 import torch_impl.ops.gdn.gdn_layer
 from kernels.tiles import GDNPrefillTiles
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta
 from shared.spec.reduction_order import SQUARES
 from tests.support.cases.gdn.gdn_layer import MODEL, SMALL

@@ -31,7 +31,7 @@ from shared.models.families import config_from_folder
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a8 import FP8W8A8
-from shared.models.parameters import stack
+from shared.models.stacks import stack
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process import image_startup
 from tests.support.golden_images import MODEL, image_config

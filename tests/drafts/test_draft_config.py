@@ -13,7 +13,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
-from shared.spec import attention, eagle, layers, model
+from shared.spec import attention, cache_pools, eagle, layers, model
 from tests.support.tiny_heads import tiny_head, tiny_head_config, write_tiny_head
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -333,7 +333,7 @@ def test_missing_or_broken_head_config_raises(tmp_path):
 
 def passed_over(rng, num_rows):
     streams = rng.standard_normal((TARGET.num_layers + 1, num_rows, TARGET.hidden))
-    kv = model.new_kv(TARGET, 0, 1, 1)
+    kv = cache_pools.new_kv(TARGET.attention, 0, 1, 1)
     return model.Forward(streams[-1].astype(np.float32), streams.astype(np.float32), kv)
 
 
@@ -356,7 +356,7 @@ def one_row(head, reads):
     """Output and logits of a head for one row at position 0."""
     drafter, table = eagle.EagleHeadDrafter.of_head(head, WEIGHTS), np.array([[1]])
     rows = attention.causal_rows(np.array([0, 1]), np.zeros(1, int), np.zeros(1, int), table, 1)
-    kv = model.new_kv(drafter.layer, 1, 2, 4)
+    kv = cache_pools.new_kv(drafter.layer.attention, 1, 2, 4)
     hidden, logits, _ = drafter.run(rows, np.array([7]), None, reads, kv)
     return hidden, logits
 

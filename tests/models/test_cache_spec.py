@@ -32,8 +32,9 @@ def bytes_of(state: object) -> int:
 
 
 def parts(held: object) -> list:
-    names = ("recurrent", "window") if hasattr(held, "recurrent") else ()
-    return [getattr(held, name) for name in names] or [held]
+    if isinstance(held, tuple) and not hasattr(held, "recurrent"):
+        return list(held)  # KV pools
+    return [getattr(held, name) for name in ("recurrent", "window")]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -66,14 +67,24 @@ def test_cache_bytes_in_plan_equal_allocated_state(framework, dtype):
 def test_cache_spec_bytes_scale_with_mixer_sizes():
     attention, delta = MODEL.attention, MODEL.gated_delta
     wide = replace(attention, num_kv_heads=4)
-    assert [x.piece_bytes(2) for x in wide.kept] == [2 * x.piece_bytes(2) for x in attention.kept]
-    recurrent, window = replace(delta, value_size=2 * delta.value_size).kept
-    assert recurrent.piece_bytes(2) == 2 * delta.kept[0].piece_bytes(2)
+    assert [x.piece_bytes(2) for x in wide.cache_specs] == [
+        2 * x.piece_bytes(2) for x in attention.cache_specs
+    ]
+    recurrent, window = replace(delta, value_size=2 * delta.value_size).cache_specs
+    assert recurrent.piece_bytes(2) == 2 * delta.cache_specs[0].piece_bytes(2)
     assert recurrent.piece_bytes(2) == recurrent.piece_bytes(4)  # its own dtype
-    assert window.piece_bytes(2) < 2 * delta.kept[1].piece_bytes(2)
+    assert window.piece_bytes(2) < 2 * delta.cache_specs[1].piece_bytes(2)
 
 
-def test_model_config_rejects_mixers_of_different_sizes():
-    odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8), mlp=MODEL.dense)
-    with pytest.raises(ValueError, match="different sizes"):
+def test_attention_layers_of_other_sizes_have_own_pools():
+    odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8, head_size=64), mlp=MODEL.dense)
+    model = replace(MODEL, layers=(*MODEL.layers, odd))
+    assert [each.name for each in model.groups] == ["gated_delta", "attention", "attention_2"]
+    assert [len(pool) for pool in model.kv_pools] == [len(MODEL.kv_pools[0]), 1]
+    assert (model.places[-1].mixer, model.places[-1].pool) == ("attention_2", 1)
+
+
+def test_model_config_rejects_states_of_different_sizes():
+    odd = LayerConfig(mixer=replace(MODEL.gated_delta, num_value_heads=8), mlp=MODEL.dense)
+    with pytest.raises(ValueError, match="GDN layers of different sizes"):
         replace(MODEL, layers=(*MODEL.layers, odd))

@@ -30,7 +30,9 @@ from shared.models.families import config_from_folder, stated_encoding
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.model_folder import ModelFolder
-from shared.models.parameters import Parameter, parameters, single, stack
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
+from shared.models.stacks import single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
 from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_model

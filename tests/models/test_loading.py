@@ -18,7 +18,8 @@ from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
-from shared.models.parameters import parameters, single
+from shared.models.parameters import parameters
+from shared.models.stacks import single
 from tests.support.op_records import leaves
 from tests.support.tiny_models import write_tiny
 from torch_impl import weights as torch_weights
@@ -122,7 +123,7 @@ def test_expert_layouts_load_into_stacks(folder, monkeypatch):
     assert len(names) >= 3
     for name in names:
         np.testing.assert_array_equal(np.asarray(in_jax.stacks[name]), whole[name])
-    places = [i for i, kind in enumerate(config.feed_kinds) if kind == "experts"]
+    places = [i for i, each in enumerate(config.layers) if each.mlp.kind == "experts"]
     for place, number in enumerate(places):
         feed = in_torch.layers[number].feed
         for name in ("router", "gate_up", "down"):

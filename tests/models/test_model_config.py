@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.parameters import BIAS, parameters
+from shared.models.parameters import parameters
+from shared.models.stacks import BIAS
 from tests.support.tiny_models import tiny_config
 
 
@@ -26,8 +27,11 @@ def test_nested_config_equals_text_config():
 
 def test_hybrid_config_reads_layers_gate_and_rotation():
     config = config_from_dict(hybrid())
-    assert config.layer_kinds == ("gated_delta", "attention") * 2
-    assert (config.num_attention_layers, config.num_gated_delta_layers) == (2, 2)
+    assert [each.mixer.kind for each in config.layers] == ["gated_delta", "attention"] * 2
+    assert [(each.name, each.layers) for each in config.groups] == [
+        ("gated_delta", (0, 2)),
+        ("attention", (1, 3)),
+    ]
     assert config.attention.has_gate
     assert config.zero_centered_norms
     assert config.has_mtp
@@ -37,7 +41,7 @@ def test_hybrid_config_reads_layers_gate_and_rotation():
 def test_layer_kinds_follow_full_attention_interval():
     config = hybrid(full_attention_interval=4)
     del config["layer_types"]
-    kinds = config_from_dict(config).layer_kinds
+    kinds = tuple(each.mixer.kind for each in config_from_dict(config).layers)
     assert kinds == ("gated_delta",) * 3 + ("attention",)
 
 
@@ -228,14 +232,15 @@ def experts(family="qwen3_moe", **changes):
 
 def test_expert_layers_follow_list_and_step():
     def kinds(**fields):
-        return config_from_dict(experts(num_hidden_layers=4, **fields)).feed_kinds
+        found = config_from_dict(experts(num_hidden_layers=4, **fields)).layers
+        return tuple(each.mlp.kind for each in found)
 
     assert kinds() == ("experts", "mlp", "experts", "experts")
     assert kinds(mlp_only_layers=[]) == ("experts",) * 4
     assert kinds(mlp_only_layers=[3], decoder_sparse_step=2) == ("mlp", "experts", "mlp", "mlp")
     assert kinds(num_experts=0) == ("mlp",) * 4
     grouped = config_from_dict(experts("glm4_moe", num_hidden_layers=4, first_k_dense_replace=3))
-    assert grouped.feed_kinds == ("mlp",) * 3 + ("experts",)
+    assert [each.mlp.kind for each in grouped.layers] == ["mlp"] * 3 + ["experts"]
 
 
 def test_moe_without_dense_layers_needs_no_intermediate_size():
@@ -317,7 +322,7 @@ def test_moe_config_rejects_post_norms_and_mixed_sizes():
     with pytest.raises(ValueError, match="softmax or sigmoid"):
         replace(config.experts, scores="sqrt")
     wider = replace(config.layers[0], mlp=replace(config.experts, intermediate=32))
-    with pytest.raises(ValueError, match="MLPs of different sizes"):
+    with pytest.raises(ValueError, match="MoE blocks of different sizes"):
         replace(config, layers=(*config.layers, wider))
 
 

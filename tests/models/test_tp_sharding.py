@@ -11,7 +11,7 @@ import torch
 from jax_impl import weights as jax_weights
 from jax_impl.ops.gemm import linear as jax_linear
 from shared.boundary.tp_group import TPGroup
-from shared.models import tp_sharding
+from shared.models import sharded_range, tp_sharding
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder
@@ -71,10 +71,10 @@ def test_shards_hold_whole_heads_and_cover_parameter():
 
 
 def test_vocab_section_divides_into_whole_groups():
-    section = tp_sharding.vocab_section(151_936)
+    section = sharded_range.vocab_section(151_936)
     assert section.share(8) == 19_008 == 64 * 297
     assert [section.run(rank, 8) for rank in (0, 7)] == [(0, 19_008), (133_056, 151_936)]
-    small = tp_sharding.vocab_section(100)
+    small = sharded_range.vocab_section(100)
     assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
     head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
     whole = np.ones(head.shape, np.float32)

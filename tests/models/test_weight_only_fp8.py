@@ -31,7 +31,8 @@ from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import WeightFormat
-from shared.models.parameters import CheckpointTensor, Parameter, parameters
+from shared.models.parameter import CheckpointTensor, Parameter
+from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan

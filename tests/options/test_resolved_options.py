@@ -60,7 +60,7 @@ def test_memory_plan_equals_array_bytes(case):
     item = 4 if memory.settled.dtype == "float32" else 2
     positions = capacity.num_pages * capacity.page_size
     row_bytes = 2 * MODEL.attention.num_kv_heads * MODEL.attention.head_size * item
-    assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
+    assert sizes["KV"] == len(MODEL.kv_pools[0]) * positions * row_bytes
     head = DRAFT_HEAD.config.layer
     head_bytes = 2 * head.attention.num_kv_heads * head.attention.head_size * item
     draft_bytes = {"NEXTN": row_bytes, "EAGLE3": head_bytes}

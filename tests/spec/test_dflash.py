@@ -18,7 +18,7 @@ from shared.drafts.config import DraftHead
 from shared.drafts.dflash_config import BlockConfig
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
-from shared.spec import attention, dflash, gumbel_noise, model, sampling
+from shared.spec import attention, cache_pools, dflash, gumbel_noise, sampling
 from shared.spec.tree_growth import DraftRequests
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import (
@@ -156,7 +156,7 @@ def test_block_drafts_form_chain_below_newest_token():
     def choose(_, logits):
         return logits.argmax(axis=2), logits.max(axis=2)
 
-    kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)
+    kv = cache_pools.new_kv(drafter.layer.attention, drafter.layer.num_layers, 4, 16)
     requests = DraftRequests(
         newest=np.array([5, 8]),
         lengths=np.array([3, 4]),

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from shared.spec import attention, draft_tree, eagle, model, sampling
+from shared.spec import attention, cache_pools, draft_tree, eagle, sampling
 from shared.spec.tree_growth import DraftRequests
 from tests.support.tiny_models import tiny_model
 
@@ -26,7 +26,7 @@ class Drafting:
         self.tokens = rng.integers(0, self.config.vocab, LENGTHS.sum())
         hidden = rng.standard_normal((LENGTHS.sum(), self.config.hidden)).astype(np.float32)
         rows = attention.causal_rows(starts, np.zeros(2, int), draft_from, TABLE, len(self.tokens))
-        kv = model.new_kv(self.config, 1, 10, PAGE_SIZE)
+        kv = cache_pools.new_kv(self.config.attention, 1, 10, PAGE_SIZE)
         out, logits, self.kv = self.head(rows, self.tokens, None, hidden, kv)
         self.ranked: list[tuple[np.ndarray, np.ndarray]] = []
         self.relay = eagle.relay_of(out, logits, starts[1:] - 1, self.rank)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from shared.spec import experts as spec
 from shared.spec import layers
 from shared.spec.experts import Experts, SelectedExperts

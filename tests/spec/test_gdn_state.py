@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 from shared.spec import gdn_state as spec
 from tests.support.implementations import Implementation, each_implementation

@@ -16,7 +16,7 @@ import pytest
 
 from shared.boundary.backend import Backend
 from shared.reference import drafters
-from shared.spec import attention, draft_tree, eagle, sampling, standalone, tree_growth
+from shared.spec import attention, cache_pools, draft_tree, eagle, sampling, standalone, tree_growth
 from shared.spec import model as model_spec
 from shared.spec.gdn_state import GDNState
 from shared.spec.tree_growth import DraftRequests
@@ -34,7 +34,7 @@ FAMILIES = ("qwen3_5", "llama")
 GREEDY: dict = {"temperature": 0.0}
 SAMPLED: dict = {"temperature": 1.0, "seed32": 77}
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-Memory = tuple[model_spec.KV, GDNState]
+Memory = tuple[cache_pools.KV, GDNState]
 
 
 class Drafting:
@@ -47,17 +47,15 @@ class Drafting:
         self.draft_from = draft_from
         self.texts = [rng.integers(0, 250, length) for length in LENGTHS]
         self.newest = np.array([11, 12])
-        kv = model_spec.new_kv(
-            self.small.config, self.small.config.num_attention_layers, 10, PAGE_SIZE
-        )
+        kv = cache_pools.new_pools(self.small.config, 10, PAGE_SIZE)
         self.kv, self.state = self.after(kv, self.texts)
         self.ranked: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def after(self, kv: model_spec.KV, texts: list[np.ndarray]) -> Memory:
+    def after(self, kv: cache_pools.Pools, texts: list[np.ndarray]) -> Memory:
         """The memory after texts that are prefilled from their first token on."""
         states = []
         for b, text in enumerate(texts):
-            state = model_spec.new_state(self.small.config, 1)
+            state = cache_pools.new_state(self.small.config, 1)
             where = (self.draft_from[[b]], TABLE[[b]])
             kv, state = standalone.prefill(self.small, kv, state, text, 0, *where)
             states.append(state)
@@ -89,7 +87,7 @@ class Drafting:
             TABLE[[request]],
             len(tokens),
         )
-        state = model_spec.new_state(self.small.config, 1)
+        state = cache_pools.new_state(self.small.config, 1)
         mixer = model_spec.PrefillGDN(
             self.small.config, self.small.weights, state, np.array([0, len(tokens)])
         )
@@ -115,7 +113,7 @@ def test_standalone_drafting_writes_within_scratch(family):
     drafting = Drafting(family, np.array([0, 0]))
     state = GDNState(drafting.state.recurrent.copy(), drafting.state.window.copy())
     *_, kv = drafting.draft(7)
-    before, after = (attention.read(pools.k[0], TABLE, 32) for pools in (drafting.kv, kv))
+    before, after = (attention.read(pool.k[0], TABLE, 32) for (pool,) in (drafting.kv, kv))
     changed = (before != after).any(axis=(2, 3))
     for request, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(np.flatnonzero(changed[request]), length + np.arange(10))
@@ -127,7 +125,7 @@ def test_standalone_drafting_writes_within_scratch(family):
 def test_standalone_request_without_context_drafts_nothing(family):
     drafting = Drafting(family, np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.state.recurrent[:, 1] = np.nan
-    before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
+    before = attention.read(drafting.kv[0].k[0], TABLE, 32)[1]
     tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.models.tp_sharding import vocab_section
+from shared.models.sharded_range import vocab_section
 from shared.spec import sampling as spec
 from shared.spec import vocab_parallel
 from shared.spec.gumbel_noise import TARGET_STREAM

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.spec import acceptance, draft_tree, eagle, sampling
+from shared.spec.cache_pools import KV
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
-from shared.spec.model import KV
 from shared.spec.tree_growth import DraftRequests
 
 TREE = TreeShape(nodes=16, depth=4, width=4, rows=16)

@@ -15,7 +15,7 @@ import numpy as np
 
 from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
-from shared.spec import model, sampling
+from shared.spec import cache_pools, model, sampling
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import Sampling
 
@@ -159,12 +159,12 @@ class Oracle:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         page_size = 16
         num_pages = 1 + -(-len(tokens) // page_size)
-        kv = model.new_kv(self._config, self._config.num_attention_layers, num_pages, page_size)
+        kv = cache_pools.new_pools(self._config, num_pages, page_size)
         forward, _ = model.prefill(
             self._config,
             self._weights,
             kv,
-            model.new_state(self._config, 1),
+            cache_pools.new_state(self._config, 1),
             tokens,
             np.array([0, len(tokens)], np.int32),
             np.zeros(1, np.int32),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kernels.tiles import GDNLayerTiles
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_state as spec
 from shared.spec.reduction_order import SQUARES
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU

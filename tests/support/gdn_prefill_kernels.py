@@ -12,7 +12,7 @@ import torch
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.tiles import GDNPrefillTiles
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_layer as spec
 from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights
 from shared.spec.reduction_order import SQUARES

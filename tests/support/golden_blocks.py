@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jax_impl import device_state
+from jax_impl import cache_pools
 from jax_impl import weights as jax_weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import dflash as jax_dflash
@@ -25,9 +25,10 @@ from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
-from shared.spec import attention, dflash, model
+from shared.spec import attention, dflash
+from shared.spec import cache_pools as spec_pools
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array
-from torch_impl import device_state as torch_state
+from torch_impl import cache_pools as torch_pools
 from torch_impl import model as torch_model
 from torch_impl import weights as torch_weights
 from torch_impl.drafters import dflash as torch_dflash
@@ -84,7 +85,7 @@ class SpecBlock:
     def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
         self._head, self._target, self._length = head, weights, 0
         layer = head.config.layer
-        self._kv = model.new_kv(layer, layer.num_layers, *POOL)
+        self._kv = spec_pools.new_kv(layer.attention, layer.num_layers, *POOL)
 
     def extend(self, features: Array) -> None:
         T, config, weights = len(features), self._head.config, self._head.weights
@@ -117,7 +118,7 @@ class TorchBlock:
         self._target = torch_model.Model.of(target, loaded, SINGLE_RANK)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
         self._frequencies = rotary_frequencies(layer.attention, cpu)
-        self._kv = torch_state.new_kv(layer, layer.num_layers, POOL, torch.float32, cpu)
+        self._kv = torch_pools.new_kv(layer.attention, layer.num_layers, POOL, torch.float32, cpu)
         self._length = 0
         self._table = torch.from_numpy(TABLE)
 
@@ -158,7 +159,7 @@ class JaxBlock:
         )
         own = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._weights = jax_weights.head_of(head.config, own, False)
-        self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32)
+        self._kv = cache_pools.new_kv(layer.attention, layer.num_layers, POOL, np.float32)
         self._table = jnp.asarray(TABLE, jnp.int32)
         how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
         self._write, self._run = (

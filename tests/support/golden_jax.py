@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl import device_state, layers, model, weights
+from jax_impl import cache_pools, layers, model, weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
@@ -33,6 +33,7 @@ from tests.support.golden_models import (
     Images,
     Pass,
     golden_head_files,
+    pool_of,
 )
 from tests.support.weight_formats import w8a8_of
 
@@ -62,10 +63,10 @@ class JaxModel:
         self._config = config_from_folder(folder, context_length)
         self._passes = passes(folder, context_length, quantises)
         pool = (NUM_PAGES, PAGE_SIZE)
-        num_layers = self._config.num_attention_layers
-        self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32)
-        self._mtp_kv = device_state.new_kv(self._config, 1, pool, np.float32)
-        self._state = device_state.new_states(self._config, 1, np.float32)
+        pools = self._config.cache_pools
+        self._kv = cache_pools.new_pools(pools, pool, np.float32)
+        self._mtp_kv = cache_pools.new_kv(self._config.attention, 1, pool, np.float32)
+        self._state = cache_pools.new_states(pools, 1, np.float32)
         self._length, self._delta = 0, None
 
     def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
@@ -99,7 +100,9 @@ class JaxModel:
         return np.asarray(self._state.recurrent[layer, 0]), np.asarray(self._state.window[layer, 0])
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        k, v = (np.asarray(attention.read(self._kv[layer, i], ints(TABLE))) for i in (0, 1))
+        pool, index = pool_of(self._config, layer)
+        pages = self._kv[pool][index]
+        k, v = (np.asarray(attention.read(pages[i], ints(TABLE))) for i in (0, 1))
         return k[0, : self._length], v[0, : self._length]
 
     def mtp(
@@ -168,7 +171,8 @@ class Passes:
 
     def _commit(self, _, kv, state, kept, path, count, length):
         counts = count[None]
-        kv = attention.compact_accepted_kv(kv, ints(TABLE), length[None], path, counts)
+        where = (ints(TABLE), length[None], path, counts)
+        kv = tuple(attention.compact_accepted_kv(pool, *where) for pool in kv)
         if state is not None:
             pools, where = (state, gdn_layer.take(state, SINK)), (SINK, path, counts, SINK, SINK)
             state, _ = gdn_layer.commit(*pools, kept, *where)
@@ -201,7 +205,7 @@ class JaxHead:
         self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
         pool = (NUM_PAGES, PAGE_SIZE)
-        self._kv = device_state.new_kv(own.layer, own.layer.num_layers, pool, np.float32)
+        self._kv = cache_pools.new_kv(own.layer.attention, own.layer.num_layers, pool, np.float32)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
         self._forward = self._jit(self._rows)
 

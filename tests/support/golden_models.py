@@ -18,7 +18,7 @@ from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.spec import attention, eagle, gdn_state, layers, model, sampling
+from shared.spec import attention, cache_pools, eagle, gdn_state, layers, model, sampling
 from shared.spec.draft_tree import TreeShape
 from shared.spec.linear import Matrix
 from shared.spec.tree_growth import DraftRequests
@@ -26,10 +26,17 @@ from tests.support.weight_formats import read_planes, w8a8_of
 
 PAGE_SIZE = 16
 NUM_PAGES = 20
+KV = "attention"
 TABLE = 1 + np.random.default_rng(0).permutation(NUM_PAGES - 1)[None]
 """Pages of the request, in no order, page 0 (the sink) left out."""
 
 Array = np.ndarray
+
+
+def pool_of(config: ModelConfig, number: int) -> tuple[int, int]:
+    """Pool of an attention layer, and its index in it; `number` counts attention layers."""
+    at = (x for each, x in zip(config.layers, config.places, strict=True) if each.mixer.kind == KV)
+    return next((x.pool, x.pool_index) for i, x in enumerate(at) if i == number)
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,9 @@ class SpecModel:
         self.weights = dict(load_all(folder, self.config, with_mtp))
         if quantises:
             self.weights |= _w8a8_weights(folder, self.config)
-        num_layers = self.config.num_attention_layers
-        self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
-        self._mtp_kv = model.new_kv(self.config, 1, NUM_PAGES, PAGE_SIZE)
-        self._state = model.new_state(self.config, 1)
+        self._kv = cache_pools.new_pools(self.config, NUM_PAGES, PAGE_SIZE)
+        self._mtp_kv = cache_pools.new_kv(self.config.attention, 1, NUM_PAGES, PAGE_SIZE)
+        self._state = cache_pools.new_state(self.config, 1)
         self._length, self._delta = 0, None
 
     def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
@@ -201,8 +207,8 @@ class SpecModel:
     def commit(self, path: Array) -> None:
         counts, lengths = np.array([len(path)]), np.array([self._length])
         where = (TABLE, lengths, path[None], counts)
-        k, v = (attention.compact_accepted_kv(pool, *where) for pool in (self._kv.k, self._kv.v))
-        self._kv = model.KV(k, v)
+        move = attention.compact_accepted_kv
+        self._kv = tuple(cache_pools.KV(move(x.k, *where), move(x.v, *where)) for x in self._kv)
         nothing_saved = np.zeros(1, int)
         self._state, _, _ = gdn_state.replay(
             self._state, self._kept, path[None], counts, nothing_saved
@@ -213,7 +219,9 @@ class SpecModel:
         return self._state.recurrent[layer, 0], self._state.window[layer, 0]
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        k, v = (attention.read(p[layer], TABLE, self._length) for p in (self._kv.k, self._kv.v))
+        pool, index = pool_of(self.config, layer)
+        arrays = self._kv[pool].k[index], self._kv[pool].v[index]
+        k, v = (attention.read(each, TABLE, self._length) for each in arrays)
         return k[0], v[0]
 
     def mtp(
@@ -260,7 +268,9 @@ class SpecHead:
         self._head, self._read = drafter.run, lambda reads: reads
         if loaded.config.kind == "EAGLE3":
             self._read = partial(eagle.eagle3_project, loaded.config, loaded.weights)
-        self._kv = model.new_kv(drafter.layer, drafter.num_layers, NUM_PAGES, PAGE_SIZE)
+        self._kv = cache_pools.new_kv(
+            drafter.layer.attention, drafter.num_layers, NUM_PAGES, PAGE_SIZE
+        )
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         return self._rows(tokens, self._read(reads), 0)

@@ -22,9 +22,10 @@ from tests.support.golden_models import (
     Images,
     Pass,
     golden_head_files,
+    pool_of,
 )
 from tests.support.weight_formats import w8a8_of
-from torch_impl import device_state, model, weights
+from torch_impl import cache_pools, model, weights
 from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
@@ -41,8 +42,9 @@ def ints(values: Array) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.int32))
 
 
-def new_pools(config: ModelConfig, num_layers: int) -> torch.Tensor:
-    return device_state.new_kv(config, num_layers, (NUM_PAGES, PAGE_SIZE), torch.float32, CPU)
+def new_kv(config: ModelConfig, num_layers: int) -> torch.Tensor:
+    mixer = config.attention
+    return cache_pools.new_kv(mixer, num_layers, (NUM_PAGES, PAGE_SIZE), torch.float32, CPU)
 
 
 def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.AttentionRows:
@@ -68,11 +70,12 @@ class TorchModel:
         config = config_from_folder(folder, context_length)
         loaded = _loaded(folder, config, quantises)
         self._model = model.Model.of(config, loaded, SINGLE_RANK)
-        self._kv = new_pools(config, config.num_attention_layers)
-        self._mtp_kv = new_pools(config, 1)
+        size = (NUM_PAGES, PAGE_SIZE)
+        self._kv = cache_pools.new_pools(config.cache_pools, size, torch.float32, CPU)
+        self._mtp_kv = new_kv(config, 1)
         self._table, self._length, self._delta = ints(TABLE), 0, None
         self._streams = tuple(range(config.num_layers + 1))
-        self._state = device_state.new_states(config, 1, torch.float32, CPU)
+        self._state = cache_pools.new_states(config.cache_pools, 1, torch.float32, CPU)
         if self._state is not None:
             self._no_snapshot = gdn_layer.take(self._state, ints([0]))  # the sink
 
@@ -112,7 +115,8 @@ class TorchModel:
 
     def commit(self, path: Array) -> None:
         path, counts = ints(path)[None], ints([len(path)])
-        attention.compact_accepted_kv(self._kv, self._table, ints([self._length]), path, counts)
+        for pool in self._kv:
+            attention.compact_accepted_kv(pool, self._table, ints([self._length]), path, counts)
         if self._mixer is not None:
             self._mixer.commit(self._no_snapshot, path, counts, ints([0]), ints([0]))
         self._length += path.shape[1]
@@ -121,7 +125,8 @@ class TorchModel:
         return self._state.recurrent[layer, 0].numpy(), self._state.window[layer, 0].numpy()
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        pages = self._kv[layer][:, self._table[0]].flatten(1, 2)[:, : self._length]
+        pool, index = pool_of(self._model.config, layer)
+        pages = self._kv[pool][index][:, self._table[0]].flatten(1, 2)[:, : self._length]
         return pages[0].numpy(), pages[1].numpy()
 
     def mtp(
@@ -168,7 +173,7 @@ class TorchHead:
             model.Model.of(config, loaded, SINGLE_RANK), head
         )
         layer, self._vocab = self._head.config, config.vocab
-        self._kv, self._table = new_pools(layer, self._head.num_layers), ints(TABLE)
+        self._kv, self._table = new_kv(layer, self._head.num_layers), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         return self._rows(tokens, self._head.read(self._passed(reads)), 0)

@@ -23,7 +23,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dspark_config import GATED, RNN, MarkovConfig
 from shared.models.checkpoint import SINGLE_FILE, Weights
 from shared.models.config import ModelConfig
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from shared.models.saving import split
 from tests.support.tiny_models import EMBEDDING_SCALE, HEAD_SCALE
 

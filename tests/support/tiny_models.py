@@ -16,8 +16,10 @@ from models.make_random import noise_of
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.parameters import BIAS, Parameter, parameters
+from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
+from shared.models.stacks import BIAS
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")

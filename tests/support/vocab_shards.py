@@ -16,7 +16,7 @@ import numpy as np
 from kernels.rooms import module_in
 from shared.boundary.shm_allgather import ShmAllGather
 from shared.boundary.tp_group import TPGroup
-from shared.models.tp_sharding import vocab_section
+from shared.models.sharded_range import vocab_section
 from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_records import leaves, mapped
 from tests.support.ranks import WAIT_S

@@ -14,7 +14,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, WeightFormat
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from shared.spec.linear import Matrix
 
 ON_GPU = FormatContext(

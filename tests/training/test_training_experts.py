@@ -14,7 +14,7 @@ from jax_impl.training import experts, forward, init, losses
 from jax_impl.training.experts import Routed
 from jax_impl.training.nnx_modules import ModelModule
 from shared.models.families import config_from_dict
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from tests.support.equality import Oracle
 from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.training import CPU, golden_model, jitted, padded, vectors

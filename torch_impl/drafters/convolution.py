@@ -38,7 +38,8 @@ def layer(
     group = context.group
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
-    mixed = all_gather.all_gather(group, attention(sizes, context, place, weights.mixer, qkv))
+    mixed = attention(sizes, sizes.attention, context, place, weights.mixer, qkv)
+    mixed = all_gather.all_gather(group, mixed)
     x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
     activated = linear.silu_and_mul_linear(

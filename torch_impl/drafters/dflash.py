@@ -27,7 +27,6 @@ from torch_impl.drafters import (
 from torch_impl.drafters.heads import embedding
 from torch_impl.layers import (
     AttentionContext,
-    Pools,
     angles,
     attention,
     mlp,
@@ -37,7 +36,7 @@ from torch_impl.layers import (
 )
 from torch_impl.model import Forward, Model, lm_head_input
 from torch_impl.model_weights import BlockWeights
-from torch_impl.ops.attention.attention import AttentionRows
+from torch_impl.ops.attention.attention import KV, AttentionRows
 from torch_impl.ops.attention.attention_layer import PagedKV
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
@@ -95,7 +94,7 @@ class BlockDrafter:
         rank: Ranking,
     ) -> None:
         read, group = (committed.rows, committed.passed), self.target.group
-        write_context(self.weights, self.frequencies, *read, memory.kv, group)
+        write_context(self.weights, self.frequencies, *read, memory.kv[0], group)
 
     def extend(
         self,
@@ -107,7 +106,7 @@ class BlockDrafter:
         rank: Ranking,
     ) -> None:
         read, group = (committed.rows, committed.passed), self.target.group
-        write_context(self.weights, self.frequencies, *read, memory.kv, group)
+        write_context(self.weights, self.frequencies, *read, memory.kv[0], group)
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
@@ -115,7 +114,7 @@ class BlockDrafter:
         """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
         newest, block = requests.newest, _block_of(self.weights)
         rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
-        embed, kv = embedding(self.target, self.weights), memory.kv
+        embed, kv = embedding(self.target, self.weights), memory.kv[0]
         filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
         hidden = filled[:, first : first + shape.depth]
@@ -171,7 +170,7 @@ def write_context(
     frequencies: Float[Tensor, " half"],
     rows: AttentionRows,
     passed: Forward,
-    kv: Pools,
+    kv: KV,
     group: TPGroup,
 ) -> None:
     """Writes the KV of context rows (committed tokens) to the pools of all layers.
@@ -231,7 +230,7 @@ def fill(
     frequencies: Float[Tensor, " half"],
     newest: Int[Tensor, " B"],
     rows: list[AttentionRows],
-    kv: Pools,
+    kv: KV,
     group: TPGroup,
 ) -> Float[Tensor, "B size hidden"]:
     """Runs the blocks and writes their KV; returns the hidden states after the final norm.
@@ -262,7 +261,7 @@ def fill(
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         context = AttentionContext(rope, None, seen, PagedKV.of(kv, seen), group)
         qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed = attention(config, context, place, layer.mixer, qkv)
+        mixed = attention(config, config.attention, context, place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, mlp, mixed, stream, norms[place + 1])
     out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
-from shared.models.parameters import BIAS
+from shared.models.stacks import BIAS
 from torch_impl.drafters import Ranking
 from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm import layers

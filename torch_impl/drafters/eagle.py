@@ -17,8 +17,7 @@ from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftInput, DraftState, Plan
 from torch_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.heads import Head, Tokens
-from torch_impl.layers import Pools
-from torch_impl.ops.attention.attention import AttentionRows, with_mrope
+from torch_impl.ops.attention.attention import KV, AttentionRows, with_mrope
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import RankedCandidates
 from torch_impl.ops.trees import draft_tree, verify_budget
@@ -64,7 +63,7 @@ class EagleDrafter:
         self._extend(memory, plan, committed, rank)
 
     def _extend(self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking) -> None:
-        new, held = relay_of(self.head, memory.kv, committed, rank), memory.relay
+        new, held = relay_of(self.head, memory.kv[0], committed, rank), memory.relay
         assert held is not None  # a head has a relay
         held.tokens[plan.slots] = new.tokens
         held.weights[plan.slots] = new.weights
@@ -74,7 +73,7 @@ class EagleDrafter:
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
         assert requests.relay is not None  # a head has a relay
-        return draft(self.head, memory.kv, requests.relay, requests, shape, rank)
+        return draft(self.head, memory.kv[0], requests.relay, requests, shape, rank)
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> 
     return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
 
 
-def relay_of(head: Head, kv: Pools, committed: ExtendRows, rank: Ranking) -> DraftInput:
+def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> DraftInput:
     """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     ends = head.forward(
         committed.rows, committed.following, committed.shown, head.read(committed.passed), kv
@@ -117,7 +116,7 @@ def relay_of(head: Head, kv: Pools, committed: ExtendRows, rank: Ranking) -> Dra
 
 def draft(
     head: Head,
-    kv: Pools,
+    kv: KV,
     relay: DraftInput,
     requests: DraftRequests,
     shape: TreeShape,

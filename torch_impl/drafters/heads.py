@@ -14,19 +14,19 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig, LayerConfig
+from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
     Hidden,
-    Pools,
     attention,
     output_and_mlp,
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, lm_head_input
 from torch_impl.model_weights import BlockWeights, HeadWeights, Layer
-from torch_impl.ops.attention.attention import AttentionRows
+from torch_impl.ops.attention.attention import KV, AttentionRows
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
 from torch_impl.ops.gemm.layers import ImageEmbeds, embed_tokens, rms_norm
@@ -59,7 +59,7 @@ class Head:
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, Pools], Hidden]
+    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], Hidden]
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
@@ -77,7 +77,7 @@ def mtp(model: Model) -> Head:
     frequencies, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
-        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> Hidden:
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
@@ -99,7 +99,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     frequencies = rotary_frequencies(config.attention, embed.device)
 
     def forward(
-        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> Hidden:
         x = product(torch.cat([embed_tokens(embed, tokens, shown), hidden], dim=1), weights.fc)
         x = all_gather.all_gather(group, x)
@@ -122,7 +122,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(
-        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: Pools
+        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
     ) -> Hidden:
         embedded = rms_norm(embed_tokens(embed, tokens, shown), first.input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
@@ -188,7 +188,7 @@ def _through(
     qkv: Float[Tensor, "R outputs"],
     stream: NormedStream,
     rows: AttentionRows,
-    kv: Pools,
+    kv: KV,
 ) -> Hidden:
     """Runs the head's layers after the QKV projection of the first.
 
@@ -204,6 +204,6 @@ def _through(
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed = attention(config, contexts[each.mixer], place, layer.mixer, qkv)
+        mixed = attention(config, each.mixer, contexts[each.mixer], place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole

@@ -20,7 +20,7 @@ from shared.models.formats.fp8_w8a16 import (
     packed_scales,
 )
 from shared.models.formats.weight_format import SCALES, VALUES
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from torch_impl.dummy_weights import top_bits, word_array
 from torch_impl.formats.format_ops import FormatOps, Planes
 

@@ -13,7 +13,7 @@ from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
-from shared.models.parameters import Parameter
+from shared.models.parameter import Parameter
 from torch_impl.formats import fp8
 from torch_impl.formats.format_ops import FormatOps, Planes
 

@@ -20,6 +20,8 @@ from shared.spec.attention import QUERIES
 from shared.spec.reduction_order import ATTENTION
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
+Pools = tuple[KV, ...]
+"""KV pools of a model or drafter, in the order of `ModelConfig.kv_pools`."""
 """Keys and values of the page pools of a stack of attention layers."""
 
 

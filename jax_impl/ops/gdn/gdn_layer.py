@@ -21,7 +21,7 @@ from jax_impl.ops.gdn.gdn_state import (
     path_window,
     replay,
 )
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 
 

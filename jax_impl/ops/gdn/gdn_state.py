@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.ops import Place, scan
 from jax_impl.ops.gdn import gated_delta
 from jax_impl.ops.gemm import layers
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.gdn_state import WINDOW
 

@@ -15,7 +15,7 @@ from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 
 

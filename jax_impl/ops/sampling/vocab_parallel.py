@@ -17,7 +17,7 @@ from jax_impl.ops import scan
 from jax_impl.ops.collectives import all_gather
 from kernels.peer_buffers import MOST_WHOLE_WORDS
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.tp_sharding import VOCAB_GROUP, vocab_section
+from shared.models.sharded_range import VOCAB_GROUP, vocab_section
 from shared.spec.vocab_parallel import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
 
 _BLOCK = 128

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, any_row_set, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gdn.gdn_state import (

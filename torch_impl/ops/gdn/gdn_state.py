@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.gdn_state import WINDOW
 from torch_impl.ops import any_row_set, clamp_rows

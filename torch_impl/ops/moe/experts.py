@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.peer_buffers import MOST_WHOLE_WORDS
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.models.tp_sharding import VOCAB_GROUP, vocab_section
+from shared.models.sharded_range import VOCAB_GROUP, vocab_section
 from shared.spec.vocab_parallel import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
 from torch_impl.ops.collectives import all_gather
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import draft_tree
 from shared.spec import gdn_layer as spec
 from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights, ReplayInputs

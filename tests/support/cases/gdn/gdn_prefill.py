@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.layers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig
 from shared.spec import draft_tree
 from shared.spec import gdn_layer as spec
 from tests.support.cases.gdn.gdn_layer import MODEL, SMALL, states_of, weights_of

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from shared.models.formats.fp8 import Granularity
-from shared.models.layers import MoEConfig
+from shared.models.mlp import MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.cases.gemm.linear import FP8, in_fp8

@@ -1,1 +1,0 @@
-"""Decode controllers that draft from n-grams."""

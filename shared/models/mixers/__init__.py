@@ -1,0 +1,10 @@
+"""Token mixers of decoder layers, one module for each kind.
+
+A mixer config answers for its layers: sizes of a TP rank, sizes that must divide, parameters, and
+the specification of its cache arrays. A further mixer is one module here.
+"""
+
+from shared.models.mixers.attention import AttentionConfig
+from shared.models.mixers.gated_delta import GatedDeltaConfig
+
+MixerConfig = AttentionConfig | GatedDeltaConfig

@@ -1,0 +1,237 @@
+"""MLPs of decoder layers: dense, and mixtures of experts.
+
+Like a mixer, an MLP config answers for its layers: sizes of a TP rank, sizes that must divide, and
+parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from shared.models.head_groups import check_groups
+from shared.models.parameter import CheckpointTensor, Parameter
+from shared.models.sharded_range import ShardedRange
+from shared.models.stacks import StackSettings, bias, stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Gated MLP: silu(gate) * up with `intermediate` columns, then a projection to the hidden size.
+
+    Attributes:
+      intermediate: Width of gate and up.
+      bias: True if all three projections have a bias.
+    """
+
+    kind: ClassVar[str] = "mlp"
+
+    intermediate: int
+    bias: bool
+
+    @property
+    def sizes(self) -> Self:
+        """The config itself: all layers of a group are equal."""
+        return self
+
+    @property
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Sizes that must be multiples of the number of TP ranks, with their config.json fields."""
+        yield "intermediate_size", self.intermediate
+
+    def local(self, count: int) -> Self:
+        """Returns the config of one of `count` TP ranks."""
+        return replace(self, intermediate=self.intermediate // count)
+
+    def parameters(
+        self, prefix: str, layers: Sequence[str], settings: StackSettings
+    ) -> list[Parameter]:
+        """Returns the stacks of some layers.
+
+        Args:
+          prefix: Prefix of the parameter names.
+          layers: Prefixes of the layers in the checkpoint.
+          settings: Settings of the model.
+        """
+        wide = (self.intermediate, settings.hidden)
+        gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
+        if settings.fused_projections:
+            gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
+        down = {"mlp.down_proj.weight": wide[::-1]}
+        columns = (ShardedRange(settings.hidden),)
+        both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, columns)
+        tensors = [stack(f"{prefix}{x}", layers, t, sections=cut) for x, t, cut in both]
+        if self.bias:
+            tensors += [bias(f"{prefix}{x}", layers, t, cut) for x, t, cut in both]
+        return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts (MoE): a router selects top-k gated MLPs for each token.
+
+    Attributes:
+      num_experts: Routed experts.
+      top_k: Top-k: experts per token.
+      intermediate: Width of an expert.
+      shared_intermediate: Width of the shared expert, which every token uses; 0 for none.
+      shared_is_gated: True if the shared expert's output is multiplied by a gate per token.
+      scores: Score function of the router: "softmax" over all experts, or "sigmoid" of each logit.
+      has_score_bias: True if a bias is added to the scores for selection but not for the weights.
+      num_groups, num_chosen_groups: Groups of neighbouring experts; experts are selected within the
+        best groups.
+      is_renormalised: True if the weights of selected experts are divided by their sum.
+      routed_factor: Final multiplier of the weights.
+
+    Raises:
+      ValueError: The numbers are inconsistent.
+    """
+
+    kind: ClassVar[str] = "experts"
+
+    num_experts: int
+    top_k: int
+    intermediate: int
+    shared_intermediate: int
+    shared_is_gated: bool
+    scores: str
+    has_score_bias: bool
+    num_groups: int
+    num_chosen_groups: int
+    is_renormalised: bool
+    routed_factor: float
+
+    def __post_init__(self) -> None:
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores of experts must be softmax or sigmoid, got {self.scores!r}")
+        if self.scores == "softmax" and (self.has_score_bias or self.num_groups > 1):
+            raise ValueError("softmax scores are not supported with score biases or expert groups")
+        names = "the number of experts", "n_group"
+        check_groups(names, self.num_experts, self.num_groups)
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            raise ValueError(
+                f"topk_group must be 1 to {self.num_groups}, got {self.num_chosen_groups}"
+            )
+        most = self.group_size * self.num_chosen_groups
+        if not 1 <= self.top_k <= most:
+            raise ValueError(f"num_experts_per_tok must be 1 to {most}, got {self.top_k}")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+    @property
+    def shares_stacks(self) -> bool:
+        """True if the shared expert has the width of the others and is the last entry of their
+        stack.
+        """
+        return self.shared_intermediate == self.intermediate
+
+    @property
+    def num_stacked(self) -> int:
+        """Experts in one stack."""
+        return self.num_experts + self.shares_stacks
+
+    @property
+    def num_scored(self) -> int:
+        """Router outputs: a logit for each expert, and one for the shared expert's gate."""
+        return self.num_experts + self.shared_is_gated
+
+    @property
+    def sizes(self) -> Self:
+        """The config itself: all layers of a group are equal."""
+        return self
+
+    @property
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """Sizes that must be multiples of the number of TP ranks, with their config.json fields."""
+        yield "moe_intermediate_size", self.intermediate
+        yield "shared_expert_intermediate_size", self.shared_intermediate
+
+    def local(self, count: int) -> Self:
+        """Returns the config of one of `count` TP ranks."""
+        return replace(
+            self,
+            intermediate=self.intermediate // count,
+            shared_intermediate=self.shared_intermediate // count,
+        )
+
+    def parameters(
+        self, prefix: str, layers: Sequence[str], settings: StackSettings
+    ) -> list[Parameter]:
+        """Returns the stacks of routers and experts; a shared expert of the same width is the last
+        expert.
+
+        Args:
+          prefix: Prefix of the parameter names.
+          layers: Prefixes of the layers in the checkpoint.
+          settings: Settings of the model.
+        """
+        hidden = settings.hidden
+        router = {"mlp.gate.weight": (self.num_experts, hidden)}
+        if self.shared_is_gated:
+            router["mlp.shared_expert_gate.weight"] = (1, hidden)
+        tensors = [stack(f"{prefix}router", layers, router)]
+        if self.has_score_bias:
+            bias = {"mlp.gate.e_score_correction_bias": (self.num_experts,)}
+            tensors.append(stack(f"{prefix}score_bias", layers, bias, float32=True))
+        shared = "mlp.shared_expert." if self.shared_is_gated else "mlp.shared_experts."
+        wide = (self.shared_intermediate, hidden)
+        gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")}
+        down = {f"{shared}down_proj.weight": wide[::-1]}
+        joined = self.shares_stacks
+        tensors += [
+            self._experts(f"{prefix}gate_up", layers, hidden, gate_up if joined else {}),
+            self._experts(f"{prefix}down", layers, hidden, down if joined else {}),
+        ]
+        if self.shared_intermediate and not joined:
+            cut = _gate_up(wide[0])
+            tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up, sections=cut))
+            cut = (ShardedRange(hidden),)
+            tensors.append(stack(f"{prefix}shared_down", layers, down, sections=cut))
+        return tensors
+
+    def _experts(
+        self,
+        name: str,
+        layers: Sequence[str],
+        hidden: int,
+        shared: Mapping[str, tuple[int, ...]],
+    ) -> Parameter:
+        """Returns the matrices of each layer's experts, stored as one tensor or as some per expert.
+
+        Args:
+          name: Parameter name, which ends in `gate_up` or `down`.
+          layers: Prefixes of the layers in the checkpoint.
+          hidden: Hidden size.
+          shared: Tensors of the shared expert that is stored after the others.
+        """
+        matrix = name.rsplit(".", 1)[-1]
+        wide = (self.intermediate, hidden)
+        each = (2 * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
+        single_shape = wide if matrix == "gate_up" else wide[::-1]
+        pieces = []
+        for layer in layers:
+            parts = tuple(
+                CheckpointTensor(f"{layer}.mlp.experts.{expert}.{part}_proj.weight", single_shape)
+                for expert in range(self.num_experts)
+                for part in matrix.split("_")
+            )
+            whole = CheckpointTensor(
+                f"{layer}.mlp.experts.{matrix}_proj", (self.num_experts, *each), parts
+            )
+            behind = [
+                CheckpointTensor(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()
+            ]
+            pieces.append((whole, *behind))
+        shape = (len(layers), self.num_stacked, *each)
+        cut = _gate_up(self.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
+        return Parameter(name, shape, tuple(pieces), stacked=True, sections=cut)
+
+
+def _gate_up(intermediate: int) -> tuple[ShardedRange, ...]:
+    """Returns the TP sections of the gate and up projections."""
+    return ShardedRange(intermediate), ShardedRange(intermediate)
+
+
+FeedForwardConfig = MLPConfig | MoEConfig

@@ -1,0 +1,57 @@
+"""Cache pools: pages of attention layers, and states of GDN layers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from shared.models.config import ModelConfig
+from shared.models.mixers import GatedDeltaConfig, MixerConfig
+from shared.spec import gdn_state
+from shared.spec.gdn_state import GDNState
+
+
+@dataclass(frozen=True)
+class KV:
+    """Page pools of some attention layers; page 0 is reserved for padding."""
+
+    k: Float[np.ndarray, "L P page H D"]
+    v: Float[np.ndarray, "L P page H D"]
+
+
+Pools = tuple[KV, ...]
+"""Page pools of a model, in the order of `ModelConfig.kv_pools`."""
+
+
+def new_pools(config: ModelConfig, num_pages: int, page_size: int) -> Pools:
+    """Returns empty pools for all attention layers of a model."""
+    return tuple(new_kv(pool.mixer, len(pool), num_pages, page_size) for pool in config.kv_pools)
+
+
+def new_kv(mixer: MixerConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
+    """Returns empty pools for `num_layers` attention layers."""
+    keys, values = (
+        np.zeros((num_layers, num_pages, page_size, *spec.shape), np.float32)
+        for spec in mixer.cache_specs
+    )
+    return KV(keys, values)
+
+
+def new_state(config: ModelConfig, batch: int) -> GDNState:
+    """Returns the states of `batch` rows before their first token; empty for a model without GDN
+    layers.
+    """
+    group = next(
+        (each for each in config.groups if isinstance(each.config, GatedDeltaConfig)), None
+    )
+    if group is None:
+        return GDNState(
+            np.zeros((0, batch, 0, 0, 0), np.float32),
+            np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
+        )
+    return GDNState(
+        **{
+            x.name: np.zeros((len(group), batch, *x.shape), np.float32)
+            for x in group.config.cache_specs
+        }
+    )
