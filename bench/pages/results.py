@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.common import markdown
 from bench.quality.accuracy_table import MISSING
-from shared.options.algorithms import HOST_ALGORITHM
+from shared.drafts.kinds import NGRAM
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -167,7 +167,7 @@ def stamped(file: File) -> list[Line]:
 def with_index(drafts: str, date: str) -> str:
     """Returns a drafter's settings with the place of its n-gram index in short."""
     words = [INDEX_FLAGS.get(word, word) for word in drafts.split(" ")]
-    if words[0] == HOST_ALGORITHM and not any(word.startswith(INDEX) for word in words):
+    if words[0] == NGRAM.name and not any(word.startswith(INDEX) for word in words):
         words.append(f"{INDEX}{'host' if date < DEVICE_INDEX_SINCE else 'device'}")
     return " ".join(words)
 
