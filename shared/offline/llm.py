@@ -30,6 +30,7 @@ from shared.options.options import Options
 from shared.process import engines, gc_freeze, logs, serving
 from shared.process.address import Listeners
 from shared.process.model_files import local_models
+from shared.process.model_places import find_models
 from shared.process.progress import console_of
 from shared.process.start import Platform
 from shared.process.startup_report import start_notes
@@ -261,7 +262,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
     logs.set_level(options.observing.log_level)
     console = console_of(options.observing)
     # A download takes minutes, so a terminal shows its progress at every log level.
-    options = local_models(options, Console(stderr=True))
+    options = local_models(options, find_models(options), Console(stderr=True))
     with tp_startup(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
         for note in (*ranked.notes, *start_notes(start)):

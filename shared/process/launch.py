@@ -66,10 +66,10 @@ def launch(
         raise_fault(options.ranks.launcher_fault())
         for part in PARTS:
             check_files(getattr(options, part))
-        find_models(options)
+        places = find_models(options)
         listeners = open_listeners(options.server)
         serving = import_module("shared.process.serving")
-        serve = serving.start_serving(options, listeners, platform, rank_module)
+        serve = serving.start_serving(options, places, listeners, platform, rank_module)
     except ValueError as error:  # ConfigError, CheckpointError, errors of configs and backends
         return _refused(str(error))
     except ModuleNotFoundError as error:

@@ -19,25 +19,25 @@ from shared.options.flags import ConfigError
 from shared.options.options import DUMMY, Options
 from shared.process import logs
 from shared.process.model_check import check_model
-from shared.process.model_places import DRAFT, TARGET, find_models
+from shared.process.model_places import DRAFT, TARGET, ModelPlace, find_models
 from shared.process.progress import downloading_progress, size
 
 
-def local_models(options: Options, console: Console) -> Options:
+def local_models(options: Options, places: Mapping[str, ModelPlace], console: Console) -> Options:
     """Replaces the models in the options by local folders.
 
     Args:
       options: Options of the command line.
+      places: Locations of its models; see `shared.process.model_places.find_models`.
       console: Terminal for the progress of a download.
 
     Returns:
       The options with folders as paths, and with the hub id as the model name unless one is given.
 
     Raises:
-      ValueError: A model cannot be found or read, or is not supported with these options.
+      ValueError: A model cannot be downloaded or read, or is not supported with these options.
     """
     hub = Hub.of_environment(options.model.download_dir)
-    places = find_models(options)
     found = {field: place.path for field, place in places.items() if place.path is not None}
     absent = {x: p.repository for x, p in places.items() if p.path is None and p.repository}
     if absent:
@@ -55,10 +55,11 @@ def settings_folder(given: str) -> Path:
       given: A folder, or a hub id.
 
     Raises:
-      ValueError: See `local_models`.
+      ValueError: See `find_models` and `local_models`.
     """
     options = Options.from_values({TARGET: given, "load_format": DUMMY})
-    return Path(local_models(options, Console(quiet=True)).model.model_path)
+    local = local_models(options, find_models(options), Console(quiet=True))
+    return Path(local.model.model_path)
 
 
 def _downloaded(

@@ -1,7 +1,7 @@
 """Startup of a server with checked flags: checkpoint, memory plan, weights, engine, HTTP."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shared.process.address import Listeners, admin_host, host_names
 from shared.process.engines import make_engine, ngram_index_of, with_shadow_verify
 from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
+from shared.process.model_places import ModelPlace
 from shared.process.progress import console_of, loading_progress, preparing_progress
 from shared.process.start import Platform, ValidatedStartup
 from shared.process.startup_report import report_plan, start_notes
@@ -26,6 +27,7 @@ from shared.process.watchdog import EXIT_FAILED, Watchdog, WatchedBackend
 
 def start_serving(
     options: Options,
+    places: Mapping[str, ModelPlace],
     listeners: Listeners,
     platform: Callable[[], Platform],
     rank_module: str | None,
@@ -34,6 +36,7 @@ def start_serving(
 
     Args:
       options: Options of the command line.
+      places: Locations of its models.
       listeners: Sockets of the server.
       platform, rank_module: See `shared.process.launch.launch`.
 
@@ -45,7 +48,7 @@ def start_serving(
     """
     console = console_of(options.observing)
     watchdog = Watchdog(options.server.watchdog_timeout)
-    options = local_models(options, console)
+    options = local_models(options, places, console)
     try:
         with tp_startup(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()

@@ -12,6 +12,7 @@ from rich.console import Console
 from shared.options.command_line import parse
 from shared.options.options import Options
 from shared.process.model_files import local_models
+from shared.process.model_places import find_models
 from tests.support.hub import Hub
 
 ID = "ORG/tiny-qwen3"
@@ -30,7 +31,8 @@ UNUSED = {
 
 
 def started(*flags: str) -> Options:
-    return local_models(parse(flags), Console(quiet=True))
+    options = parse(flags)
+    return local_models(options, find_models(options), Console(quiet=True))
 
 
 def refused(*flags: str) -> str:
