@@ -16,7 +16,6 @@ from shared.boundary.backend import BackendSpec
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.dflash2 import SELECTOR
 from shared.drafts.dspark_config import MARKOV
-from shared.drafts.kinds import NEXTN, STANDALONE
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
@@ -97,10 +96,10 @@ def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: 
 def _draft_weights(blueprint: BackendSpec) -> tuple[list[Parameter], bool]:
     """Returns the weights that a drafter pass reads, and whether its embedding is its LM head."""
     drafts = blueprint.drafts
-    if drafts.kind == NEXTN.name:
+    if drafts.with_mtp:
         every = parameters(blueprint.config, True)
         return [p for p in every if p.name.startswith("mtp.")], False
-    is_tied = drafts.kind == STANDALONE.name and drafts.model is not None and drafts.model.tied
+    is_tied = drafts.model is not None and drafts.model.tied
     every = draft_parameters(drafts, None)
     by_rows = (f"{MARKOV}{EMBEDDING}", f"{SELECTOR}before", f"{SELECTOR}after")
     return [p for p in every if p.name not in by_rows], is_tied  # of these some rows are read

@@ -4,8 +4,8 @@ from shared.drafts.kinds import (
     BLOCK_KINDS,
     KINDS,
     LAYER_CONVENTION,
-    NAIVE_EAGLE,
     NEXTN,
+    Form,
     Source,
     sentence_list,
 )
@@ -13,7 +13,7 @@ from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 
 
 def _wants_mtp(s: RuleContext) -> bool:
-    return s.kind in (NEXTN, NAIVE_EAGLE) and s.draft.with_mtp
+    return s.draft.has_source(Source.MTP, Source.MTP_OR_HEAD) and s.draft.with_mtp
 
 
 def _lists_layers(s: RuleContext) -> bool:
@@ -36,7 +36,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.kind is NEXTN
+            s.draft.has_source(Source.MTP)
             and s.draft.speculative_draft_model_path is not None
             and s.head_kind != NEXTN.name
         ),
@@ -47,7 +47,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.has_source(Source.HEAD) and s.draft.speculative_draft_model_path is None
+            s.draft.has_source(Source.HEAD) and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm {algorithm} requires a draft head",
         hint="give its folder as --speculative-draft-model-path",
@@ -55,7 +55,7 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.has_source(Source.MODEL) and s.draft.speculative_draft_model_path is None
+            s.draft.has_source(Source.MODEL) and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm STANDALONE requires a small model with the target's "
         "tokenizer",
@@ -63,7 +63,7 @@ DRAFT_MODEL_RULES = (
         example=None,
     ),
     Rule(
-        applies=lambda s: s.has_source(Source.MODEL) and s.head_kind is not None,
+        applies=lambda s: s.draft.has_source(Source.MODEL) and s.head_kind is not None,
         reason="--speculative-algorithm STANDALONE requires a whole model, and the draft model's "
         "tensors are those of {head}",
         hint="give --speculative-algorithm {head_kind}, or a model",
@@ -71,7 +71,9 @@ DRAFT_MODEL_RULES = (
     ),
     Rule(
         applies=lambda s: (
-            s.head_kind is not None and s.has_source(Source.HEAD) and s.algorithm != s.head_kind
+            s.head_kind is not None
+            and s.draft.has_source(Source.HEAD)
+            and s.algorithm != s.head_kind
         ),
         reason="--speculative-algorithm {algorithm} does not fit the draft model, whose tensors "
         "are those of {head}",
@@ -79,7 +81,7 @@ DRAFT_MODEL_RULES = (
         example=None,
     ),
     Rule(
-        applies=lambda s: s.kind is NAIVE_EAGLE and s.head_kind in BLOCK_KINDS,
+        applies=lambda s: s.draft.has_form(Form.TOKEN) and s.head_kind in BLOCK_KINDS,
         reason="--speculative-algorithm NAIVE_EAGLE drafts one token per step, and the draft "
         "model drafts blocks",
         hint="give --speculative-algorithm {head_kind}",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.drafts.kinds import BLOCK_KINDS, NAIVE_EAGLE, NGRAM, Form, sentence_list
+from shared.drafts.kinds import BLOCK_KINDS, Form, sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 from shared.options.speculative import NAIVE_SHAPE
@@ -16,7 +16,7 @@ def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
 def _shapes_naive(s: RuleContext) -> bool:
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     given = [getattr(s.draft, f"speculative_{name}") for name in names]
-    return s.kind is NAIVE_EAGLE and _differ(given, NAIVE_SHAPE)
+    return s.draft.has_form(Form.TOKEN) and _differ(given, NAIVE_SHAPE)
 
 
 def _shapes_text(s: RuleContext) -> bool:
@@ -31,7 +31,7 @@ def _shapes_text(s: RuleContext) -> bool:
 
 def _shapes_itself(s: RuleContext) -> bool:
     """Returns True if the flags determine the draft shape."""
-    return s.draft.drafts and s.kind not in (NAIVE_EAGLE, NGRAM)
+    return s.draft.has_form(Form.TREE, Form.BLOCK)
 
 
 def _lacks_nodes(s: RuleContext) -> bool:
@@ -56,10 +56,10 @@ def _is_shaped_twice(s: RuleContext) -> bool:
 
 def _names_other_drafts(s: RuleContext) -> bool:
     """Returns True if the file contains shapes that the drafter does not support."""
-    most = NAIVE_SHAPE[0] if s.kind is NAIVE_EAGLE else MOST_STEPS
+    most = NAIVE_SHAPE[0] if s.draft.has_form(Form.TOKEN) else MOST_STEPS
     if s.drafts_blocks:
         most = (s.block or 1) - 1
-    has_trees = s.kind is not None and s.kind.form is Form.TREE
+    has_trees = s.draft.has_form(Form.TREE)
     return any(
         each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shared.drafts.kinds import KINDS, DrafterKind, Form, Source
+from shared.drafts.kinds import KINDS, DrafterKind, Form
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig
 from shared.options.flags import spelling
@@ -46,14 +46,10 @@ class RuleContext:
         """Record of that drafter."""
         return self.draft.kind
 
-    def has_source(self, source: Source) -> bool:
-        """Returns True if the draft tokens of that drafter have this origin."""
-        return self.kind is not None and self.kind.source is source
-
     @property
     def drafts_blocks(self) -> bool:
         """True if that drafter fills a block in one pass."""
-        return self.kind is not None and self.kind.is_block
+        return self.draft.has_form(Form.BLOCK)
 
     @property
     def adaptive(self) -> AdaptiveConfig:
@@ -87,8 +83,7 @@ class RuleContext:
         """S, draft depth; the maximum if it is chosen later."""
         if self.options.candidates:
             return max(each.steps for each in self.options.candidates)
-        is_grown = self.kind is not None and self.kind.form is Form.TREE
-        if self.adaptive.speculative_adaptive and is_grown:
+        if self.adaptive.speculative_adaptive and self.draft.has_form(Form.TREE):
             return MOST_STEPS
         return self.draft.settled(self.model.drafts_trees, self.block).num_steps
 

@@ -3,18 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from shared.drafts.kinds import (
-    BLOCK_KINDS,
-    HEADS,
-    KINDS,
-    NAIVE_EAGLE,
-    NEXTN,
-    NGRAM,
-    STANDALONE,
-    DrafterKind,
-    Source,
-    sentence_list,
-)
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS, DrafterKind, Form, Source, sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES, algorithm_of
 from shared.options.flags import ConfigError, check_rules, flag, spelling
@@ -166,8 +155,8 @@ class SpeculativeConfig:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
-        is_head = self.kind is not None and self.kind.source is Source.HEAD
-        if is_open and drafts_trees and is_head and self.verification == "exact":
+        has_trees = self.has_source(Source.HEAD) and self.verification == "exact"
+        if is_open and drafts_trees and has_trees:
             shape = TREE_SHAPE
         if block is not None:
             shape = (block - 1, 1, block)
@@ -189,6 +178,14 @@ class SpeculativeConfig:
         """Record of the drafter; None for plain decoding, and for `auto` before it is resolved."""
         return KINDS.get(self.drafter or "")
 
+    def has_source(self, *sources: Source) -> bool:
+        """Returns True if the draft tokens of the drafter have one of these origins."""
+        return self.kind is not None and self.kind.source in sources
+
+    def has_form(self, *forms: Form) -> bool:
+        """Returns True if the drafts of the drafter have one of these forms."""
+        return self.kind is not None and self.kind.form in forms
+
     @property
     def joins_copies(self) -> bool:
         """True if n-gram drafts are merged into the trees of another drafter."""
@@ -199,28 +196,28 @@ class SpeculativeConfig:
         """True if an MTP layer drafts, of the checkpoint or of the draft model."""
         has_path = self.speculative_draft_model_path is not None
         is_own = self.drafts and not (has_path or self.from_text)
-        return is_own or self.kind is NEXTN
+        return is_own or self.has_source(Source.MTP)
 
     @property
     def mtp_path(self) -> str | None:
         """Folder of an MTP layer that replaces the checkpoint's own; None without one."""
-        return self.speculative_draft_model_path if self.kind is NEXTN else None
+        return self.speculative_draft_model_path if self.has_source(Source.MTP) else None
 
     @property
     def head_path(self) -> str | None:
         """Folder of the draft head or draft model; None for other drafters."""
-        has_none = self.kind in (NEXTN, NGRAM)
+        has_none = self.has_source(Source.MTP, Source.NGRAMS)
         return None if has_none else self.speculative_draft_model_path
 
     @property
     def drafts_with_a_model(self) -> bool:
         """True if a small model drafts (STANDALONE)."""
-        return self.kind is STANDALONE
+        return self.has_source(Source.MODEL)
 
     @property
     def from_text(self) -> bool:
         """True if all drafts are n-grams (NGRAM)."""
-        return self.kind is NGRAM
+        return self.has_source(Source.NGRAMS)
 
     @property
     def drafts_on_host(self) -> bool:
@@ -261,7 +258,7 @@ class SpeculativeConfig:
         """S, depth; for a chain it follows from its number of nodes."""
         if self.speculative_num_steps:
             return self.speculative_num_steps
-        if self.kind is NAIVE_EAGLE:
+        if self.has_form(Form.TOKEN):
             return NAIVE_SHAPE[0]
         if self.from_text:
             return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1
