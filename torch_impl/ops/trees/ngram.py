@@ -51,17 +51,20 @@ def hash_mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 def keys(
     contexts: Int[Tensor, "n window"], scopes: Int[Tensor, "n 2"]
 ) -> tuple[Int[Tensor, "n lengths"], Int[Tensor, "n lengths"], Bool[Tensor, "n lengths"]]:
-    """Returns two hashes of the last n tokens for each n, and True if n tokens exist."""
-    lengths = torch.tensor(LENGTHS, device=contexts.device)
-    is_there = contexts[:, WINDOW - lengths] >= 0
+    """Returns two hashes of the last n tokens for each n, and True if n tokens exist.
+
+    A hash is a polynomial in its multiplier, so that those of all lengths are suffix sums of one
+    product, modulo 2^32.
+    """
+    begins = WINDOW - torch.tensor(LENGTHS, device=contexts.device)
     found = []
     for scope, multiplier in zip(scopes.unbind(dim=1), MULTIPLIERS, strict=True):
-        key = scope[:, None].repeat(1, len(LENGTHS))
-        for place in range(WINDOW):
-            longer = key * multiplier + contexts[:, place, None] + 1
-            key = torch.where(place >= WINDOW - lengths, longer, key)
-        found.append(hash_mix(key))
-    return found[0], found[1], is_there
+        powers = [pow(multiplier, WINDOW - place, 2**32) for place in range(WINDOW + 1)]
+        power = torch.tensor(powers, device=contexts.device).int()  # wraps around
+        terms = (contexts + 1) * power[1:]
+        sums = terms.flip(1).cumsum(1, dtype=torch.int32).flip(1)
+        found.append(hash_mix(scope[:, None] * power[begins] + sums[:, begins]))
+    return found[0], found[1], contexts[:, begins] >= 0
 
 
 def plain_insert(
