@@ -89,7 +89,8 @@ host in a step.
 Phases of different work run on one engine: with each draft shape, without drafts, and adaptively.
 A share is throughput relative to the best static shape, or to plain decoding, over all phases;
 `worst phase` is the lowest share of a phase. `greedy` always uses the shape that it estimates to be
-fastest, and `probe` spends 3 % of the steps on other shapes.
+fastest, and `probe` spends 3 % of the steps on other shapes; each has its worst phase beside it.
+NGRAM explores nothing: its drafts are known before a step, so its own policy is greedy.
 
 - *served*: tasks of the demo model, which is so small that host time counts.
 - *imposed*: simulated time with measured step times; acceptance rates are high, low or random.

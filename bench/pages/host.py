@@ -16,7 +16,8 @@ WORKS = {
 def adaptive(found: Found) -> list[str]:
     """Returns the table of `bench.speculation.adaptive` and `adaptive_ngram_replay`."""
     head = ["drafts", "model", "backend", "device", "work", "of best", "worst phase"]
-    cells = [[*head, "of plain", "worst phase", "greedy", "probe"]]
+    worst = "worst phase"
+    cells = [[*head, "of plain", worst, "greedy", worst, "probe", worst]]
     devices = dict[str, None]()
     for file in found.adaptive:
         for start in file["starts"]:
@@ -36,10 +37,18 @@ def _shares(lines: Sequence[Line]) -> Iterator[str]:
     for key in ("adaptive_by_best", "adaptive_by_off"):
         yield f"{total[key]:.3f}"
         yield f"{min(line[key] for line in phases):.3f}"
-    speeds = total["tokens_per_s"]
-    best = speeds["adaptive"] / total["adaptive_by_best"]
     for policy in ("greedy", "probe"):
-        yield f"{speeds[policy] / best:.3f}" if policy in speeds else MISSING
+        if policy not in total["tokens_per_s"]:
+            yield from (MISSING, MISSING)
+            continue
+        yield f"{_by_best(total, policy):.3f}"
+        yield f"{min(_by_best(line, policy) for line in phases):.3f}"
+
+
+def _by_best(line: Line, policy: str) -> float:
+    """Returns the speed of a simpler policy relative to the best static shape."""
+    speeds = line["tokens_per_s"]
+    return speeds[policy] / speeds["adaptive"] * line["adaptive_by_best"]
 
 
 def host_times(found: Found) -> list[str]:
