@@ -30,7 +30,7 @@ def encode(
         begun = _kept(held, program.tokens)
     begun = vision_encoder.run_blocks(context.tower, begun, program.blocks)
     if program.blocks.stop < vision.depth:
-        held = _keeping(held, begun)
+        held = _keep(held, begun)
     else:
         rows = vision_encoder.project(vision, context.tower, begun)
         number = jnp.arange(len(rows), dtype=jnp.int32)
@@ -46,7 +46,7 @@ def _kept(held: ImageState, size: int) -> Begun:
     return Begun(*(x[:size] for x in held.begun))
 
 
-def _keeping(held: ImageState, begun: Begun) -> ImageState:
+def _keep(held: ImageState, begun: Begun) -> ImageState:
     assert held.begun is not None
     kept = zip(held.begun, begun, strict=True)
     return held._replace(begun=Begun(*(to.at[: len(x)].set(x) for to, x in kept)))

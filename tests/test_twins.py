@@ -88,6 +88,15 @@ OTHER_OPS = {
 """Public functions that call other ops than their twins, and why."""
 
 
+OF_STEP = [
+    file
+    for file in backend_parity.files()
+    if file.parts[0] == "drafters"
+    or file.stem in ("decode", "draft", "encode_image", "layers", "prefill", "step", "step_context")
+]
+"""Modules with the phases of a step."""
+
+
 def check_excused(found: dict[str, str], excuses: dict[str, str]) -> None:
     """Every difference has an excuse, and every excuse a difference."""
     unknown = [f"{key}: {found[key]}" for key in sorted(found.keys() - excuses.keys())]
@@ -111,6 +120,11 @@ def test_twin_modules_have_same_public_names():
         for key, difference in backend_parity.differences(file).items()
     }
     check_excused(found, ONE_SIDED_NAMES)
+
+
+@pytest.mark.parametrize("file", OF_STEP, ids=str)
+def test_twin_modules_of_step_order_definitions_equally(file: Path) -> None:
+    assert not backend_parity.order_differences(file)
 
 
 def test_twin_modules_call_same_ops():

@@ -41,25 +41,28 @@ def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[T
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
-def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
-    """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
-    if rows.mrope_positions is None or not config.rotary.sections:
-        return rows.positions
-    return rows.mrope_positions[:, _turn_of_pairs(config.rotary, rows.mrope_positions.device)]
-
-
-@cache
-def _turn_of_pairs(rotary: RotaryConfig, device: torch.device) -> Int[Tensor, " half"]:
-    """Uploads the M-RoPE section map once: graph capture allows no copy from the host."""
-    return torch.from_numpy(mrope_section_map(rotary)).to(device)
-
-
 def angles(
     config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: AttentionRows
 ) -> Angles:
     """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
     positions = rope_positions(config, rows)
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
+
+
+def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
+    """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
+    if rows.mrope_positions is None or not config.rotary.sections:
+        return rows.positions
+    return rows.mrope_positions[:, _pair_axes(config.rotary, rows.mrope_positions.device)]
+
+
+@cache
+def _pair_axes(rotary: RotaryConfig, device: torch.device) -> Int[Tensor, " half"]:
+    """Returns the M-RoPE axis of each rotary pair, uploaded once.
+
+    Graph capture allows no copy from the host.
+    """
+    return torch.from_numpy(mrope_section_map(rotary)).to(device)
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class BlockDrafter(NamedTuple):
         return self._extend(memory, committed)
 
     def _extend(self, memory: DraftState, committed: ExtendRows) -> DraftState:
-        read = (committed.rows, committed.passed)
-        kv = write_context(self.weights, *read, memory.kv[0], self.target.group)
+        rows, passed, group = committed.rows, committed.passed, self.target.group
+        kv = write_context(self.weights, rows, passed, memory.kv[0], group)
         return memory._replace(kv=(kv,))
 
     def draft(

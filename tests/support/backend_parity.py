@@ -84,6 +84,16 @@ def differences(file: Path) -> dict[str, str]:
     }
 
 
+def order_differences(file: Path) -> list[tuple[str, str]]:
+    """Pairs of top-level definitions at which the orders of the twins differ."""
+    sides = [definitions(twin, file, with_private=True) for twin in TWINS]
+    orders = [
+        [name for name in side if name in other and "." not in name]
+        for side, other in zip(sides, reversed(sides), strict=True)
+    ]
+    return [pair for pair in zip(*orders, strict=True) if pair[0] != pair[1]]
+
+
 def ops_called(twin: str, file: Path) -> dict[str, frozenset[str]]:
     """The ops that each public function of a file names, itself or through private ones of it.
 

@@ -23,6 +23,116 @@ from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 
 
 @dataclass(frozen=True)
+class DraftRequests:
+    """Requests of a step that drafts; see `shared.spec.tree_growth.DraftRequests`.
+
+    Attributes:
+      slots: Slot of each request.
+      deltas: M-RoPE position delta of each request; None for a text-only model.
+      relay: Draft input of each request; None for a drafter without one.
+    """
+
+    slots: Int[Tensor, " B"]
+    newest: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    deltas: Int[Tensor, " B"] | None
+    relay: DraftInput | None
+    draft_from: Int[Tensor, " B"]
+    max_drafts: Int[Tensor, " B"]
+    page_table: Int[Tensor, "B P"]
+
+    @classmethod
+    def of(
+        cls,
+        memory: DraftState,
+        plan: Plan,
+        newest: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
+    ) -> "DraftRequests":
+        """Reads the requests of a plan, and what the drafter's state has of their slots."""
+        slots, held = plan.slots, memory.relay
+        relay = held and DraftInput(held.tokens[slots], held.weights[slots], held.hidden[slots])
+        return cls(
+            slots=slots,
+            newest=newest,
+            lengths=lengths,
+            deltas=deltas,
+            relay=relay,
+            draft_from=memory.draft_from[slots],
+            max_drafts=plan.sampling.max_drafts,
+            page_table=plan.page_table,
+        )
+
+    @property
+    def can_draft(self) -> Bool[Tensor, " B"]:
+        """True for requests with draft KV."""
+        return self.draft_from < self.lengths
+
+
+@dataclass(frozen=True)
+class DraftTrees:
+    """Draft trees, built by `draft_tree.keep_best`.
+
+    Attributes:
+      weights: Path weights; None if there is a verify row for each node.
+      processed: Processed logits that each level of a chain was sampled from; None if drafts are
+        not sampled.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    num_nodes: Int[Tensor, " B"]
+    weights: Float[Tensor, "B N"] | None
+    processed: Float[Tensor, "B S vocab"] | None
+
+
+@dataclass(frozen=True)
+class PrefillChunks:
+    """Prompt chunks of a prefill.
+
+    Attributes:
+      tokens: Tokens of all chunks, then padding.
+      row_starts: First flat row of each chunk, and the end.
+      first: Position of each chunk's first token.
+      lengths: Lengths of the slots after the chunks.
+      last: Flat row of each chunk's last token.
+      rows: Positions and visible KV of the tokens.
+      sources: Encoder-cache row that replaces each token's embedding; None for a text-only model.
+    """
+
+    tokens: Int[Tensor, " T"]
+    row_starts: Int[Tensor, " B1"]
+    first: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    last: Int[Tensor, " B"]
+    rows: AttentionRows
+    sources: Int[Tensor, " T"] | None
+
+    @classmethod
+    def of(cls, plan: Plan, program: Program) -> "PrefillChunks":
+        prompt = plan.prompt
+        assert prompt is not None  # a prefill has one
+        row_starts, first = prompt.row_starts, prompt.first_positions
+        rows = attention.causal_rows(
+            row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
+        )
+        count, sources = len(rows.request), None
+        if prompt.images is not None:
+            rows = replace(rows, mrope_positions=prompt.images.mrope_positions[:count])
+            sources = prompt.images.sources[:count]
+        return cls(
+            tokens=prompt.tokens[:count],
+            row_starts=row_starts,
+            first=first,
+            lengths=first + row_starts[1:] - row_starts[:-1],
+            last=(row_starts[1:] - 1).clamp(min=0),
+            rows=rows,
+            sources=sources,
+        )
+
+
+@dataclass(frozen=True)
 class Ranking:
     """Ranks draft candidates with the logits processing and Gumbel noise of the target.
 
@@ -133,51 +243,6 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class PrefillChunks:
-    """Prompt chunks of a prefill.
-
-    Attributes:
-      tokens: Tokens of all chunks, then padding.
-      row_starts: First flat row of each chunk, and the end.
-      first: Position of each chunk's first token.
-      lengths: Lengths of the slots after the chunks.
-      last: Flat row of each chunk's last token.
-      rows: Positions and visible KV of the tokens.
-      sources: Encoder-cache row that replaces each token's embedding; None for a text-only model.
-    """
-
-    tokens: Int[Tensor, " T"]
-    row_starts: Int[Tensor, " B1"]
-    first: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    last: Int[Tensor, " B"]
-    rows: AttentionRows
-    sources: Int[Tensor, " T"] | None
-
-    @classmethod
-    def of(cls, plan: Plan, program: Program) -> "PrefillChunks":
-        prompt = plan.prompt
-        assert prompt is not None  # a prefill has one
-        row_starts, first = prompt.row_starts, prompt.first_positions
-        rows = attention.causal_rows(
-            row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
-        )
-        count, sources = len(rows.request), None
-        if prompt.images is not None:
-            rows = replace(rows, mrope_positions=prompt.images.mrope_positions[:count])
-            sources = prompt.images.sources[:count]
-        return cls(
-            tokens=prompt.tokens[:count],
-            row_starts=row_starts,
-            first=first,
-            lengths=first + row_starts[1:] - row_starts[:-1],
-            last=(row_starts[1:] - 1).clamp(min=0),
-            rows=rows,
-            sources=sources,
-        )
-
-
-@dataclass(frozen=True)
 class ExtendRows:
     """Committed rows of a draft extend.
 
@@ -196,71 +261,6 @@ class ExtendRows:
     shown: ImageEmbeds | None
     passed: Forward
     last: Int[Tensor, " B"]
-
-
-@dataclass(frozen=True)
-class DraftRequests:
-    """Requests of a step that drafts; see `shared.spec.tree_growth.DraftRequests`.
-
-    Attributes:
-      slots: Slot of each request.
-      deltas: M-RoPE position delta of each request; None for a text-only model.
-      relay: Draft input of each request; None for a drafter without one.
-    """
-
-    slots: Int[Tensor, " B"]
-    newest: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    deltas: Int[Tensor, " B"] | None
-    relay: DraftInput | None
-    draft_from: Int[Tensor, " B"]
-    max_drafts: Int[Tensor, " B"]
-    page_table: Int[Tensor, "B P"]
-
-    @classmethod
-    def of(
-        cls,
-        memory: DraftState,
-        plan: Plan,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        deltas: Int[Tensor, " B"] | None,
-    ) -> "DraftRequests":
-        """Reads the requests of a plan, and what the drafter's state has of their slots."""
-        slots, held = plan.slots, memory.relay
-        relay = held and DraftInput(held.tokens[slots], held.weights[slots], held.hidden[slots])
-        return cls(
-            slots=slots,
-            newest=newest,
-            lengths=lengths,
-            deltas=deltas,
-            relay=relay,
-            draft_from=memory.draft_from[slots],
-            max_drafts=plan.sampling.max_drafts,
-            page_table=plan.page_table,
-        )
-
-    @property
-    def can_draft(self) -> Bool[Tensor, " B"]:
-        """True for requests with draft KV."""
-        return self.draft_from < self.lengths
-
-
-@dataclass(frozen=True)
-class DraftTrees:
-    """Draft trees, built by `draft_tree.keep_best`.
-
-    Attributes:
-      weights: Path weights; None if there is a verify row for each node.
-      processed: Processed logits that each level of a chain was sampled from; None if drafts are
-        not sampled.
-    """
-
-    tokens: Int[Tensor, "B N"]
-    parents: Int[Tensor, "B N"]
-    num_nodes: Int[Tensor, " B"]
-    weights: Float[Tensor, "B N"] | None
-    processed: Float[Tensor, "B S vocab"] | None
 
 
 class Drafter(Protocol):

@@ -93,8 +93,7 @@ class BlockDrafter:
         committed: ExtendRows,
         rank: Ranking,
     ) -> None:
-        read, group = (committed.rows, committed.passed), self.target.group
-        write_context(self.weights, self.frequencies, *read, memory.kv[0], group)
+        self._extend(memory, committed)
 
     def extend(
         self,
@@ -105,8 +104,11 @@ class BlockDrafter:
         committed: ExtendRows,
         rank: Ranking,
     ) -> None:
-        read, group = (committed.rows, committed.passed), self.target.group
-        write_context(self.weights, self.frequencies, *read, memory.kv[0], group)
+        self._extend(memory, committed)
+
+    def _extend(self, memory: DraftState, committed: ExtendRows) -> None:
+        rows, passed, group = committed.rows, committed.passed, self.target.group
+        write_context(self.weights, self.frequencies, rows, passed, memory.kv[0], group)
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking

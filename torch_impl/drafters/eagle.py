@@ -76,6 +76,16 @@ class EagleDrafter:
         return draft(self.head, memory.kv[0], requests.relay, requests, shape, rank)
 
 
+def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> DraftInput:
+    """Extends the draft KV over committed rows; returns the relay of each request's last row."""
+    ends = head.forward(
+        committed.rows, committed.following, committed.shown, head.read(committed.passed), kv
+    )[committed.last]
+    rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
+    ranked = rank.roots(head.projected(ends))
+    return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends)
+
+
 @dataclass(frozen=True)
 class FirstLevel:
     """First level of a tree: the candidates below its root.
@@ -104,16 +114,6 @@ def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> 
     return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
 
 
-def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> DraftInput:
-    """Extends the draft KV over committed rows; returns the relay of each request's last row."""
-    ends = head.forward(
-        committed.rows, committed.following, committed.shown, head.read(committed.passed), kv
-    )[committed.last]
-    rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
-    ranked = rank.roots(head.projected(ends))
-    return DraftInput(ranked.ids[:, 0], ranked.weights[:, 0], ends)
-
-
 def draft(
     head: Head,
     kv: KV,
@@ -134,6 +134,35 @@ def draft(
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     first = first_of(head, relay, shape, rank)
     return grow(expand, first, requests, shape, rank, root_rows=0)
+
+
+def extend_rows(
+    lengths: Int[Tensor, " B"],
+    counts: Int[Tensor, " B"],
+    draft_from: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B P"],
+    depth: int,
+) -> AttentionRows:
+    """Returns the B * (depth + 1) rows of a draft extend over accepted paths.
+
+    Row j of a request has position `lengths + j` and is padding from `counts` on.
+    """
+    B, W = len(lengths), depth + 1
+    step = torch.arange(W, dtype=torch.int32, device=lengths.device)
+    is_real = (step < counts[:, None]).flatten()
+    positions = torch.where(is_real, (lengths[:, None] + step).flatten(), 0)
+    return AttentionRows(
+        request=_each(torch.arange(B, device=lengths.device), W),
+        positions=positions,
+        places=positions,
+        first=_each(draft_from, W),
+        until=positions + is_real,
+        window=is_real.new_zeros(B * W, 0),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=_row_starts(B, W, lengths.device),
+        max_rows=W,
+    )
 
 
 def grow(
@@ -204,35 +233,6 @@ def _grow_chain(
     is_weighed = shape.shares_rows(len(newest))
     weights = verify_budget.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
     return DraftTrees(*chains, weights, torch.stack(processed, dim=1) if processed else None)
-
-
-def extend_rows(
-    lengths: Int[Tensor, " B"],
-    counts: Int[Tensor, " B"],
-    draft_from: Int[Tensor, " B"],
-    page_table: Int[Tensor, "B P"],
-    depth: int,
-) -> AttentionRows:
-    """Returns the B * (depth + 1) rows of a draft extend over accepted paths.
-
-    Row j of a request has position `lengths + j` and is padding from `counts` on.
-    """
-    B, W = len(lengths), depth + 1
-    step = torch.arange(W, dtype=torch.int32, device=lengths.device)
-    is_real = (step < counts[:, None]).flatten()
-    positions = torch.where(is_real, (lengths[:, None] + step).flatten(), 0)
-    return AttentionRows(
-        request=_each(torch.arange(B, device=lengths.device), W),
-        positions=positions,
-        places=positions,
-        first=_each(draft_from, W),
-        until=positions + is_real,
-        window=is_real.new_zeros(B * W, 0),
-        is_real=is_real,
-        page_table=page_table,
-        row_starts=_row_starts(B, W, lengths.device),
-        max_rows=W,
-    )
 
 
 def _next_link(rows: AttentionRows) -> AttentionRows:
