@@ -147,7 +147,7 @@ def test_draft_head_shards_equal_token_map_rows(tied, tmp_path, monkeypatch):
         assert [len(share) for share in shares] == [64, 64]
         np.testing.assert_array_equal(np.concatenate(shares)[: len(MAP)], want)
         for rank in (0, 1):
-            how = (nothing, {}, (), TPGroup(rank, 2, None), MAP)
+            how = (nothing, {}, TPGroup(rank, 2, None), MAP)
             of_torch = torch_weights.load(
                 stored, config, False, "float32", torch.device("cpu"), *how
             )
