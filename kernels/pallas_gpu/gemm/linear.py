@@ -5,7 +5,6 @@ The bits of a row depend neither on the tiles nor on the number of rows (batch-i
 """
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,25 +18,25 @@ from jaxtyping import Float, Float32, Int, Int32
 from kernels.pallas_gpu.collectives.all_gather import (
     AllGatherArgs,
     GatherTile,
-    all_gather,
     all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
+from kernels.pallas_gpu.gemm.linear_launch import GemmResults, GemmTiling, gathered, joins
 from kernels.pallas_gpu.gemm.linear_mainloop import Factors, ResultBlock, sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     BlockPartials,
     RowOutputs,
-    partial_shapes,
     store_partials,
 )
-from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
 from shared.spec.reduction_order import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
+_FEW_ROWS = 32
+"""Rows of a tile that loads epilogue inputs before the main loop."""
 
 
 class GemmInputs(NamedTuple):
@@ -144,117 +143,150 @@ def product(
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
+    how = {"first": first, "out_type": out_type, "added": added, "order": order, "tiles": tiles}
+    is_plain = not is_gated and all(x is None for x in (squares, bias, asks))
     # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
     # interpreter.
-    if (
-        tiles.described
-        and not interpret
-        and takes(
-            x,
-            weights,
-            outputs=N,
-            first=first,
-            out_type=out_type,
-            is_normed=squares is not None,
-            is_plain=not is_gated and all(x is None for x in (squares, bias, asks)),
-            added=added,
-            order=order,
-            tiles=tiles,
-        )
+    may_copy = tiles.described and not interpret
+    if may_copy and takes(
+        x, weights, outputs=N, is_normed=squares is not None, is_plain=is_plain, **how
     ):
-        found = linear_sm90(
-            x,
-            weights,
-            layer,
-            scales,
-            row_scales,
-            num_rows=R,
-            first=first,
-            out_type=out_type,
-            squares=squares,
-            eps=eps,
-            is_gated=is_gated,
-            bias=bias,
-            factor=factor,
-            added=added,
-            norm=norm,
-            norm_layer=norm_layer,
-            order=order,
-            tiles=tiles,
-            asks=asks,
-        )
-        return found if gather is None else _gathered(*found[:3], gather)
+        how |= {"squares": squares, "eps": eps, "is_gated": is_gated, "bias": bias}
+        how |= {"factor": factor, "norm": norm, "norm_layer": norm_layer, "asks": asks}
+        found = linear_sm90(x, weights, layer, scales, row_scales, num_rows=R, **how)
+        return found if gather is None else gathered(*found[:3], gather)
     if is_quantised and not (interpret or is_on_hopper()):
         raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
-    tiles = tiles.narrowed
-    rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
-    if is_quantised:
-        rows = tiles.rows_of_codes(rows)
-        tiles = replace(tiles, depth=tiles.depth_of_codes(x.shape[1]))
-    elif scales is None:
-        tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
-    blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
-    shape, out = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((R, N), out_type)
-    scaled = sums = None
-    chunks = 0 if added is None else pl.cdiv(N, order.chunk)
-    if added is not None:
-        scaled = None if norm is None else out
-        sums = shape((R, chunks), jnp.float32)
-    joins = gather is not None and is_joined(R, N, out.dtype.itemsize, chunks)
-    if gather is not None and joins:
-        scaled = shape((R, gather.boxes.ranks * N), out_type)
-        sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
-        out = None if added is None else out
-    left = None if asks is None else tuple(partial_shapes(R, N, tiles.columns).values())
-    *found, left = pl.pallas_call(
-        functools.partial(
-            _product_kernel,
-            outputs=N,
-            first=first,
-            eps=eps,
-            is_gated=is_gated,
-            factor=factor,
-            num_rows=R,
-            row_blocks=blocks[0],
-            rows=rows,
-            order=order,
-            tiles=tiles,
-            boxes=gather.boxes if gather is not None and joins else None,
-            is_compiled=not interpret,
-        ),
-        grid=(blocks[0] * blocks[1],),
-        out_shape=(out, scaled, sums, left),
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    formats = {"is_quantised": is_quantised, "is_packed": scales is not None}
+    tiling = GemmTiling.of(R, N, x.shape[1], tiles, **formats)
+    is_added = added is not None
+    is_joined = joins(tiling, gather, out_type, order, is_added=is_added)
+    fused = gather if is_joined else None
+    shapes = GemmResults.of(
+        tiling,
+        out_type,
+        order,
+        is_added=is_added,
+        is_normed=norm is not None,
+        gather=fused,
+        asks=asks,
+    )
+    layer = layer.reshape(1)
+    inputs = GemmInputs(
+        scales=scales,
+        row_scales=row_scales,
+        squares=squares,
+        bias=bias,
+        added=added,
+        norms=norm,
+        norm_layer=norm_layer.reshape(1),
+        place=None if fused is None else fused.place,
+        **(asks or RowOutputs(None, None, None))._asdict(),
+    )
+    kernel = functools.partial(
+        _product_kernel,
+        tiling=tiling,
+        first=first,
+        eps=eps,
+        is_gated=is_gated,
+        factor=factor,
+        order=order,
+        boxes=None if fused is None else fused.boxes,
+        is_compiled=not interpret,
+    )
+    found = _launched(kernel, tiling, shapes, interpret)(x, weights, layer, inputs)
+    return GemmResults(*found).outputs(gather, asks, is_joined=is_joined)
+
+
+def _launched(kernel, tiling, shapes, interpret):
+    """Returns the call of a kernel, with one program per block."""
+    warps, stages = tiling.tiles.warps, tiling.tiles.stages
+    return pl.pallas_call(
+        kernel,
+        grid=(tiling.blocks,),
+        out_shape=tuple(shapes),
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="linear",
-    )(
-        x,
-        weights,
-        layer.reshape(1),
-        GemmInputs(
-            scales,
-            row_scales,
-            squares,
-            bias,
-            added,
-            norm,
-            norm_layer.reshape(1),
-            gather.place if gather is not None and joins else None,
-            *(asks or (None, None, None)),
-        ),
     )
-    if gather is None:
-        return (*found, None if asks is None else BlockPartials(*asks, *left))
-    if not joins:
-        return _gathered(*found, gather)
-    return (found[1], None, None, None) if added is None else (*found, None)
 
 
-def _gathered(out, scaled, sums, gather):
-    """All-gathers the outputs of a GEMM in a separate kernel; same results as a fused gather."""
-    values = out if scaled is None else scaled
-    every, all_sums = all_gather(values, sums, gather)
-    return (every, None, None, None) if sums is None else (out, every, all_sums, None)
+class _Tile(NamedTuple):
+    """Tile of the result.
+
+    Attributes:
+      layer: Index of the layer in the stacks.
+      block: Index of the block of outputs.
+      row, column, is_row, is_column: Rows and columns, and masks of those in bounds.
+      at_row, at_column: Rows and columns; those that are not stored have an index outside the
+        array, which the interpreter requires.
+      at, is_inside: Index of the elements, and the mask of those in bounds.
+    """
+
+    layer: Any
+    block: Any
+    row: Any
+    column: Any
+    is_row: Any
+    is_column: Any
+    at_row: Any
+    at_column: Any
+    at: Any
+    is_inside: Any
+
+    @classmethod
+    def of(cls, tiling: GemmTiling, layer_ref: Any) -> "_Tile":
+        """Returns the tile of a program; rows vary first to share the weight."""
+        tiles, blocks = tiling.tiles, tiling.row_blocks
+        block = lax.div(pl.program_id(0), blocks)
+        row = lax.rem(pl.program_id(0), blocks) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
+        column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
+        layer = layer_ref[0]
+        is_row, is_column = row < tiling.R, column < tiling.N
+        is_inside = is_row[:, None] & is_column[None, :]
+        at_row = jnp.where(is_row, row, tiling.R)
+        at_column = jnp.where(is_column, column, tiling.N)
+        at = (at_row[:, None], at_column[None, :])
+        return cls(layer, block, row, column, is_row, is_column, at_row, at_column, at, is_inside)
+
+
+class _PreloadedInputs(NamedTuple):
+    """Sums of squares, residual and next norm of a tile, if they are loaded before the loop."""
+
+    squares: Any
+    added: Any
+    norm: Any
+
+
+def _preload(inputs, tile):
+    """Loads the inputs of the epilogue for few rows, to hide their latency."""
+    if len(tile.row) > _FEW_ROWS:
+        return _PreloadedInputs(None, None, None)
+    return _PreloadedInputs(
+        squares=_squares_in(inputs, tile),
+        added=_added_in(inputs, tile),
+        norm=_norm_in(inputs, tile),
+    )
+
+
+def _squares_in(inputs, tile):
+    if inputs.squares is None:
+        return None
+    return load_squares(inputs.squares, tile.row, tile.is_row)
+
+
+def _added_in(inputs, tile):
+    if inputs.added is None:
+        return None
+    return pltriton.load(inputs.added.at[tile.at], mask=tile.is_inside, other=0.0)
+
+
+def _norm_in(inputs, tile):
+    """Loads the scale of the next norm for some columns."""
+    if inputs.norms is None:
+        return None
+    at = inputs.norms.at[inputs.norm_layer[0], tile.at_column]
+    return pltriton.load(at, mask=tile.is_column, other=0.0)
 
 
 def _product_kernel(
@@ -267,121 +299,105 @@ def _product_kernel(
     sums_ref,
     left_refs,
     *,
-    outputs,
+    tiling,
     first,
     eps,
     is_gated,
     factor,
-    num_rows,
-    row_blocks,
-    rows,
     order,
-    tiles,
     boxes,
     is_compiled,
 ):
-    """One program per block of outputs and block of rows; rows vary first to share the weight."""
-    is_normed, is_added = inputs.squares is not None, inputs.added is not None
-    R, K = num_rows, x_ref.shape[1]
-    block = lax.div(pl.program_id(0), row_blocks)
-    row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
-    column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
-    layer = layer_ref[0]
-    is_row, is_column = row < R, column < outputs
-    is_inside = is_row[:, None] & is_column[None, :]
-    # Rows that are not stored get an index outside the array, which the interpreter requires.
-    at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
-    of_result = (at_row[:, None], at_column[None, :])
-    peers = None
-    if boxes is not None:
-        peers = PeerView.read(inputs.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
-    # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
-    is_early = rows <= 32
-    squares = load_squares(inputs.squares, row, is_row) if is_normed and is_early else None
-    added = None
-    if is_added and is_early:
-        added = pltriton.load(inputs.added.at[of_result], mask=is_inside, other=0.0)
-    norm = None
-    if inputs.norms is not None and is_early:
-        norm = _norm_of(inputs, at_column, is_column)
-
+    """One program per block of outputs and block of rows."""
+    refs, K = GemmResults(out_ref, scaled_ref, sums_ref, left_refs), x_ref.shape[1]
+    tile = _Tile.of(tiling, layer_ref)
+    peers = None if boxes is None else PeerView.read(inputs.place, boxes, tiling.blocks)
+    early = _preload(inputs, tile)
     sums = sums_of(
-        Factors(x_ref, weights_ref, inputs.scales, inputs.row_scales, layer),
+        Factors(x_ref, weights_ref, inputs.scales, inputs.row_scales, tile.layer),
         ResultBlock(
-            number=block,
-            row=row,
-            column=column,
-            num_rows=R,
-            outputs=outputs,
+            number=tile.block,
+            row=tile.row,
+            column=tile.column,
+            num_rows=tiling.R,
+            outputs=tiling.N,
             first=first,
             weights=2 if is_gated else 1,
-            tiles=tiles,
+            tiles=tiling.tiles,
         ),
         is_compiled,
     )
-
-    if is_normed:
-        if squares is None:
-            squares = load_squares(inputs.squares, row, is_row)
+    if inputs.squares is not None:
+        squares = _squares_in(inputs, tile) if early.squares is None else early.squares
         scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
         sums = [x * scale[:, None] for x in sums]
     if inputs.bias is not None:
-        for number, x in enumerate(sums):
-            at = jnp.where(is_column, first + number * outputs + column, inputs.bias.shape[1])
-            bias = pltriton.load(inputs.bias.at[layer, at], mask=is_column, other=0.0)
-            sums[number] = x + bias.astype(jnp.float32)[None, :]
+        sums = _with_bias(sums, inputs.bias, tile, first, tiling.N)
     out = sums[0]
     if is_gated:
         out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
     if factor != 1:
         out = out * factor
-    if is_added:
-        if added is None:
-            added = pltriton.load(inputs.added.at[of_result], mask=is_inside, other=0.0)
+    if inputs.added is not None:
+        added = _added_in(inputs, tile) if early.added is None else early.added
         out += added.astype(jnp.float32)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
     read = out
     if inputs.norms is not None:
-        if norm is None:
-            norm = _norm_of(inputs, at_column, is_column)
+        norm = _norm_in(inputs, tile) if early.norm is None else early.norm
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
     if left_refs is not None:
-        store_partials(out, out_ref, inputs, left_refs, row, column, block)
-        return
-    if peers is not None:
-        words = R * outputs * out.dtype.itemsize // 4
-        shared = [GatherTile(read, block * tiles.columns, outputs, 0, scaled_ref)]
-        if is_added:
-            parts, chunks = tiles.columns // order.chunk, pl.cdiv(outputs, order.chunk)
-            for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
-                shared.append(
-                    GatherTile(sums[:, None], block * parts + place, chunks, words, sums_ref)
-                )
-            pltriton.store(out_ref.at[of_result], out, mask=is_inside)
-        all_gather_tiles(shared, row, is_row, peers, 32 * tiles.warps)
-        return
-    pltriton.store(out_ref.at[of_result], out, mask=is_inside)
-    if scaled_ref is not None:
-        pltriton.store(scaled_ref.at[of_result], read, mask=is_inside)
-    if is_added:
+        store_partials(out, out_ref, inputs, left_refs, tile.row, tile.column, tile.block)
+    elif peers is not None:
+        _share(out, read, refs, tile, tiling, peers, order)
+    else:
+        _store(out, read, refs, tile, tiling, order)
+
+
+def _with_bias(sums, bias_ref, tile, first, outputs):
+    biased = []
+    for number, x in enumerate(sums):
+        at = first + number * outputs + tile.column
+        at = jnp.where(tile.is_column, at, bias_ref.shape[1])
+        bias = pltriton.load(bias_ref.at[tile.layer, at], mask=tile.is_column, other=0.0)
+        biased.append(x + bias.astype(jnp.float32)[None, :])
+    return biased
+
+
+def _share(out, read, refs, tile, tiling, peers, order):
+    """Same as `_store`, with all-gather: the next input and the squares are of all ranks."""
+    N, tiles = tiling.N, tiling.tiles
+    words = tiling.R * N * out.dtype.itemsize // 4
+    shared = [GatherTile(read, tile.block * tiles.columns, N, 0, refs.scaled)]
+    if refs.sums is not None:
+        chunks = pl.cdiv(N, order.chunk)
         parts = tiles.columns // order.chunk
-        for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
-            place += block * parts
-            at = jnp.full(row.shape, jnp.minimum(place, sums_ref.shape[1] - 1))
-            is_inside = is_row & (place < sums_ref.shape[1])
-            pltriton.store(sums_ref.at[at_row, at], sums, mask=is_inside)
+        for place, sums in enumerate(_squares(out, tile, tiling, order)):
+            first = tile.block * parts + place
+            shared.append(GatherTile(sums[:, None], first, chunks, words, refs.sums))
+        pltriton.store(refs.out.at[tile.at], out, mask=tile.is_inside)
+    all_gather_tiles(shared, tile.row, tile.is_row, peers, 32 * tiles.warps)
 
 
-def _norm_of(inputs, at_column, is_column):
-    """Loads the scale of the next norm for some columns."""
-    at = inputs.norms.at[inputs.norm_layer[0], at_column]
-    return pltriton.load(at, mask=is_column, other=0.0)
+def _store(out, read, refs, tile, tiling, order):
+    """Stores a block of the result, the next norm's input, and its sums of squares per chunk."""
+    pltriton.store(refs.out.at[tile.at], out, mask=tile.is_inside)
+    if refs.scaled is not None:
+        pltriton.store(refs.scaled.at[tile.at], read, mask=tile.is_inside)
+    if refs.sums is None:
+        return
+    parts, chunks = tiling.tiles.columns // order.chunk, refs.sums.shape[1]
+    for place, sums in enumerate(_squares(out, tile, tiling, order)):
+        chunk = place + tile.block * parts
+        at = jnp.full(tile.row.shape, jnp.minimum(chunk, chunks - 1))
+        is_inside = tile.is_row & (chunk < chunks)
+        pltriton.store(refs.sums.at[tile.at_row, at], sums, mask=is_inside)
 
 
-def _squares(out, column, block, outputs, parts, order):
-    """Computes the sums of squares of a block of the result, chunk by chunk."""
-    terms = out.astype(jnp.float32)
-    terms = jnp.where((column < outputs)[None, :], terms * terms, 0.0)
+def _squares(out, tile, tiling, order):
+    """Yields the sums of squares of a block of the result, chunk by chunk."""
+    parts, terms = tiling.tiles.columns // order.chunk, out.astype(jnp.float32)
+    terms = jnp.where((tile.at_column < tiling.N)[None, :], terms * terms, 0.0)
     for place in range(parts):
-        is_part = lax.div(column, order.chunk) == block * parts + place
+        is_part = lax.div(tile.at_column, order.chunk) == tile.block * parts + place
         yield add_up(jnp.where(is_part[None, :], terms, 0.0), order.digits)

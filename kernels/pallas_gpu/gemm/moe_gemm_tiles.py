@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.gemm.fp8_w8a16 import four
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
+from kernels.pallas_gpu.gemm.block_loaders import OperandTiles, loader_of
+from kernels.pallas_gpu.gemm.linear_mainloop import accumulate
 
 
 class ExpertWeights(NamedTuple):
@@ -67,49 +67,23 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
       has_all: Whether all outputs are in bounds.
       config: Tile config.
     """
-    K = x_ref.shape[1]
-    exact = {"precision": lax.Precision.HIGHEST}
-
-    def part(ref, lead, inputs, is_one, has_all, size):
-        masks = [] if has_all else [is_one[:, None]]
-        masks += [] if size % len(inputs) == 0 else [(inputs < size)[None, :]]
-        masked = {}
-        if masks:
-            keep = masks[0] if len(masks) == 1 else masks[0] & masks[1]
-            keep = jnp.broadcast_to(keep, (len(is_one), len(inputs)))
-            masked = {"mask": keep, "other": 0.0 if ref.dtype != jnp.int32 else 0}
-        return pltriton.load(ref.at[(*lead, inputs[None, :])], **masked)
-
-    def rows_at(inputs):
-        return part(x_ref, (row[:, None],), inputs, is_row, False, K).T
-
-    def weight_at(inputs, size):
-        lead = (*of_expert, output[:, None])
-        return part(stored.weights, lead, inputs, is_output, has_all, size)
-
-    def add(i, total):
-        inputs = i * config.depth + lax.iota(jnp.int32, config.depth)
-        return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
-
-    def scale_at(i):
-        share, _ = shares_of(stored.weights.shape, stored.scales.shape)
-        block = jnp.full((len(output), 1), i)
-        at = (*of_expert, lax.div(output, share)[:, None], block)
-        masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}
-        return pltriton.load(stored.scales.at[at], **masked)
-
-    def add_four(i, total):
-        lane = lax.iota(jnp.int32, FP8_BLOCK // 4)
-        xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
-        words = weight_at(i * len(lane) + lane, K // 4)
-        scale = scale_at(i) if only_scale is None else only_scale
-        for weight, x in zip(four(words, scale, not config.interpret), xs, strict=True):
-            total += pltriton.dot(weight.astype(x.dtype), x, **exact)
-        return total
-
-    only_scale = None
-    if stored.scales is not None and stored.scales.shape[-1] == 1:  # one scale for all inputs
-        only_scale = scale_at(0)
-    nothing = jnp.zeros((len(output), config.lanes), jnp.float32)
-    step = add if stored.scales is None else add_four
-    return lax.fori_loop(0, pl.cdiv(K, config.depth), step, nothing)
+    tile = OperandTiles(
+        x=x_ref,
+        row_scales=None,
+        weights=stored.weights,
+        scales=stored.scales,
+        stack=of_expert,
+        row=row,
+        scale_row=row,
+        outputs=[lambda: output[:, None]],
+        columns=len(output),
+        is_row=is_row,
+        is_output=is_output,
+        has_all_rows=False,
+        has_all_outputs=has_all,
+        loads_weight_first=stored.scales is None,
+    )
+    loader = loader_of(tile, config.depth, not config.interpret)
+    steps = pl.cdiv(x_ref.shape[1], config.depth)
+    (total,) = accumulate(loader, (len(output), config.lanes), 1, steps, is_swapped=True)
+    return total

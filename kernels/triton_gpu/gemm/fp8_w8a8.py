@@ -45,56 +45,6 @@ def _encoded(x):
 
 
 @triton.jit
-def add_blocks(
-    acc,
-    up,
-    x_at,
-    weight_at,
-    scales_at,
-    row_scales_at,
-    at,
-    first_row,
-    output,
-    num_rows,
-    sizes: tl.constexpr,
-    config: tl.constexpr,
-):
-    """Adds the products of a step's FP8 blocks, one after the other.
-
-    Args:
-      acc, up: Accumulators. The second is for the up projection if the first is for the gate, or
-        for the other half of the tile.
-      x_at, weight_at: Descriptors; or pointers to the first block of the step, per element.
-      scales_at, row_scales_at: Pointers to the scales of the weight and of the rows.
-      at, first_row, output: First input of the step, and first row and output of the tile.
-      num_rows: Number of rows.
-      sizes, config: Same as for the kernel of `linear`.
-    """
-    row = first_row + tl.arange(0, config.rows)
-    is_row = row < num_rows
-    width: tl.constexpr = acc.shape[0] if config.is_swapped else acc.shape[1]
-    beside: tl.constexpr = sizes.N if sizes.is_gated else width
-    for number in tl.static_range(config.depth // _BLOCK):
-        place = at + number * _BLOCK
-        scale = tl.load(row_scales_at + place // _BLOCK * num_rows + row, mask=is_row, other=0.0)
-        if config.is_described:
-            x, weight = x_at.load([first_row, place]), weight_at.load([output, place])
-        else:
-            x = tl.load(x_at + number * _BLOCK, mask=is_row[:, None], other=0.0)
-            weight = tl.load(weight_at + number * _BLOCK)
-        of_block = scale_of(scales_at, output, place, sizes.K)
-        acc = add_codes(acc, x, weight, scale * of_block, config.is_swapped, sizes.is_interpreted)
-        if sizes.is_gated or width < config.columns:
-            if config.is_described:
-                weight = weight_at.load([output + beside, place])
-            else:
-                weight = tl.load(weight_at + beside * sizes.K + number * _BLOCK)
-            of_block = scale_of(scales_at, output + beside, place, sizes.K)
-            up = add_codes(up, x, weight, scale * of_block, config.is_swapped, sizes.is_interpreted)
-    return acc, up
-
-
-@triton.jit
 def scale_of(scales_at, output, at, K: tl.constexpr):
     """Loads the scale of the weight block that contains some outputs and inputs."""
     return tl.load(scales_at + output // _BLOCK * (K // _BLOCK) + at // _BLOCK)

@@ -13,33 +13,29 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, all_gather, number_of, rank_of
-from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
+from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
 from kernels.triton_gpu.gemm import linear_sm90
-from kernels.triton_gpu.gemm.fp8_w8a8 import add_blocks, width_of
+from kernels.triton_gpu.gemm.block_loaders import OperandTile, packed_tile
 from kernels.triton_gpu.gemm.fp8_w8a16 import widened
 from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmOperands,
-    GemmSizes,
-    GemmTileConfig,
-    SquaresChunks,
+    ResultTile,
+    finish,
+    load_early,
     share_result,
     store_result,
 )
-from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertWeights, add_four, place_in_words
-from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
+from kernels.triton_gpu.gemm.linear_launch import (
+    FusedInputs,
+    GemmResults,
+    GemmTiling,
+    squares_chunks,
+)
+from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
-from shared.models.formats.fp8 import BLOCK
-from shared.models.formats.fp8_w8a16 import shares_of
 from shared.spec.reduction_order import SquaresOrder
-
-_BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
-_DESCRIBED_BYTES = 16
-"""Alignment in bytes that TMA descriptors require of row strides."""
 
 
 def product(
@@ -95,132 +91,63 @@ def product(
       all ranks, except the result with `added`: it is this rank's shard, and the second output is
       the next GEMM's input, with or without a norm.
     """
-    (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-    is_quantised = row_scales is not None
-    if scales is not None and tiles.widens and not is_quantised:
+    if scales is not None and row_scales is None and tiles.widens:
         weight, scales = widened(weight, scales, **launching(x)), None
     is_wide = asks is None and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
     )
-    tiles = tiles if is_wide else tiles.narrowed
-    rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
-    if is_quantised:
-        rows = tiles.rows_of_codes(rows)
-        depth = tiles.depth_of_codes(K)
-    else:
-        depth = tiles.depth_of(K) if scales is None else tiles.depth
-    row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
-    chunks = 0 if squares is None else squares.shape[1]
-    out = torch.empty((R, N), dtype=out_type, device=x.device)
-    scaled = sums = every = all_sums = None
-    leaves = None if asks is None else BlockPartials.of(asks, N, tiles.columns)
-    out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
-    joins = (
-        gather is not None
-        and not (tiles.persistent or is_wide)
-        and is_joined(R, N, out.element_size(), out_chunks)
-    )
-    if gather is not None and joins:
-        every = out.new_empty((R, gather.boxes.ranks * N))
-        shape = (R, gather.boxes.ranks * out_chunks)
-        all_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if added is not None:
-        scaled = None if norm is None else torch.empty_like(out)
-        sums = torch.empty((R, out_chunks), dtype=torch.float32, device=x.device)
-    is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
-    x_at, weight_at = x, weight
-    if is_described and not is_wide:
-        lanes = BLOCK if is_quantised else depth
-        x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
-        block = [width_of(rows, tiles.columns, is_quantised, is_gated), lanes]
-        if is_gated and not is_quantised:  # blocks of gate and up form one tile
-            weight_at, block = weight.view(2, N, K), [2, *block]
-        weight_at = TensorDescriptor.from_tensor(weight_at, block)
-    blocks = row_blocks * column_blocks
+    how = {"is_gated": is_gated, "is_quantised": row_scales is not None, "is_wide": is_wide}
+    tiling = GemmTiling.of(x, weight, scales, tiles, **how)
+    fused = FusedInputs(squares, eps, bias, factor, added, norm)
+    joins = None if tiling.tiles.persistent or is_wide else gather
+    results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
     # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.
-    is_persistent = tiles.persistent and asks is None or is_wide
-    programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
-    args = GemmOperands(
-        # Triton requires a pointer, even if nothing reads it.
-        squares=x if squares is None else squares,
-        bias=x if bias is None else bias,
-        added=out if added is None else added,
-        norm=out if norm is None else norm,
-        out=out,
-        scaled=out if scaled is None else scaled,
-        sums=out if sums is None else sums,
-        eps=eps,
-        **(dict.fromkeys(BlockPartials._fields, out) if leaves is None else leaves._asdict()),
-        all_words=out if every is None else every.view(torch.int32),
-        all_sums=out if all_sums is None else all_sums.view(torch.int32),
-        mail=out if gather is None else gather.mail.place,
-        clock=out if gather is None else gather.mail.clock,
-        call=0 if gather is None else gather.call,
-    )
-    how: dict[str, Any] = {
-        "sizes": GemmSizes(
-            N=N,
-            K=K,
-            shares=None
-            if scales is None or is_quantised
-            else shares_of(weight.shape, scales.shape),
-            is_quantised=is_quantised,
-            is_interpreted=not launching(x)["is_launched"],
-            is_biased=bias is not None,
-            is_gated=is_gated,
-            is_added=added is not None,
-            is_scaled=scaled is not None,
-            factor=factor,
-            leaves=0 if leaves is None else column_blocks,
-            box=PeerLayout.of(gather.boxes) if gather is not None and joins else None,
-            pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
-        ),
-        "squares": SquaresChunks(
-            count=chunks,
-            spread=triton.next_power_of_2(max(chunks, 1)),
-            length=order.chunk,
-            digits=order.digits,
-            digits_of_chunks=order.digits_of_chunks,
-        ),
-        "config": GemmTileConfig(
-            rows=rows,
-            columns=tiles.columns,
-            depth=depth,
-            stages=tiles.stages,
-            is_swapped=tiles.swapped,
-            is_described=is_described,
-            is_persistent=is_persistent,
-            has_all_rows=rows * row_blocks == R,
-        ),
+    is_persistent = tiling.tiles.persistent and asks is None or is_wide
+    _launch(
+        *((x, weight) if is_wide else tiling.described(x, weight)),
+        x if scales is None else scales,
+        x if row_scales is None else row_scales,
+        results.operands(x, fused, gather),
+        tiling,
+        is_wide=is_wide,
+        programs=_multiprocessors(x.device) if is_persistent else tiling.blocks,
+        sizes=results.sizes(tiling, fused, gather),
+        squares=squares_chunks(squares, order),
+        config=tiling.config(is_persistent, is_interpreted=not launching(x)["is_launched"]),
         **launching(x),
-    }
+    )
+    return results.gathered(gather)
+
+
+def _launch(
+    x_at: Any,
+    weight_at: Any,
+    scales: Tensor,
+    row_scales: Tensor,
+    args: GemmOperands,
+    tiling: GemmTiling,
+    *,
+    is_wide: bool,
+    programs: int,
+    **how: Any,
+) -> None:
+    """Launches the kernel of a GEMM, `linear_sm90` if `is_wide`; see `_product_kernel`."""
+    programs, blocks = min(tiling.blocks, programs), (tiling.row_blocks, tiling.blocks)
     if is_wide:
-        given = (x, weight, args, row_blocks, blocks)
-        linear_sm90.launch(*given, programs=programs, warps=tiles.warps, **how)
-    else:
-        _product_kernel[(programs,)](
-            x_at,
-            weight_at,
-            x if scales is None else scales,
-            x if row_scales is None else row_scales,
-            args,
-            R,
-            row_blocks,
-            blocks,
-            num_warps=tiles.warps,
-            **how,
-        )
-    if gather is None:
-        return out, scaled, sums, leaves
-    if every is None:
-        every, all_sums = all_gather(
-            out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
-        )
-    return (every, None, None, None) if added is None else (out, every, all_sums, None)
-
-
-def _pack(words: int, warps: int) -> int:
-    return max(1, min(4, words // (32 * warps)))
+        warps = tiling.tiles.warps
+        linear_sm90.launch(x_at, weight_at, args, *blocks, programs=programs, warps=warps, **how)
+        return
+    _product_kernel[(programs,)](
+        x_at,
+        weight_at,
+        scales,
+        row_scales,
+        args,
+        tiling.R,
+        *blocks,
+        num_warps=tiling.tiles.warps,
+        **how,
+    )
 
 
 @cache
@@ -299,152 +226,129 @@ def _product_kernel(
 
 @triton.jit
 def _product_block(
-    number, x_at, weight_at, scales_at, row_scales_at, args, num_rows, row_blocks,
-    sizes: tl.constexpr, squares: tl.constexpr, config: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
-    """Computes one block of outputs and rows; rows vary first to share the weight."""
-    N: tl.constexpr = sizes.N
-    K: tl.constexpr = sizes.K
-    is_gated: tl.constexpr = sizes.is_gated
-    rows: tl.constexpr = config.rows
-    columns: tl.constexpr = config.columns
-    depth: tl.constexpr = config.depth
-    is_swapped: tl.constexpr = config.is_swapped
-    is_described: tl.constexpr = config.is_described
-    # Concurrent programs share a block of the weight; the rows are in the L2 cache anyway.
-    first_row = (number % row_blocks) * rows
-    block = number // row_blocks
-    row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
-    step = tl.arange(0, _BLOCK if sizes.is_quantised else depth)
-    is_row, is_column = row < num_rows, column < N
-    # Blocks of gate and up in one tile are multiplied together, so the rows are read once.
-    is_in_words: tl.constexpr = sizes.shares is not None
-    is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or is_in_words)
-    single: tl.constexpr = width_of(rows, columns, sizes.is_quantised, is_gated)
-    width: tl.constexpr = 2 * columns if is_joined else single
-    has_all: tl.constexpr = N % columns == 0
-    if is_in_words:
-        x_at += row.to(tl.int64)[:, None] * K
-        lane = tl.arange(0, width)
-        output = block * columns + lane % columns
-        is_output = output < N
-        output += lane // columns * N
-        stored, scale = (
-            ExpertWeights(weights=weight_at, scales=scales_at),
-            output // sizes.shares.outputs,
-        )
-        of_weight = place_in_words(stored, output, scale, is_output, has_all, sizes)
-    elif not is_described:
-        x_at += row.to(tl.int64)[:, None] * K + step[None, :]
-        stored = block * columns + tl.arange(0, single)
-        weight_at += stored.to(tl.int64)[:, None] * K + step[None, :]
+    number,
+    x_at,
+    weight_at,
+    scales_at,
+    row_scales_at,
+    args,
+    num_rows,
+    row_blocks,
+    sizes: tl.constexpr,
+    squares: tl.constexpr,
+    config: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """Computes one block of outputs and rows."""
+    loads: tl.constexpr = config.loads
+    tile = _tile_of(number, num_rows, row_blocks, sizes, config)
+    rows = _rows_of(tile, x_at, row_scales_at, config)
+    outputs = _outputs_of(tile, weight_at, scales_at, sizes, config)
     if is_launched:
         gdc_wait()
     if sizes.box is not None:
-        rank, number_of_call = (
-            rank_of(args.mail, sizes),
-            number_of(args.clock, args.call),
-        )
-    is_inside = is_row[:, None] & is_column[None, :]
-    place = row.to(tl.int64)[:, None] * N + column[None, :]
-    # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
-    is_early: tl.constexpr = rows <= 32
-    if is_early and squares.count > 0:
-        terms = squares_of(args.squares, row, is_row, squares)
-    if is_early and sizes.is_added:
-        added = tl.load(args.added + place, mask=is_inside, other=0.0)
-    norm = column
-    if is_early and sizes.is_scaled:
-        norm = tl.load(args.norm + column, mask=is_column, other=0.0)
-
-    acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
-    up = acc
-    for at in tl.range(0, K, depth, num_stages=config.stages):
-        if is_in_words:
-            acc = add_four(acc, of_weight, x_at, at, is_row, is_output, has_all, sizes, is_launched)
-        elif sizes.is_quantised:
-            acc, up = add_blocks(
-                acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, block * columns,
-                num_rows, sizes, config,
-            )  # fmt: skip
-        elif is_described:
-            x = x_at.load([first_row, at])
-            if is_joined:
-                weight = tl.reshape(weight_at.load([0, block * columns, at]), (width, depth))
-            else:
-                weight = weight_at.load([block * columns, at])
-            acc = _add_product(acc, x, weight, is_swapped)
-        else:
-            inside = step[None, :] < K - at
-            x = _tile(x_at, is_row, inside, config.has_all_rows, K % depth == 0)
-            weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
-            acc = _add_product(acc, x, weight, is_swapped)
-            if is_gated:
-                weight = _tile(
-                    weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0
-                )
-                up = _add_product(up, x, weight, is_swapped)
-        if not (is_in_words or is_described):
-            x_at += depth
-            weight_at += depth
-    if is_launched and not is_described:  # slower with TMA descriptors, as measured
+        rank, call = rank_of(args.mail, sizes), number_of(args.clock, args.call)
+    early = load_early(args, tile, sizes, squares)
+    shape: tl.constexpr = (
+        (config.width, config.rows) if config.is_swapped else (config.rows, config.width)
+    )
+    acc, more = accumulate(
+        tl.zeros(shape, tl.float32),
+        rows,
+        outputs,
+        config.depth,
+        config.stages,
+        config.beside,
+        config.is_swapped,
+        loads,
+    )
+    if is_launched and loads.rows.kind != "descriptor":  # slower with TMA, as measured
         gdc_launch_dependents()
-    if is_swapped:
-        acc = tl.trans(acc)
-        up = tl.trans(up)
-    if is_joined:
-        halves = tl.permute(tl.reshape(acc, (rows, 2, columns)), (0, 2, 1))
-        acc, up = tl.split(halves)
-    elif single < columns:
-        acc = tl.reshape(tl.permute(tl.join(acc, up), (0, 2, 1)), (rows, columns))
-
-    if squares.count > 0:
-        if not is_early:
-            terms = squares_of(args.squares, row, is_row, squares)
-        scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + args.eps)
-        acc = acc * scale[:, None]
-        up = up * scale[:, None]
-    if sizes.is_biased:
-        acc += tl.load(args.bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if is_gated:
-            up += tl.load(args.bias + N + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if is_gated:
-        acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
-    if sizes.factor != 1.0:
-        acc = acc * sizes.factor
-    if sizes.is_added:
-        if not is_early:
-            added = tl.load(args.added + place, mask=is_inside, other=0.0)
-        acc += added.to(tl.float32)
-    out = acc.to(args.out.dtype.element_ty)
-    if sizes.is_scaled and not is_early:
-        norm = tl.load(args.norm + column, mask=is_column, other=0.0)
+    acc, more = _halves(acc, more, config)
+    out, norm = finish(acc, more, early, args, tile, sizes, squares)
+    row, column, block = tile.row, tile.column, tile.block
     if sizes.leaves > 0:
         store_partials(out, args, row, column, block, num_rows, sizes)
     elif sizes.box is None:
         store_result(out, norm, args, row, column, block, num_rows, sizes, squares)
     else:
-        share_result(
-            out, norm, args, row, column, block, num_rows, rank, number_of_call, sizes, squares
+        share_result(out, norm, args, row, column, block, num_rows, rank, call, sizes, squares)
+
+
+@triton.jit
+def _tile_of(number, num_rows, row_blocks, sizes: tl.constexpr, config: tl.constexpr):
+    """Returns a tile; rows vary first, so that concurrent programs share a block of the weight.
+
+    The rows are in the L2 cache anyway.
+    """
+    first_row = (number % row_blocks) * config.rows
+    block = number // row_blocks
+    row = first_row + tl.arange(0, config.rows)
+    column = block * config.columns + tl.arange(0, config.columns)
+    return ResultTile(
+        block=block,
+        first_row=first_row,
+        row=row,
+        column=column,
+        is_row=row < num_rows,
+        is_column=column < sizes.N,
+        num_rows=num_rows,
+    )
+
+
+@triton.jit
+def _rows_of(tile, x_at, row_scales_at, config: tl.constexpr):
+    """Returns the rows of a tile as the main loop loads them."""
+    access: tl.constexpr = config.loads.rows
+    if access.kind != "descriptor":
+        place = tile.row.to(tl.int64)[:, None] * access.row
+        if access.kind == "step":
+            place += tl.arange(0, access.width)[None, :]
+        x_at += place
+    return OperandTile(
+        place=x_at,
+        scales=row_scales_at,
+        first=tile.first_row,
+        is_inside=tile.is_row,
+        count=tile.num_rows,
+    )
+
+
+@triton.jit
+def _outputs_of(tile, weight_at, scales_at, sizes: tl.constexpr, config: tl.constexpr):
+    """Returns the outputs of a tile as the main loop loads them; packed gate and up are joined."""
+    loads: tl.constexpr = config.loads
+    access: tl.constexpr = loads.weight
+    first, is_inside = tile.block * config.columns, tile.is_column
+    if access.kind == "row":
+        lane = tl.arange(0, config.width)
+        output = first + lane % config.columns
+        is_inside = output < sizes.N
+        output += lane // config.columns * sizes.N
+        scale = output // loads.format.scales.outputs
+        outputs = packed_tile(weight_at, scales_at, output, scale, is_inside, access.has_all, loads)
+    else:
+        if access.kind == "step":
+            stored = first + tl.arange(0, config.width)
+            weight_at += (
+                stored.to(tl.int64)[:, None] * access.row + tl.arange(0, access.width)[None, :]
+            )
+        outputs = OperandTile(
+            place=weight_at, scales=scales_at, first=first, is_inside=is_inside, count=0
         )
+    return outputs
 
 
 @triton.jit
-def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr):
-    """Loads a tile of rows or of a weight, zero outside the array."""
-    if has_all and has_all_steps:
-        tile = tl.load(at)
-    elif has_all_steps:
-        tile = tl.load(at, mask=is_one[:, None], other=0.0)
-    else:
-        tile = tl.load(at, mask=is_one[:, None] & inside, other=0.0)
-    return tile
-
-
-@triton.jit
-def _add_product(acc, x, weight, is_swapped: tl.constexpr):
-    if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    return acc
+def _halves(acc, more, config: tl.constexpr):
+    """Returns the accumulators as `[rows, columns]`: of the result, or of gate and up."""
+    if config.is_swapped:
+        acc = tl.trans(acc)
+        more = tl.trans(more)
+    if config.width > config.columns:
+        halves = tl.permute(tl.reshape(acc, (config.rows, 2, config.columns)), (0, 2, 1))
+        acc, more = tl.split(halves)
+    elif config.width < config.columns:
+        both = tl.permute(tl.join(acc, more), (0, 2, 1))
+        acc = tl.reshape(both, (config.rows, config.columns))
+    return acc, more

@@ -7,8 +7,12 @@ import triton.language as tl
 
 from kernels.triton_gpu.collectives.all_gather import receive_words, send_words, words_of
 from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
-from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
-from shared.models.formats.fp8_w8a16 import ScaleLayout
+from kernels.triton_gpu.gemm.block_loaders import TileLoads
+from kernels.triton_gpu.gemm.sum_of_squares import add_up, chunks_of, squares_of
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_FEW_ROWS = tl.constexpr(32)
+"""Rows of a tile that loads epilogue inputs before the main loop, to hide their latency."""
 
 
 class GemmOperands(NamedTuple):
@@ -53,9 +57,6 @@ class GemmSizes(NamedTuple):
     """Problem size: outputs, inputs, and the fused operations.
 
     Attributes:
-      shares: Layout of packed FP8 weights; None: the weight is bfloat16, float32 or quantised FP8.
-      is_quantised: Whether rows and weight are quantised (W8A8).
-      is_interpreted: Whether the interpreter runs the kernel.
       is_biased, is_gated, is_added, is_scaled: Fused operations.
       factor: Factor of a result that is not gated.
       leaves: Output blocks with LM-head partials; 0: the result is stored.
@@ -65,9 +66,6 @@ class GemmSizes(NamedTuple):
 
     N: int
     K: int
-    shares: ScaleLayout | None
-    is_quantised: bool
-    is_interpreted: bool
     is_biased: bool
     is_gated: bool
     is_added: bool
@@ -95,16 +93,113 @@ class SquaresChunks(NamedTuple):
 
 
 class GemmTileConfig(NamedTuple):
-    """Tile config, and whether every block of rows is full."""
+    """Tile config.
+
+    Attributes:
+      rows, columns: Rows and outputs of a tile.
+      width, beside: Outputs of an accumulator, and outputs from there to those of a second one; 0:
+        there is none.
+      depth, stages: Inputs per step, and pipeline stages.
+      loads: Loads of the operands.
+    """
 
     rows: int
     columns: int
+    width: int
+    beside: int
     depth: int
     stages: int
     is_swapped: bool
-    is_described: bool
     is_persistent: bool
-    has_all_rows: bool
+    loads: TileLoads
+
+
+class ResultTile(NamedTuple):
+    """Tile of the result.
+
+    Attributes:
+      block: Index of the block of outputs.
+      first_row, row, column: First row, and all rows and columns.
+      is_row, is_column: Masks of the rows and columns in bounds.
+      num_rows: Rows of the result.
+    """
+
+    block: Any
+    first_row: Any
+    row: Any
+    column: Any
+    is_row: Any
+    is_column: Any
+    num_rows: Any
+
+
+class EarlyInputs(NamedTuple):
+    """State of the epilogue from before the main loop.
+
+    Attributes:
+      is_inside, place: Mask of the elements in bounds, and their offsets in the result.
+      squares, added, norm: Sums of squares, residual and next norm, if they are loaded already.
+    """
+
+    is_inside: Any
+    place: Any
+    squares: Any
+    added: Any
+    norm: Any
+
+
+@triton.jit
+def load_early(args, tile, sizes: tl.constexpr, squares: tl.constexpr):
+    """Loads the inputs of the epilogue for few rows; others are loaded when they are used."""
+    is_inside = tile.is_row[:, None] & tile.is_column[None, :]
+    place = tile.row.to(tl.int64)[:, None] * sizes.N + tile.column[None, :]
+    terms, added, norm = tile.row, tile.row, tile.column
+    if tile.row.shape[0] <= _FEW_ROWS:
+        if squares.count > 0:
+            terms = squares_of(args.squares, tile.row, tile.is_row, squares)
+        if sizes.is_added:
+            added = tl.load(args.added + place, mask=is_inside, other=0.0)
+        if sizes.is_scaled:
+            norm = tl.load(args.norm + tile.column, mask=tile.is_column, other=0.0)
+    return EarlyInputs(is_inside=is_inside, place=place, squares=terms, added=added, norm=norm)
+
+
+@triton.jit
+def finish(acc, up, early, args, tile, sizes: tl.constexpr, squares: tl.constexpr):
+    """Applies the epilogue to the accumulators, of the result or of gate and up.
+
+    Returns:
+      The result in its type, and the scale of the next norm if there is one.
+    """
+    is_early: tl.constexpr = tile.row.shape[0] <= _FEW_ROWS
+    if squares.count > 0:
+        terms = early.squares
+        if not is_early:
+            terms = squares_of(args.squares, tile.row, tile.is_row, squares)
+        mean = add_up(terms, squares.digits_of_chunks) * (1.0 / sizes.K)
+        scale = tl.rsqrt(mean + args.eps)
+        acc = acc * scale[:, None]
+        up = up * scale[:, None]
+    if sizes.is_biased:
+        bias_at = args.bias + tile.column
+        acc += tl.load(bias_at, mask=tile.is_column, other=0.0).to(tl.float32)[None, :]
+        if sizes.is_gated:
+            up_at = args.bias + sizes.N + tile.column
+            up += tl.load(up_at, mask=tile.is_column, other=0.0).to(tl.float32)[None, :]
+    if sizes.is_gated:
+        acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
+    if sizes.factor != 1.0:
+        acc = acc * sizes.factor
+    if sizes.is_added:
+        added = early.added
+        if not is_early:
+            added = tl.load(args.added + early.place, mask=early.is_inside, other=0.0)
+        acc += added.to(tl.float32)
+    out = acc.to(args.out.dtype.element_ty)
+    norm = early.norm
+    if sizes.is_scaled and not is_early:
+        norm = tl.load(args.norm + tile.column, mask=tile.is_column, other=0.0)
+    return out, norm
 
 
 @triton.jit

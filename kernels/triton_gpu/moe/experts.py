@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.block_loaders import TileLoads, fp8_w8a16, plain
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
@@ -31,7 +32,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
+from shared.models.formats.fp8_w8a16 import shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -274,13 +275,22 @@ def _sizes(
     Raises:
       ValueError: The weights are packed FP8, and a step is not a block.
     """
-    is_fp8 = stored.scales is not None
-    if is_fp8 and config.depth != FP8_BLOCK:
-        raise ValueError(
-            f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {config.depth}"
-        )
-    shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
-    return ExpertGemmSizes(outputs, inputs, routing.slots, shares, is_scaled)
+    format = plain(config.depth)
+    if stored.scales is not None:
+        format = fp8_w8a16(shares_of(stored.weights.shape, stored.scales.shape))
+        if config.depth != format.inputs:
+            raise ValueError(
+                f"the depth of tiles for packed FP8 must be {format.inputs}, got {config.depth}"
+            )
+    loads = TileLoads.of(
+        format,
+        "row",
+        inputs,
+        has_all_rows=False,
+        has_all_outputs=outputs % config.columns == 0,
+        is_interpreted=not launching(stored.weights)["is_launched"],
+    )
+    return ExpertGemmSizes(outputs, inputs, routing.slots, is_scaled, loads)
 
 
 @triton.jit
@@ -315,20 +325,8 @@ def _gated_kernel(
     column = first + both % config.columns
     output = column + both // config.columns * N
     x_at += row.to(tl.int64)[:, None] * sizes.K
-    has_all: tl.constexpr = N % config.columns == 0
-    acc = product_of(
-        x_at,
-        is_slot,
-        gate_up,
-        tile.expert,
-        2 * N,
-        output,
-        column < N,
-        has_all,
-        sizes,
-        config,
-        is_launched,
-    )
+    is_column = column < N
+    acc = product_of(x_at, is_slot, gate_up, tile.expert, 2 * N, output, is_column, sizes, config)
     if is_launched:
         gdc_launch_dependents()
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0)))
@@ -367,11 +365,8 @@ def _down_kernel(
     is_slot = tl.arange(0, config.lanes) < tile.count
     column = block * config.columns + tl.arange(0, config.columns)
     is_column = column < N
-    has_all: tl.constexpr = N % config.columns == 0
     x_at += tile.slots.to(tl.int64)[:, None] * sizes.K
-    acc = product_of(
-        x_at, is_slot, down, tile.expert, N, column, is_column, has_all, sizes, config, is_launched
-    )
+    acc = product_of(x_at, is_slot, down, tile.expert, N, column, is_column, sizes, config)
     if is_launched:
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]

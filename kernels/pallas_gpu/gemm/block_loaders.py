@@ -1,0 +1,236 @@
+"""Block loaders of the GEMM kernels: one per weight format (Pallas, Triton backend).
+
+A block is some consecutive inputs of a tile. A loader returns the weight's block as operands of the
+tensor core, in one or several parts, each with the rows of the same inputs.
+
+| loader | inputs of a block | parts | operands |
+|---|---|---|---|
+| `PlainLoader` | a step of the main loop | 1 | the stored numbers |
+| `FP8W8A16Loader` | 128 | 4 | packed FP8, dequantised to bfloat16 |
+| `FP8W8A8Loader` | 128 | 1 | FP8, with a scale of the block and one of each row |
+
+Loaders fix the order of the sum. Parts are added in input order, each to the accumulator of the
+part before it. Operands with scales are accumulated from zero over the block, and that sum times
+both scales is added with one rounding.
+
+A further weight-only format, such as INT4 or MXFP4 in groups, is one more subclass of
+`BlockLoader`, which yields dequantised parts.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.gemm.fp8_w8a8 import add_codes, load_codes
+from kernels.pallas_gpu.gemm.fp8_w8a16 import four
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
+
+
+class OperandTiles(NamedTuple):
+    """Rows and outputs of a tile, with the arrays that contain them.
+
+    Attributes:
+      x, row_scales: Rows `[R, inputs]`, and their scales if they are quantised.
+      weights, scales: Stacked weights, and their scales if they are FP8.
+      stack: Indices in the stack: of the layer, and of the expert if there are experts.
+      row, scale_row: Rows of the tile, and their indices in `row_scales`.
+      outputs: Functions that return the outputs of each accumulator, a column; for quantised rows,
+        the first output. `PlainLoader` calls them in each step, so that no register holds them.
+      columns: Outputs of an accumulator.
+      is_row, is_output: Masks of the rows and outputs in bounds; unused if all are.
+      has_all_rows, has_all_outputs: Whether all are in bounds.
+      loads_weight_first: Whether the weight of a block is loaded before its rows, which affects
+        speed only; unused for quantised rows.
+    """
+
+    x: Any
+    row_scales: Any
+    weights: Any
+    scales: Any
+    stack: tuple[Any, ...]
+    row: Any
+    scale_row: Any
+    outputs: Sequence[Callable[[], Any]]
+    columns: int
+    is_row: Any
+    is_output: Any
+    has_all_rows: bool
+    has_all_outputs: bool
+    loads_weight_first: bool
+
+
+class BlockLoader:
+    """Loader of the blocks of a tile, for one weight format."""
+
+    def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
+        self._tile, self._depth, self._is_compiled = tile, depth, is_compiled
+
+    def blocks(self, step: Any) -> Iterable[Any]:
+        """Returns the numbers of the blocks of a step."""
+        return (step,)
+
+    def start(self) -> Any:
+        """Loads values of the first block that are carried from step to step."""
+        return ()
+
+    def after(self, number: Any) -> Any:
+        """Loads the carried values of the block after a block."""
+        return ()
+
+    def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
+        """Yields the parts of a block: the rows, and the operands of each accumulator."""
+        raise NotImplementedError
+
+    def add(self, total: Any, x: Any, weight: Any, is_swapped: bool) -> Any:
+        """Adds the product of a part to an accumulator."""
+        exact = {"precision": lax.Precision.HIGHEST}
+        if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
+            return total + pltriton.dot(weight, x.T, **exact)
+        return total + pltriton.dot(x, weight.T, **exact)
+
+
+class PlainLoader(BlockLoader):
+    """Loader of bfloat16 and float32 weights."""
+
+    def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
+        super().__init__(tile, depth, is_compiled)
+        self._step = lax.iota(jnp.int32, depth)
+
+    def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
+        """Yields one part."""
+        at, tile = number * self._depth, self._tile
+        if tile.loads_weight_first:
+            weights = list(self._weights(at))
+            yield self._rows(at), weights
+        else:
+            yield self._rows(at), self._weights(at)
+
+    def _rows(self, at: Any) -> Any:
+        tile = self._tile
+        return self._loading(tile.x, at, tile.is_row, tile.has_all_rows)(tile.row[:, None])
+
+    def _weights(self, at: Any) -> Iterator[Any]:
+        """Loads the operands of the accumulators, each when it is requested."""
+        tile = self._tile
+        load = self._loading(tile.weights, at, tile.is_output, tile.has_all_outputs)
+        return (load(*tile.stack, output()) for output in tile.outputs)
+
+    def _loading(self, ref: Any, at: Any, is_one: Any, has_all: bool) -> Callable[..., Any]:
+        """Returns a function that loads inputs of some rows of an array, zero out of bounds."""
+        K, step = ref.shape[-1], self._step
+        inside = (at + step)[None, :] < K
+        masks = [] if has_all else [is_one[:, None]]
+        masks += [] if K % self._depth == 0 else [inside]
+        shape = (is_one.shape[0], self._depth)
+        mask = functools.reduce(jnp.logical_and, [jnp.broadcast_to(m, shape) for m in masks], True)
+        masked = {"mask": mask, "other": 0.0} if masks else {}
+        return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **masked)
+
+
+class FP8W8A16Loader(BlockLoader):
+    """Loader of packed FP8 weights; all outputs have one accumulator, to read the rows once."""
+
+    def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
+        super().__init__(tile, depth, is_compiled)
+        (output,) = tile.outputs
+        self._output = output()
+        self._only_scale = self._scale_at(0) if tile.scales.shape[-1] == 1 else None
+
+    def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
+        """Yields four parts."""
+        tile, lane = self._tile, lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
+        rows = (self._rows(number * FP8_BLOCK + part * lane.size + lane) for part in range(4))
+        if not tile.loads_weight_first:
+            rows = iter(list(rows))
+        at = (*tile.stack, self._output, number * lane.size + lane)
+        words = _load(tile.weights, at, tile.is_output, tile.has_all_outputs)
+        scale = self._scale_at(number) if self._only_scale is None else self._only_scale
+        for weight in four(words, scale, self._is_compiled):
+            x = next(rows)
+            yield x, (weight.astype(x.dtype),)
+
+    def _rows(self, inputs: Any) -> Any:
+        tile = self._tile
+        return _load(tile.x, (tile.row[:, None], inputs), tile.is_row, tile.has_all_rows)
+
+    def _scale_at(self, number: Any) -> Any:
+        tile, output = self._tile, self._output
+        share, _ = shares_of(tile.weights.shape, tile.scales.shape)
+        at = (*tile.stack, lax.div(output, share), jnp.full(output.shape, number))
+        return _load(tile.scales, at, tile.is_output, tile.has_all_outputs)
+
+
+class FP8W8A8Loader(BlockLoader):
+    """Loader of FP8 weights for quantised rows."""
+
+    def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
+        super().__init__(tile, depth, is_compiled)
+        self._outputs = [output() for output in tile.outputs]
+        self._blocks = tile.x.shape[1] // FP8_BLOCK
+
+    def blocks(self, step: Any) -> Iterable[Any]:
+        """Returns the numbers of the blocks of a step, which may be several."""
+        count = self._depth // FP8_BLOCK
+        return (number + step * count for number in range(count))
+
+    def start(self) -> Any:
+        """Loads the scales of the first block."""
+        return self._scales_of(0)
+
+    def after(self, number: Any) -> Any:
+        """Loads the scales of the next block, one block ahead to hide the latency."""
+        return self._scales_of(number + 1)
+
+    def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
+        """Yields one part, whose operands are pairs of FP8 values and scales of the rows."""
+        (scale, of_weights), tile = carried, self._tile
+        inputs = (number * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
+        x = _load(tile.x, (tile.row[:, None], inputs), tile.is_row, tile.has_all_rows)
+        yield (
+            x,
+            (
+                (self._codes(output, number), scale * of_weight)
+                for output, of_weight in zip(self._outputs, of_weights, strict=True)
+            ),
+        )
+
+    def add(self, total: Any, x: Any, weight: Any, is_swapped: bool) -> Any:
+        """Adds the product of a block times its scales."""
+        codes, scale = weight
+        return add_codes(total, x, codes, scale, is_swapped, self._is_compiled)
+
+    def _codes(self, output: Any, number: Any) -> Any:
+        tile = self._tile
+        (layer,) = tile.stack
+        return load_codes(tile.weights, layer, output, tile.columns, number, self._is_compiled)
+
+    def _scales_of(self, number: Any) -> tuple[Any, list[Any]]:
+        """Loads the scales of a block of the rows and of a block of each weight."""
+        tile = self._tile
+        number = jnp.minimum(number, self._blocks - 1)
+        of_weights = [
+            pltriton.load(tile.scales.at[(*tile.stack, lax.div(output, FP8_BLOCK), number)])
+            for output in self._outputs
+        ]
+        at = (jnp.full(tile.scale_row.shape, number), tile.scale_row)
+        return pltriton.load(tile.row_scales.at[at]), of_weights
+
+
+def loader_of(tile: OperandTiles, depth: int, is_compiled: bool) -> BlockLoader:
+    """Returns the loader of a weight's format, for steps of `depth` inputs."""
+    if tile.row_scales is not None:
+        return FP8W8A8Loader(tile, depth, is_compiled)
+    return (PlainLoader if tile.scales is None else FP8W8A16Loader)(tile, depth, is_compiled)
+
+
+def _load(ref: Any, at: tuple[Any, ...], is_one: Any, has_all: bool) -> Any:
+    """Loads some rows of a reference, zero out of bounds."""
+    if has_all:
+        return pltriton.load(ref.at[at])
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
+    other = 0 if ref.dtype == jnp.int32 else 0.0
+    return pltriton.load(ref.at[at], mask=jnp.broadcast_to(is_one[:, None], shape), other=other)

@@ -1,0 +1,132 @@
+"""Tiles and result shapes of a launch of the GEMM kernel (Pallas, Triton backend)."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather
+from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, partial_shapes
+from kernels.peer_buffers import is_joined
+from kernels.tiles import LinearTiles
+from shared.spec.reduction_order import SquaresOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmTiling:
+    """Sizes of a call and its tiles.
+
+    Attributes:
+      R, N: Rows and outputs.
+      rows: Rows of a tile.
+      tiles: Tile config, with the depth of the call.
+    """
+
+    R: int
+    N: int
+    rows: int
+    tiles: LinearTiles
+
+    @classmethod
+    def of(
+        cls, R: int, N: int, K: int, tiles: LinearTiles, *, is_quantised: bool, is_packed: bool
+    ) -> "GemmTiling":
+        """Returns the tiles of a call, for quantised rows, packed FP8 or stored numbers."""
+        tiles = tiles.narrowed
+        rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
+        if is_quantised:
+            rows = tiles.rows_of_codes(rows)
+            tiles = replace(tiles, depth=tiles.depth_of_codes(K))
+        elif not is_packed:
+            tiles = replace(tiles, depth=tiles.depth_of(K))
+        return cls(R=R, N=N, rows=rows, tiles=tiles)
+
+    @property
+    def row_blocks(self) -> int:
+        """Returns the blocks of rows."""
+        return pl.cdiv(self.R, self.rows)
+
+    @property
+    def blocks(self) -> int:
+        """Returns the blocks of the result."""
+        return self.row_blocks * pl.cdiv(self.N, self.tiles.columns)
+
+
+class GemmResults(NamedTuple):
+    """Arrays that the kernel writes, or their shapes.
+
+    Attributes:
+      out, scaled, sums: The result, the result times the next norm's scale, and its squares; with a
+        fused all-gather `scaled` and `sums` are of all ranks, and `scaled` is the next input.
+      left: Block partials of an LM head.
+    """
+
+    out: Any
+    scaled: Any
+    sums: Any
+    left: Any
+
+    @classmethod
+    def of(
+        cls,
+        tiling: GemmTiling,
+        out_type: np.dtype | type,
+        order: SquaresOrder,
+        *,
+        is_added: bool,
+        is_normed: bool,
+        gather: AllGatherArgs | None,
+        asks: RowOutputs | None,
+    ) -> "GemmResults":
+        """Returns the shapes; `gather` if the kernel gathers, `is_normed` if a norm is next."""
+        R, N, shape = tiling.R, tiling.N, jax.ShapeDtypeStruct
+        ranks = 1 if gather is None else gather.boxes.ranks
+        out = shape((R, N), out_type)
+        scaled = shape((R, ranks * N), out_type) if gather or is_added and is_normed else None
+        sums = shape((R, ranks * pl.cdiv(N, order.chunk)), jnp.float32) if is_added else None
+        left = None if asks is None else partial_shapes(R, N, tiling.tiles.columns)
+        return cls(
+            out=None if gather and not is_added else out,
+            scaled=scaled,
+            sums=sums,
+            left=None if left is None else tuple(left.values()),
+        )
+
+    def outputs(
+        self, gather: AllGatherArgs | None, asks: RowOutputs | None, *, is_joined: bool
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns the results of `linear.product`, after an all-gather if none is fused."""
+        if gather is None:
+            partials = None if asks is None else BlockPartials(*asks, *self.left)
+            return self.out, self.scaled, self.sums, partials
+        if not is_joined:
+            return gathered(self.out, self.scaled, self.sums, gather)
+        if self.out is None:
+            return self.scaled, None, None, None
+        return self.out, self.scaled, self.sums, None
+
+
+def joins(
+    tiling: GemmTiling,
+    gather: AllGatherArgs | None,
+    out_type: np.dtype | type,
+    order: SquaresOrder,
+    *,
+    is_added: bool,
+) -> bool:
+    """Returns whether the kernel itself gathers its outputs."""
+    chunks = pl.cdiv(tiling.N, order.chunk) if is_added else 0
+    item_bytes = np.dtype(out_type).itemsize
+    return gather is not None and is_joined(tiling.R, tiling.N, item_bytes, chunks)
+
+
+def gathered(
+    out: jax.Array, scaled: jax.Array | None, sums: jax.Array | None, gather: AllGatherArgs
+) -> tuple[Any, Any, Any, Any]:
+    """All-gathers the outputs of a GEMM in a separate kernel; same results as a fused gather."""
+    values = out if scaled is None else scaled
+    every, all_sums = all_gather(values, sums, gather)
+    return (every, None, None, None) if sums is None else (out, every, all_sums, None)

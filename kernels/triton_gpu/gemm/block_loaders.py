@@ -1,0 +1,258 @@
+"""Block loaders of the GEMM kernels: one per weight format (Triton).
+
+A block is some consecutive inputs of a tile. `load_block` returns the weight's block as operands of
+the tensor core, in one or several parts. `load_rows` returns the rows in the same parts.
+
+| format | inputs of a block | parts | operands |
+|---|---|---|---|
+| `plain` | a step of the main loop | 1 | the stored numbers |
+| `fp8_w8a16` | 128 | 4 | packed FP8, dequantised to bfloat16 |
+| `fp8_w8a8` | 128 | 1 | FP8, with a scale of the block and one of each row |
+
+`add_block` fixes the order of the sum. Parts are added in input order, each to the accumulator of
+the part before it. Operands with scales are accumulated from zero over the block, and that sum
+times both scales is added with one rounding.
+
+A further weight-only format, such as INT4 or MXFP4 in groups, is one more function that returns
+such a `BlockFormat`, and one more branch of `load_block`, which returns dequantised parts.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.gemm.fp8_w8a8 import add_codes, scale_of
+from kernels.triton_gpu.gemm.fp8_w8a16 import four
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout
+
+_BLOCK = tl.constexpr(FP8_BLOCK)
+
+
+class BlockFormat(NamedTuple):
+    """Weight format of a kernel, a compile-time constant.
+
+    Attributes:
+      name: Name of the format; it selects the loader.
+      inputs: Inputs of a block.
+      parts: Parts of a block, each of equally many inputs.
+      packed: Inputs in a stored element.
+      scales: Layout of the scales of a packed weight; None for other formats.
+    """
+
+    name: str
+    inputs: int
+    parts: int
+    packed: int
+    scales: ScaleLayout | None
+
+
+def plain(depth: int) -> BlockFormat:
+    """Returns the format of stored numbers, for steps of `depth` inputs."""
+    return BlockFormat("plain", inputs=depth, parts=1, packed=1, scales=None)
+
+
+def fp8_w8a16(scales: ScaleLayout) -> BlockFormat:
+    """Returns the format of packed FP8 weights."""
+    return BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4, scales=scales)
+
+
+FP8_W8A8 = BlockFormat("fp8_w8a8", inputs=FP8_BLOCK, parts=1, packed=1, scales=None)
+"""Format of FP8 weights for quantised rows."""
+
+
+class TileAccess(NamedTuple):
+    """Loads of one operand, compile-time constants.
+
+    Attributes:
+      kind: "descriptor" for a TMA descriptor, "pair" for one of gate and up together, "step" for
+        pointers to all elements of a step, which the main loop advances, and "row" for pointers to
+        the first element of each row, `[rows, 1]`.
+      width: Stored elements of a load along the inputs.
+      row: Stored elements of a row.
+      has_all: Whether all rows are in bounds.
+    """
+
+    kind: str
+    width: int
+    row: int
+    has_all: bool
+
+
+class TileLoads(NamedTuple):
+    """Loads of both operands, compile-time constants; `of` builds them.
+
+    Attributes:
+      K: Inputs.
+      is_interpreted: Whether the interpreter runs the kernel.
+    """
+
+    format: BlockFormat
+    rows: TileAccess
+    weight: TileAccess
+    K: int
+    is_interpreted: bool
+
+    @classmethod
+    def of(
+        cls,
+        format: BlockFormat,
+        kind: str,
+        inputs: int,
+        *,
+        has_all_rows: bool,
+        has_all_outputs: bool,
+        is_interpreted: bool,
+        is_pair: bool = False,
+    ) -> "TileLoads":
+        """Returns the loads of a GEMM; see `TileAccess`."""
+        rows = TileAccess(kind, format.inputs // format.parts, inputs, has_all_rows)
+        width, row = format.inputs // format.packed, inputs // format.packed
+        weight = TileAccess("pair" if is_pair else kind, width, row, has_all_outputs)
+        return cls(format, rows, weight, inputs, is_interpreted)
+
+
+class OperandTile(NamedTuple):
+    """Rows of a tile, or its outputs of a weight.
+
+    Attributes:
+      place: TMA descriptor, or pointers; see `TileAccess`.
+      scales: Pointers to scales, or scales already loaded; unused by formats without scales.
+      first: First row or output.
+      is_inside: Mask of the rows or outputs in bounds.
+      count: Number of rows, for their scales.
+    """
+
+    place: Any
+    scales: Any
+    first: Any
+    is_inside: Any
+    count: Any
+
+
+class OperandBlock(NamedTuple):
+    """Block of the rows or of the weight.
+
+    Attributes:
+      parts: Operands in input order, `[rows or outputs, inputs]` each.
+      scale: Scale of each row, or of the block; unused by formats whose parts include it.
+    """
+
+    parts: Any
+    scale: Any
+
+
+@triton.jit
+def packed_tile(
+    values, scales, output, scale, is_output, has_all: tl.constexpr, loads: tl.constexpr
+):
+    """Returns a tile of packed FP8 outputs; a scale per output is loaded.
+
+    Args:
+      values, scales: Pointers to the packed values and to the scales.
+      output, scale: Indices of the outputs and of their scales.
+      is_output, has_all: Mask of the outputs in bounds, and whether all are.
+      loads: Constants of the loads.
+    """
+    values += (output.to(tl.int64) * loads.weight.row)[:, None]
+    scales += (scale * loads.format.scales.scales_in)[:, None]
+    if loads.format.scales.scales_in == 1:
+        scales = _load_scales(scales, is_output, has_all)
+    return OperandTile(place=values, scales=scales, first=0, is_inside=is_output, count=0)
+
+
+@triton.jit
+def load_rows(rows, place, at, offset: tl.constexpr, loads: tl.constexpr):
+    """Loads a block of the rows; see `load_block`."""
+    format: tl.constexpr = loads.format
+    scale = 1
+    if format.name == "fp8_w8a8":
+        row = rows.first + tl.arange(0, rows.is_inside.shape[0])
+        scales = rows.scales + (at + offset) // _BLOCK * rows.count + row
+        scale = tl.load(scales, mask=rows.is_inside, other=0.0)
+    parts = ()
+    for number in tl.static_range(format.parts):
+        start = offset + number * loads.rows.width
+        parts += (_load_tile(rows, place, at, start, 0, loads.rows),)
+    return OperandBlock(parts=parts, scale=scale)
+
+
+@triton.jit
+def load_block(outputs, place, at, offset: tl.constexpr, beside: tl.constexpr, loads: tl.constexpr):
+    """Loads a block of the weight.
+
+    Args:
+      outputs: Outputs of the tile.
+      place: Their descriptor or pointers, advanced to the step.
+      at, offset: First input of the step, and inputs from there to the block.
+      beside: Outputs from those of the tile to the loaded ones.
+      loads: Constants of the loads.
+    """
+    format: tl.constexpr = loads.format
+    scale = 1
+    if format.name == "fp8_w8a16":
+        words = _load_tile(outputs, place, at // format.packed, offset, beside, loads.weight)
+        scales = outputs.scales
+        if format.scales.scales_in > 1:
+            scales = _load_scales(scales + at // _BLOCK, outputs.is_inside, loads.weight.has_all)
+        parts = four(words, scales, not loads.is_interpreted)
+    else:
+        parts = (_load_tile(outputs, place, at, offset, beside, loads.weight),)
+        if format.name == "fp8_w8a8":
+            scale = scale_of(outputs.scales, outputs.first + beside, at + offset, loads.K)
+    return OperandBlock(parts=parts, scale=scale)
+
+
+@triton.jit
+def add_block(acc, rows, block, is_swapped: tl.constexpr, loads: tl.constexpr):
+    """Adds the products of a block to the accumulator, in the order of its format."""
+    format: tl.constexpr = loads.format
+    if format.name == "fp8_w8a8":
+        x, weight, scale = rows.parts[0], block.parts[0], rows.scale * block.scale
+        acc = add_codes(acc, x, weight, scale, is_swapped, loads.is_interpreted)
+    else:
+        for number in tl.static_range(format.parts):
+            x = rows.parts[number]
+            acc = _add_product(acc, x, block.parts[number].to(x.dtype), is_swapped)
+    return acc
+
+
+@triton.jit
+def _add_product(acc, x, weight, is_swapped: tl.constexpr):
+    if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _load_tile(tile, place, at, offset: tl.constexpr, beside: tl.constexpr, access: tl.constexpr):
+    """Loads stored elements of rows or outputs, zero out of bounds."""
+    if access.kind == "pair":
+        both = place.load([0, tile.first, at])
+        part = tl.reshape(both, (both.shape[0] * both.shape[1], both.shape[2]))
+    elif access.kind == "descriptor":
+        part = place.load([tile.first + beside, at + offset])
+    else:
+        lane = tl.arange(0, access.width)
+        if access.kind == "step":
+            place += beside * access.row + offset
+            is_input = lane < access.row - at
+        else:
+            lane += at + offset
+            place += lane[None, :]
+            is_input = lane < access.row
+        if access.has_all and access.row % access.width == 0:
+            part = tl.load(place)
+        elif access.row % access.width == 0:
+            part = tl.load(place, mask=tile.is_inside[:, None], other=0.0)
+        else:
+            is_inside = tile.is_inside[:, None] & is_input[None, :]
+            part = tl.load(place, mask=is_inside, other=0.0)
+    return part
+
+
+@triton.jit
+def _load_scales(at, is_output, has_all: tl.constexpr):
+    return tl.load(at) if has_all else tl.load(at, mask=is_output[:, None], other=0.0)
