@@ -51,6 +51,7 @@ class VerifyRows(NamedTuple):
             trees.parents, trees.num_nodes, step.lengths, table, shape.rows, program.is_chain
         )
         rows = with_image_mrope(step, state, rows)
+        rows = rows._replace(window_page_tables=step.plan.window_page_tables)
         row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
         return cls(rows, node, row_of)
 
@@ -221,8 +222,12 @@ def commit(
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     kv, plan = verified.passed.kv, step.plan
     if not step.program.is_chain:
-        where = (plan.page_table, step.lengths, accepted.path, accepted.counts)
-        kv = tuple(attention.compact_accepted_kv(pool, *where) for pool in kv)
+        tables = plan.page_tables_of(step.context.model.config.kv_pools)
+        path, counts = accepted.path, accepted.counts
+        kv = tuple(
+            attention.compact_accepted_kv(pool, table, step.lengths, path, counts)
+            for pool, table in zip(kv, tables, strict=True)
+        )
     state, saved = _commit_states(step, state, verified.mixer, accepted)
     draft = None if step.extends_drafter else state.draft  # leaves a gap in its KV
     lengths, newest, seen, draft_from = slot_state.commit(

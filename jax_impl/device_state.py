@@ -1,5 +1,6 @@
 """Device state between steps: KV pages, GDN states and per-slot values; plan and result buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -11,8 +12,8 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.cache_pools import new_pools, new_states
-from jax_impl.ops.attention.attention import Pools
+from jax_impl.cache_pools import new_kv, new_pools, new_states
+from jax_impl.ops.attention.attention import Pools, WindowPageTables
 from jax_impl.ops.gdn.gdn_state import GDNState
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
@@ -24,6 +25,7 @@ from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
 from shared.models.config import ModelConfig
+from shared.models.groups import CachePool
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 Fields = dict[str, jax.Array]
@@ -114,7 +116,7 @@ def allocate(
       drafter: Sizes of the drafter's state; None without a drafter.
     """
 
-    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
+    slots, size = capacity.num_slots, capacity.page_size
 
     # One program: separate allocations would compile one program for each size.
     @partial(jax.jit, out_shardings=SingleDeviceSharding(device))
@@ -123,7 +125,10 @@ def allocate(
             lengths=jnp.zeros(slots, np.int32),
             newest=jnp.zeros(slots, np.int32),
             seen=jnp.zeros((slots, capacity.vocab), np.int32),
-            kv=new_pools(config.cache_pools, pool, dtype),
+            kv=tuple(
+                new_kv(each.mixer, len(each), (capacity.num_pages_of(each.window), size), dtype)
+                for each in config.kv_pools
+            ),
             delta=new_states(config.cache_pools, slots, dtype),
             snapshots=new_states(config.cache_pools, capacity.num_snapshots, dtype),
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
@@ -256,6 +261,7 @@ class Plan:
       mask: Grammar token bitmask; None if the program takes no mask.
       image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
+      window_page_tables: Pages of each row in the window pools, by sliding window.
     """
 
     slots: Int[jax.Array, " B"]
@@ -273,6 +279,12 @@ class Plan:
     mask: TokenMask | None
     image: ImageToEncode | None
     texts: NgramScopes | None
+    window_page_tables: WindowPageTables
+
+    def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int[jax.Array, "B P"]]:
+        """Returns the page table of each KV pool of the target."""
+        windows = self.window_page_tables
+        return [windows.get(pool.window or 0, self.page_table) for pool in pools]
 
 
 def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
@@ -297,6 +309,9 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
         else None,
         image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
+        window_page_tables={
+            pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
+        },
     )
 
 

@@ -89,7 +89,8 @@ def _read_prompts(
             save_after=save_after,
             save=jnp.where(is_saved, plan.save, 0),
         )
-    tokens, shown, rows = prompts.tokens, _shown(state, prompts.sources), prompts.rows
+    tokens, shown = prompts.tokens, _shown(state, prompts.sources)
+    rows = prompts.rows._replace(window_page_tables=plan.window_page_tables)
     passed = model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams)
     state = state._replace(kv=passed.kv)
     if mixer is not None:

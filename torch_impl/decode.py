@@ -6,7 +6,7 @@ that depend on device values (the program fixes all branches), scheduling and me
 host plans them).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,6 +52,7 @@ class VerifyRows:
             trees.parents, trees.num_nodes, step.lengths, table, shape.rows, program.is_chain
         )
         rows = with_image_mrope(step, rows)
+        rows = replace(rows, window_page_tables=step.plan.window_page_tables)
         row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
         return cls(rows, node, row_of)
 
@@ -217,9 +218,10 @@ def commit(step: Step, verified: VerifyOutput, accepted: AcceptedPath) -> Bool[T
     """Commits the accepted paths to the slots; returns which snapshots were saved."""
     state, plan = step.context.state, step.plan
     if not step.program.is_chain:
-        where = (plan.page_table, step.lengths, accepted.path, accepted.counts)
-        for pool in state.kv:
-            attention.compact_accepted_kv(pool, *where)
+        tables = plan.page_tables_of(step.context.model.config.kv_pools)
+        path, counts = accepted.path, accepted.counts
+        for pool, table in zip(state.kv, tables, strict=True):
+            attention.compact_accepted_kv(pool, table, step.lengths, path, counts)
     saved = _commit_states(step, verified.mixer, accepted)
     draft = None if step.extends_drafter else state.draft  # leaves a gap in its KV
     slot_state.commit(

@@ -1,5 +1,6 @@
 """Device state between steps: KV pages, GDN states and per-slot values; plan and result buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -12,9 +13,10 @@ from shared.boundary.images import max_begun
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.config import DraftStateSizes
 from shared.models.config import ModelConfig
+from shared.models.groups import CachePool
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
-from torch_impl.cache_pools import new_pools, new_states
-from torch_impl.ops.attention.attention import Pools
+from torch_impl.cache_pools import new_kv, new_pools, new_states
+from torch_impl.ops.attention.attention import Pools, WindowPageTables
 from torch_impl.ops.gdn.gdn_state import GDNState
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import ngram, slot_state
@@ -112,13 +114,16 @@ def allocate(
     Args:
       drafter: Sizes of the drafter's state; None without a drafter.
     """
-    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
+    slots, size = capacity.num_slots, capacity.page_size
     per_slot = {"dtype": torch.int32, "device": device}
     return DeviceState(
         lengths=torch.zeros(slots, **per_slot),
         newest=torch.zeros(slots, **per_slot),
         seen=torch.zeros(slots, capacity.vocab, **per_slot),
-        kv=new_pools(config.cache_pools, pool, dtype, device),
+        kv=tuple(
+            new_kv(each.mixer, len(each), (capacity.num_pages_of(each.window), size), dtype, device)
+            for each in config.kv_pools
+        ),
         delta=new_states(config.cache_pools, slots, dtype, device),
         snapshots=new_states(config.cache_pools, capacity.num_snapshots, dtype, device),
         draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
@@ -261,6 +266,7 @@ class Plan:
       mask: Grammar token bitmask; None if the program takes no mask.
       image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
+      window_page_tables: Pages of each row in the window pools, by sliding window.
     """
 
     slots: Int[Tensor, " B"]
@@ -278,6 +284,12 @@ class Plan:
     mask: TokenMask | None
     image: ImageToEncode | None
     texts: NgramScopes | None
+    window_page_tables: WindowPageTables
+
+    def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int[Tensor, "B P"]]:
+        """Returns the page table of each KV pool of the target."""
+        windows = self.window_page_tables
+        return [windows.get(pool.window or 0, self.page_table) for pool in pools]
 
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
@@ -289,7 +301,8 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
     for name, field in plan_layout(program, capacity).fields.items():
         view = words[field.offset : field.offset + field.size]
         at[name] = view.view(_TYPES.get(field.dtype.name, torch.int32)).view(field.shape)
-    for name in ("slots", "page_table", "restore", "save"):
+    windows = ["window_page_tables"] * bool(capacity.window_pools)
+    for name in ("slots", "page_table", *windows, "restore", "save"):
         at[name] = at[name].long()  # indices: torch would convert them at each use
     return Plan(
         slots=at["slots"],
@@ -309,6 +322,9 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
         else None,
         image=_read_image(at) if program.work is StepKind.ENCODE else None,
         texts=_read_texts(at),
+        window_page_tables={
+            pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
+        },
     )
 
 

@@ -68,7 +68,8 @@ def _store_mrope_deltas(step: Step) -> None:
 def _read_prompts(step: Step, prompts: PrefillChunks) -> tuple[Forward, Bool[Tensor, " B"]]:
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     target, state, plan = step.context.model, step.context.state, step.plan
-    tokens, shown, rows = prompts.tokens, _shown(step, prompts.sources), prompts.rows
+    tokens, shown = prompts.tokens, _shown(step, prompts.sources)
+    rows = replace(prompts.rows, window_page_tables=plan.window_page_tables)
     if state.delta is None:
         passed = model.forward(target, tokens, shown, rows, state.kv, None, step.streams)
         return passed, torch.zeros_like(plan.starts)

@@ -47,7 +47,7 @@ from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.cache_spec import CacheUnit
+from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import WeightFormat
 from shared.models.groups import CachePool
@@ -56,8 +56,6 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.sampling import Sampling
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class LaunchMode(Enum):
@@ -187,6 +185,10 @@ class BackendLimits:
     def max_positions(self) -> int:
         """Positions covered by page tables and rotary tables, with all steps in flight included."""
         return self.context_length + (self.overlap + 1) * (self.max_depth + 1) + self.scratch
+
+    def num_pages_of(self, window: int | None) -> int:
+        """Returns the pages of the target's layers with a sliding window (None: without one)."""
+        return next((p.num_pages for p in self.window_pools if p.window == window), self.num_pages)
 
     def num_pages_for(self, positions: int) -> int:
         """Returns the number of pages that hold `positions` tokens."""

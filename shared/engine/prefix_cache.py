@@ -155,7 +155,7 @@ class PrefixCache:
         and those of the prefix that running requests have too.
         """
         held = zip(self.allocator.pools, (prefix.pages, *prefix.window_pages), strict=True)
-        shared = (np.count_nonzero(pool.num_owners[pages] > 1) for pool, pages in held)
+        shared = (int(np.count_nonzero(pool.num_owners[pages] > 1)) for pool, pages in held)
         return list(map(operator.add, self._all_available(), shared))
 
     def acquire(self, request: Request, prefix: PrefixMatch) -> None:

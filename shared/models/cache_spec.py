@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by the dtype of a model."""
+
 
 class CacheUnit(Enum):
     """Unit that has one entry of a cache array."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from shared.boundary.backend import ITEM_BYTES, BackendLimits, BackendSpec
+from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import EncoderCacheSpec, max_begun
 from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
@@ -19,7 +19,7 @@ from shared.boundary.shm_allgather import shm_buffer_bytes
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.cache_spec import CacheUnit
+from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import WeightFormat, plane_bytes
@@ -33,6 +33,8 @@ from shared.options.options import Options
 from shared.process.buckets import ProgramCosts, capacity_for, captured_step_kinds, pages_for
 from shared.process.device import Device
 from shared.process.image_startup import VisionEncoder, image_pool
+from shared.process.memory_plan_entry import MemoryPlanEntry
+from shared.process.page_pools import page_lines, window_pools
 from shared.process.resolved_config import ResolvedConfig, resolve
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
@@ -52,15 +54,6 @@ WAYS_OUT = {
     "corpora": "lower --speculative-ngram-external-corpus-max-tokens, or ",
 }
 """Advice by the largest line of the plan."""
-
-
-@dataclass(frozen=True)
-class MemoryPlanEntry:
-    """One part of the plan."""
-
-    name: str
-    detail: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +165,15 @@ class PageCountSearch:
 
     def _blueprint(self, pages: int) -> BackendSpec:
         settled = self.settled
+        has_cache = not settled.options.engine.disable_radix_cache
+        capacity = capacity_for(settled, pages, self.model, self.device, self.costs, self.images)
         return BackendSpec(
             config=self.model,
             drafts=self.drafts,
             capacity=replace(
-                capacity_for(settled, pages, self.model, self.device, self.costs, self.images),
+                capacity,
                 num_snapshots=1 + self._num_snapshots(),
+                window_pools=window_pools(capacity, self.model, has_cache=has_cache),
             ),
             dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
@@ -264,7 +260,7 @@ def _lines(
     each rank.
     """
     share = blueprint.share
-    yield from _page_lines(share)
+    yield from page_lines(share)
     yield from _slot_lines(share)
     if blueprint.capacity.images is not None:
         yield _image_line(blueprint, blueprint.capacity.images)
@@ -328,20 +324,6 @@ def _weights_line(
     detail = f"{count:,} parameters in {dtype}"
     detail += "".join(f", {size:,} of them in {label}" for label, size in quantised.items())
     return MemoryPlanEntry(name, detail, num_bytes)
-
-
-def _page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
-    capacity, item, drafter = blueprint.capacity, blueprint.item_bytes, blueprint.drafts.sizes
-    positions = capacity.num_pages * capacity.page_size
-
-    pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a scratch page"
-    num_bytes = positions * pool_bytes(blueprint.config.kv_pools, CacheUnit.POSITION, item)
-    yield MemoryPlanEntry("KV", pages, num_bytes)
-    if drafter is not None:
-        layers = sum(len(pool) for pool in drafter.pools if pool.has(CacheUnit.POSITION))
-        detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
-        num_bytes = positions * pool_bytes(drafter.pools, CacheUnit.POSITION, item)
-        yield MemoryPlanEntry("draft KV", detail, num_bytes)
 
 
 def _slot_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:

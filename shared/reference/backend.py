@@ -128,7 +128,8 @@ class ReferenceBackend:
         began = time.perf_counter()
         words = np.zeros(result_layout(plan.program, self.capacity).size, np.int32)
         sees = self.capacity.images is not None
-        batch = Batch.of(plan, self.state.turn_deltas if sees else None)
+        deltas = self.state.turn_deltas if sees else None
+        batch = Batch.of(plan, deltas, self.capacity.window_pools)
         if isinstance(plan.work, EncodeImage):
             encode(plan.work, plan.program.blocks, self.capacity.images, self._tower, self.state)
         elif len(batch.index):
@@ -263,6 +264,7 @@ class ReferenceBackend:
             table,
             seen.shown,
             seen.turns,
+            {size: pages[b : b + 1] for size, pages in batch.window_page_tables.items()},
         )
         self.state.kv = forward.kv
         put(self.state.delta, slot, state)
@@ -301,6 +303,7 @@ class ReferenceBackend:
             batch.page_table,
             work.shape.rows,
             batch.deltas,
+            batch.window_page_tables,
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)
@@ -322,7 +325,10 @@ class ReferenceBackend:
             work.shape.depth,
         )
         path, counts, tokens = accepted.path, accepted.counts, accepted.tokens
-        saved = commit(self.state, batch, work.shape, forward.kv, kept, path, counts, tokens)
+        tables = batch.page_tables_of(self._config.kv_pools)
+        saved = commit(
+            self.state, batch, work.shape, forward.kv, tables, kept, path, counts, tokens
+        )
         passed = forward.at(accepted.rows.reshape(-1))
         path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
         fed = ExtendRows(0, path_tokens, tokens.reshape(-1), passed, ImageContext())

@@ -1,5 +1,6 @@
 """Commit of a step's accepted tokens to the slots: KV, GDN states, lengths and token counts."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ def commit(
     batch: Batch,
     shape: TreeShape,
     kv: Pools,
+    page_tables: Sequence[Int[np.ndarray, "B table"]],
     kept: gdn_state.ReplayInputs,
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
@@ -29,7 +31,7 @@ def commit(
       state: State of all slots, which changes.
       batch: Rows of the step.
       shape: Shape of the step's trees; after a plain step the draft KV has a gap.
-      kv: Pools after the forward pass.
+      kv, page_tables: Pools after the forward pass, and the page table of each.
       kept: Replay inputs of the nodes.
       path, counts: Accepted path of each row, and its number of nodes.
       tokens: Output tokens of each row.
@@ -40,12 +42,14 @@ def commit(
     lengths = state.lengths[batch.slots]
     move = partial(
         attention.compact_accepted_kv,
-        page_table=batch.page_table,
         lengths=lengths,
         path=path,
         counts=counts,
     )
-    state.kv = tuple(KV(move(pool.k), move(pool.v)) for pool in kv)
+    state.kv = tuple(
+        KV(move(pool.k, page_table=table), move(pool.v, page_table=table))
+        for pool, table in zip(kv, page_tables, strict=True)
+    )
     after, snapshots, passed = gdn_state.replay(
         take(state.delta, batch.slots),
         kept,

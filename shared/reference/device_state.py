@@ -55,7 +55,12 @@ def allocate(config: ModelConfig, capacity: BackendLimits) -> DeviceState:
         newest=np.zeros(num_slots, np.int32),
         seen=np.zeros((num_slots, capacity.vocab), np.int32),
         draft_from=np.zeros(num_slots, np.int32),
-        kv=cache_pools.new_pools(config, capacity.num_pages, capacity.page_size),
+        kv=tuple(
+            cache_pools.new_kv(
+                pool.mixer, len(pool), capacity.num_pages_of(pool.window), capacity.page_size
+            )
+            for pool in config.kv_pools
+        ),
         delta=cache_pools.new_state(config, num_slots),
         snapshots=cache_pools.new_state(config, capacity.num_snapshots),
         pool=np.zeros((images.num_rows if images else 0, config.hidden), np.float32),

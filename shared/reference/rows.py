@@ -11,6 +11,8 @@ from shared.boundary.backend import GrammarBitmask, Prefill, StepPlan
 from shared.boundary.buffers import SCORES
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.snapshots import Snapshots
+from shared.boundary.window_pools import WindowPool
+from shared.models.groups import CachePool
 from shared.reference.images import ImageContext
 from shared.spec import (
     acceptance,
@@ -23,7 +25,7 @@ from shared.spec import (
     slot_state,
     verify_budget,
 )
-from shared.spec.attention import AttentionRows
+from shared.spec.attention import AttentionRows, WindowPageTables
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gdn_state import GDNState
 from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
@@ -41,6 +43,7 @@ class Batch:
       num_padding: Number of padding rows in the plan.
       deltas: M-RoPE position delta of each row before the step; None for a text-only model.
       texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
+      window_page_tables: Pages of each row in the window pools, by sliding window.
     """
 
     index: Int[np.ndarray, " B"]
@@ -54,9 +57,15 @@ class Batch:
     num_padding: int
     deltas: Int32[np.ndarray, " B"] | None
     texts: NgramScopes | None
+    window_page_tables: WindowPageTables
 
     @classmethod
-    def of(cls, plan: StepPlan, turn_deltas: Int32[np.ndarray, " slots"] | None) -> "Batch":
+    def of(
+        cls,
+        plan: StepPlan,
+        turn_deltas: Int32[np.ndarray, " slots"] | None,
+        windows: Sequence[WindowPool],
+    ) -> "Batch":
         """Returns the rows with a slot."""
         index = np.flatnonzero(plan.slots)
         snapshots, texts = plan.snapshots, plan.texts
@@ -77,7 +86,16 @@ class Batch:
             num_padding=len(plan.slots) - len(index),
             deltas=None if turn_deltas is None else turn_deltas[plan.slots[index]],
             texts=texts,
+            window_page_tables={
+                pool.window: table[index]
+                for pool, table in zip(windows, plan.page_tables[1:], strict=True)
+            },
         )
+
+    def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int32[np.ndarray, "B P"]]:
+        """Returns the page table of each KV pool of the target."""
+        windows = self.window_page_tables
+        return [windows.get(pool.window or 0, self.page_table) for pool in pools]
 
     def turned(self, rows: AttentionRows) -> AttentionRows:
         """Adds M-RoPE positions to text rows of a vision-language model."""

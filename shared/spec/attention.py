@@ -8,12 +8,16 @@ selects. A prefill row ends at itself and has no window. A tree node attends to 
 and to its ancestors in the window.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from shared.spec import draft_tree, layers
+
+WindowPageTables = Mapping[int, Int[np.ndarray, "B table"]]
+"""Page tables of layers with a pool of their own, by sliding window."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class AttentionRows:
       page_table: Pages of each request.
       mrope_positions: M-RoPE positions (time, row, column) of a vision-language model; None if all
         three equal the position.
+      window_page_tables: Pages of each request in the pools of sliding-window layers; such layers
+        use `page_table` if it has none for their window.
     """
 
     request: Int[np.ndarray, " R"]
@@ -40,6 +46,7 @@ class AttentionRows:
     is_real: Bool[np.ndarray, " R"]
     page_table: Int[np.ndarray, "B table"]
     mrope_positions: Int[np.ndarray, "R 3"] | None = field(default=None, kw_only=True)
+    window_page_tables: WindowPageTables = field(default_factory=dict, kw_only=True)
 
 
 def causal_rows(
@@ -120,13 +127,14 @@ def sliding_bounds(
 
 
 def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
-    """Returns the rows with the visibility of a sliding-window layer; unchanged if `size` is
-    None.
+    """Returns the rows with the visibility and the pages of a sliding-window layer; unchanged if
+    `size` is None.
     """
     if size is None:
         return rows
     first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
-    return replace(rows, first=first, window=window)
+    table = rows.window_page_tables.get(size, rows.page_table)
+    return replace(rows, first=first, window=window, page_table=table)
 
 
 def write(

@@ -17,7 +17,7 @@ from shared.models.mixers import AttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.stacks import BIAS
 from shared.spec import attention, draft_tree, gdn_state, layers, linear
-from shared.spec.attention import AttentionRows, with_sliding_window
+from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
 from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_norm, scale_queries
 from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
@@ -63,6 +63,7 @@ def prefill(
     page_table: Int[np.ndarray, "B table"],
     shown: ImageEmbeds | None,
     mrope_positions: Int[np.ndarray, "T 3"] | None,
+    window_page_tables: WindowPageTables,
 ) -> tuple[Forward, GDNState]:
     """Runs prompt chunks of several requests and advances their states.
 
@@ -74,11 +75,12 @@ def prefill(
       page_table: Pages of each request, including those of the chunk.
       shown: Image embeddings; None for text.
       mrope_positions: M-RoPE positions; None to use the sequence positions.
+      window_page_tables: See `AttentionRows`.
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
     mixer = PrefillGDN(config, weights, state, row_starts)
-    rows = replace(rows, mrope_positions=mrope_positions)
+    rows = replace(rows, mrope_positions=mrope_positions, window_page_tables=window_page_tables)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
     return passed, GDNState(mixer.recurrent, mixer.window)
 
@@ -95,6 +97,7 @@ def verify(
     page_table: Int[np.ndarray, "B table"],
     rows: int,
     delta: Int[np.ndarray, " B"] | None,
+    window_page_tables: WindowPageTables,
 ) -> tuple[Forward, ReplayInputs]:
     """Verifies one draft tree per request without changing states or KV below the lengths.
 
@@ -105,11 +108,13 @@ def verify(
       lengths, page_table: Committed positions and pages of each request.
       rows: R, flat rows; those past the last node are padding.
       delta: M-RoPE position delta of each request; None for 0.
+      window_page_tables: See `AttentionRows`.
 
     Returns:
       The pass over the flat rows, and the replay inputs for the accepted path.
     """
     flat, node = attention.tree_rows(parents, num_nodes, lengths, page_table, rows)
+    flat = replace(flat, window_page_tables=window_page_tables)
     if delta is not None:
         flat = attention.with_mrope(flat, delta)
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)])

@@ -171,5 +171,6 @@ class Oracle:
             np.arange(1, num_pages, dtype=np.int32)[None],
             None,
             None,
+            {},
         )
         return model.logits(self._config, self._weights, forward.hidden)

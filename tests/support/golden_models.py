@@ -170,7 +170,7 @@ class SpecModel:
         if images is not None:
             shown, turns = layers.ImageEmbeds(images.pool, images.sources), images.turns
             self._delta = np.array([images.delta])
-        where = (tokens, row_starts, first, TABLE, shown, turns)
+        where = (tokens, row_starts, first, TABLE, shown, turns, {})
         passed, self._state = model.prefill(
             self.config, self.weights, self._kv, self._state, *where
         )
@@ -200,6 +200,7 @@ class SpecModel:
             TABLE,
             rows,
             self._delta,
+            {},
         )
         self._kv = passed.kv
         return self._pass(passed, len(tokens))

@@ -43,11 +43,12 @@ from tests.support.random_requests import (
     Asked,
     Server,
 )
-from tests.support.ranks import MAKERS as RANK_MAKERS
+from tests.support.ranks import MAKERS
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
+from tests.support.window_capacity import with_fewer_pages, with_window_pools
 
 SNAPSHOTS = 7
 """Fewer than four running requests would have, and a sink."""
@@ -128,7 +129,7 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
 
 def capacity_of(server: Server) -> BackendLimits:
     """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
-    vocab = target_of(server.family, server.own_drafter)[0].vocab
+    model, _ = target_of(server.family, server.own_drafter)
     bare = BackendLimits(
         page_size=server.page_size,
         num_pages=1,
@@ -137,7 +138,7 @@ def capacity_of(server: Server) -> BackendLimits:
         programs=_programs(server, 1),
         overlap=OVERLAP,
         context_length=CONTEXT,
-        vocab=vocab,
+        vocab=model.vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
@@ -145,7 +146,8 @@ def capacity_of(server: Server) -> BackendLimits:
         accept_rule=server.rule,
     )
     pages = bare.num_pages_for(bare.max_positions)
-    return replace(bare, num_pages=1 + BATCH * pages, programs=_programs(server, pages))
+    programs = _programs(server, pages)
+    return with_window_pools(replace(bare, num_pages=1 + BATCH * pages, programs=programs), model)
 
 
 def _programs(server: Server, pages: int) -> tuple[Program, ...]:
@@ -186,8 +188,8 @@ class Backends:
         key += (capacity.programs, capacity.num_snapshots, token_map)
         if key not in self._made:
             made = (*target_of(server.family, server.own_drafter), capacity)
-            of = divided_drafter_of if server.framework in RANK_MAKERS else drafter_of
-            head = of(server.family, server.own_drafter)
+            maker = divided_drafter_of if server.framework in MAKERS else drafter_of
+            head = maker(server.family, server.own_drafter)
             drafter = Mapped(head, token_map) if token_map else head
             self._made[key] = make_backend(server.framework, *made, drafter)
         return self._made[key]
@@ -201,7 +203,7 @@ class Watched:
     """A backend that reports fewer pages than it has, and records its plans and results."""
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
-        self.capacity = replace(backend.capacity, num_pages=num_pages)
+        self.capacity = with_fewer_pages(backend.capacity, num_pages, CHUNK)
         self._backend, self.launch = backend, backend.launch
         self.steps: list[tuple[StepPlan, StepFuture]] = []
 
@@ -380,9 +382,8 @@ def check(server: Server, visit: Visit) -> None:
 
 def is_text_kept(server: Server, params: SamplingParams) -> bool:
     """Returns whether the accept rule guarantees the output of plain decoding."""
-    drafts_by_noise = server.drafter != "NGRAM" and server.shape != PLAIN
-    is_drafted = drafts_by_noise and params.max_draft_tokens != 0
-    return server.rule == "exact" or params.temperature == 0 or not is_drafted
+    by_noise = server.drafter != "NGRAM" and server.shape != PLAIN and params.max_draft_tokens != 0
+    return server.rule == "exact" or params.temperature == 0 or not by_noise
 
 
 def check_end(visit: Visit) -> None:

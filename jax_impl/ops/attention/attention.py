@@ -6,6 +6,7 @@ reads all positions of the page table.
 On a GPU `flatten_tree` and `compact_accepted_kv` are kernels; see `jax_impl.ops`.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ from shared.spec.reduction_order import ATTENTION
 KV = Float[jax.Array, "L 2 P page Hk D"]
 Pools = tuple[KV, ...]
 """KV pools of a model or drafter, in the order of `ModelConfig.kv_pools`."""
-"""Keys and values of the page pools of a stack of attention layers."""
+WindowPageTables = Mapping[int, Int[jax.Array, "B table"]]
+"""Page tables of layers with a pool of their own, by sliding window."""
 
 
 class AttentionRows(NamedTuple):
@@ -40,6 +42,8 @@ class AttentionRows(NamedTuple):
       max_rows: Maximum number of rows of a request.
       mrope_positions: M-RoPE positions (time, row, column); None if all three are equal to the
         position.
+      window_page_tables: Pages of each request in the pools of sliding-window layers; such layers
+        use `page_table` if it has none for their window.
     """
 
     request: Int[jax.Array, " R"]
@@ -53,6 +57,7 @@ class AttentionRows(NamedTuple):
     row_starts: Int[jax.Array, " B1"]
     max_rows: int
     mrope_positions: Int[jax.Array, "R 3"] | None = None
+    window_page_tables: WindowPageTables = {}
 
 
 def causal_rows(
@@ -190,11 +195,14 @@ def sliding_bounds(
 
 
 def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
-    """Returns the rows with the visibility of a sliding-window layer; None for full attention."""
+    """Returns the rows with the visibility and the pages of a sliding-window layer; None for full
+    attention.
+    """
     if size is None:
         return rows
     first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
-    return rows._replace(first=first, window=window)
+    table = rows.window_page_tables.get(size, rows.page_table)
+    return rows._replace(first=first, window=window, page_table=table)
 
 
 def write(

@@ -3,7 +3,8 @@
 On a GPU `flatten_tree` and `compact_accepted_kv` are kernels; see `torch_impl.ops`.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +20,8 @@ from torch_impl.ops.trees import draft_tree
 KV = Float[Tensor, "L 2 pages page H D"]
 Pools = tuple[KV, ...]
 """KV pools of a model or drafter, in the order of `ModelConfig.kv_pools`."""
+WindowPageTables = Mapping[int, Int[Tensor, "B table"]]
+"""Page tables of layers with a pool of their own, by sliding window."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class AttentionRows:
     row_starts: Int[Tensor, " B1"]
     max_rows: int
     mrope_positions: Int[Tensor, "R 3"] | None = None
+    window_page_tables: WindowPageTables = field(default_factory=dict)
 
 
 def causal_rows(
@@ -176,7 +180,8 @@ def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:
     if size is None:
         return rows
     first, window = sliding_bounds(rows.first, rows.until, rows.window, size)
-    return replace(rows, first=first, window=window)
+    table = rows.window_page_tables.get(size, rows.page_table)
+    return replace(rows, first=first, window=window, page_table=table)
 
 
 def write(
