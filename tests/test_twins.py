@@ -69,6 +69,7 @@ ONE_SIDED_NAMES = {
     "ops/__init__.py::scan": "a loop of torch is Python's",
     "ops/attention/attention.py::attend": "JAX reads one long pool, by offsets",
     "ops/attention/attention.py::read": "the same",
+    "formats/registry.py::host_tensor": "torch does not support bfloat16 of NumPy",
     "workspace.py::blocked_attention": "JAX's plain attention reads block by block",
     "ops/trees/draft_tree.py::is_last": "torch's prompts",
     "ops/trees/draft_tree.py::request_of": "the same",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from jaxtyping import Shaped
@@ -197,19 +196,12 @@ def _loaded(
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
-        read[at].copy_(_on_host(values))
+        read[at].copy_(registry.host_tensor(values))
     return _centred(parameter, read)
 
 
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
-    return _on_host(array).to(device)
-
-
-def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
-    """Returns a tensor that shares the array's memory."""
-    if array.dtype == ml_dtypes.bfloat16:  # torch does not support the NumPy dtype
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return registry.host_tensor(array).to(device)
 
 
 def _assemble(config: ModelConfig, tensors: Tensors, token_map: Sequence[int] | None) -> Weights:

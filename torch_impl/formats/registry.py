@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -51,6 +53,13 @@ def read(
     return _from_files(checkpoint, parameter, format, device, progress)
 
 
+def host_tensor(array: Shaped[np.ndarray, "..."]) -> Tensor:
+    """Returns a tensor that shares the array's memory."""
+    if array.dtype == ml_dtypes.bfloat16:  # torch does not support the NumPy dtype
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def _from_files(
     checkpoint: Checkpoint,
     parameter: Parameter,
@@ -65,7 +74,7 @@ def _from_files(
         planes[name] = torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=where)
     converted = FORMATS[type(format)].converted
     for piece in checkpoint.planes(parameter, format, progress):
-        values = torch.from_numpy(piece.part)
+        values = host_tensor(piece.part)
         if piece.plane == VALUES:
             values = converted(values.to(device))
         planes[piece.plane][piece.place].copy_(values)
