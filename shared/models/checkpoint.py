@@ -240,9 +240,13 @@ class Checkpoint:
         """Replaces each tensor that is not stored by its parts, if any of them is stored."""
         found = []
         for source in sources:
-            is_apart = not self.has(source.name) and any(self.has(x.name) for x in source.parts)
+            is_apart = not self._is_stored(source) and any(map(self._is_stored, source.parts))
             found += source.parts if is_apart else [source]
         return found
+
+    def _is_stored(self, source: CheckpointTensor) -> bool:
+        """Returns True for a tensor of its name, or for quantised tensors of other names."""
+        return self.has(source.name) or self._reader(source.name) is not None
 
     def _in_parts(self, source: CheckpointTensor) -> Iterator[CheckpointTensor]:
         """Yields a tensor, or the runs of rows of a large one that is not quantised."""

@@ -24,7 +24,7 @@ CHOICES: tuple[FormatChoice, ...] = (FP8W8A8, FP8W8A16)
 """Quantised formats in memory, in the order in which a parameter tries them."""
 
 READERS: tuple[TensorReader, ...] = (FP8Reader(),)
-"""Encodings of checkpoint tensors."""
+"""Encodings of checkpoint tensors, in the order in which they are tried."""
 
 
 def choose_formats(
