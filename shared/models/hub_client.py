@@ -40,7 +40,7 @@ class HubClient:
           HubError: The hub cannot be reached, or has no such model for this user.
         """
         hub, repository = self._hub, self._repository
-        with self.as_w8a16():
+        with self.as_hub_errors():
             found = self._library.HfApi(endpoint=hub.endpoint, library_name=CLIENT).model_info(
                 repository.repo_id,
                 revision=repository.revision,
@@ -115,7 +115,7 @@ class HubClient:
         return of_client or isinstance(error, ConnectionError)
 
     @contextmanager
-    def as_w8a16(self, path: str = "") -> Iterator[None]:
+    def as_hub_errors(self, path: str = "") -> Iterator[None]:
         """Converts every error of the network and of the disk into a `HubError`.
 
         Args:

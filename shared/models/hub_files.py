@@ -152,7 +152,7 @@ class Snapshot:
         if CONFIG_FILE not in self._files:
             raise self._fault(f"no {CONFIG_FILE}")
         self._download_all([file for file in self._files.values() if file.is_setting], _unseen)
-        with self._client.as_w8a16():
+        with self._client.as_hub_errors():
             if TOKENIZER_FILE not in self._files:
                 _write(self._repository.absence(self._hub.cache, self.folder.name), "")
             if self._repository.revision != self.folder.name:
@@ -216,7 +216,7 @@ class Snapshot:
         pointer = self.folder / file.path
         if pointer.exists():
             return
-        with self._client.as_w8a16(file.path):
+        with self._client.as_hub_errors(file.path):
             if file.size is None or file.blob is None:
                 file = self._with_metadata(file)
             blob = self._storage / "blobs" / str(file.blob)
@@ -291,7 +291,7 @@ class Snapshot:
                 raise HubError(f"{file.path} of {self} is longer than the hub lists; start again")
 
     def _write_header(self, file: HubFile, folder: Path) -> None:
-        with self._client.as_w8a16(file.path):
+        with self._client.as_hub_errors(file.path):
             header = self._client.read(file.path, 0, HEADER_BYTES)
             length = 8 + int.from_bytes(header[:8], "little")
             if len(header) < length <= MOST_HEADER_BYTES:
