@@ -42,7 +42,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.formats.weight_format import SCALES, WeightFormat
+from shared.models.formats.weight_format import SCALES, QuantizedFormat
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
@@ -95,7 +95,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, QuantizedFormat],
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Loaded:

@@ -14,7 +14,7 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.formats.weight_format import WeightFormat
+from shared.models.formats.weight_format import QuantizedFormat
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
@@ -58,7 +58,7 @@ def load(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, QuantizedFormat],
     group: TPGroup = SINGLE_RANK,
     token_map: Sequence[int] | None = None,
 ) -> Weights:

@@ -19,7 +19,7 @@ from shared.drafts.dspark_config import MARKOV
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
-from shared.models.formats.weight_format import WeightFormat, plane_bytes
+from shared.models.formats.weight_format import QuantizedFormat, plane_bytes
 from shared.models.groups import pool_bytes
 from shared.models.mixers import GatedDeltaConfig
 from shared.models.parameter import Parameter
@@ -118,7 +118,7 @@ def _weight_bytes(
     item: int,
     is_tied: bool,
     read_share: float,
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, QuantizedFormat],
 ) -> int:
     moved = 0
     for parameter in wanted:

@@ -19,7 +19,12 @@ from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.plain import Plain
-from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
+from shared.models.formats.weight_format import (
+    VALUES,
+    QuantizedFormat,
+    TensorEncoding,
+    WeightFormat,
+)
 from shared.models.parameter import Parameter
 
 FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
@@ -50,7 +55,7 @@ def scaled_dummy(
 def read(
     checkpoint: Stored,
     parameter: Parameter,
-    format: WeightFormat,
+    format: QuantizedFormat,
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> Planes:
@@ -67,7 +72,7 @@ def read(
 def _from_files(
     checkpoint: Checkpoint,
     parameter: Parameter,
-    format: WeightFormat,
+    format: QuantizedFormat,
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> Planes:

@@ -49,7 +49,7 @@ from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
-from shared.models.formats.weight_format import WeightFormat
+from shared.models.formats.weight_format import QuantizedFormat
 from shared.models.groups import CachePool
 from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
@@ -216,7 +216,7 @@ class BackendSpec:
     dtype: str
     on_gpu: bool
     captured: tuple[StepKind, ...] = CAPTURED
-    formats: Mapping[str, WeightFormat] = field(default_factory=dict)
+    formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
     ranks: TPGroup = SINGLE_RANK
 
     @property

@@ -17,9 +17,9 @@ from shared.models.file_kind import folder_fault
 from shared.models.formats.registry import READERS
 from shared.models.formats.weight_format import (
     PlanePiece,
+    QuantizedFormat,
     StoredTensor,
     TensorReader,
-    WeightFormat,
 )
 from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
 from shared.models.parameters import parameters
@@ -217,7 +217,7 @@ class Checkpoint:
             progress(self._num_bytes(source))
 
     def planes(
-        self, parameter: Parameter, format: WeightFormat, progress: Callable[[int], None]
+        self, parameter: Parameter, format: QuantizedFormat, progress: Callable[[int], None]
     ) -> Iterator[PlanePiece]:
         """Reads a parameter tensor by tensor without dequantising it.
 

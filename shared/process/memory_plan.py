@@ -22,7 +22,7 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.plain import Plain
-from shared.models.formats.weight_format import WeightFormat, plane_bytes
+from shared.models.formats.weight_format import QuantizedFormat, WeightFormat, plane_bytes
 from shared.models.groups import CachePool, pool_bytes
 from shared.models.parameter import Parameter
 from shared.models.parameters import draft_head, parameters
@@ -108,7 +108,7 @@ def plan(
     drafts: DrafterSpec,
     device: Device,
     costs: ProgramCosts,
-    formats: Callable[[str], Mapping[str, WeightFormat]] = lambda dtype: {},
+    formats: Callable[[str], Mapping[str, QuantizedFormat]] = lambda dtype: {},
     vision: VisionEncoder | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
@@ -147,7 +147,7 @@ class PageCountSearch:
     drafts: DrafterSpec
     device: Device
     costs: ProgramCosts
-    formats: Mapping[str, WeightFormat]
+    formats: Mapping[str, QuantizedFormat]
     images: EncoderCacheSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
@@ -307,7 +307,7 @@ def _of_rank(wanted: Sequence[Parameter], blueprint: BackendSpec) -> list[Parame
 
 
 def _weights_line(
-    name: str, dtype: str, wanted: Sequence[Parameter], formats: Mapping[str, WeightFormat]
+    name: str, dtype: str, wanted: Sequence[Parameter], formats: Mapping[str, QuantizedFormat]
 ) -> MemoryPlanEntry:
     """Args:
     formats: Formats of the parameters that stay quantised, by name.
@@ -316,7 +316,8 @@ def _weights_line(
     quantised: dict[str | None, int] = {}
     for parameter in wanted:
         plain = Plain("float32" if parameter.float32 else dtype)
-        format, size = formats.get(parameter.name, plain), prod(parameter.shape)
+        format: WeightFormat = formats.get(parameter.name, plain)
+        size = prod(parameter.shape)
         count += size
         num_bytes += plane_bytes(format, parameter.shape)
         if format.label is not None:

@@ -16,8 +16,8 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import (
     FormatContext,
+    QuantizedFormat,
     UnsupportedFormatError,
-    WeightFormat,
 )
 from shared.models.parameters import draft_head, parameters
 from shared.models.sampling import SamplingDefaults
@@ -147,7 +147,7 @@ def _memory_plan(
     return plan(checked.options, opened.model, drafts, device, costs, formats, checked.tower)
 
 
-def _formats(checked: CheckedModel, device: Device, dtype: str) -> dict[str, WeightFormat]:
+def _formats(checked: CheckedModel, device: Device, dtype: str) -> dict[str, QuantizedFormat]:
     """Returns the formats of the parameters that stay quantised on a device."""
     context = FormatContext(
         on_gpu=device.kind == "gpu",

@@ -59,7 +59,7 @@ def test_w8a8_planes_dequantize_to_loaded_weight(by_output: bool) -> None:
 class Groups:
     """Encoding of four-bit integers with a scale for each group of inputs."""
 
-    name = label = "int4"
+    name = "int4"
 
 
 @jax.tree_util.register_static

@@ -30,7 +30,7 @@ from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.registry import choose_formats
-from shared.models.formats.weight_format import WeightFormat
+from shared.models.formats.weight_format import QuantizedFormat
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
@@ -102,7 +102,7 @@ def granularity(request) -> Granularity:
 
 
 @pytest.fixture(scope="module")
-def kept(granularity) -> dict[str, WeightFormat]:
+def kept(granularity) -> dict[str, QuantizedFormat]:
     """Formats of the parameters that stay FP8."""
     return dict.fromkeys(KEPT, FP8W8A16(BLOCK if granularity is BLOCK else Granularity.CHANNEL))
 
@@ -124,7 +124,7 @@ def model(request, files, granularity) -> tuple[ModelConfig, Stored]:
 
 
 def words_in(
-    framework: str, checkpoint: Stored, parameter: Parameter, format: WeightFormat
+    framework: str, checkpoint: Stored, parameter: Parameter, format: QuantizedFormat
 ) -> tuple[np.ndarray, np.ndarray]:
     if framework == "torch":
         both = torch_formats.read(checkpoint, parameter, format, CPU, lambda count: None)

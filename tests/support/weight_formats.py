@@ -13,7 +13,7 @@ from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
 from shared.models.formats.registry import choose_formats
-from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, WeightFormat
+from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, QuantizedFormat
 from shared.models.parameter import Parameter
 from shared.spec.linear import Matrix
 
@@ -23,18 +23,18 @@ ON_GPU = FormatContext(
 W8A8_ON_CPU = FormatContext(on_gpu=False, device_name="CPU", dtype="bfloat16", fp8_activations=True)
 
 
-def w8a16_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, WeightFormat]:
+def w8a16_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, QuantizedFormat]:
     """Formats of the parameters that stay FP8 on a GPU."""
     return choose_formats(wanted, checkpoint.stored, ON_GPU)
 
 
-def w8a8_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, WeightFormat]:
+def w8a8_of(checkpoint: Stored, wanted: Sequence[Parameter]) -> dict[str, QuantizedFormat]:
     """Formats of the parameters whose activations are quantised too, on a CPU."""
     return choose_formats(wanted, checkpoint.stored, W8A8_ON_CPU)
 
 
 def read_planes(
-    checkpoint: Checkpoint, parameter: Parameter, format: WeightFormat
+    checkpoint: Checkpoint, parameter: Parameter, format: QuantizedFormat
 ) -> dict[str, np.ndarray]:
     """Planes of a parameter in main memory; elements in the order of the checkpoint, as uint8."""
     planes = {}

@@ -14,7 +14,12 @@ from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
-from shared.models.formats.weight_format import VALUES, TensorEncoding, WeightFormat
+from shared.models.formats.weight_format import (
+    VALUES,
+    QuantizedFormat,
+    TensorEncoding,
+    WeightFormat,
+)
 from shared.models.parameter import Parameter
 from torch_impl.formats import fp8
 from torch_impl.formats.format_ops import FormatOps, Planes
@@ -41,7 +46,7 @@ def scaled_dummy(
 def read(
     checkpoint: Stored,
     parameter: Parameter,
-    format: WeightFormat,
+    format: QuantizedFormat,
     device: torch.device,
     progress: Callable[[int], None],
 ) -> Planes:
@@ -63,7 +68,7 @@ def host_tensor(array: Shaped[np.ndarray, "..."]) -> Tensor:
 def _from_files(
     checkpoint: Checkpoint,
     parameter: Parameter,
-    format: WeightFormat,
+    format: QuantizedFormat,
     device: torch.device,
     progress: Callable[[int], None],
 ) -> Planes:

@@ -63,7 +63,6 @@ class FP8Encoding:
 
     granularity: Granularity
     name = "fp8"
-    label = "FP8"
     init = FP8_INIT
 
     @property

@@ -51,7 +51,7 @@ _PARTS = 4
 class FP8W8A16:
     """Format of packed FP8 weights with scales of a granularity, block or channel.
 
-    Activations are bfloat16; see `WeightFormat`.
+    Activations are bfloat16; see `QuantizedFormat`.
     """
 
     granularity: Granularity
@@ -84,7 +84,7 @@ class FP8W8A16:
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
-        """Reads FP8 values, to be packed by the backend, and scales; see `WeightFormat.pieces`."""
+        """Reads FP8 values, which the backend packs, and scales; see `QuantizedFormat.pieces`."""
         yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
         place = fp8.place_of_scales(at, whole, self.granularity)
         scales = fp8.taken_scales(tensor.source, tensor.read(SCALES), self.granularity, shape)

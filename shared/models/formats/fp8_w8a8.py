@@ -36,7 +36,7 @@ EXPERTS = ("experts.gate_up", "experts.down")
 
 @dataclass(frozen=True)
 class FP8W8A8:
-    """Format of FP8 weights for quantised activations; see `WeightFormat`.
+    """Format of FP8 weights for quantised activations; see `QuantizedFormat`.
 
     Attributes:
       by_output: True for scales per output; on a GPU they are per block.
@@ -75,7 +75,7 @@ class FP8W8A8:
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
-        """Reads FP8 values and scales; see `WeightFormat.pieces`. Scales per output allow slices
+        """Reads FP8 values and scales; see `QuantizedFormat.pieces`. Scales per output allow slices
         inside a block.
         """
         yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))

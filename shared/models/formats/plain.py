@@ -1,17 +1,9 @@
 """Unquantised weights: one plane of numbers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.models.formats.weight_format import (
-    ITEM_BYTES,
-    VALUES,
-    Array,
-    Place,
-    Plane,
-    PlanePiece,
-    StoredTensor,
-)
+from shared.models.formats.weight_format import ITEM_BYTES, VALUES, Array, Plane
 
 
 @dataclass(frozen=True)
@@ -31,12 +23,6 @@ class Plain:
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         """Returns the one plane."""
         return {VALUES: Plane(shape, self.dtype)}
-
-    def pieces(
-        self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
-    ) -> Iterator[PlanePiece]:
-        """Reads a tensor as stored; see `WeightFormat.pieces`."""
-        yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
 
     def dequantize(self, planes: Mapping[str, Array]) -> Array:
         """Returns the numbers unchanged."""

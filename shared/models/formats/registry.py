@@ -14,9 +14,9 @@ from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.weight_format import (
     FormatChoice,
     FormatContext,
+    QuantizedFormat,
     StoredTensors,
     TensorReader,
-    WeightFormat,
 )
 from shared.models.parameter import Parameter
 
@@ -29,7 +29,7 @@ READERS: tuple[TensorReader, ...] = (FP8Reader(),)
 
 def choose_formats(
     parameters: Sequence[Parameter], stored: StoredTensors, context: FormatContext
-) -> dict[str, WeightFormat]:
+) -> dict[str, QuantizedFormat]:
     """Returns the formats of the parameters that stay quantised, by name.
 
     All other parameters are dequantised when loaded.
@@ -42,7 +42,7 @@ def choose_formats(
     Raises:
       UnsupportedFormatError: A flag requires a format that the device does not support.
     """
-    found: dict[str, WeightFormat] = {}
+    found: dict[str, QuantizedFormat] = {}
     for choice in CHOICES:
         for parameter in (p for p in parameters if p.name not in found):
             if (chosen := choice.choose(parameter, stored, context)) is not None:

@@ -92,11 +92,6 @@ class TensorEncoding(Protocol):
         ...
 
     @property
-    def label(self) -> str:
-        """Name in messages."""
-        ...
-
-    @property
     def of_dummies(self) -> Self:
         """Encoding of dummy weights of a release."""
         ...
@@ -230,6 +225,15 @@ class WeightFormat(Protocol):
         """Returns the planes of a weight or a stack of weights, by name."""
         ...
 
+    def dequantize(self, planes: Mapping[str, Array]) -> Array:
+        """Returns the numbers of a weight."""
+        ...
+
+
+@runtime_checkable
+class QuantizedFormat(WeightFormat, Protocol):
+    """Format of weights that stay quantised in memory."""
+
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
@@ -243,10 +247,6 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def dequantize(self, planes: Mapping[str, Array]) -> Array:
-        """Returns the numbers of a weight."""
-        ...
-
 
 @runtime_checkable
 class FormatChoice(Protocol):
@@ -254,7 +254,7 @@ class FormatChoice(Protocol):
 
     def choose(
         self, parameter: Parameter, stored: StoredTensors, context: FormatContext
-    ) -> WeightFormat | None:
+    ) -> QuantizedFormat | None:
         """Returns the format of a rank's parameter, or None.
 
         Raises:
