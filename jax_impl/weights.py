@@ -395,8 +395,8 @@ def _matrix(stacks: Mapping[str, Any], name: str, place: int, in_stacks: bool) -
     """Returns the weight of one layer of a stack, with its bias."""
     stored, bias = stacks[name], stacks.get(f"{name}{BIAS}")
     stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
-    stack = stack._replace(layer=place, bias=bias)
-    return stack if in_stacks else stack.alone
+    stack = stack._replace(bias=bias)
+    return stack._replace(layer=place) if in_stacks else stack.at(place)
 
 
 def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:

@@ -67,7 +67,12 @@ class Matrix(NamedTuple):
     @property
     def alone(self) -> "Matrix":
         """Returns the weight and its bias, taken out of their stacks."""
-        return self if self.layer is None else self._replace(layer=None).at(self.layer)
+        if self.layer is None:
+            return self
+        bias = None if self.bias is None else self.bias[self.layer]
+        # Scales before values: the order is that of the traced program, which names cached ones.
+        planes = {name: self.planes[name][self.layer] for name in reversed([*self.planes])}
+        return Matrix(self.format, planes, None, bias)
 
     @property
     def num_outputs(self) -> int:
@@ -84,8 +89,8 @@ class Matrix(NamedTuple):
     def at(self, place: Place) -> "Matrix":
         """Returns the weight of one layer of a stack, or of one expert."""
         where = place if self.layer is None else (self.layer, place)
-        bias = None if self.bias is None else self.bias[where]
-        return Matrix(self.format, {name: x[where] for name, x in self.planes.items()}, None, bias)
+        planes = {name: x[where] for name, x in self.planes.items()}
+        return Matrix(self.format, planes, None, None if self.bias is None else self.bias[where])
 
 
 def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
