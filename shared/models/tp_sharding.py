@@ -37,5 +37,6 @@ def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
     fields.
     """
     yield "hidden_size", config.hidden
-    for group in (*config.groups, *config.mlp_groups):
+    mixers = sorted(config.groups, key=lambda group: group.name)  # query heads first
+    for group in (*mixers, *config.mlp_groups):
         yield from group.config.divided
