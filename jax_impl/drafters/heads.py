@@ -208,6 +208,7 @@ def _through(
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixer, context = each.mixer, contexts[each.mixer]
+        assert isinstance(mixer, AttentionConfig)  # a head has attention layers only
         mixed, paged = attention(config, mixer, context, place, layer.mixer, qkv, paged)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole, paged.pools
