@@ -14,6 +14,10 @@ POSITIONS_PER_CACHED_WINDOW = 4096
 """Positions of the other pages for each window that the prefix cache can keep. A cached sequence of
 this length can be resumed at one position if all pages are in use."""
 
+CACHED_SHARE = 4
+"""At most one page for the prefix cache for this number of the other pages, so that wide windows
+save memory too."""
+
 
 def window_pools(
     capacity: BackendLimits, model: ModelConfig, *, has_cache: bool
@@ -22,8 +26,9 @@ def window_pools(
 
     A pool has pages for the widest step of each running request, with all steps in flight; for the
     prompt chunks in flight; and, for the prefix cache, of one window for every
-    `POSITIONS_PER_CACHED_WINDOW` positions of the other pages. Layers with a window for which this
-    is no less than the other pages have no pool: they use the other pages.
+    `POSITIONS_PER_CACHED_WINDOW` positions of the other pages, at most one of `CACHED_SHARE` pages.
+    Layers with a window for which this is no less than the other pages have no pool: they use the
+    other pages.
 
     Args:
       capacity: Limits without window pools.
@@ -43,9 +48,9 @@ def _num_pages(capacity: BackendLimits, window: int, has_cache: bool) -> int:
     running = (capacity.num_slots - 1) * pool.max_slot_pages(page_size, growth)
     prefills = [p for p in capacity.programs if p.work is StepKind.PREFILL]
     chunk = max(capacity.num_pages_for(p.tokens) + p.batch for p in prefills)
-    positions = (capacity.num_pages - 1) * page_size
-    cached = positions * pool.num_visible(page_size) // POSITIONS_PER_CACHED_WINDOW
-    return 1 + running + steps * chunk + cached * has_cache
+    others = capacity.num_pages - 1
+    cached = others * page_size * pool.num_visible(page_size) // POSITIONS_PER_CACHED_WINDOW
+    return 1 + running + steps * chunk + min(cached, others // CACHED_SHARE) * has_cache
 
 
 def page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
