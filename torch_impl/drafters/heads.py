@@ -204,6 +204,8 @@ def _through(
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
-        mixed = attention(config, each.mixer, contexts[each.mixer], place, layer.mixer, qkv)
+        mixer, context = each.mixer, contexts[each.mixer]
+        assert isinstance(mixer, AttentionConfig)  # a head has attention layers only
+        mixed = attention(config, mixer, context, place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole
