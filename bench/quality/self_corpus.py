@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.request import Request, SamplingParams
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.in_process_engine import Served, timed

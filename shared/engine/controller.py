@@ -8,6 +8,7 @@ from typing import Protocol
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import ProgramFeature, StepKind
+from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
@@ -33,6 +34,11 @@ class Controller(Protocol):
 
     max_rows: int
     gauges: Gauges
+
+    @property
+    def index(self) -> NgramIndex | None:
+        """N-gram index of the host; None if the host drafts nothing."""
+        ...
 
     @property
     def notes(self) -> Sequence[str]:
@@ -129,6 +135,7 @@ class StaticController:
       notes: See `Controller.notes`.
 
     Attributes:
+      index: Always None: the device drafts.
       notes: See above.
 
     Raises:
@@ -152,7 +159,7 @@ class StaticController:
             raise ValueError(f"no decode program drafts {nodes} nodes, {depth} deep, {width} wide")
         self.max_rows = max(self._shapes)
         self.gauges: Gauges = {}
-        self.notes = notes
+        self.index, self.notes = None, notes
 
     @property
     def needs_last_result(self) -> bool:

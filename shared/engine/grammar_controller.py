@@ -12,7 +12,6 @@ from shared.boundary.buffers import mask_words
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.controller import (
     Controller,
-    DeviceNgramController,
     Gauges,
     Reserve,
     of_no_corpus,
@@ -46,7 +45,7 @@ class GrammarController:
       index: N-gram index that drafts on the host; None if the device drafts, or nothing does.
 
     Attributes:
-      inner, index: See above.
+      inner: See above.
 
     Raises:
       ValueError: The backend has no decode program that takes masks.
@@ -62,11 +61,17 @@ class GrammarController:
         self._plain = _widest(capacity, host_draft=False)
         drafts = [program for program in capacity.programs if program.work is StepKind.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
-        self.inner, self.index, self._words = inner, index, mask_words(capacity.vocab)
+        self.inner, self._index, self._words = inner, index, mask_words(capacity.vocab)
+        self._has_ngram_table = capacity.texts is not None
         self._decoded_last: Sequence[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
         self.gauges: Gauges = inner.gauges
+
+    @property
+    def index(self) -> NgramIndex | None:
+        """N-gram index of the controller of all other steps."""
+        return self.inner.index
 
     @property
     def notes(self) -> Sequence[str]:
@@ -135,8 +140,8 @@ class GrammarController:
 
         Also returns a function for the nodes that come from a corpus, see `ScheduledRows`.
         """
-        if self.index is not None:
-            grown = self.index.trees(requests)
+        if self._index is not None:
+            grown = self._index.trees(requests)
             host_drafts = host_draft_of(grown)
             counts = np.maximum(host_drafts.num_nodes, 1).tolist()
             trees = [
@@ -148,7 +153,7 @@ class GrammarController:
             ]
             return trees, partial(corpus_nodes, grown)
         drafted, self._drafted = self._drafted, {}
-        origin = of_no_corpus if isinstance(self.inner, DeviceNgramController) else None
+        origin = of_no_corpus if self._has_ngram_table else None
         return [drafted.get(request.request_id, ([0], [0])) for request in requests], origin
 
     def _masked(

@@ -15,10 +15,10 @@ from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.controller import Controller, DeviceNgramController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
-from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import MergedDraftController
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
+from shared.engine.ngram_controllers.controller import NgramController
+from shared.engine.ngram_controllers.merged_drafts import MergedDraftController
 from shared.engine.shadow_verify import ShadowVerifier
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
@@ -73,15 +73,6 @@ def with_shadow_verify(engine: Engine, backend: Backend, rate: float) -> Engine 
     )
 
 
-def ngram_index_of(controller: Controller) -> NgramIndex | None:
-    """Returns the n-gram index of a controller; None if it has none."""
-    if isinstance(controller, GrammarController):
-        return ngram_index_of(controller.inner)
-    if isinstance(controller, NgramController | AdaptiveNgramController | MergedDraftController):
-        return controller.index
-    return None
-
-
 def drafter_cost_fraction(blueprint: BackendSpec, settled: ResolvedConfig) -> float:
     """Returns the time of a drafter's passes as a fraction of a step without drafting.
 
@@ -128,7 +119,7 @@ def make_controller(
     if not settled.options.engine.has_grammars:
         return controller
     # With a drafter on the device, n-gram drafts are not merged into trees with a grammar.
-    index = None if settled.draft.joins_copies else ngram_index_of(controller)
+    index = None if settled.draft.joins_copies else controller.index
     return GrammarController(backend.capacity, controller, index)
 
 

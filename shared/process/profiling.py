@@ -45,13 +45,14 @@ class FixedShapeController:
     Attributes:
       steps_wait: True if a step waits for the result of the previous one.
       temperature: Temperature of the outputs.
+      index: Always None: host-built trees are random.
       seconds: Time of each decode step: device time, or the time between two results if the host is
         involved.
     """
 
     def __init__(self, shapes: Shapes, host_draft: bool, vocab: int, temperature: float) -> None:
         self.max_rows, self.steps_wait = shapes.batches[-1], False
-        self.temperature = temperature
+        self.temperature, self.index = temperature, None
         self._host_draft, self._vocab = host_draft, vocab
         self._decoded_last: list[Request] = []
         self._rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from shared.engine.checks import RequestLimits
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.address import Listeners, admin_host, host_names
-from shared.process.engines import make_engine, ngram_index_of, with_shadow_verify
+from shared.process.engines import make_engine, with_shadow_verify
 from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
 from shared.process.model_places import ModelPlace
@@ -70,7 +70,7 @@ def start_serving(
     for note in engine.controller.notes:
         logs.info(note)
     facts, drain_s = server_info(start, listeners), options.server.graceful_shutdown_timeout
-    index = ngram_index_of(engine.controller)
+    index = engine.controller.index
     gc_freeze.freeze_gc()
     return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
 

@@ -14,7 +14,7 @@ from tests.support.simulation.device import simulated_capacity, with_host_drafts
 from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
-from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.options.ngram import NgramConfig
 

@@ -17,8 +17,8 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
-from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.engine.request import Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape

@@ -16,8 +16,8 @@ from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig

@@ -19,8 +19,8 @@ from shared.engine.ngram.backoff import LONGEST, SHORTEST
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import KINDS, MergedDraftController
 from shared.engine.ngram.tree import NgramTreeBatch
+from shared.engine.ngram_controllers.merged_drafts import KINDS, MergedDraftController
 from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape

@@ -14,10 +14,10 @@ from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select_nodes
-from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.probe_schedule import ProbeSchedule
 from shared.engine.ngram.tree import NgramTreeBatch, roots_of
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 from shared.engine.adaptive.tiers import Tier
-from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.probe_schedule import ProbeSchedule
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from tests.support.simulation import imposed
 from tests.support.simulation.device import PROMPT_SECONDS
 from tests.support.simulation.imposed import SHARES, Runs, written_runs, written_work

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.engine.controller import StaticController
-from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.models.checkpoint import SINGLE_FILE
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters

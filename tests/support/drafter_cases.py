@@ -9,8 +9,8 @@ from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.controller import Controller, StaticController
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter

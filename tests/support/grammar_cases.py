@@ -15,8 +15,8 @@ from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.request import FinishReason, Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape

@@ -9,9 +9,9 @@ from shared.boundary.program import ProgramFeature
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from tests.support.contract_host import GREEDY, PREFILL_TOKENS, SAMPLED, prompt

@@ -17,7 +17,7 @@ import pytest
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
-from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.spec.draft_tree import TreeShape
 from shared.text.tokenizer import Tokenizer
 from tests.support.cache_policies import policy_of

@@ -19,9 +19,9 @@ from shared.drafts.kinds import BLOCK_KINDS
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import KINDS, MergedDraftController
+from shared.engine.ngram_controllers.controller import NgramController
+from shared.engine.ngram_controllers.merged_drafts import KINDS, MergedDraftController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig

@@ -18,10 +18,10 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.image_inputs import MropePositions, PromptImage
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.merged_drafts import MergedDraftController
+from shared.engine.ngram_controllers.controller import NgramController
+from shared.engine.ngram_controllers.merged_drafts import MergedDraftController
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder

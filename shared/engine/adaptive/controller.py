@@ -58,6 +58,7 @@ class AdaptiveController:
       shapes: Tiers and their shapes.
       costs: Current cost of each tier.
       acceptance: Acceptance estimates of requests.
+      index: Always None: the device drafts.
 
     Raises:
       ValueError: See `Shapes.of`.
@@ -78,7 +79,7 @@ class AdaptiveController:
         self.acceptance.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
-        self._trace = trace
+        self._trace, self.index = trace, None
         self._planned = self.max_rows, 0  # batch bucket and tier of the last returned rows
         self._hopes: dict[int, float] = {}  # expected accepted tokens of a chain, per request
         self._flights: deque[_AdaptiveStep] = deque()

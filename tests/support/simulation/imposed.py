@@ -25,9 +25,9 @@ from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
-from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
+from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from tests.support.simulation.device import (

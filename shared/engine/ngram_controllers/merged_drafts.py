@@ -26,10 +26,10 @@ from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
 from shared.engine.ngram.acceptance_estimate import NodeAcceptance
 from shared.engine.ngram.backoff import Backoff
-from shared.engine.ngram.controller import index_gauges
 from shared.engine.ngram.drafter_acceptance import DrafterAcceptance, drafter_levels
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.tree import NgramTreeBatch, corpus_nodes
+from shared.engine.ngram_controllers.controller import index_gauges
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
 from shared.engine.rows import ScheduledRows
 from shared.engine.step_trace import accepted_path, origins_of

@@ -34,10 +34,10 @@ from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import TraceWriter
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.ngram.acceptance_estimate import NodeAcceptance, select_nodes
-from shared.engine.ngram.controller import index_gauges, rows_with
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.probe_schedule import LEAST_LOOK_SECONDS, ProbeSchedule
 from shared.engine.ngram.tree import NgramTreeBatch, roots_of
+from shared.engine.ngram_controllers.controller import index_gauges, rows_with
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape

@@ -1,0 +1,1 @@
+"""Decode controllers that draft from n-grams."""
