@@ -1,6 +1,5 @@
 """Operations of all weight formats, and reading of quantised parameters to the device."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
-from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import (
     VALUES,
     QuantizedFormat,
@@ -32,9 +30,6 @@ FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
 
 SCALED: Mapping[type, Callable[[Any, Parameter, Any], jax.Array]] = {FP8Encoding: fp8.scaled}
 """Functions that multiply dummy elements of an encoding by their scales."""
-
-for _format in (Plain, *FORMATS):  # a format in a record of arrays is part of its structure
-    jax.tree_util.register_static(_format)
 
 
 def dequantized(
@@ -63,10 +58,8 @@ def read(
     if isinstance(checkpoint, DummyCheckpoint):
         planes = FORMATS[type(format)].dummy(parameter, format, device)
         progress(checkpoint.num_bytes([parameter]))
-    else:
-        planes = _from_files(checkpoint, parameter, format, device, progress)
-    # An ordered dictionary keeps the order of the format as that of program arguments.
-    return OrderedDict((name, planes[name]) for name in format.planes(parameter.shape))
+        return planes
+    return _from_files(checkpoint, parameter, format, device, progress)
 
 
 def _from_files(

@@ -62,7 +62,6 @@ class Groups:
     name = "int4"
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Int4:
     """Format of packed four-bit integers, in the order of the checkpoint."""

@@ -66,35 +66,42 @@ class Matrix(NamedTuple):
 
     @property
     def alone(self) -> "Matrix":
-        """Returns the weight and its bias, taken out of their stacks."""
         if self.layer is None:
             return self
         bias = None if self.bias is None else self.bias[self.layer]
-        # Scales before values: the order is that of the traced program, which names cached ones.
         planes = {name: self.planes[name][self.layer] for name in reversed([*self.planes])}
         return Matrix(self.format, planes, None, bias)
 
     @property
     def num_outputs(self) -> int:
-        """Returns the number of rows of the weight."""
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """Returns the outputs from `first` on, unstacked."""
         weight, begins = self.alone, partial(first_row, first, self.num_outputs)
         planes = {name: x[begins(len(x)) :] for name, x in weight.planes.items()}
         bias = None if weight.bias is None else weight.bias[first:]
         return weight._replace(planes=planes, bias=bias)
 
     def at(self, place: Place) -> "Matrix":
-        """Returns the weight of one layer of a stack, or of one expert."""
         where = place if self.layer is None else (self.layer, place)
         planes = {name: x[where] for name, x in self.planes.items()}
         return Matrix(self.format, planes, None, None if self.bias is None else self.bias[where])
 
 
+def _flatten(matrix: Matrix) -> tuple[tuple[Any, ...], Any]:
+    """Returns the arrays of a weight in the order of program arguments, and its structure."""
+    values, *others = matrix.planes.values()
+    return (values, matrix.layer, matrix.bias, *others), (matrix.format, *matrix.planes)
+
+
+jax.tree_util.register_pytree_node(
+    Matrix,
+    _flatten,
+    lambda s, x: Matrix(s[0], dict(zip(s[1:], (x[0], *x[3:]), strict=True)), x[1], x[2]),
+)
+
+
 def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
-    """Returns the numbers of a weight."""
     return dequantized(matrix.format, matrix.planes)
 
 
@@ -252,11 +259,7 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    """Adds the GEMM of the rows with a weight, times a factor, to the residual stream.
-
-    Args:
-      norm: Next norm of the returned stream.
-    """
+    """Adds the GEMM of the rows with a weight, times a factor; `norm` is the next one."""
     own = stream.own + _times(plain_product(x, weight), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
@@ -348,12 +351,11 @@ def _sums(
 ) -> Float[jax.Array, "R outputs"]:
     """Computes the GEMM in float32 from output `first` on, with the bias."""
     weight = weight.rows(first)
-    bias = weight.bias
     if weight.format.quantizes_activations:
         sums = _of_codes(x, weight)
     else:
         sums = layers.linear(x, widened(weight).astype(x.dtype))
-    return sums if bias is None else sums + bias.astype(jnp.float32)
+    return sums if weight.bias is None else sums + weight.bias.astype(jnp.float32)
 
 
 def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
