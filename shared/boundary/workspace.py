@@ -184,16 +184,15 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
     Plain decoding stores only the convolution inputs. A prefill needs only one layer's arrays.
     """
-    group = next((each for each in model.groups if isinstance(each.config, GatedDeltaConfig)), None)
-    if group is None:
+    delta = model.gated_delta
+    if delta is None:
         return 0
-    delta = group.config
     heads = 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
     if program.tokens:
         per_row = heads + 4 * delta.channels
     else:
         kept = delta.channels * item + heads * (not program.shape.is_plain)
-        per_row = kept * len(group)
+        per_row = kept * sum(isinstance(each.mixer, GatedDeltaConfig) for each in model.layers)
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
     return rows_of(program) * per_row + 4 * states
 

@@ -89,7 +89,11 @@ class ModelConfig:
     @cached_property
     def attention_groups(self) -> tuple[LayerGroup[AttentionConfig], ...]:
         """Groups of attention layers."""
-        return tuple(each for each in self.groups if isinstance(each.config, AttentionConfig))
+        return tuple(
+            LayerGroup(each.name, each.config, each.layers)
+            for each in self.groups
+            if isinstance(each.config, AttentionConfig)
+        )
 
     @cached_property
     def cache_pools(self) -> tuple[CachePool, ...]:

@@ -8,7 +8,7 @@ Layers with equal cache arrays and the same sliding window share a pool.
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.layers import LayerConfig
@@ -16,14 +16,14 @@ from shared.models.mixers import AttentionConfig, MixerConfig
 
 
 class _Part(Protocol):
-    @property
-    def kind(self) -> str: ...
+    kind: ClassVar[str]
+
     @property
     def sizes(self) -> Hashable: ...
-    def local(self, count: int, /) -> Self: ...
+    def local(self, count: int) -> Self: ...
 
 
-Part = TypeVar("Part", bound=_Part)
+Part = TypeVar("Part", bound=_Part, covariant=True)
 Item = TypeVar("Item")
 
 
