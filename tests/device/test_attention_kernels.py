@@ -120,9 +120,7 @@ def test_attention_draft_block_matches_spec(window, is_causal, run) -> None:
         causal=(is_causal,),
         from_anchor=False,
         first_slot=1,
-        markov=None,
-        conv=None,
-        selector=None,
+        parts=(),
     )
     lengths, draft_from = np.array([60, 109, 31]), np.array([0, 100, 31])
     (rows,) = block_rows(block, lengths, draft_from, TREE.page_table)

@@ -254,7 +254,7 @@ def test_draft_model_reaches_backend_and_memory_plan(family, target_and_small, c
     assert (shape.nodes, shape.depth, shape.width) == (4, 3, 1)
     plan = capfd.readouterr().err
     assert "draft weights" in plan
-    assert f"the same pages, {len(want.pools[0])} layer" in plan
+    assert f"the same pages, {len(want.kv_pools[0])} layer" in plan
     assert ("draft state" in plan) == (family == "qwen3_5")
 
 

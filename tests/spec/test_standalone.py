@@ -129,7 +129,7 @@ def test_standalone_request_without_context_drafts_nothing(family):
     tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)
-    np.testing.assert_array_equal(attention.read(kv.k[0], TABLE, 32)[1], before)
+    np.testing.assert_array_equal(attention.read(kv[0].k[0], TABLE, 32)[1], before)
     alone = Drafting(family, np.array([0, 0]))
     np.testing.assert_array_equal(tokens[0], alone.draft(7)[0][0])
 
@@ -155,7 +155,8 @@ def test_standalone_extend_equals_prefill(family):
     # Float32, the chunked against the sequential rule.
     np.testing.assert_allclose(state.recurrent, want.recurrent, atol=1e-4)
     np.testing.assert_allclose(state.window, want.window, atol=1e-4)
-    for pools, wanted in ((kv.k, want_kv.k), (kv.v, want_kv.v)):
+    (pool,), (want_pool,) = kv, want_kv
+    for pools, wanted in ((pool.k, want_pool.k), (pool.v, want_pool.v)):
         for b, text in enumerate(texts):
             got, held = (attention.read(x[0], TABLE, 32)[b, : len(text)] for x in (pools, wanted))
             np.testing.assert_allclose(got, held, atol=1e-4)
