@@ -170,10 +170,13 @@ def load_rows(rows, place, at, offset: tl.constexpr, loads: tl.constexpr):
         row = rows.first + tl.arange(0, rows.is_inside.shape[0])
         scales = rows.scales + (at + offset) // _BLOCK * rows.count + row
         scale = tl.load(scales, mask=rows.is_inside, other=0.0)
+    # Triton 3.6 takes attributes of a constant for constants only where they have a name.
+    count: tl.constexpr = format.parts
+    access: tl.constexpr = loads.rows
     parts = ()
-    for number in tl.static_range(format.parts):
-        start = offset + number * loads.rows.width
-        parts += (_load_tile(rows, place, at, start, 0, loads.rows),)
+    for number in tl.static_range(count):
+        start = offset + number * access.width
+        parts += (_load_tile(rows, place, at, start, 0, access),)
     return OperandBlock(parts=parts, scale=scale)
 
 
@@ -189,15 +192,17 @@ def load_block(outputs, place, at, offset: tl.constexpr, beside: tl.constexpr, l
       loads: Constants of the loads.
     """
     format: tl.constexpr = loads.format
+    access: tl.constexpr = loads.weight
     scale = 1
     if format.name == "fp8_w8a16":
-        words = _load_tile(outputs, place, at // format.packed, offset, beside, loads.weight)
+        words = _load_tile(outputs, place, at // format.packed, offset, beside, access)
         scales = outputs.scales
         if format.scales.scales_in > 1:
-            scales = _load_scales(scales + at // _BLOCK, outputs.is_inside, loads.weight.has_all)
+            has_all: tl.constexpr = access.has_all
+            scales = _load_scales(scales + at // _BLOCK, outputs.is_inside, has_all)
         parts = four(words, scales, not loads.is_interpreted)
     else:
-        parts = (_load_tile(outputs, place, at, offset, beside, loads.weight),)
+        parts = (_load_tile(outputs, place, at, offset, beside, access),)
         if format.name == "fp8_w8a8":
             scale = scale_of(outputs.scales, outputs.first + beside, at + offset, loads.K)
     return OperandBlock(parts=parts, scale=scale)
@@ -211,7 +216,8 @@ def add_block(acc, rows, block, is_swapped: tl.constexpr, loads: tl.constexpr):
         x, weight, scale = rows.parts[0], block.parts[0], rows.scale * block.scale
         acc = add_codes(acc, x, weight, scale, is_swapped, loads.is_interpreted)
     else:
-        for number in tl.static_range(format.parts):
+        count: tl.constexpr = format.parts
+        for number in tl.static_range(count):
             x = rows.parts[number]
             acc = _add_product(acc, x, block.parts[number].to(x.dtype), is_swapped)
     return acc

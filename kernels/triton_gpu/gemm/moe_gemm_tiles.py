@@ -84,16 +84,15 @@ def product_of(
 
     The weight is the wide side of the tensor core (swap-AB).
     """
-    acc, _ = accumulate(
-        tl.zeros((output.shape[0], config.lanes), tl.float32),
-        OperandTile(place=x_at, scales=x_at, first=0, is_inside=is_slot, count=0),
-        _outputs_of(stored, expert.to(tl.int64), outputs, output, is_output, sizes),
-        config.depth,
-        config.stages,
-        0,
-        True,
-        sizes.loads,
-    )
+    # Triton 3.6 takes attributes of a constant for constants only where they have a name.
+    lanes: tl.constexpr = config.lanes
+    depth: tl.constexpr = config.depth
+    stages: tl.constexpr = config.stages
+    loads: tl.constexpr = sizes.loads
+    rows = OperandTile(place=x_at, scales=x_at, first=0, is_inside=is_slot, count=0)
+    weight = _outputs_of(stored, expert.to(tl.int64), outputs, output, is_output, sizes)
+    acc = tl.zeros((output.shape[0], lanes), tl.float32)
+    acc, _ = accumulate(acc, rows, weight, depth, stages, 0, True, loads)
     return acc
 
 
