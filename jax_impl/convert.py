@@ -25,6 +25,7 @@ from shared.models.families import config_from_folder
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.formats.weight_format import StoredTensor
 from shared.models.parameter import Parameter
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import parameters
 from shared.models.tied import as_stored
 
@@ -121,7 +122,7 @@ class OrbaxCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the array {name} in {self._folder} is damaged") from error
         progress(self._num_bytes(parameter))
-        return parameter.share(read).astype(np.float32 if parameter.float32 else dtype)
+        return shard_array(parameter, read).astype(np.float32 if parameter.float32 else dtype)
 
     def stored(self, parameter: Parameter) -> list[StoredTensor | None]:
         """Returns no tensors: quantised weights were dequantised on conversion."""

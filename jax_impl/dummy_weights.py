@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int32, UInt32
 
 from shared.models.dummy_elements import LAST_SHIFT, ROUNDS, InitSpec, keys_of
 from shared.models.parameter import Parameter
+from shared.models.parameter_arrays import shard_outputs
 
 
 def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
@@ -112,7 +113,7 @@ def _axis_of(parameter: Parameter) -> int:
 def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
     """Returns the index of each of a rank's outputs in the whole parameter; -1 for padding."""
     outputs = np.full(parameter.shape[_axis_of(parameter)], -1, np.int32)
-    taken = np.arange(len(outputs)) if parameter.whole is None else parameter.outputs
+    taken = np.arange(len(outputs)) if parameter.whole is None else shard_outputs(parameter)
     outputs[: len(taken)] = taken
     return outputs
 

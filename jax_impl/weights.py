@@ -46,6 +46,7 @@ from shared.models.formats.weight_format import SCALES, QuantizedFormat
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import DRAFT_HEAD, divided_parameters
 from shared.models.stacks import BIAS
 from shared.models.vision_config import VisionConfig
@@ -198,7 +199,7 @@ def _share_of(
     arrays: Arrays, parameter: Parameter
 ) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
     array = arrays[parameter.tied_to or parameter.name]
-    return array if parameter.whole is None else parameter.share(np.asarray(array))
+    return array if parameter.whole is None else shard_array(parameter, np.asarray(array))
 
 
 def _sorted_out(

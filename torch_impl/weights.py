@@ -18,6 +18,7 @@ from shared.models.formats.weight_format import QuantizedFormat
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import DRAFT_HEAD, divided_parameters
 from shared.models.stacks import BIAS
 from shared.models.tp_sharding import shard_config
@@ -163,7 +164,7 @@ def _from_arrays(
     for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.tied_to or parameter.name
         if name in arrays:
-            tensor = _tensor(np.array(parameter.share(arrays[name])), device)
+            tensor = _tensor(np.array(shard_array(parameter, arrays[name])), device)
             tensors[parameter.name] = _centred(parameter, tensor.to(_type_of(parameter, dtype)))
     return tensors
 

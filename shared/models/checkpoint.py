@@ -22,6 +22,7 @@ from shared.models.formats.weight_format import (
     TensorReader,
 )
 from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
+from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
 from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import DTYPES, UNNEEDED, check_stored, without_prefix
@@ -278,7 +279,7 @@ class Checkpoint:
         tensors, start = self._contents[path]
         offset = start + tensors[stored]["data_offsets"][0]
         if source.ranges is not None:
-            return source.taken(np.memmap(path, np.uint8, "r", offset, source.shape))
+            return slice_tensor(source, np.memmap(path, np.uint8, "r", offset, source.shape))
         count = math.prod(source.shape)
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 

@@ -16,6 +16,7 @@ from shared.models.config import ModelConfig
 from shared.models.dummy_elements import InitSpec, init_of, parameter_array
 from shared.models.formats.weight_format import StoredTensor, TensorEncoding
 from shared.models.parameter import CheckpointTensor, Parameter
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import parameters
 from shared.models.tied import LM_HEAD
 from shared.models.vision_config import TENSORS, VisionConfig
@@ -133,7 +134,7 @@ class DummyCheckpoint:
         if (encoding := self.encoding_of(whole)) is not None:
             made = encoding.scaled_dummy(whole, made)
         progress(self._size_of(parameter))
-        return parameter.share(made).astype(np.float32 if parameter.float32 else dtype)
+        return shard_array(parameter, made).astype(np.float32 if parameter.float32 else dtype)
 
     def _size_of(self, parameter: Parameter) -> int:
         if (encoding := self.encoding_of(parameter)) is not None:

@@ -1,18 +1,18 @@
 """Model parameters: mapping from checkpoint tensors to arrays, and the tensor-parallel shard of
 each.
+
+The module imports no array library, because `--help` reads model configs, which import it. The
+arrays are sliced in `shared.models.parameter_arrays`.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
-from jaxtyping import Int, Shaped
-
 from shared.models.sharded_range import ShardedRange, vocab_section
-
-Array = Shaped[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckpointTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple["CheckpointTensor", ...] = ()
+    parts: tuple[CheckpointTensor, ...] = ()
     axis: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
 
@@ -42,21 +42,15 @@ class CheckpointTensor:
         return (*self.shape[: self.axis], taken, *self.shape[self.axis + 1 :])
 
     @property
-    def whole(self) -> "CheckpointTensor":
+    def whole(self) -> CheckpointTensor:
         """The tensor without a slice."""
         return replace(self, ranges=None)
-
-    def taken(self, values: Array) -> Array:
-        """Returns the slice of the tensor's values."""
-        if self.ranges is None:
-            return values
-        return np.concatenate([values[self.index(run)] for run in self.ranges], self.axis)
 
     def takes_whole(self, block: int) -> bool:
         """Returns True if the slice consists of whole blocks along the axis."""
         return all(number % block == 0 for run in self.ranges or () for number in run)
 
-    def every(self, share: int) -> "CheckpointTensor":
+    def every(self, share: int) -> CheckpointTensor:
         """Returns the slice of an array with one entry per `share` entries along the axis, such as
         scales.
         """
@@ -96,7 +90,7 @@ class Parameter:
     tied_to: str | None = None
     axis: int = -2
     sections: tuple[ShardedRange, ...] = ()
-    whole: "Parameter | None" = None
+    whole: Parameter | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -123,7 +117,7 @@ class Parameter:
                     yield source, (*layer, *at), shape
                     first += count
 
-    def shard(self, rank: int, count: int) -> "Parameter":
+    def shard(self, rank: int, count: int) -> Parameter:
         """Returns the shard of one of `count` ranks.
 
         The shard's tensors fill its first outputs. In a sharded vocabulary the last ranks may have
@@ -137,7 +131,7 @@ class Parameter:
         share = self.whole._taking(slice_runs(self.runs, runs), self._local_shape(count))
         return replace(share, name=self.name, tied_to=self.tied_to)
 
-    def rows(self, name: str, ids: Sequence[int]) -> "Parameter":
+    def rows(self, name: str, ids: Sequence[int]) -> Parameter:
         """Returns rows of an LM head as a separate parameter, for a reduced vocabulary.
 
         Args:
@@ -151,24 +145,10 @@ class Parameter:
         sections, tied_to = (vocab_section(len(ids)),), self.tied_to or self.name
         return replace(taken, name=name, tied_to=tied_to, sections=sections)
 
-    def _taking(self, runs: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> "Parameter":
+    def _taking(self, runs: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> Parameter:
         """Returns a shard with the given ranges of outputs."""
         pieces = tuple(tuple(self._cut(sources, runs)) for sources in self.pieces)
         return replace(self, shape=shape, pieces=pieces, sections=(), whole=self, runs=runs)
-
-    @property
-    def outputs(self) -> Int[np.ndarray, " outputs"]:
-        """Indices of a shard's outputs in the whole parameter, without padding outputs."""
-        return np.concatenate([np.arange(first, end) for first, end in self.runs])
-
-    def share(self, array: Array) -> Array:
-        """Returns the shard of a whole array."""
-        if self.whole is None:
-            return array
-        taken = np.take(array, self.outputs, self.axis)
-        spare = [(0, 0)] * array.ndim
-        spare[self.axis] = (0, self.shape[self.axis] - taken.shape[self.axis])
-        return np.pad(taken, spare)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yields the contiguous runs of a layer's shard in the layer of the whole parameter.

@@ -18,6 +18,7 @@ from shared.models.families import config_from_dict, config_from_folder
 from shared.models.formats import fp8
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.weight_format import VALUES
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
 from tests.support.weight_formats import read_planes, w8a8_of, w8a16_of
@@ -41,7 +42,7 @@ def test_shard_load_equals_slice_of_parameter(family, count, tmp_path):
         for rank in range(count):
             local = parameter.shard(rank, count)
             got = checkpoint.load(local, np.float32, read.append)
-            np.testing.assert_array_equal(got, local.share(whole))
+            np.testing.assert_array_equal(got, shard_array(local, whole))
     assert sum(read) < count * checkpoint.num_bytes(wanted)
 
 
@@ -53,7 +54,7 @@ def test_shards_hold_whole_heads_and_cover_parameter():
     shapes = {p.name: p.shape for p in parameters(local, True)}
     for parameter in parameters(config, True):
         whole = np.arange(np.prod(parameter.shape), dtype=np.float32).reshape(parameter.shape)
-        shares = [parameter.shard(rank, 4).share(whole) for rank in range(4)]
+        shares = [shard_array(parameter.shard(rank, 4), whole) for rank in range(4)]
         leaf = parameter.name.rsplit(".", 1)[-1]
         if leaf in ("inputs", "gate_up", "conv", "a_log", "dt_bias"):
             assert shares[0].shape == shapes[parameter.name], parameter.name
@@ -64,7 +65,7 @@ def test_shards_hold_whole_heads_and_cover_parameter():
     rows = np.arange(inputs.shape[1], dtype=np.float32)[None, :, None] * np.ones((1, 1, 64))
     D, first_key = 16, 4 * 32
     for rank in range(4):
-        got = inputs.shard(rank, 4).share(rows)[0, :, 0]
+        got = shard_array(inputs.shard(rank, 4), rows)[0, :, 0]
         # A query head and its gate; each of the two KV heads is on two ranks.
         query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
         np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
@@ -78,7 +79,7 @@ def test_vocab_section_divides_into_whole_groups():
     assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
     head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
     whole = np.ones(head.shape, np.float32)
-    shares = [head.shard(rank, 4).share(whole) for rank in range(4)]
+    shares = [shard_array(head.shard(rank, 4), whole) for rank in range(4)]
     assert [len(share) for share in shares] == [128] * 4
     assert [int(share[:, 0].sum()) for share in shares] == [128, 128, 16, 0]
 
@@ -123,7 +124,7 @@ def test_fp8_shard_load_equals_slice():
         for rank in range(2):
             local = parameter.shard(rank, 2)
             got = checkpoint.load(local, np.float32)
-            np.testing.assert_array_equal(got, local.share(whole))
+            np.testing.assert_array_equal(got, shard_array(local, whole))
         if parameter.name in formats and parameter.sections:
             seen += 1
             format = formats[parameter.name]
@@ -131,7 +132,7 @@ def test_fp8_shard_load_equals_slice():
             for rank in range(2):
                 local = parameter.shard(rank, 2)
                 for name, mine in read_planes(checkpoint, local, format).items():
-                    np.testing.assert_array_equal(mine, local.share(both[name]))
+                    np.testing.assert_array_equal(mine, shard_array(local, both[name]))
     assert seen > 2
 
 
@@ -166,7 +167,7 @@ def test_dummy_shards_equal_slices_of_whole(quantises):
             parameter = wanted[name].shard(rank, 4)
             stored = alone.get((name, plane), alone["embed", VALUES])
             whole = np.asarray(stored.astype(np.float32))
-            np.testing.assert_array_equal(mine.astype(np.float32), parameter.share(whole))
+            np.testing.assert_array_equal(mine.astype(np.float32), shard_array(parameter, whole))
         for i, layer in enumerate(of_torch.layers):
             both = (layer.feed.gate_up, layer.feed.down)
             for name, matrix in zip(("gate_up", "down"), both, strict=True):
@@ -196,7 +197,7 @@ def test_dummy_expert_shards_equal_slices_of_whole(granularity, piece, count, mo
         whole = dummy.load(parameter, np.float32)
         for rank in (0, count - 1):
             local = parameter.shard(rank, count)
-            want = local.share(whole)
+            want = shard_array(local, whole)
             formats = w8a16_of(dummy, [local])
             stays |= formats.keys()
             for name in ("torch", "jax"):

@@ -26,6 +26,7 @@ from shared.models.families import config_from_dict, config_from_folder
 from shared.models.formats import registry
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.weight_format import Plane, PlanePiece, StoredTensor, plane_bytes
+from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
 from shared.models.stored_tensor import check_stored
 from shared.spec.linear import Matrix
@@ -84,7 +85,7 @@ class Int4:
 
     def pieces(self, tensor: StoredTensor, at, shape, whole) -> Iterator[PlanePiece]:
         for plane in ("values", "scales"):
-            part = tensor.source.taken(tensor.read(plane))
+            part = slice_tensor(tensor.source, tensor.read(plane))
             yield PlanePiece(plane, at, part.reshape(*shape[:-1], part.shape[-1]))
 
     def dequantize(self, planes: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -126,7 +127,7 @@ class Int4Reader:
 
     def dequantized(self, source, files) -> np.ndarray:
         read = self.stored(source, files).read
-        return source.taken(Int4().dequantize({x: read(x) for x in ("values", "scales")}))
+        return slice_tensor(source, Int4().dequantize({x: read(x) for x in ("values", "scales")}))
 
 
 def jax_dequantized(planes: Mapping[str, Any]) -> jax.Array:

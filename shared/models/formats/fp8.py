@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
 
 from shared.models.parameter import CheckpointTensor
+from shared.models.parameter_arrays import slice_tensor
 
 BLOCK = 128
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
@@ -205,7 +206,7 @@ def taken_scales(
     """
     wide = expand_scales(scales, source.shape, granularity).astype(np.float32)
     share = BLOCK if granularity is Granularity.BLOCK else 1
-    return source.every(share).taken(wide).reshape(scale_shape(shape, granularity))
+    return slice_tensor(source.every(share), wide).reshape(scale_shape(shape, granularity))
 
 
 def rounded(x: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:

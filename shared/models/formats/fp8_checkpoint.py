@@ -9,6 +9,7 @@ from shared.models.formats import fp8
 from shared.models.formats.fp8_encoding import FP8Encoding
 from shared.models.formats.weight_format import VALUES, Array, StoredTensor, TensorFiles
 from shared.models.parameter import CheckpointTensor
+from shared.models.parameter_arrays import slice_tensor
 from shared.models.safetensors_file import CheckpointError
 from shared.models.stored_tensor import DTYPES, check_stored
 
@@ -71,7 +72,7 @@ class FP8Reader:
         """Reads the whole tensor; returns the slice in float32."""
         (scales,) = self.companions(source.name, files)
         whole = _values(source.whole, files)
-        return source.taken(fp8.dequantize(whole, files.tensor(scales)))
+        return slice_tensor(source, fp8.dequantize(whole, files.tensor(scales)))
 
 
 def _values(source: CheckpointTensor, files: TensorFiles) -> UInt8[np.ndarray, "..."]:

@@ -16,6 +16,7 @@ from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.weight_format import StoredTensor
 from shared.models.parameter import Parameter
+from shared.models.parameter_arrays import shard_array, shard_outputs
 
 FP8_INIT = InitSpec(4, 1.0, 0.0)
 """Distribution of FP8 values."""
@@ -40,8 +41,8 @@ def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.nd
     step = np.float32(init_of(whole).step * SCALE_STEP)
     scales = fp8.rounded(parameter_array(own, SIZES_LAW) * step)
     if parameter.whole is None or granularity is Granularity.CHANNEL:
-        return parameter.share(scales)
-    return np.take(scales, parameter.outputs[:: fp8.BLOCK] // fp8.BLOCK, parameter.axis)
+        return shard_array(parameter, scales)
+    return np.take(scales, shard_outputs(parameter)[:: fp8.BLOCK] // fp8.BLOCK, parameter.axis)
 
 
 def scales_of_outputs(
@@ -54,7 +55,7 @@ def scales_of_outputs(
     scales = code_scales(whole, granularity)
     if granularity is Granularity.BLOCK:
         scales = fp8.scales_of_outputs(scales, whole.shape[-2])
-    return parameter.share(scales)
+    return shard_array(parameter, scales)
 
 
 @dataclass(frozen=True)

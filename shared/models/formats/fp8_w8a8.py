@@ -26,6 +26,7 @@ from shared.models.formats.weight_format import (
     UnsupportedFormatError,
 )
 from shared.models.parameter import Parameter
+from shared.models.parameter_arrays import slice_tensor
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
@@ -82,7 +83,7 @@ class FP8W8A8:
         source, scales = tensor.source, tensor.read(SCALES)
         if self.by_output:
             wide = fp8.expand_scales(scales, source.shape, Granularity.BLOCK).astype(np.float32)
-            taken = source.taken(fp8.scales_of_outputs(wide, source.shape[-2]))
+            taken = slice_tensor(source, fp8.scales_of_outputs(wide, source.shape[-2]))
             yield PlanePiece(SCALES, at, taken.reshape(*shape[:-1], taken.shape[-1]))
             return
         taken = fp8.taken_scales(source, scales, Granularity.BLOCK, shape)

@@ -1,0 +1,30 @@
+"""Slices of arrays: the part of a checkpoint tensor, and the TP shard of a parameter."""
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from shared.models.parameter import CheckpointTensor, Parameter
+
+Array = Shaped[np.ndarray, "..."]
+
+
+def slice_tensor(tensor: CheckpointTensor, values: Array) -> Array:
+    """Returns the slice of a tensor's values."""
+    if tensor.ranges is None:
+        return values
+    return np.concatenate([values[tensor.index(run)] for run in tensor.ranges], tensor.axis)
+
+
+def shard_outputs(parameter: Parameter) -> Int[np.ndarray, " outputs"]:
+    """Returns the indices of a shard's outputs in the whole parameter, without padding outputs."""
+    return np.concatenate([np.arange(first, end) for first, end in parameter.runs])
+
+
+def shard_array(parameter: Parameter, array: Array) -> Array:
+    """Returns the shard of a whole array."""
+    if parameter.whole is None:
+        return array
+    found = np.take(array, shard_outputs(parameter), parameter.axis)
+    spare = [(0, 0)] * array.ndim
+    spare[parameter.axis] = (0, parameter.shape[parameter.axis] - found.shape[parameter.axis])
+    return np.pad(found, spare)
