@@ -28,7 +28,7 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python docs wheel format clean
+.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers gpu bench aot aot-oldest-triton lowered aot-python docs wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -110,6 +110,18 @@ aot: venv $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
 	OMP_NUM_THREADS=1 $(RUN) -m bench.kernels.aot_torch $(ARGS)
 	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
 
+# Triton kernels of all cases and startups, compiled by the oldest supported Triton.
+aot-oldest-triton: venv .venv-triton/.ready
+	OMP_NUM_THREADS=1 .venv-triton/bin/python -m bench.kernels.aot_torch $(ARGS)
+
+# The packages of .venv, with another Triton in front of them.
+.venv-triton/.ready: Makefile
+	$(RUN) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --no-deps triton==3.6.0
+	$(RUN) -c "import site; print(site.getsitepackages()[0])" \
+		> $$(.venv-triton/bin/python -c "import site; print(site.getsitepackages()[0])")/venv.pth
+	touch $@
+
 # Programs of the demo model, lowered for a GPU by a jax without CUDA packages, in seconds.
 LOWERED := jax==0.11.2 jaxtyping msgpack safetensors tokenizers jinja2 pillow
 
@@ -152,4 +164,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot .venv-lowered .venv-docs .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-lowered .venv-triton .venv-docs .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
