@@ -9,13 +9,13 @@ import numpy as np
 from jax_impl.ops.attention.attention import KV, Pools
 from jax_impl.ops.gdn.gdn_state import GDNState
 from shared.models.cache_spec import CacheArraySpec, CacheUnit
-from shared.models.groups import CachePool
+from shared.models.groups import CachePool, pools_with
 from shared.models.mixers import MixerConfig
 
 
 def new_states(pools: Sequence[CachePool], count: int, dtype: np.dtype | type) -> GDNState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
-    pool = next((pool for pool in pools if pool.has(CacheUnit.SLOT)), None)
+    pool = next(iter(pools_with(pools, CacheUnit.SLOT)), None)
     if pool is None:
         return None
 
@@ -28,7 +28,7 @@ def new_states(pools: Sequence[CachePool], count: int, dtype: np.dtype | type) -
 
 def new_pools(pools: Sequence[CachePool], size: tuple[int, int], dtype: np.dtype | type) -> Pools:
     """Returns empty KV pools of a model or drafter; `size` is the page count and page size."""
-    of_pages = [pool for pool in pools if pool.has(CacheUnit.POSITION)]
+    of_pages = pools_with(pools, CacheUnit.POSITION)
     return tuple(new_kv(pool.mixer, len(pool), size, dtype) for pool in of_pages)
 
 

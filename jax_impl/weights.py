@@ -333,13 +333,13 @@ def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
 def _layers(
     stacks: Mapping[str, Any], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
 ) -> tuple[Layer, ...]:
-    layers, feeds = [], {"mlp": _mlp, "experts": _experts}
+    layers, ats, feeds = [], places(like), {"mlp": _mlp, "experts": _experts}
     # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
     # of a head follow its first one.
-    alone = {f"{prefix}{x.mixer}." for x in places(like) if x.mixer_index != x.pool_index}
+    alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
     attention = partial(_attention, alone={*alone, "later.attention."})
     mixers = {"attention": attention, "gated_delta": _gated_delta}
-    for i, (x, at) in enumerate(zip(like, places(like), strict=True)):
+    for i, (x, at) in enumerate(zip(like, ats, strict=True)):
 
         def norm(name: str, i: int = i) -> Norm | None:
             return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shared.models.cache_spec import CacheArraySpec, CacheUnit
-from shared.models.groups import CachePool
+from shared.models.groups import CachePool, pools_with
 from shared.models.mixers import MixerConfig
 from torch_impl.ops.attention.attention import KV, Pools
 from torch_impl.ops.gdn.gdn_state import GDNState
@@ -16,7 +16,7 @@ def new_states(
     pools: Sequence[CachePool], count: int, dtype: torch.dtype, device: torch.device
 ) -> GDNState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
-    pool = next((pool for pool in pools if pool.has(CacheUnit.SLOT)), None)
+    pool = next(iter(pools_with(pools, CacheUnit.SLOT)), None)
     if pool is None:
         return None
 
@@ -31,7 +31,7 @@ def new_pools(
     pools: Sequence[CachePool], size: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Pools:
     """Returns empty KV pools of a model or drafter; `size` is the page count and page size."""
-    of_pages = [pool for pool in pools if pool.has(CacheUnit.POSITION)]
+    of_pages = pools_with(pools, CacheUnit.POSITION)
     return tuple(new_kv(pool.mixer, len(pool), size, dtype, device) for pool in of_pages)
 
 

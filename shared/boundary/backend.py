@@ -50,7 +50,7 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat
-from shared.models.groups import CachePool
+from shared.models.groups import CachePool, pools_with
 from shared.models.tp_sharding import shard_config
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
@@ -235,7 +235,7 @@ class BackendSpec:
     @property
     def has_state(self) -> bool:
         """True if a layer of the target or of the drafter has a recurrent state."""
-        return any(pool.has(CacheUnit.SLOT) for pool in self.cache_pools)
+        return bool(pools_with(self.cache_pools, CacheUnit.SLOT))
 
     @property
     def item_bytes(self) -> int:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shared.models.cache_spec import CacheUnit
-from shared.models.groups import CachePool, LayerGroup, LayerPlace, cache_pools, group, places
+from shared.models.groups import (
+    CachePool,
+    LayerGroup,
+    LayerPlace,
+    cache_pools,
+    group,
+    places,
+    pools_with,
+)
 from shared.models.layers import LayerConfig
 from shared.models.mixers import AttentionConfig, GatedDeltaConfig, MixerConfig
 from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
@@ -103,7 +111,7 @@ class ModelConfig:
     @property
     def kv_pools(self) -> tuple[CachePool, ...]:
         """Cache pools with an entry for each position, which is stored in pages."""
-        return tuple(pool for pool in self.cache_pools if pool.has(CacheUnit.POSITION))
+        return pools_with(self.cache_pools, CacheUnit.POSITION)
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig, MixerConfig
+from shared.models.mixers import MixerConfig
 
 
 class _Part(Protocol):
@@ -65,11 +65,7 @@ class CachePool:
     @property
     def window(self) -> int | None:
         """Sliding window of its layers; None if all positions stay visible."""
-        return self.mixer.window if isinstance(self.mixer, AttentionConfig) else None
-
-    def has(self, unit: CacheUnit) -> bool:
-        """Returns True if the arrays have an entry for each `unit`."""
-        return any(spec.per is unit for spec in self.mixer.cache_specs)
+        return self.mixer.window
 
     def unit_bytes(self, unit: CacheUnit, item: int) -> int:
         """Returns the bytes of the entries of one unit in all layers.
@@ -119,8 +115,13 @@ def group(parts: Sequence[Part]) -> tuple[LayerGroup[Part], ...]:
 
 def cache_pools(mixers: Sequence[MixerConfig]) -> tuple[CachePool, ...]:
     """Returns the pools of layers with these mixers, in the order of their first layers."""
-    found = _equal(mixers, lambda mixer: (mixer.cache_specs, getattr(mixer, "window", None)))
+    found = _equal(mixers, lambda mixer: (mixer.cache_specs, mixer.window))
     return tuple(CachePool(mixers[layers[0]], layers) for layers in found)
+
+
+def pools_with(pools: Sequence[CachePool], unit: CacheUnit) -> tuple[CachePool, ...]:
+    """Returns the pools with an entry for each `unit`."""
+    return tuple(pool for pool in pools if any(spec.per is unit for spec in pool.mixer.cache_specs))
 
 
 def pool_bytes(pools: Sequence[CachePool], unit: CacheUnit, item: int) -> int:
@@ -130,34 +131,18 @@ def pool_bytes(pools: Sequence[CachePool], unit: CacheUnit, item: int) -> int:
 
 def places(layers: Sequence[LayerConfig]) -> tuple[LayerPlace, ...]:
     """Returns the place of each layer of a model, or of some layers with stacks of their own."""
-    mixers = [each.mixer for each in layers]
-    in_mixers, in_mlps = _indices(group(mixers)), _indices(group([each.mlp for each in layers]))
-    found = cache_pools(mixers)
-    in_pools = [_indices([pool for pool in found if pool.has(unit)]) for unit in CacheUnit]
-    pool_of = {layer: at for each in in_pools for layer, at in each.items()}
-    return tuple(
-        LayerPlace(
-            mixer=in_mixers[i][0].name,
-            mixer_index=in_mixers[i][2],
-            mlp=in_mlps[i][0].name,
-            mlp_index=in_mlps[i][2],
-            pool=pool_of[i][1],
-            pool_index=pool_of[i][2],
-        )
-        for i in range(len(layers))
-    )
-
-
-Owner = TypeVar("Owner", LayerGroup[Any], CachePool)
-
-
-def _indices(owners: Sequence[Owner]) -> dict[int, tuple[Owner, int, int]]:
-    """Returns the owner of each layer, its number, and the index of the layer in it."""
-    return {
-        layer: (owner, number, index)
-        for number, owner in enumerate(owners)
-        for index, layer in enumerate(owner.layers)
-    }
+    mixers, found = [each.mixer for each in layers], dict[int, dict[str, Any]]()
+    for each in group(mixers):
+        for index, layer in enumerate(each.layers):
+            found[layer] = {"mixer": each.name, "mixer_index": index}
+    for each in group([each.mlp for each in layers]):
+        for index, layer in enumerate(each.layers):
+            found[layer] |= {"mlp": each.name, "mlp_index": index}
+    for unit in CacheUnit:
+        for number, pool in enumerate(pools_with(cache_pools(mixers), unit)):
+            for index, layer in enumerate(pool.layers):
+                found[layer] |= {"pool": number, "pool_index": index}
+    return tuple(LayerPlace(**found[layer]) for layer in range(len(layers)))
 
 
 def _equal(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[tuple[int, ...]]:

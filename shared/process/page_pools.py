@@ -7,7 +7,7 @@ from shared.boundary.program import StepKind
 from shared.boundary.window_pools import WindowPool
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
-from shared.models.groups import pool_bytes
+from shared.models.groups import pool_bytes, pools_with
 from shared.process.memory_plan_entry import MemoryPlanEntry
 
 POSITIONS_PER_CACHED_WINDOW = 4096
@@ -68,7 +68,7 @@ def page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         detail = f"{each.num_pages - 1} pages, {sum(map(len, pools))} layers, and a scratch page"
         yield MemoryPlanEntry(f"KV of window {window}", detail, num_bytes)
     if drafter is not None:
-        layers = sum(len(pool) for pool in drafter.pools if pool.has(CacheUnit.POSITION))
+        layers = sum(map(len, pools_with(drafter.pools, CacheUnit.POSITION)))
         detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
         num_bytes = positions * pool_bytes(drafter.pools, CacheUnit.POSITION, item)
         yield MemoryPlanEntry("draft KV", detail, num_bytes)

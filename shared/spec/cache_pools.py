@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
-from shared.models.mixers import GatedDeltaConfig, MixerConfig
+from shared.models.groups import pools_with
+from shared.models.mixers import MixerConfig
 from shared.spec import gdn_state
 from shared.spec.gdn_state import GDNState
 
@@ -41,17 +43,15 @@ def new_state(config: ModelConfig, batch: int) -> GDNState:
     """Returns the states of `batch` rows before their first token; empty for a model without GDN
     layers.
     """
-    group = next(
-        (each for each in config.groups if isinstance(each.config, GatedDeltaConfig)), None
-    )
-    if group is None:
+    pool = next(iter(pools_with(config.cache_pools, CacheUnit.SLOT)), None)
+    if pool is None:
         return GDNState(
             np.zeros((0, batch, 0, 0, 0), np.float32),
             np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
         )
     return GDNState(
         **{
-            x.name: np.zeros((len(group), batch, *x.shape), np.float32)
-            for x in group.config.cache_specs
+            x.name: np.zeros((len(pool), batch, *x.shape), np.float32)
+            for x in pool.mixer.cache_specs
         }
     )

@@ -18,6 +18,8 @@ class GatedDeltaConfig:
     """Gated DeltaNet (GDN); value head h uses key head h // (value heads / key heads)."""
 
     kind: ClassVar[str] = "gated_delta"
+    window: ClassVar[None] = None
+    """No sliding window: the recurrent state covers all positions."""
 
     num_key_heads: int
     num_value_heads: int
