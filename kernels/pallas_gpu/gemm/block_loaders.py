@@ -18,6 +18,7 @@ A further weight-only format, such as INT4 or MXFP4 in groups, is one more subcl
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class OperandTiles(NamedTuple):
     loads_weight_first: bool
 
 
-class BlockLoader:
+class BlockLoader(ABC):
     """Loader of the blocks of a tile, for one weight format."""
 
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
@@ -81,9 +82,9 @@ class BlockLoader:
         """Loads the carried values of the block after a block."""
         return ()
 
+    @abstractmethod
     def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
         """Yields the parts of a block: the rows, and the operands of each accumulator."""
-        raise NotImplementedError
 
     def add(self, total: Any, x: Any, weight: Any, is_swapped: bool) -> Any:
         """Adds the product of a part to an accumulator."""
