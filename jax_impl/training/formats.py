@@ -11,6 +11,7 @@ from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.dspark_config import MarkovConfig
 from shared.models.config_fields import Json, read_json
 from shared.models.rotary import settings_of
+from shared.models.sentence_list import sentence_list
 
 AUTHORS, SPECULATORS = "authors", "speculators"
 FORMATS = (AUTHORS, SPECULATORS)
@@ -39,7 +40,7 @@ def check_format(name: str, draft: str | None) -> None:
       ValueError: The speculators format does not support the kind.
     """
     if name == SPECULATORS and (draft or "").upper() not in TYPES:
-        kinds = " and ".join((", ".join(list(TYPES)[:-1]), list(TYPES)[-1])).lower()
+        kinds = sentence_list(TYPES, "and").lower()
         raise ValueError(f"--format speculators requires --draft {kinds}; remove it")
 
 

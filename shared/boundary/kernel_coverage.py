@@ -15,6 +15,7 @@ from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
 from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
+from shared.models.sentence_list import sentence_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def _attention_fault(takes: KernelLimits, blueprint: BackendSpec, program: Progr
     for model in _models(blueprint):
         for size in (each.config.head_size for each in model.attention_groups):
             if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
-                return f"attention heads of size {_listed(takes.head_sizes)}, got {size}"
+                return f"attention heads of size {sentence_list(takes.head_sizes)}, got {size}"
     return None
 
 
@@ -88,7 +89,7 @@ def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) 
             continue
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
             if size not in takes.delta_sizes:
-                return f"GDN {name} of size {_listed(takes.delta_sizes)}, got {size}"
+                return f"GDN {name} of size {sentence_list(takes.delta_sizes)}, got {size}"
         if program.shape.nodes > takes.max_nodes:
             return f"trees of at most {takes.max_nodes} nodes, got {program.shape.nodes}"
     return None
@@ -210,7 +211,3 @@ def _models(blueprint: BackendSpec) -> Iterator[ModelConfig]:
     yield blueprint.config
     if blueprint.drafts.sizes is not None:
         yield blueprint.drafts.sizes.model
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes[:-1])) + f" or {sizes[-1]}"

@@ -16,7 +16,7 @@ from jaxtyping import Int32
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.drafts.kinds import FORMATS, HEADS, KINDS, EmbeddingInput, sentence_list
+from shared.drafts.kinds import FORMATS, HEADS, KINDS, EmbeddingInput
 from shared.models.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -27,6 +27,7 @@ from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.file_kind import folder_fault
 from shared.models.parameter import Parameter
 from shared.models.parameters import decoder_parameters, parameters
+from shared.models.sentence_list import sentence_list
 from shared.models.stacks import BIAS, by_columns, head_of, norms_of, single, single_norm
 
 Read = TypeVar("Read")
@@ -130,7 +131,7 @@ def kind_of(names: Collection[str]) -> str:
     )
 
 
-_SUPPORTED = f"an {sentence_list([head.title for head in HEADS.values()])} head"
+_SUPPORTED = f"an {sentence_list(head.title for head in HEADS.values())} head"
 
 
 def _refuse_relatives(names: Collection[str]) -> None:

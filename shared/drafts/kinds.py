@@ -4,7 +4,7 @@ The options, the readers of draft heads, the startup and the backends read these
 comparing names. The module imports no array library, because `--help` reads it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -387,8 +387,3 @@ A more specific kind follows the kinds that its tensors also match.
 
 BLOCK_KINDS = tuple(name for name, kind in KINDS.items() if kind.is_block)
 """Names of the kinds that fill a block in one pass."""
-
-
-def sentence_list(words: Sequence[str], last: str = "or") -> str:
-    """Returns words as a list in a sentence, such as "A, B or C"."""
-    return f" {last} ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)

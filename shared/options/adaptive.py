@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.drafts.kinds import BLOCK_KINDS, NGRAM, sentence_list
+from shared.drafts.kinds import BLOCK_KINDS, NGRAM
+from shared.models.sentence_list import sentence_list
 from shared.options.flags import ConfigError, check_rules, flag
 
 CONFIG_FLAG = "--speculative-adaptive-config"

@@ -7,8 +7,8 @@ from shared.drafts.kinds import (
     NEXTN,
     Form,
     Source,
-    sentence_list,
 )
+from shared.models.sentence_list import sentence_list
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from shared.drafts.kinds import BLOCK_KINDS, Form, sentence_list
+from shared.drafts.kinds import BLOCK_KINDS, Form
+from shared.models.sentence_list import sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 from shared.options.speculative import NAIVE_SHAPE

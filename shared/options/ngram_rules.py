@@ -1,6 +1,7 @@
 """Rules of the n-gram drafter: its flags, and where its n-grams are stored."""
 
 from shared.drafts.kinds import NGRAM
+from shared.models.sentence_list import sentence_list
 from shared.options.flags import spelling
 from shared.options.ngram import NEEDS_HOST
 from shared.options.ngram_merge_rules import JOINED_RULES
@@ -61,8 +62,7 @@ NGRAM_RULES = (
     Rule(
         applies=lambda s: s.draft.drafts_from_table and bool(s.options.flags_of_host_index),
         reason="--speculative-ngram-backend device does not support --speculative-adaptive, "
-        + ", ".join(map(spelling, NEEDS_HOST[:-1]))
-        + f" and {spelling(NEEDS_HOST[-1])}",
+        + sentence_list(map(spelling, NEEDS_HOST), "and"),
         hint="remove it, or the other flag",
         example=Example(
             drafter=NGRAM.name,

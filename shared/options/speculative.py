@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS, DrafterKind, Form, Source, sentence_list
+from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS, DrafterKind, Form, Source
+from shared.models.sentence_list import sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES, algorithm_of
 from shared.options.flags import ConfigError, check_rules, flag, spelling

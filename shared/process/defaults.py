@@ -6,6 +6,7 @@ Each selection is reported with its reason; values from the command line are nev
 from collections.abc import Callable
 from dataclasses import replace
 
+from shared.models.sentence_list import sentence_list
 from shared.options.engine import LLGUIDANCE
 from shared.options.flags import AUTO, NONE, ConfigError, spelling
 from shared.options.options import Options
@@ -60,8 +61,7 @@ def _with_parser(
         if parser is not None:
             reasons += (f"{spelling(name)} {parser}: the chat template {choice.reason}",)
         elif choice.reason:
-            names = f"{', '.join(known[:-1])} or {known[-1]}"
-            way_out = f"give {spelling(name)} ({names}) to choose one"
+            way_out = f"give {spelling(name)} ({sentence_list(known)}) to choose one"
             reasons += (f"{spelling(name)} none: the chat template {choice.reason}; {way_out}",)
     server = replace(options.server, **{name: parser})
     return replace(options, server=server, reasons=reasons)

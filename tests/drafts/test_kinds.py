@@ -12,7 +12,8 @@ from shared.drafts import config_formats
 from shared.drafts.block_part import BlockPart
 from shared.drafts.checkpoint import head_parameters, kind_of
 from shared.drafts.config import DraftConfig
-from shared.drafts.kinds import FORMATS, HEADS, KINDS, Source, sentence_list
+from shared.drafts.kinds import FORMATS, HEADS, KINDS, Source
+from shared.models.sentence_list import sentence_list
 from shared.options.algorithms import algorithm_of
 from tests.support.tiny_heads import (
     tiny_block_config,
