@@ -1,6 +1,5 @@
 """Limits of the kernels of both backends, as plain data that startup checks without a GPU."""
 
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = tuple(range(16, 257, 16))
@@ -22,12 +21,6 @@ MOST_ROW_WARPS = 8
 def row_warps(size: int) -> int:
     """Returns the warps of a program that reads one row of `size` elements: a power of two."""
     return 1 << (max(1, min(MOST_ROW_WARPS, size // 512)).bit_length() - 1)
-
-
-def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
-    """Returns whether the kernels support experts of this input and intermediate size."""
-    unit = FP8_BLOCK if is_fp8 else EXPERTS_UNIT
-    return hidden % unit == 0 and inner % unit == 0
 
 
 def arrivals_of_experts(rows: int, hidden: int) -> int:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kernels.kernel_limits import takes_experts
 from kernels.tiles import MEASURED, Tiles
 from shared.models.formats.fp8 import Granularity
 from tests.support.experts_kernels import (
@@ -210,13 +209,6 @@ def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> No
     for line in lines:
         if line.at_most.get("item_bytes") == (1 if case.is_fp8 else 2):
             check_equal(run(language, case, cut=line.tiles), want)
-
-
-def test_takes_experts_checks_dimensions() -> None:
-    assert takes_experts(80, 48, is_fp8=False)
-    assert takes_experts(2048, 768, is_fp8=True)
-    assert not takes_experts(72, 48, is_fp8=False)
-    assert not takes_experts(2048, 704, is_fp8=True)
 
 
 @pytest.mark.parametrize(
