@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
@@ -14,7 +15,7 @@ from shared.models.config import ModelConfig
 from shared.models.file_kind import INDEX_FILE as INDEX_FILE
 from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
 from shared.models.file_kind import folder_fault
-from shared.models.formats.registry import READERS
+from shared.models.formats.registry import reader_of, readers
 from shared.models.formats.weight_format import (
     PlanePiece,
     QuantizedFormat,
@@ -25,13 +26,20 @@ from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
 from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
 from shared.models.safetensors_file import contents, open_file
-from shared.models.stored_tensor import DTYPES, UNNEEDED, check_stored, without_prefix
+from shared.models.stored_tensor import DTYPE_BYTES, UNNEEDED, check_stored, without_prefix
 from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head
 from shared.models.vision_config import TENSORS
 from shared.models.weight_files import CheckpointError, weight_files
 
 Array = Shaped[np.ndarray, "..."]
 Weights = dict[str, Array]
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes in memory by those of files."""
 
 LARGE = 1 << 27
 """Elements above which a tensor, such as an embedding, is read in runs of rows."""
@@ -142,7 +150,7 @@ class Checkpoint:
         for name in sorted(self._owners.keys() - self.known(wanted)):
             left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
             of_head = config.tied and name in (LM_HEAD, *self._companions(LM_HEAD))
-            if of_head or left_out or any(each.is_unused(name, self) for each in READERS):
+            if of_head or left_out or any(each.is_unused(name, self) for each in readers()):
                 continue
             raise CheckpointError(
                 f"tensor {name} is not part of a {config.name} model; use a checkpoint without it"
@@ -284,8 +292,7 @@ class Checkpoint:
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
     def _reader(self, name: str) -> TensorReader | None:
-        """Returns the reader of a tensor; None if it is not quantised."""
-        return next((each for each in READERS if each.companions(name, self)), None)
+        return reader_of(name, self)
 
     def _companions(self, name: str) -> tuple[str, ...]:
         """Returns the names of the tensors that belong to a quantised tensor, such as scales."""
@@ -304,7 +311,7 @@ class Checkpoint:
     def _num_bytes(self, source: CheckpointTensor) -> int:
         if (reader := self._reader(source.name)) is not None:
             return reader.num_bytes(source, self)
-        item = DTYPES[self.header(source.name).get_dtype()].itemsize
+        item = DTYPE_BYTES[self.header(source.name).get_dtype()]
         return math.prod(source.taken_shape) * item
 
     def _check_source(self, source: CheckpointTensor) -> None:
@@ -312,9 +319,9 @@ class Checkpoint:
             reader.check(source, self)
             return
         header = self.header(source.name)
-        for each in READERS:
+        for each in readers():
             each.check_unquantised(source, self)
-        others = [each.stored_as for each in READERS] if len(source.shape) > 1 else []
+        others = [each.stored_as for each in readers()] if len(source.shape) > 1 else []
         check_stored(source.name, header, [source.shape], DTYPES, others)
 
 

@@ -19,7 +19,7 @@ from shared.models.config_fields import (
 )
 from shared.models.experts import Routing, refuse_other_experts
 from shared.models.family import BIASES, Family, SlidingWindowRule
-from shared.models.formats.spellings import encoding_of, refuse_other_quantisation
+from shared.models.formats.registry import encoding_of, refuse_other_quantisation
 from shared.models.formats.weight_format import TensorEncoding
 from shared.models.layer_fields import (
     SLIDING,

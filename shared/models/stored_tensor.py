@@ -3,11 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
-from shared.models.safetensors_file import CheckpointError
 from shared.models.vision_config import TENSORS
+from shared.models.weight_files import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Prefixes of tensor names in released checkpoints; the first that matches is removed."""
@@ -15,11 +12,8 @@ PREFIXES = ("model.language_model.", "language_model.model.", "language_model.",
 UNNEEDED = (TENSORS, "vision_tower.", "multi_modal_projector.", "rotary_emb.")
 """Substrings of tensor names that a text model does not need."""
 
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element by the supported dtypes of unquantised tensors and of scales."""
 
 
 def without_prefix(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shared.models.formats.names import ENCODINGS, FP8
 from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
 from shared.options.flags import check_rules, flag, raise_fault, spelling
@@ -22,7 +23,7 @@ DUMMY = "dummy"
 """Random weights from config.json."""
 
 LOAD_FORMATS = ("auto", DUMMY)
-FP8, W8A8_FP8 = "fp8", "w8a8_fp8"
+W8A8_FP8 = "w8a8_fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ class ModelOptions:
     )
     quantization: str | None = flag(
         None,
-        "fp8: require a checkpoint with FP8 weights, which are also detected without the flag; "
-        "w8a8_fp8: in addition --fp8-activations; weights are never quantized at startup",
-        choices=(FP8, W8A8_FP8),
+        "require a checkpoint with such weights, which are also detected without the flag; "
+        "w8a8_fp8: fp8 and --fp8-activations; weights are never quantized at startup",
+        choices=(*ENCODINGS, W8A8_FP8),
         metavar="NAME",
     )
     fp8_activations: bool = flag(

@@ -19,12 +19,13 @@ from jax_impl import weights as jax_weights
 from jax_impl.formats import registry as jax_formats
 from jax_impl.formats.format_ops import FormatOps as JaxOps
 from jax_impl.ops.gemm import linear as jax_linear
-from shared.models import checkpoint
 from shared.models.checkpoint import CheckpointError, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.families import config_from_dict, config_from_folder
+from shared.models.families import config_from_dict, config_from_folder, stated_encoding
 from shared.models.formats import registry
 from shared.models.formats.fp8_w8a8 import FP8W8A8
+from shared.models.formats.names import ENCODINGS
+from shared.models.formats.quantization_config import CompressedTensors
 from shared.models.formats.weight_format import Plane, PlanePiece, StoredTensor, plane_bytes
 from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
@@ -130,6 +131,20 @@ class Int4Reader:
         return slice_tensor(source, Int4().dequantize({x: read(x) for x in ("values", "scales")}))
 
 
+SPELLING = CompressedTensors(
+    formats=("pack-quantized",),
+    weights={"num_bits": [4], "type": ["int"], "group_size": [GROUP]},
+    activations={},
+    read=lambda weights: Groups(),
+)
+WEIGHTS = {"weights": {"num_bits": 4, "type": "int", "group_size": GROUP}}
+STATED = {
+    "quant_method": SPELLING.method,
+    "format": "pack-quantized",
+    "config_groups": {"group_0": WEIGHTS},
+}
+
+
 def jax_dequantized(planes: Mapping[str, Any]) -> jax.Array:
     words, jnp = planes["values"], jax.numpy
     codes = (words[..., None] >> (4 * jnp.arange(PARTS)) & 15).reshape(*words.shape[:-1], -1)
@@ -146,8 +161,8 @@ def torch_dequantized(planes: Mapping[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def int4(monkeypatch, tmp_path) -> Path:
     """Registers the format, and writes a checkpoint with packed MLPs."""
-    monkeypatch.setattr(checkpoint, "READERS", (Int4Reader(), *checkpoint.READERS))
-    monkeypatch.setattr(registry, "CHOICES", (*registry.CHOICES, Int4))
+    planted = {"int4": registry.Quantization(Int4Reader(), (SPELLING,), (Int4,))}
+    monkeypatch.setattr(registry, "QUANTIZATIONS", planted | registry.QUANTIZATIONS)
     for module, ops in (
         (jax_formats, JaxOps(jax_dequantized, lambda words: words, None)),
         (torch_formats, TorchOps(torch_dequantized, lambda words: words, None)),
@@ -155,7 +170,9 @@ def int4(monkeypatch, tmp_path) -> Path:
         monkeypatch.setattr(module, "FORMATS", {**module.FORMATS, Int4: ops})
     config = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)
     (tmp_path / "config.json").write_text(
-        json.dumps(config | {"hidden_size": 64, "intermediate_size": 128})
+        json.dumps(
+            config | {"hidden_size": 64, "intermediate_size": 128, "quantization_config": STATED}
+        )
     )
     return written(tmp_path, config_from_folder(tmp_path))
 
@@ -179,6 +196,7 @@ def written(folder: Path, config: ModelConfig) -> Path:
 def test_planted_int4_format_served_by_both_backends(int4: Path, ranks: int) -> None:
     config, opened = config_from_folder(int4), open_checkpoint(int4)
     opened.check(config, False)
+    assert stated_encoding(json.loads((int4 / "config.json").read_text())) == Groups()
     local = [p.shard(ranks - 1, ranks) for p in parameters(config, False)]
     formats = registry.choose_formats(local, opened.stored, ON_GPU)
     assert formats == {"mlp.gate_up": Int4()}
@@ -216,3 +234,7 @@ def test_planted_int4_format_names_faulty_tensor(int4: Path) -> None:
     config = json.loads((int4 / "config.json").read_text()) | {"intermediate_size": 96}
     with pytest.raises(CheckpointError, match="gate_proj.weight_packed has shape"):
         open_checkpoint(int4).check(config_from_dict(config), False)
+
+
+def test_registry_lists_all_names_of_encodings() -> None:
+    assert tuple(registry.QUANTIZATIONS) == ENCODINGS

@@ -1,17 +1,31 @@
-"""Reader of FP8 tensors in checkpoint files; `shared.models.formats.fp8` describes them."""
+"""FP8 in checkpoints: reader of the tensors, and spellings in `quantization_config`.
+
+`shared.models.formats.fp8` describes the tensors. `fp8` is the spelling of the releases of
+DeepSeek, Qwen and Mistral and of AutoFP8; `compressed-tensors` is the spelling of vLLM's tools.
+"""
 
 import math
 
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from shared.models.config_fields import Json
 from shared.models.formats import fp8
+from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.quantization_config import (
+    HINTS,
+    CompressedTensors,
+    Served,
+    refuse_others,
+)
 from shared.models.formats.weight_format import VALUES, Array, StoredTensor, TensorFiles
 from shared.models.parameter import CheckpointTensor
 from shared.models.parameter_arrays import slice_tensor
-from shared.models.safetensors_file import CheckpointError
-from shared.models.stored_tensor import DTYPES, check_stored
+from shared.models.stored_tensor import DTYPE_BYTES, check_stored
+from shared.models.weight_files import CheckpointError
+
+_BLOCK_SIZE = [BLOCK, BLOCK]
 
 
 class FP8Reader:
@@ -47,12 +61,12 @@ class FP8Reader:
             raise CheckpointError(
                 f"tensor {scales} is not supported: only matrices may have scales"
             )
-        check_stored(scales, files.header(scales), fp8.stored_shapes(source.shape), DTYPES)
+        check_stored(scales, files.header(scales), fp8.stored_shapes(source.shape), DTYPE_BYTES)
 
     def num_bytes(self, source: CheckpointTensor, files: TensorFiles) -> int:
         """Returns the bytes of a slice and of all scales of its tensor."""
         header = files.header(*self.companions(source.name, files))
-        item = DTYPES[header.get_dtype()].itemsize
+        item = DTYPE_BYTES[header.get_dtype()]
         return math.prod(source.taken_shape) + item * math.prod(header.get_shape())
 
     def stored(self, source: CheckpointTensor, files: TensorFiles) -> StoredTensor:
@@ -81,3 +95,49 @@ def _values(source: CheckpointTensor, files: TensorFiles) -> UInt8[np.ndarray, "
     if fp8.has_nan(values):
         raise CheckpointError(f"tensor {source.name} contains NaN")
     return values
+
+
+class FP8Spelling:
+    """Spelling `fp8`; see `Spelling`."""
+
+    method = "fp8"
+    served: Served = {
+        "quant_method": [method],
+        "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
+        "weight_block_size": [None, _BLOCK_SIZE],
+        "activation_scheme": [None, "dynamic", "static"],
+        "scale_fmt": [None, "float"],
+        "expert_dtype": [None, "fp8"],
+        "dequantize": [None, False, True],
+    }
+
+    def matches(self, stated: Json) -> bool:
+        """Returns True: the method has one encoding."""
+        return True
+
+    def check(self, stated: Json) -> None:
+        """Checks all fields but lists of modules."""
+        refuse_others(stated, self.served, HINTS, "")
+
+    def encoding(self, stated: Json) -> FP8Encoding:
+        """Returns block scales, or per-tensor scales without a block size."""
+        is_block = bool(stated.get("weight_block_size"))
+        return FP8Encoding(Granularity.BLOCK if is_block else Granularity.TENSOR)
+
+
+SPELLINGS = (
+    FP8Spelling(),
+    CompressedTensors(
+        formats=("float-quantized", "naive-quantized"),
+        weights={
+            "num_bits": [8],
+            "type": ["float"],
+            "symmetric": [True],
+            "strategy": ["channel", "tensor", "block"],
+            "block_structure": [None, _BLOCK_SIZE],
+            "group_size": [None, -1],
+        },
+        activations={"num_bits": [8], "type": ["float"]},
+        read=lambda weights: FP8Encoding(Granularity(weights.get("strategy", "tensor"))),
+    ),
+)

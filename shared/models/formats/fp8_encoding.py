@@ -14,6 +14,7 @@ from jaxtyping import Float32
 from shared.models.dummy_elements import InitSpec, init_of, parameter_array
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.names import FP8
 from shared.models.formats.weight_format import StoredTensor
 from shared.models.parameter import Parameter
 from shared.models.parameter_arrays import shard_array, shard_outputs
@@ -63,7 +64,7 @@ class FP8Encoding:
     """Encoding of FP8 tensors with scales of a granularity; see `TensorEncoding`."""
 
     granularity: Granularity
-    name = "fp8"
+    name = FP8
     init = FP8_INIT
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shared.models.config_fields import Json, object_of
+from shared.models.formats.names import ENCODINGS
 from shared.models.formats.weight_format import TensorEncoding
 
 Served = dict[str, Collection[object]]
@@ -16,9 +17,6 @@ Served = dict[str, Collection[object]]
 
 HINTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "targets")
 """Lists of modules with and without scales, in the spellings of different tools."""
-
-ENCODINGS = "FP8"
-"""Supported encodings, for messages."""
 
 _READ_APART = ("config_groups", "sparsity_config")
 _TOLD = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
@@ -134,5 +132,5 @@ def refusal(what: str, must: str = "") -> ValueError:
     """Returns the error for an unsupported setting, with the supported values in `must`."""
     return ValueError(
         f"quantization_config {what} is not supported{must}; "
-        f"use an unquantised checkpoint, or one in {ENCODINGS}"
+        f"use an unquantised checkpoint, or one in {' or '.join(ENCODINGS).upper()}"
     )

@@ -1,30 +1,48 @@
-"""All weight formats in memory, and all encodings of checkpoint tensors.
+"""All encodings of checkpoint tensors, with the weight formats in memory that read them.
 
-A further format is a module with its class, in which parameters choose it, and an entry in
-`CHOICES`. A further encoding has a module with its reader and an entry in `READERS`, and one with
-its spelling in `shared.models.formats.spellings`. `jax_impl.formats.registry` and
-`torch_impl.formats.registry` list the operations of the formats on a device.
+A further encoding has a module with its reader, spellings and formats, an entry in `QUANTIZATIONS`
+and a name in `shared.models.formats.names`. A further format of an encoding is one more class in
+its entry. `jax_impl.formats.registry` and `torch_impl.formats.registry` list the operations of the
+formats on a device.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from shared.models.formats.fp8_checkpoint import FP8Reader
+from shared.models.config_fields import Json
+from shared.models.formats.fp8_checkpoint import SPELLINGS, FP8Reader
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
+from shared.models.formats.names import FP8
+from shared.models.formats.quantization_config import Spelling, refuse_others, require
 from shared.models.formats.weight_format import (
     FormatChoice,
     FormatContext,
     QuantizedFormat,
     StoredTensors,
+    TensorEncoding,
+    TensorFiles,
     TensorReader,
 )
 from shared.models.parameter import Parameter
 
-CHOICES: tuple[FormatChoice, ...] = (FP8W8A8, FP8W8A16)
-"""Quantised formats in memory, in the order in which a parameter tries them."""
 
-READERS: tuple[TensorReader, ...] = (FP8Reader(),)
-"""Encodings of checkpoint tensors, in the order in which they are tried."""
+class Quantization(NamedTuple):
+    """Encoding of checkpoint tensors.
+
+    Attributes:
+      reader: Reader of the tensors from files.
+      spellings: Spellings in `quantization_config`.
+      formats: Formats in memory, in the order in which a parameter tries them.
+    """
+
+    reader: TensorReader
+    spellings: tuple[Spelling, ...]
+    formats: tuple[FormatChoice, ...]
+
+
+QUANTIZATIONS = {FP8: Quantization(FP8Reader(), SPELLINGS, (FP8W8A8, FP8W8A16))}
+"""Encodings by name, in the order in which they are tried."""
 
 
 def choose_formats(
@@ -43,8 +61,46 @@ def choose_formats(
       UnsupportedFormatError: A flag requires a format that the device does not support.
     """
     found: dict[str, QuantizedFormat] = {}
-    for choice in CHOICES:
+    for choice in (each for kind in QUANTIZATIONS.values() for each in kind.formats):
         for parameter in (p for p in parameters if p.name not in found):
             if (chosen := choice.choose(parameter, stored, context)) is not None:
                 found[parameter.name] = chosen
     return found
+
+
+def readers() -> list[TensorReader]:
+    """Returns the readers of all encodings."""
+    return [kind.reader for kind in QUANTIZATIONS.values()]
+
+
+def reader_of(name: str, files: TensorFiles) -> TensorReader | None:
+    """Returns the reader of a tensor; None if it is not quantised."""
+    return next((each for each in readers() if each.companions(name, files)), None)
+
+
+def refuse_other_quantisation(stated: Json) -> None:
+    """Checks that a `quantization_config` is supported.
+
+    Raises:
+      ValueError: It is not; the message names the field.
+    """
+    require(stated, "quant_method", "")
+    method = {"quant_method": stated["quant_method"]}
+    known = dict.fromkeys(spelling.method for spelling in _spellings())
+    refuse_others(method, {"quant_method": known.keys()}, (), "")
+    _spelling(stated).check(stated)
+
+
+def encoding_of(stated: Json) -> TensorEncoding:
+    """Returns the encoding that a supported `quantization_config` declares."""
+    return _spelling(stated).encoding(stated)
+
+
+def _spellings() -> list[Spelling]:
+    return [spelling for kind in QUANTIZATIONS.values() for spelling in kind.spellings]
+
+
+def _spelling(stated: Json) -> Spelling:
+    """Returns the first spelling that matches a config; without a match the first of its method."""
+    named = [each for each in _spellings() if each.method == stated["quant_method"]]
+    return next((each for each in named if each.matches(stated)), named[0])
