@@ -294,9 +294,8 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
             for x in each
         ]
         run_rank = jax.jit(run_rank, compiler_options=OPTIONS)
-    nothing = framework.zeros(
-        (case.R * case.routing.slots, case.inner), dtype=given[0]["rows"].dtype
-    )
+    rows, shape = given[0]["rows"], (case.R * case.routing.slots, case.inner)
+    nothing = framework.zeros(shape, dtype=rows.dtype, device=rows.device)
     every = framework.concatenate([run_rank(x, nothing)[0] for x in given], 1)
     found = [run_rank(x, every)[1] for x in given]
     return [
