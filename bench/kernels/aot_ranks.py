@@ -15,6 +15,7 @@ from kernels.pallas_gpu.collectives import all_gather
 from kernels.pallas_gpu.gemm import linear
 from kernels.peer_buffers import BufferLayout
 from kernels.tiles import MEASURED, Tiles
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SQUARES
 
 HIDDEN, INNER = 4096, 12288
@@ -40,7 +41,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         how = {"squares": None, "added": None, "norm": None} | how
         how |= {"tiles": tables.of(item_bytes=2, **sizes), "gather": gather}
         how |= {"first": 0, "out_type": jnp.bfloat16, "eps": 1e-6, "bias": None, "factor": 1.0}
-        how |= {"is_gated": is_gated, "norm_layer": zero, "order": SQUARES}
+        how |= {"is_gated": is_gated, "norm_layer": zero, "order": SQUARES, "format": PLAIN}
         return linear.product(x, weight, None, zero, **how)
 
     def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from kernels.peer_buffers import MOST_JOINED_ROWS, BufferLayout
 from kernels.tiles import Tiles
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
 
@@ -166,6 +167,7 @@ class Layers:
             x,
             weight,
             None,
+            format=PLAIN,
             out_type=torch.bfloat16,
             squares=None if product.is_added else sums,
             eps=EPS,
@@ -302,6 +304,7 @@ def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -
                     x,
                     weight,
                     None,
+                    format=PLAIN,
                     out_type=torch.bfloat16,
                     squares=sums,
                     eps=EPS,

@@ -232,5 +232,5 @@ def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> No
 @each_language
 def test_experts_fp8_rejects_depth_other_than_block(language: str) -> None:
     case = SMALL["FP8"]
-    with pytest.raises(ValueError, match="the depth of tiles for packed FP8 must be 128, got 64"):
+    with pytest.raises(ValueError, match="the depth of tiles for fp8_w8a16 must be 128, got 64"):
         run(language, case, cut=tiles(fp8=True, depth=64))

@@ -133,6 +133,7 @@ def multiplied(
     is_gated = "gated" in kind
     x, (codes, scales) = rows(R, K), weight_of(first + (2 if is_gated else 1) * N, K)
     added, norm, how = behind(kind, cut, R, N)
+    how["format"] = "fp8_w8a8"
     bias = bias_of(codes.shape[:2]).astype(np.float32) if "biased" in kind else None
     squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
     quantised = KERNELS[language]["fp8_activations"].quantised
@@ -219,7 +220,7 @@ def test_pallas_fp8_linear_indexes_weights_above_two_gib() -> None:
 
     def multiply(x, stack, scales, layer, first):
         rows, row_scales = KERNELS["pallas"]["fp8_activations"].quantised(x)
-        how = alone(of_codes()) | {"first": first}
+        how = alone(of_codes()) | {"first": first, "format": "fp8_w8a8"}
         return linear.product(rows, stack, scales, layer, row_scales, num_rows=len(x), **how)[0]
 
     multiply = jax.jit(multiply, static_argnames="first")
@@ -255,7 +256,7 @@ def test_pallas_fp8_dot_requests_precise_accumulation(
     kind, rows = jnp.float8_e4m3fn, 16 if swapped else 64
 
     def multiply(x, weight, scales, row_scales):
-        how = alone(of_codes(swapped=swapped, rows=rows))
+        how = alone(of_codes(swapped=swapped, rows=rows)) | {"format": "fp8_w8a8"}
         layer = jnp.int32(0)
         return linear.product(x, weight, scales, layer, row_scales, num_rows=3, **how)[0]
 

@@ -11,6 +11,7 @@ import torch
 
 from kernels.pallas_gpu.gemm import linear_sm90
 from kernels.tiles import LinearTiles
+from shared.models.formats.weight_format import PLAIN
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, NormedStream
@@ -58,7 +59,7 @@ def multiply(
     first: int = 0,
 ) -> Arrays:
     how = {"eps": EPS, "is_gated": is_gated, "factor": factor}
-    how |= {"order": SQUARES, "tiles": cut or tiles()}
+    how |= {"order": SQUARES, "tiles": cut or tiles(), "format": PLAIN}
     module = KERNELS[language]["linear"]
     if language == "triton":
         return in_triton(

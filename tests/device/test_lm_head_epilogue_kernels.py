@@ -15,6 +15,7 @@ import torch
 import jax_impl.ops.sampling.sampling
 import torch_impl.ops.sampling.sampling
 from kernels.tiles import LinearTiles, SamplingTiles
+from shared.models.formats.weight_format import PLAIN
 from shared.spec import lm_head as spec
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.reduction_order import SQUARES
@@ -97,7 +98,7 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
 
     given = {k: mapped(v, leaf, torch_impl.ops.sampling.sampling) for k, v in given.items()}
     rows, head = (torch.from_numpy(a).to(device).bfloat16() for a in (x, weight))
-    how = {"out_type": torch.float32, "order": SQUARES, "tiles": cut}
+    how = {"format": PLAIN, "out_type": torch.float32, "order": SQUARES, "tiles": cut}
     asks = kernels.lm_head_epilogue.row_outputs(**given, num_tokens=VOCAB)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
@@ -113,7 +114,7 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
 
     def run(x: Any, weight: Any, given: dict[str, Any]) -> Any:
         rows, stack = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)[None]
-        how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
+        how = {"format": PLAIN, "first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
         how |= {"norm_layer": jnp.int32(0), "interpret": INTERPRET}
         asks = kernels.lm_head_epilogue.row_outputs(**given, num_tokens=VOCAB)
         whole, *_ = kernels.linear.product(rows, stack, None, jnp.int32(0), **how)
@@ -156,7 +157,12 @@ def ranked_in_torch(arguments: dict[str, Any], width: int) -> Any:
 
     given = {k: mapped(v, leaf, torch_impl.ops.sampling.sampling) for k, v in arguments.items()}
     rows, head = (given.pop(name).bfloat16() for name in ("x", "weight"))
-    how = {"out_type": torch.float32, "order": SQUARES, "tiles": CUTS["triton", "swapped"]}
+    how = {
+        "format": PLAIN,
+        "out_type": torch.float32,
+        "order": SQUARES,
+        "tiles": CUTS["triton", "swapped"],
+    }
     asks = asked_of_children(kernels, given, len(head), width)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
@@ -173,7 +179,13 @@ def ranked_in_jax(arguments: dict[str, Any], width: int) -> Any:
     def run(given: dict[str, Any]) -> Any:
         given = dict(given)
         rows, head = (given.pop(name).astype(jnp.bfloat16) for name in ("x", "weight"))
-        how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "interpret": INTERPRET}
+        how = {
+            "format": PLAIN,
+            "first": 0,
+            "out_type": jnp.float32,
+            "order": SQUARES,
+            "interpret": INTERPRET,
+        }
         how |= {"norm_layer": jnp.int32(0), "tiles": CUTS["pallas", "swapped"]}
         product = partial(kernels.linear.product, rows, head[None], None, jnp.int32(0), **how)
         asks = asked_of_children(kernels, given, len(head), width)

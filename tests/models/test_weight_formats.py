@@ -19,6 +19,7 @@ from jax_impl import weights as jax_weights
 from jax_impl.formats import registry as jax_formats
 from jax_impl.formats.format_ops import FormatOps as JaxOps
 from jax_impl.ops.gemm import linear as jax_linear
+from kernels.pallas_gpu.gemm import block_loaders as pallas_loaders
 from shared.models.checkpoint import CheckpointError, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder, stated_encoding
@@ -26,7 +27,13 @@ from shared.models.formats import registry
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.names import ENCODINGS
 from shared.models.formats.quantization_config import CompressedTensors
-from shared.models.formats.weight_format import Plane, PlanePiece, StoredTensor, plane_bytes
+from shared.models.formats.weight_format import (
+    PLAIN,
+    Plane,
+    PlanePiece,
+    StoredTensor,
+    plane_bytes,
+)
 from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
 from shared.models.stored_tensor import check_stored
@@ -238,3 +245,11 @@ def test_planted_int4_format_names_faulty_tensor(int4: Path) -> None:
 
 def test_registry_lists_all_names_of_encodings() -> None:
     assert tuple(registry.QUANTIZATIONS) == ENCODINGS
+
+
+def test_kernels_load_blocks_of_all_formats() -> None:
+    classes = {choice for kind in registry.QUANTIZATIONS.values() for choice in kind.formats}
+    names = {PLAIN, *(each.name for each in classes)}
+    assert pallas_loaders.LOADERS.keys() == names
+    triton_loaders = pytest.importorskip("kernels.triton_gpu.gemm.block_loaders")
+    assert {each.name for each in triton_loaders.FORMATS} == names

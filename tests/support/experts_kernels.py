@@ -18,6 +18,7 @@ from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from shared.models.formats.fp8 import Granularity, dequantize, scale_shape
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, pack, packed_scales
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -234,6 +235,8 @@ def run(
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "tiles": cut}
     how |= {"order": ROUTER, "squares_order": SQUARES, "gathered": _same}
+    is_fp8 = block.stored["gate_up_scales"] is not None
+    how["formats"] = ("fp8_w8a16" if is_fp8 else PLAIN,) * 2
     if language == "triton":
         return _in_triton(given, how)
     return _in_pallas(given, tuple(how.items()), is_as_written)
@@ -249,7 +252,7 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
     framework: Any = torch if language == "triton" else jnp
     module, each = KERNELS[language]["experts"], []
     how = {"eps": EPS, "routing": case.routing, "tiles": cut}
-    how |= {"order": ROUTER, "squares_order": SQUARES}
+    how |= {"order": ROUTER, "squares_order": SQUARES, "formats": (PLAIN, PLAIN)}
     for rank in range(count):
         columns = slice(rank * case.hidden // count, (rank + 1) * case.hidden // count)
         inner = slice(rank * case.inner // count, (rank + 1) * case.inner // count)

@@ -15,7 +15,7 @@ import torch
 from kernels.tiles import LinearTiles
 from shared.models.formats import fp8, fp8_w8a16
 from shared.models.formats.fp8 import Granularity
-from shared.models.formats.weight_format import first_row
+from shared.models.formats.weight_format import PLAIN, first_row
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -102,6 +102,7 @@ def in_bfloat16(
     stored = weights.shape[1]
     first_scale = 0 if scales is None else first_row(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
+    how["format"] = "fp8_w8a16" if words else PLAIN
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]
     squares = chunks_of_squares(x) if "normed" in kind or is_gated else None

@@ -414,8 +414,7 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
-    stored, scales, row_scales = weight.num_outputs, weight.scales, None
-    tables = kernels.tiles
+    tables, stored, scales, row_scales = kernels.tiles, weight.num_outputs, weight.scales, None
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
@@ -432,6 +431,7 @@ def kernel_products(
         None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
         jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
         row_scales,
+        format=weight.format.name,
         num_rows=num_rows,
         first=first,
         out_type=out_type,

@@ -202,6 +202,7 @@ def kernel_added_experts(
         arrivals=stream.arrivals,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         norm_layer=norm_layer,
+        formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, group),
         eps=eps,
         routing=routing_of(config),

@@ -14,12 +14,13 @@ part before it. Operands with scales are accumulated from zero over the block, a
 both scales is added with one rounding.
 
 A further weight-only format, such as INT4 or MXFP4 in groups, is one more subclass of
-`BlockLoader`, which yields dequantised parts.
+`BlockLoader`, which yields dequantised parts, with an entry in `LOADERS`.
 """
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,8 +28,48 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.fp8_w8a8 import add_codes, load_codes
-from kernels.pallas_gpu.gemm.fp8_w8a16 import four
+from kernels.pallas_gpu.gemm.fp8_w8a16 import four, widened
+from kernels.tiles import LinearTiles
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
+from shared.models.formats.weight_format import PLAIN
+
+
+class ResultBlock(NamedTuple):
+    """Block of the result.
+
+    Attributes:
+      number: Index of the block of outputs.
+      row, column: Rows and columns of the block.
+      num_rows, outputs, first: Problem size.
+      weights: 2 with a gate, else 1.
+    """
+
+    number: Any
+    row: Any
+    column: Any
+    num_rows: int
+    outputs: int
+    first: int
+    weights: int
+    tiles: LinearTiles
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Returns whether every block of rows is full."""
+        return self.num_rows % self.row.shape[0] == 0
+
+    @property
+    def has_all_columns(self) -> bool:
+        """Returns whether every block of outputs is full."""
+        return self.outputs % self.tiles.columns == 0
+
+    def first_of(self, weight: int) -> Any:
+        """Returns the first output of the block, of the gate or of up."""
+        return self.first + weight * self.outputs + self.number * self.tiles.columns
+
+    def column_of(self, weight: int) -> Any:
+        """Returns the outputs of the block, a column."""
+        return (self.first + weight * self.outputs + self.column)[:, None]
 
 
 class OperandTiles(NamedTuple):
@@ -65,7 +106,25 @@ class OperandTiles(NamedTuple):
 
 
 class BlockLoader(ABC):
-    """Loader of the blocks of a tile, for one weight format."""
+    """Loader of the blocks of a tile, for one weight format.
+
+    Attributes:
+      inputs: Inputs of a block; None for those of a step.
+      widened: Dequantises a layer in memory; None if kernels never do.
+    """
+
+    inputs: int | None = None
+    widened: Callable[..., Any] | None = None
+
+    @classmethod
+    def sized(cls, tiles: LinearTiles, rows: int, K: int) -> tuple[LinearTiles, int]:
+        """Returns the tiles with the depth of a call, and their rows, at most `rows`."""
+        return tiles, rows
+
+    @classmethod
+    @abstractmethod
+    def of_block(cls, block: ResultBlock) -> dict[str, Any]:
+        """Returns the rows and outputs of a block, fields of `OperandTiles`."""
 
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
         self._tile, self._depth, self._is_compiled = tile, depth, is_compiled
@@ -96,6 +155,24 @@ class BlockLoader(ABC):
 
 class PlainLoader(BlockLoader):
     """Loader of bfloat16 and float32 weights."""
+
+    @classmethod
+    def sized(cls, tiles: LinearTiles, rows: int, K: int) -> tuple[LinearTiles, int]:
+        """Returns the tiles with a depth below all inputs."""
+        return replace(tiles, depth=tiles.depth_of(K)), rows
+
+    @classmethod
+    def of_block(cls, block: ResultBlock) -> dict[str, Any]:
+        """Returns an accumulator for each weight."""
+        is_row, is_output = block.row < block.num_rows, block.column < block.outputs
+        outputs = [functools.partial(block.column_of, i) for i in range(block.weights)]
+        return {
+            "row": block.row,
+            "outputs": outputs,
+            "columns": block.tiles.columns,
+            "is_row": is_row,
+            "is_output": is_output,
+        }
 
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
         super().__init__(tile, depth, is_compiled)
@@ -135,6 +212,24 @@ class PlainLoader(BlockLoader):
 class FP8W8A16Loader(BlockLoader):
     """Loader of packed FP8 weights; all outputs have one accumulator, to read the rows once."""
 
+    inputs = FP8_BLOCK
+    widened = staticmethod(widened)
+
+    @classmethod
+    def of_block(cls, block: ResultBlock) -> dict[str, Any]:
+        """Returns one accumulator, of gate and up together."""
+        columns = block.tiles.columns
+        both = lax.iota(jnp.int32, columns * block.weights)
+        in_result = block.number * columns + lax.rem(both, columns)
+        output = (block.first + lax.div(both, columns) * block.outputs + in_result)[:, None]
+        return {
+            "row": block.row,
+            "outputs": [lambda: output],
+            "columns": len(both),
+            "is_output": None if block.has_all_columns else in_result < block.outputs,
+            "is_row": None if block.has_all_rows else block.row < block.num_rows,
+        }
+
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
         super().__init__(tile, depth, is_compiled)
         (output,) = tile.outputs
@@ -167,6 +262,27 @@ class FP8W8A16Loader(BlockLoader):
 
 class FP8W8A8Loader(BlockLoader):
     """Loader of FP8 weights for quantised rows."""
+
+    inputs = FP8_BLOCK
+
+    @classmethod
+    def sized(cls, tiles: LinearTiles, rows: int, K: int) -> tuple[LinearTiles, int]:
+        """Returns the tiles with a depth of whole blocks; see `LinearTiles.rows_of_codes`."""
+        rows = tiles.rows_of_codes(rows)
+        return replace(tiles, depth=tiles.depth_of_codes(K)), rows
+
+    @classmethod
+    def of_block(cls, block: ResultBlock) -> dict[str, Any]:
+        """Returns an accumulator of whole blocks for each weight."""
+        # Rows that are not read get an index outside the array, which the interpreter requires.
+        row = jnp.where(block.row < block.num_rows, block.row, block.num_rows)
+        return {
+            "row": row,
+            "outputs": [functools.partial(block.first_of, i) for i in range(block.weights)],
+            "columns": block.tiles.columns,
+            "is_row": None if block.has_all_rows else block.row < block.num_rows,
+            "is_output": None,
+        }
 
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
         super().__init__(tile, depth, is_compiled)
@@ -221,11 +337,12 @@ class FP8W8A8Loader(BlockLoader):
         return pltriton.load(tile.row_scales.at[at]), of_weights
 
 
-def loader_of(tile: OperandTiles, depth: int, is_compiled: bool) -> BlockLoader:
-    """Returns the loader of a weight's format, for steps of `depth` inputs."""
-    if tile.row_scales is not None:
-        return FP8W8A8Loader(tile, depth, is_compiled)
-    return (PlainLoader if tile.scales is None else FP8W8A16Loader)(tile, depth, is_compiled)
+LOADERS: Mapping[str, type[BlockLoader]] = {
+    PLAIN: PlainLoader,
+    "fp8_w8a16": FP8W8A16Loader,
+    "fp8_w8a8": FP8W8A8Loader,
+}
+"""Loaders by the name of the weight format."""
 
 
 def _load(ref: Any, at: tuple[Any, ...], is_one: Any, has_all: bool) -> Any:

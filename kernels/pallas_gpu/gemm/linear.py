@@ -21,9 +21,16 @@ from kernels.pallas_gpu.collectives.all_gather import (
     all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
-from kernels.pallas_gpu.gemm.fp8_w8a16 import widened
-from kernels.pallas_gpu.gemm.linear_launch import GemmResults, GemmTiling, gathered, joins
-from kernels.pallas_gpu.gemm.linear_mainloop import Factors, ResultBlock, sums_of
+from kernels.pallas_gpu.gemm.block_loaders import LOADERS, ResultBlock
+from kernels.pallas_gpu.gemm.linear_launch import (
+    GemmInputs,
+    GemmResults,
+    GemmSettings,
+    GemmTiling,
+    gathered,
+    joins,
+)
+from kernels.pallas_gpu.gemm.linear_mainloop import Factors, sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
@@ -32,38 +39,12 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     store_partials,
 )
 from kernels.tiles import LinearTiles
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
 _FEW_ROWS = 32
 """Rows of a tile that loads epilogue inputs before the main loop."""
-
-
-class GemmInputs(NamedTuple):
-    """Inputs of the prologue and the epilogue.
-
-    Attributes:
-      scales: Scales of stacked FP8 weights.
-      row_scales: Scales of quantised rows.
-      squares: Sums of squares of the rows per chunk, for their norm.
-      bias, added: Added to the accumulators, and to the result.
-      norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
-        for the next norm.
-      place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
-      asks, temperature, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
-    """
-
-    scales: Any
-    row_scales: Any
-    squares: Any
-    bias: Any
-    added: Any
-    norms: Any
-    norm_layer: Any
-    place: Any
-    asks: Any
-    temperature: Any
-    tokens: Any
 
 
 def product(
@@ -73,6 +54,7 @@ def product(
     layer: Int[jax.Array, ""],
     row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
     *,
+    format: str,
     num_rows: int | None = None,
     first: int,
     out_type: np.dtype | type,
@@ -104,6 +86,7 @@ def product(
         the dequantised weight; or FP8, for quantised rows (W8A8).
       scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
+      format: Name of the weight format, which selects the block loader.
       num_rows: Number of quantised rows without padding.
       layer: Index into the stack. An operand: a constant would compile a kernel per layer.
       first: First output that is computed.
@@ -136,42 +119,14 @@ def product(
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("persistent tiles must be described in Pallas")
-    is_quantised = row_scales is not None
-    if scales is not None and tiles.widens and not is_quantised:
+    if tiles.widens and (widened := LOADERS[format].widened) is not None:
         weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
+        format = PLAIN
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
-    how = {"first": first, "out_type": out_type, "added": added, "order": order, "tiles": tiles}
-    is_plain = not is_gated and all(x is None for x in (squares, bias, asks))
-    # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
-    # interpreter.
-    may_copy = tiles.described and not interpret
-    if may_copy and takes(
-        x, weights, outputs=N, is_normed=squares is not None, is_plain=is_plain, **how
-    ):
-        how |= {"squares": squares, "eps": eps, "is_gated": is_gated, "bias": bias}
-        how |= {"factor": factor, "norm": norm, "norm_layer": norm_layer, "asks": asks}
-        found = linear_sm90(x, weights, layer, scales, row_scales, num_rows=R, **how)
-        return found if gather is None else gathered(*found[:3], gather)
-    if is_quantised and not (interpret or is_on_hopper()):
-        raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
-    formats = {"is_quantised": is_quantised, "is_packed": scales is not None}
-    tiling = GemmTiling.of(R, N, x.shape[1], tiles, **formats)
-    is_added = added is not None
-    is_joined = joins(tiling, gather, out_type, order, is_added=is_added)
-    fused = gather if is_joined else None
-    shapes = GemmResults.of(
-        tiling,
-        out_type,
-        order,
-        is_added=is_added,
-        is_normed=norm is not None,
-        gather=fused,
-        asks=asks,
-    )
-    layer = layer.reshape(1)
+    settings = GemmSettings(first, out_type, eps, is_gated, factor, order)
     inputs = GemmInputs(
         scales=scales,
         row_scales=row_scales,
@@ -179,36 +134,73 @@ def product(
         bias=bias,
         added=added,
         norms=norm,
-        norm_layer=norm_layer.reshape(1),
-        place=None if fused is None else fused.place,
+        norm_layer=norm_layer,
+        place=None,
         **(asks or RowOutputs(None, None, None))._asdict(),
     )
-    kernel = functools.partial(
-        _product_kernel,
-        tiling=tiling,
-        first=first,
-        eps=eps,
-        is_gated=is_gated,
-        factor=factor,
-        order=order,
-        boxes=None if fused is None else fused.boxes,
-        is_compiled=not interpret,
+    # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
+    # interpreter.
+    may_copy = tiles.described and not interpret
+    if may_copy and _is_copied(x, weights, N, inputs, settings, tiles):
+        how = {"squares": squares, "bias": bias, "added": added, "asks": asks, "tiles": tiles}
+        how |= {"norm": norm, "norm_layer": norm_layer, "num_rows": R, **settings._asdict()}
+        found = linear_sm90(x, weights, layer, scales, row_scales, **how)
+        return found if gather is None else gathered(*found[:3], gather)
+    if row_scales is not None and not (interpret or is_on_hopper()):
+        raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
+    tiling = GemmTiling.of(R, N, x.shape[1], tiles, format)
+    return _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret)
+
+
+def _is_copied(x, weights, outputs, inputs, settings, tiles):
+    """Returns whether `linear_sm90` computes a call."""
+    is_alone = inputs.squares is None and inputs.bias is None and inputs.asks is None
+    return takes(
+        x,
+        weights,
+        outputs=outputs,
+        first=settings.first,
+        out_type=settings.out_type,
+        is_normed=inputs.squares is not None,
+        is_plain=is_alone and not settings.is_gated,
+        added=inputs.added,
+        order=settings.order,
+        tiles=tiles,
     )
-    found = _launched(kernel, tiling, shapes, interpret)(x, weights, layer, inputs)
-    return GemmResults(*found).outputs(gather, asks, is_joined=is_joined)
 
 
-def _launched(kernel, tiling, shapes, interpret):
-    """Returns the call of a kernel, with one program per block."""
-    warps, stages = tiling.tiles.warps, tiling.tiles.stages
-    return pl.pallas_call(
-        kernel,
+def _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret):
+    """Launches the kernel, with one program per block; returns the results of `product`."""
+    is_added, how = inputs.added is not None, (settings.out_type, settings.order)
+    is_joined = joins(tiling, gather, *how, is_added=is_added)
+    fused = gather if is_joined else None
+    is_normed, warps = inputs.norms is not None, tiling.tiles.warps
+    shapes = GemmResults.of(
+        tiling, *how, is_added=is_added, is_normed=is_normed, gather=fused, asks=asks
+    )
+    found = pl.pallas_call(
+        functools.partial(
+            _product_kernel,
+            tiling=tiling,
+            settings=settings,
+            boxes=None if fused is None else fused.boxes,
+            is_compiled=not interpret,
+        ),
         grid=(tiling.blocks,),
         out_shape=tuple(shapes),
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=tiling.tiles.stages),
         interpret=interpret,
         name="linear",
+    )(
+        x,
+        weights,
+        layer.reshape(1),
+        inputs._replace(
+            norm_layer=inputs.norm_layer.reshape(1),
+            place=None if fused is None else fused.place,
+        ),
     )
+    return GemmResults(*found).outputs(gather, asks, is_joined=is_joined)
 
 
 class _Tile(NamedTuple):
@@ -300,47 +292,28 @@ def _product_kernel(
     left_refs,
     *,
     tiling,
-    first,
-    eps,
-    is_gated,
-    factor,
-    order,
+    settings,
     boxes,
     is_compiled,
 ):
     """One program per block of outputs and block of rows."""
-    refs, K = GemmResults(out_ref, scaled_ref, sums_ref, left_refs), x_ref.shape[1]
+    refs, order = GemmResults(out_ref, scaled_ref, sums_ref, left_refs), settings.order
     tile = _Tile.of(tiling, layer_ref)
     peers = None if boxes is None else PeerView.read(inputs.place, boxes, tiling.blocks)
     early = _preload(inputs, tile)
-    sums = sums_of(
-        Factors(x_ref, weights_ref, inputs.scales, inputs.row_scales, tile.layer),
-        ResultBlock(
-            number=tile.block,
-            row=tile.row,
-            column=tile.column,
-            num_rows=tiling.R,
-            outputs=tiling.N,
-            first=first,
-            weights=2 if is_gated else 1,
-            tiles=tiling.tiles,
-        ),
-        is_compiled,
+    operands = (x_ref, weights_ref, inputs.scales, inputs.row_scales, tile.layer)
+    block = ResultBlock(
+        number=tile.block,
+        row=tile.row,
+        column=tile.column,
+        num_rows=tiling.R,
+        outputs=tiling.N,
+        first=settings.first,
+        weights=2 if settings.is_gated else 1,
+        tiles=tiling.tiles,
     )
-    if inputs.squares is not None:
-        squares = _squares_in(inputs, tile) if early.squares is None else early.squares
-        scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
-        sums = [x * scale[:, None] for x in sums]
-    if inputs.bias is not None:
-        sums = _with_bias(sums, inputs.bias, tile, first, tiling.N)
-    out = sums[0]
-    if is_gated:
-        out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
-    if factor != 1:
-        out = out * factor
-    if inputs.added is not None:
-        added = _added_in(inputs, tile) if early.added is None else early.added
-        out += added.astype(jnp.float32)
+    sums = sums_of(Factors(*operands, tiling.format), block, is_compiled)
+    out = _finished(sums, early, inputs, tile, x_ref.shape[1], tiling.N, settings)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
     read = out
     if inputs.norms is not None:
@@ -352,6 +325,26 @@ def _product_kernel(
         _share(out, read, refs, tile, tiling, peers, order)
     else:
         _store(out, read, refs, tile, tiling, order)
+
+
+def _finished(sums, early, inputs, tile, K, N, settings):
+    """Applies norm, bias, gate, factor and residual to the accumulators of a tile."""
+    if inputs.squares is not None:
+        squares = _squares_in(inputs, tile) if early.squares is None else early.squares
+        mean = add_up(squares, settings.order.digits_of_chunks) * (1.0 / K)
+        scale = lax.rsqrt(mean + settings.eps)
+        sums = [x * scale[:, None] for x in sums]
+    if inputs.bias is not None:
+        sums = _with_bias(sums, inputs.bias, tile, settings.first, N)
+    out = sums[0]
+    if settings.is_gated:
+        out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
+    if settings.factor != 1:
+        out = out * settings.factor
+    if inputs.added is not None:
+        added = _added_in(inputs, tile) if early.added is None else early.added
+        out += added.astype(jnp.float32)
+    return out
 
 
 def _with_bias(sums, bias_ref, tile, first, outputs):

@@ -1,6 +1,6 @@
-"""Tiles and result shapes of a launch of the GEMM kernel (Pallas, Triton backend)."""
+"""Tiles, constants, inputs and results of a launch of the GEMM kernel (Pallas, Triton backend)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather
+from kernels.pallas_gpu.gemm.block_loaders import LOADERS
 from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, partial_shapes
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
@@ -21,28 +22,24 @@ class GemmTiling:
 
     Attributes:
       R, N: Rows and outputs.
+      format: Name of the weight format.
       rows: Rows of a tile.
       tiles: Tile config, with the depth of the call.
     """
 
     R: int
     N: int
+    format: str
     rows: int
     tiles: LinearTiles
 
     @classmethod
-    def of(
-        cls, R: int, N: int, K: int, tiles: LinearTiles, *, is_quantised: bool, is_packed: bool
-    ) -> "GemmTiling":
-        """Returns the tiles of a call, for quantised rows, packed FP8 or stored numbers."""
+    def of(cls, R: int, N: int, K: int, tiles: LinearTiles, format: str) -> "GemmTiling":
+        """Returns the tiles of a call."""
         tiles = tiles.narrowed
         rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
-        if is_quantised:
-            rows = tiles.rows_of_codes(rows)
-            tiles = replace(tiles, depth=tiles.depth_of_codes(K))
-        elif not is_packed:
-            tiles = replace(tiles, depth=tiles.depth_of(K))
-        return cls(R=R, N=N, rows=rows, tiles=tiles)
+        tiles, rows = LOADERS[format].sized(tiles, rows, K)
+        return cls(R=R, N=N, format=format, rows=rows, tiles=tiles)
 
     @property
     def row_blocks(self) -> int:
@@ -53,6 +50,44 @@ class GemmTiling:
     def blocks(self) -> int:
         """Returns the blocks of the result."""
         return self.row_blocks * pl.cdiv(self.N, self.tiles.columns)
+
+
+class GemmInputs(NamedTuple):
+    """Inputs of the prologue and the epilogue.
+
+    Attributes:
+      scales: Scales of stacked FP8 weights.
+      row_scales: Scales of quantised rows.
+      squares: Sums of squares of the rows per chunk, for their norm.
+      bias, added: Added to the accumulators, and to the result.
+      norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
+        for the next norm.
+      place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
+      asks, temperature, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
+    """
+
+    scales: Any
+    row_scales: Any
+    squares: Any
+    bias: Any
+    added: Any
+    norms: Any
+    norm_layer: Any
+    place: Any
+    asks: Any
+    temperature: Any
+    tokens: Any
+
+
+class GemmSettings(NamedTuple):
+    """Compile-time constants of a call; see `product`."""
+
+    first: int
+    out_type: np.dtype | type
+    eps: float
+    is_gated: bool
+    factor: float
+    order: SquaresOrder
 
 
 class GemmResults(NamedTuple):

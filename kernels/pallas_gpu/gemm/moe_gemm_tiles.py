@@ -7,8 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.gemm.block_loaders import OperandTiles, loader_of
+from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
 from kernels.pallas_gpu.gemm.linear_mainloop import accumulate
+from shared.models.formats.weight_format import PLAIN
 
 
 class ExpertWeights(NamedTuple):
@@ -19,8 +20,9 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertGemmConfig(NamedTuple):
-    """Tile config of a GEMM; lanes of a tile, and slots of a row."""
+    """Tile config of a GEMM: format of the weight, lanes of a tile, and slots of a row."""
 
+    format: str
     lanes: int
     columns: int
     depth: int
@@ -81,9 +83,9 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         is_output=is_output,
         has_all_rows=False,
         has_all_outputs=has_all,
-        loads_weight_first=stored.scales is None,
+        loads_weight_first=config.format == PLAIN,
     )
-    loader = loader_of(tile, config.depth, not config.interpret)
+    loader = LOADERS[config.format](tile, config.depth, not config.interpret)
     steps = pl.cdiv(x_ref.shape[1], config.depth)
     (total,) = accumulate(loader, (len(output), config.lanes), 1, steps, is_swapped=True)
     return total

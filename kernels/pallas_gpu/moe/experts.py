@@ -20,13 +20,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gemm.block_loaders import LOADERS
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, ExpertWeights, product, tile_of
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.pallas_gpu.moe.router import LOG2_E, RouterSelection, barrier, route, scale_of
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -66,6 +66,7 @@ def experts(
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
     *,
+    formats: tuple[str, str],
     gathered: Callable[[jax.Array], jax.Array],
     eps: float,
     routing: RoutingSettings,
@@ -90,6 +91,7 @@ def experts(
       down, down_scales: `[L, stored, hidden, inner]`, in the same way.
       next_norm, norm_layer: Stacked norm scales, and the index of the norm after the block; None if
         nothing scales the new rows.
+      formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
       routing: Router config; the shared expert is stored last.
       tiles: Tile config.
@@ -126,6 +128,7 @@ def experts(
         chosen.ids,
         expert_blocks,
         layer,
+        format=formats[0],
         eps=eps,
         routing=routing,
         squares_order=squares_order,
@@ -142,6 +145,7 @@ def experts(
         arrivals,
         layer,
         norm_layer,
+        format=formats[1],
         routing=routing,
         squares_order=squares_order,
         tiles=tiles,
@@ -157,6 +161,7 @@ def silu_and_mul_linear(
     expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
+    format: str,
     eps: float,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
@@ -168,8 +173,10 @@ def silu_and_mul_linear(
     Grouped tiles require the expert blocks of `group`.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // 2
-    config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
-    _check(gate_up, config)
+    config = ExpertGemmConfig(
+        format, tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret
+    )
+    _check(config)
     return pl.pallas_call(
         partial(_gated_kernel, eps=eps, squares_order=squares_order, config=config),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
@@ -191,6 +198,7 @@ def linear_add(
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
     *,
+    format: str,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
@@ -199,9 +207,9 @@ def linear_add(
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
     config = ExpertGemmConfig(
-        tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
+        format, tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
     )
-    _check(down, config)
+    _check(config)
     of = jax.ShapeDtypeStruct
     stream = ExpertStream(
         rows=of((R, N), rows.dtype),
@@ -253,15 +261,16 @@ def _tiles(rows, routing, tiles):
     return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
-def _check(stored, config):
-    """Checks that steps of packed FP8 are whole blocks.
+def _check(config):
+    """Checks the depth of tiles.
 
     Raises:
-      ValueError: A step is not a block.
+      ValueError: A step is not a block of the format.
     """
-    if stored.scales is not None and config.depth != FP8_BLOCK:
+    inputs = LOADERS[config.format].inputs
+    if inputs not in (None, config.depth):
         raise ValueError(
-            f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {config.depth}"
+            f"the depth of tiles for {config.format} must be {inputs}, got {config.depth}"
         )
 
 

@@ -13,18 +13,21 @@ the tensor core, in one or several parts. `load_rows` returns the rows in the sa
 the part before it. Operands with scales are accumulated from zero over the block, and that sum
 times both scales is added with one rounding.
 
-A further weight-only format, such as INT4 or MXFP4 in groups, is one more function that returns
-such a `BlockFormat`, and one more branch of `load_block`, which returns dequantised parts.
+A further weight-only format, such as INT4 or MXFP4 in groups, is one more entry in `FORMATS`, and
+one more branch of `load_block`, which returns dequantised parts.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from kernels.tiles import LinearTiles
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_codes, scale_of
-from kernels.triton_gpu.gemm.fp8_w8a16 import four
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout
+from kernels.triton_gpu.gemm.fp8_w8a16 import four, widened
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout, shares_of
+from shared.models.formats.weight_format import PLAIN
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
@@ -34,7 +37,7 @@ class BlockFormat(NamedTuple):
 
     Attributes:
       name: Name of the format; it selects the loader.
-      inputs: Inputs of a block.
+      inputs: Inputs of a block; 0 in `FORMATS` for those of a step.
       parts: Parts of a block, each of equally many inputs.
       packed: Inputs in a stored element.
       scales: Layout of the scales of a packed weight; None for other formats.
@@ -47,18 +50,33 @@ class BlockFormat(NamedTuple):
     scales: ScaleLayout | None
 
 
-def plain(depth: int) -> BlockFormat:
-    """Returns the format of stored numbers, for steps of `depth` inputs."""
-    return BlockFormat("plain", inputs=depth, parts=1, packed=1, scales=None)
+FP8_W8A8 = "fp8_w8a8"
+"""Name of the format of FP8 weights for quantised rows."""
+
+FORMATS = (
+    BlockFormat(PLAIN, inputs=0, parts=1, packed=1, scales=None),
+    BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4, scales=None),
+    BlockFormat(FP8_W8A8, inputs=FP8_BLOCK, parts=1, packed=1, scales=None),
+)
+"""Formats without the sizes of a call."""
+
+WIDENED = {"fp8_w8a16": widened}
+"""Functions that dequantise a weight in memory, by the name of the format."""
 
 
-def fp8_w8a16(scales: ScaleLayout) -> BlockFormat:
-    """Returns the format of packed FP8 weights."""
-    return BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4, scales=scales)
+def format_of(name: str, depth: int, weight: Tensor, scales: Tensor | None) -> BlockFormat:
+    """Returns the format of a weight, for steps of `depth` inputs."""
+    (found,) = (each for each in FORMATS if each.name == name)
+    if scales is None or found.packed == 1:
+        return found._replace(inputs=found.inputs or depth)
+    return found._replace(scales=shares_of(weight.shape, scales.shape))
 
 
-FP8_W8A8 = BlockFormat("fp8_w8a8", inputs=FP8_BLOCK, parts=1, packed=1, scales=None)
-"""Format of FP8 weights for quantised rows."""
+def sized(name: str, tiles: LinearTiles, rows: int, K: int) -> tuple[int, int]:
+    """Returns the rows of a tile, from at most `rows`, and the inputs per step of a call."""
+    if name == FP8_W8A8:
+        return tiles.rows_of_codes(rows), tiles.depth_of_codes(K)
+    return rows, tiles.depth_of(K) if name == PLAIN else tiles.depth
 
 
 class TileAccess(NamedTuple):

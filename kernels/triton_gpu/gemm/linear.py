@@ -17,8 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
 from kernels.triton_gpu.gemm import linear_sm90
-from kernels.triton_gpu.gemm.block_loaders import OperandTile, packed_tile
-from kernels.triton_gpu.gemm.fp8_w8a16 import widened
+from kernels.triton_gpu.gemm.block_loaders import WIDENED, OperandTile, packed_tile
 from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmOperands,
     ResultTile,
@@ -35,6 +34,7 @@ from kernels.triton_gpu.gemm.linear_launch import (
 )
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
 
@@ -44,6 +44,7 @@ def product(
     scales: Float[Tensor, "scales scales_in"] | None,
     row_scales: Float32[Tensor, "blocks_in R"] | None = None,
     *,
+    format: str,
     out_type: torch.dtype,
     squares: Float[Tensor, "R chunks"] | None = None,
     eps: float = 0.0,
@@ -70,6 +71,7 @@ def product(
         packed FP8 (W8A16) with the bits of the dequantised weight, or FP8 for W8A8 rows.
       scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
+      format: Name of the weight format, which selects the block loader.
       out_type: Type of the result.
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
         contains the rows times the norm's scale, and the squares are of the rows without it.
@@ -91,12 +93,12 @@ def product(
       all ranks, except the result with `added`: it is this rank's shard, and the second output is
       the next GEMM's input, with or without a norm.
     """
-    if scales is not None and row_scales is None and tiles.widens:
-        weight, scales = widened(weight, scales, **launching(x)), None
+    if tiles.widens and scales is not None and format in WIDENED:
+        weight, scales, format = WIDENED[format](weight, scales, **launching(x)), None, PLAIN
     is_wide = asks is None and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
     )
-    how = {"is_gated": is_gated, "is_quantised": row_scales is not None, "is_wide": is_wide}
+    how = {"is_gated": is_gated, "format": format, "is_wide": is_wide}
     tiling = GemmTiling.of(x, weight, scales, tiles, **how)
     fused = FusedInputs(squares, eps, bias, factor, added, norm)
     joins = None if tiling.tiles.persistent or is_wide else gather

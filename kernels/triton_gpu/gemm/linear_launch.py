@@ -16,8 +16,8 @@ from kernels.triton_gpu.gemm.block_loaders import (
     FP8_W8A8,
     BlockFormat,
     TileLoads,
-    fp8_w8a16,
-    plain,
+    format_of,
+    sized,
 )
 from kernels.triton_gpu.gemm.fp8_w8a8 import width_of
 from kernels.triton_gpu.gemm.linear_epilogue import (
@@ -27,7 +27,7 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     SquaresChunks,
 )
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs
-from shared.models.formats.fp8_w8a16 import shares_of
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
 _DESCRIBED_BYTES = 16
@@ -74,32 +74,25 @@ class GemmTiling:
         scales: Tensor | None,
         tiles: LinearTiles,
         *,
+        format: str,
         is_gated: bool,
-        is_quantised: bool,
         is_wide: bool,
     ) -> "GemmTiling":
         """Returns the tiles of a call.
 
         Args:
-          x, weight, scales, tiles, is_gated: See `linear.product`.
-          is_quantised: Whether the rows are quantised.
+          x, weight, scales, tiles, format, is_gated: See `linear.product`.
           is_wide: Whether `linear_sm90` runs the call.
         """
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
         tiles = tiles if is_wide else tiles.narrowed
         rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
-        if is_quantised:
-            rows, depth, format = tiles.rows_of_codes(rows), tiles.depth_of_codes(K), FP8_W8A8
-        elif scales is not None:
-            depth, format = tiles.depth, fp8_w8a16(shares_of(weight.shape, scales.shape))
-        else:
-            depth = tiles.depth_of(K)
-            format = plain(depth)
+        rows, depth = sized(format, tiles, rows, K)
         return cls(
             R=R,
             N=N,
             K=K,
-            format=format,
+            format=format_of(format, depth, weight, scales),
             tiles=tiles,
             rows=rows,
             depth=depth,
@@ -126,12 +119,12 @@ class GemmTiling:
     def is_pair(self) -> bool:
         """Returns whether blocks of gate and up form one tile, so that the rows are read once."""
         is_joined = self.is_described or self.format.packed > 1
-        return self.is_gated and self.format is not FP8_W8A8 and is_joined
+        return self.is_gated and self.format.name != FP8_W8A8 and is_joined
 
     @property
     def width(self) -> int:
         """Returns the outputs of an accumulator."""
-        columns, is_quantised = self.tiles.columns, self.format is FP8_W8A8
+        columns, is_quantised = self.tiles.columns, self.format.name == FP8_W8A8
         return (
             2 * columns
             if self.is_pair
@@ -163,14 +156,14 @@ class GemmTiling:
 
     def config(self, is_persistent: bool, is_interpreted: bool) -> GemmTileConfig:
         """Returns the constants of the kernels."""
-        is_packed, is_plain = self.format.packed > 1, self.format.name == "plain"
+        is_packed, is_plain = self.format.packed > 1, self.format.name == PLAIN
         pointers = "row" if is_packed else "step"
         loads = TileLoads.of(
             self.format,
             "descriptor" if self.is_described else pointers,
             self.K,
             has_all_rows=is_plain and self.R % self.rows == 0,
-            has_all_outputs=self.format is FP8_W8A8 or self.N % self.tiles.columns == 0,
+            has_all_outputs=self.format.name == FP8_W8A8 or self.N % self.tiles.columns == 0,
             is_interpreted=is_interpreted,
             is_pair=self.is_pair and not is_packed,
         )

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from kernels.triton_gpu.gemm.block_loaders import TileLoads, fp8_w8a16, plain
+from kernels.triton_gpu.gemm.block_loaders import TileLoads, format_of
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
@@ -32,7 +32,6 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
-from shared.models.formats.fp8_w8a16 import shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -73,6 +72,7 @@ def experts(
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
     *,
+    formats: tuple[str, str],
     gathered: Callable[[Tensor], Tensor],
     eps: float,
     routing: RoutingSettings,
@@ -94,6 +94,7 @@ def experts(
       gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[stored, hidden, inner]`, in the same way.
       next_norm: Scale of the norm after the block; None if it is folded into a weight.
+      formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
       routing: Router config; the shared expert is stored last.
       tiles: Tile config.
@@ -124,6 +125,7 @@ def experts(
         ExpertWeights(gate_up, gate_up_scales),
         chosen.ids,
         expert_blocks,
+        format=formats[0],
         eps=eps,
         routing=routing,
         squares_order=squares_order,
@@ -137,6 +139,7 @@ def experts(
         rows,
         next_norm,
         arrivals,
+        format=formats[1],
         routing=routing,
         squares_order=squares_order,
         tiles=tiles,
@@ -150,6 +153,7 @@ def silu_and_mul_linear(
     ids: Int[Tensor, "R slots"],
     expert_blocks: ExpertBlocks | None,
     *,
+    format: str,
     eps: float,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
@@ -162,7 +166,7 @@ def silu_and_mul_linear(
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
     chunks = squares.shape[1]
     config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
-    sizes = _sizes(gate_up, N, hidden, routing, config, is_scaled=False)
+    sizes = _sizes(gate_up, format, N, hidden, routing, config, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
         scaled,
@@ -190,6 +194,7 @@ def linear_add(
     next_norm: Float[Tensor, " hidden"] | None,
     arrivals: Int[Tensor, " counters"],
     *,
+    format: str,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
@@ -199,7 +204,7 @@ def linear_add(
     config = ExpertGemmConfig(
         tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped
     )
-    sizes = _sizes(down, N, K, routing, config, is_scaled=next_norm is not None)
+    sizes = _sizes(down, format, N, K, routing, config, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
@@ -263,6 +268,7 @@ def _stored(stored: ExpertWeights) -> ExpertWeights:
 
 def _sizes(
     stored: ExpertWeights,
+    name: str,
     outputs: int,
     inputs: int,
     routing: RoutingSettings,
@@ -273,15 +279,13 @@ def _sizes(
     """Returns the sizes of a GEMM.
 
     Raises:
-      ValueError: The weights are packed FP8, and a step is not a block.
+      ValueError: A step is not a block of the format.
     """
-    format = plain(config.depth)
-    if stored.scales is not None:
-        format = fp8_w8a16(shares_of(stored.weights.shape, stored.scales.shape))
-        if config.depth != format.inputs:
-            raise ValueError(
-                f"the depth of tiles for packed FP8 must be {format.inputs}, got {config.depth}"
-            )
+    format = format_of(name, config.depth, stored.weights, stored.scales)
+    if config.depth != format.inputs:
+        raise ValueError(
+            f"the depth of tiles for {name} must be {format.inputs}, got {config.depth}"
+        )
     loads = TileLoads.of(
         format,
         "row",

@@ -55,6 +55,7 @@ class FP8W8A16:
     """
 
     granularity: Granularity
+    name = "fp8_w8a16"
     label = "FP8"
     item_bytes = 1
     quantizes_activations = False

@@ -44,6 +44,7 @@ class FP8W8A8:
     """
 
     by_output: bool
+    name = "fp8_w8a8"
     label = "FP8"
     item_bytes = 1
     quantizes_activations = True

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.models.formats.weight_format import ITEM_BYTES, VALUES, Array, Plane
+from shared.models.formats.weight_format import ITEM_BYTES, PLAIN, VALUES, Array, Plane
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,7 @@ class Plain:
     """Format of unquantised weights of a dtype."""
 
     dtype: str
+    name = PLAIN
     label = None
     quantizes_activations = False
     expands_dense = False

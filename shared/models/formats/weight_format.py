@@ -19,6 +19,9 @@ from shared.models.parameter import CheckpointTensor, Parameter
 Array = Shaped[np.ndarray, "..."]
 Place = tuple[int | slice, ...]
 
+PLAIN = "plain"
+"""Name of the format of unquantised weights."""
+
 VALUES, SCALES = "values", "scales"
 """Planes of elements, one row per output, and of their scales."""
 
@@ -200,6 +203,11 @@ class TensorReader(Protocol):
 @runtime_checkable
 class WeightFormat(Protocol):
     """Format of weights in memory; a value, compared by its fields and hashable."""
+
+    @property
+    def name(self) -> str:
+        """Name, by which kernels select the block loader."""
+        ...
 
     @property
     def label(self) -> str | None:

@@ -344,6 +344,7 @@ def kernel_products(
         weight.values,
         weight.scales,
         row_scales,
+        format=weight.format.name,
         out_type=out_type,
         is_gated=is_gated,
         bias=weight.bias,

@@ -196,6 +196,7 @@ def kernel_added_experts(
         next_norm=all_gather.norm_with_squares(group, own, norm),
         live=count,
         arrivals=stream.arrivals,
+        formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, group),
         eps=eps,
         routing=routing_of(config),
