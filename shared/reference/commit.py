@@ -10,7 +10,7 @@ from shared.reference import ngram
 from shared.reference.device_state import DeviceState
 from shared.reference.rows import Batch, put, take
 from shared.spec import attention, gdn_state, slot_state
-from shared.spec.cache_pools import KV, Pools
+from shared.spec.cache_pools import Pools
 from shared.spec.draft_tree import TreeShape
 
 
@@ -47,8 +47,7 @@ def commit(
         counts=counts,
     )
     state.kv = tuple(
-        KV(move(pool.k, page_table=table), move(pool.v, page_table=table))
-        for pool, table in zip(kv, page_tables, strict=True)
+        move(pool, page_table=table) for pool, table in zip(kv, page_tables, strict=True)
     )
     after, snapshots, passed = gdn_state.replay(
         take(state.delta, batch.slots),

@@ -1,7 +1,5 @@
 """Cache pools: pages of attention layers, and states of GDN layers."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from jaxtyping import Float
 
@@ -12,14 +10,9 @@ from shared.models.mixers import MixerConfig
 from shared.spec import gdn_state
 from shared.spec.gdn_state import GDNState
 
-
-@dataclass(frozen=True)
-class KV:
-    """Page pools of some attention layers; page 0 is reserved for padding."""
-
-    k: Float[np.ndarray, "L P page H D"]
-    v: Float[np.ndarray, "L P page H D"]
-
+KV = Float[np.ndarray, "L planes P page H D"]
+"""Page pools of some layers: one plane for each cache array, such as keys and values. Page 0 is
+reserved for padding."""
 
 Pools = tuple[KV, ...]
 """Page pools of a model, in the order of `ModelConfig.kv_pools`."""
@@ -32,11 +25,9 @@ def new_pools(config: ModelConfig, num_pages: int, page_size: int) -> Pools:
 
 def new_kv(mixer: MixerConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
     """Returns empty pools for `num_layers` attention layers."""
-    keys, values = (
-        np.zeros((num_layers, num_pages, page_size, *spec.shape), np.float32)
-        for spec in mixer.cache_specs
-    )
-    return KV(keys, values)
+    specs = mixer.cache_specs
+    shape = (num_layers, len(specs), num_pages, page_size, *specs[0].shape)
+    return np.zeros(shape, np.float32)
 
 
 def new_state(config: ModelConfig, batch: int) -> GDNState:

@@ -68,17 +68,15 @@ def extend(
       read: Result of `context` for these rows.
       kv: Pools of all layers.
     """
-    keys, k_pools, v_pools = config.attention.key_size, [], []
+    keys, pools = config.attention.key_size, []
     angles, heads = model.angles(config.attention, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
         weight = model.matrix(weights, "layer.attention.inputs", layer)
         norms = model.head_norms(config, weights, "layer.attention.", layer)
         assert norms is not None  # required for DFlash
         written = linear.product(read, weight, weight.num_outputs - 2 * keys)
-        k, v = write_kv(written, heads, norms, angles, rows, kv.k[layer], kv.v[layer])
-        k_pools.append(k)
-        v_pools.append(v)
-    return KV(np.stack(k_pools), np.stack(v_pools))
+        pools.append(write_kv(written, heads, norms, angles, rows, *kv[layer]))
+    return np.array(pools)
 
 
 def block_rows(

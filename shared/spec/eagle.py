@@ -213,7 +213,7 @@ def _layers(
     """Computes all layers of a head: the first reads `y` with residual `x`, later ones read the
     stream.
     """
-    first, pools = KV(kv.k[:1], kv.v[:1]), KV(kv.k[1:], kv.v[1:])
+    first, pools = kv[:1], kv[1:]
     x, first = _decoder_layer(config, weights, "layer.", x, y, rows, first)
     stream = NormedStream(x)
     for place, each in enumerate(config.layers[1:]):
@@ -224,8 +224,7 @@ def _layers(
         )
         stack = f"later.{each.mlp.kind}.", place
         stream = model.mlp_layer(config, each.mlp, weights, "later.", place, stack, stream)
-    k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
-    return stream.rows, KV(k, v)
+    return stream.rows, np.concatenate([first, pools])
 
 
 def _decoder_layer(

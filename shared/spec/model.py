@@ -5,7 +5,7 @@ in GDN layers: chunked with advancing states, or over a tree with unchanged stat
 the residual stream before layer i; `streams[L]` is after the last layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -232,8 +232,8 @@ def token_mixer(
         qkv = scale_queries(qkv, heads, factors)
     visible = with_sliding_window(rows, attention.window)
     cos_sin = angles(attention, rows)
-    out, k, v = mix_heads(qkv, heads, norms, cos_sin, visible, kv.k[layer], kv.v[layer])
-    return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
+    out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, *kv[layer])
+    return out, _replaced(kv, layer, planes)
 
 
 def attention_layer(
@@ -334,12 +334,10 @@ def _added(
     return linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
 
 
-def _replaced(
-    pools: Float[np.ndarray, "L P page H D"], layer: int, pages: Float[np.ndarray, "P page H D"]
-) -> Float[np.ndarray, "L P page H D"]:
-    pools = pools.copy()
-    pools[layer] = pages
-    return pools
+def _replaced(kv: KV, layer: int, planes: Sequence[Float[np.ndarray, "P page H D"]]) -> KV:
+    kv = kv.copy()
+    kv[layer] = planes
+    return kv
 
 
 def gdn_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:

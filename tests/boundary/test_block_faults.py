@@ -49,10 +49,9 @@ def block_left_in_the_context(patch: Patch) -> None:
     def extend(drafter: BlockDrafter, batch: Any, fed: Any, lengths: Any, *rest: Any) -> None:
         before = drafter._kv
         healthy(drafter, batch, fed, lengths, *rest)
-        size = before.k.shape[2]
+        size = before.shape[3]
         page = batch.page_table[np.arange(len(lengths)), lengths // size]
-        for pool, old in ((drafter._kv.k, before.k), (drafter._kv.v, before.v)):
-            pool[:, page, lengths % size] = old[:, page, lengths % size]
+        drafter._kv[:, :, page, lengths % size] = before[:, :, page, lengths % size]
 
     patch.setattr(BlockDrafter, "extend", extend)
     keep_block_rows(patch)
@@ -64,8 +63,7 @@ def keep_block_rows(patch: Patch) -> None:
 
     def fill(*arguments: Any) -> Any:
         hidden, kv = healthy(*arguments)
-        before = arguments[-1]
-        before.k[:], before.v[:] = kv.k, kv.v
+        arguments[-1][:] = kv
         return hidden, kv
 
     patch.setattr(dflash, "fill", fill)

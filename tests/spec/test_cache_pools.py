@@ -18,8 +18,8 @@ def test_new_pools_have_shapes_of_their_layers():
     first, second = cache_pools.new_pools(replace(HYBRID, layers=layers), 5, 16)
     count = sum(each.mixer == attention for each in HYBRID.layers)
     heads, size = attention.num_kv_heads, attention.head_size
-    assert first.k.shape == first.v.shape == (count, 5, 16, heads, size)
-    assert second.k.shape == second.v.shape == (1, 5, 16, heads, 2 * size)
+    assert first.shape == (count, 2, 5, 16, heads, size)
+    assert second.shape == (1, 2, 5, 16, heads, 2 * size)
 
 
 def test_new_state_stacks_gdn_layers_and_rows():

@@ -88,11 +88,11 @@ def test_eagle_tree_holds_best_paths_within_limit() -> None:
 def test_eagle_request_without_relay_drafts_nothing() -> None:
     drafting = Drafting(np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.relay.hidden[1] = np.nan
-    before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
+    before = attention.read(drafting.kv[0, 0], TABLE, 32)[1]
     tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)
-    np.testing.assert_array_equal(attention.read(kv.k[0], TABLE, 32)[1], before)
+    np.testing.assert_array_equal(attention.read(kv[0, 0], TABLE, 32)[1], before)
     alone = Drafting(np.array([0, 0]))
     np.testing.assert_array_equal(tokens[0], alone.draft(7)[0][0])
 
@@ -100,7 +100,7 @@ def test_eagle_request_without_relay_drafts_nothing() -> None:
 def test_eagle_drafting_writes_within_scratch() -> None:
     drafting = Drafting(np.array([0, 0]))
     *_, kv = drafting.draft(7)
-    before, after = (attention.read(pools.k[0], TABLE, 32) for pools in (drafting.kv, kv))
+    before, after = (attention.read(pools[0, 0], TABLE, 32) for pools in (drafting.kv, kv))
     changed = (before != after).any(axis=(2, 3))
     for request, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(np.flatnonzero(changed[request]), length + np.arange(9))

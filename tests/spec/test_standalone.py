@@ -113,7 +113,7 @@ def test_standalone_drafting_writes_within_scratch(family):
     drafting = Drafting(family, np.array([0, 0]))
     state = GDNState(drafting.state.recurrent.copy(), drafting.state.window.copy())
     *_, kv = drafting.draft(7)
-    before, after = (attention.read(pool.k[0], TABLE, 32) for (pool,) in (drafting.kv, kv))
+    before, after = (attention.read(pool[0, 0], TABLE, 32) for (pool,) in (drafting.kv, kv))
     changed = (before != after).any(axis=(2, 3))
     for request, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(np.flatnonzero(changed[request]), length + np.arange(10))
@@ -125,11 +125,11 @@ def test_standalone_drafting_writes_within_scratch(family):
 def test_standalone_request_without_context_drafts_nothing(family):
     drafting = Drafting(family, np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.state.recurrent[:, 1] = np.nan
-    before = attention.read(drafting.kv[0].k[0], TABLE, 32)[1]
+    before = attention.read(drafting.kv[0][0, 0], TABLE, 32)[1]
     tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)
-    np.testing.assert_array_equal(attention.read(kv[0].k[0], TABLE, 32)[1], before)
+    np.testing.assert_array_equal(attention.read(kv[0][0, 0], TABLE, 32)[1], before)
     alone = Drafting(family, np.array([0, 0]))
     np.testing.assert_array_equal(tokens[0], alone.draft(7)[0][0])
 
@@ -156,9 +156,9 @@ def test_standalone_extend_equals_prefill(family):
     np.testing.assert_allclose(state.recurrent, want.recurrent, atol=1e-4)
     np.testing.assert_allclose(state.window, want.window, atol=1e-4)
     (pool,), (want_pool,) = kv, want_kv
-    for pools, wanted in ((pool.k, want_pool.k), (pool.v, want_pool.v)):
+    for pages, wanted in zip(pool[0], want_pool[0], strict=True):
         for b, text in enumerate(texts):
-            got, held = (attention.read(x[0], TABLE, 32)[b, : len(text)] for x in (pools, wanted))
+            got, held = (attention.read(x, TABLE, 32)[b, : len(text)] for x in (pages, wanted))
             np.testing.assert_allclose(got, held, atol=1e-4)
     np.testing.assert_array_equal(passed, [True, False])
     _, earlier = drafting.after(drafting.kv, [texts[0][:9], texts[1]])

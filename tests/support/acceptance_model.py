@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.spec import acceptance, draft_tree, eagle, sampling
-from shared.spec.cache_pools import KV
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
 from shared.spec.tree_growth import DraftRequests
@@ -179,12 +178,12 @@ def _trees(
     def head(rows, tokens, shown, hidden, kv):
         return hidden, pair.head[tokens], kv
 
-    no_hidden, no_kv = np.zeros((B, 1), np.float32), np.zeros((1, 1, 1, 1, 1), np.float32)
+    no_hidden, no_kv = np.zeros((B, 1), np.float32), np.zeros((1, 2, 1, 1, 1, 1), np.float32)
     ones, all_nodes = np.ones(B, np.int32), np.full(B, drafter.shape.nodes, np.int32)
     relay = eagle.relay_of(no_hidden, pair.head[newest], np.arange(B), rank)
     trees, _ = eagle.draft(
         head,
-        KV(no_kv, no_kv),
+        no_kv,
         relay,
         DraftRequests(newest, ones, 0 * ones, all_nodes, ones[:, None]),
         drafter.shape,

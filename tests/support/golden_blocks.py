@@ -104,7 +104,7 @@ class SpecBlock:
         return hidden[0], scored[:, weights.get("draft_ids", slice(None))]
 
     def context(self) -> tuple[Array, Array]:
-        pools = (self._kv.k[0], self._kv.v[0])
+        pools = self._kv[0]
         k, v = (attention.read(pool, TABLE, self._length)[0] for pool in pools)
         return k, v
 

@@ -209,7 +209,7 @@ class SpecModel:
         counts, lengths = np.array([len(path)]), np.array([self._length])
         where = (TABLE, lengths, path[None], counts)
         move = attention.compact_accepted_kv
-        self._kv = tuple(cache_pools.KV(move(x.k, *where), move(x.v, *where)) for x in self._kv)
+        self._kv = tuple(move(pool, *where) for pool in self._kv)
         nothing_saved = np.zeros(1, int)
         self._state, _, _ = gdn_state.replay(
             self._state, self._kept, path[None], counts, nothing_saved
@@ -221,8 +221,7 @@ class SpecModel:
 
     def kv(self, layer: int) -> tuple[Array, Array]:
         pool, index = pool_of(self.config, layer)
-        arrays = self._kv[pool].k[index], self._kv[pool].v[index]
-        k, v = (attention.read(each, TABLE, self._length) for each in arrays)
+        k, v = (attention.read(each, TABLE, self._length) for each in self._kv[pool][index])
         return k[0], v[0]
 
     def mtp(

@@ -130,7 +130,7 @@ def stale_state_after_zero_accepts(patch: Patch) -> None:
 
 def full_page_rewritten(patch: Patch) -> None:
     def spoil(result: Any, state: DeviceState, batch: Batch, *rest: Any) -> Any:
-        state.kv[0].v[:, batch.page_table[:, 2]] *= np.float32(0.5)
+        state.kv[0][:, 1, batch.page_table[:, 2]] *= np.float32(0.5)
         return result
 
     after(patch, reference, "commit", spoil)
