@@ -13,7 +13,7 @@ import torch
 
 import jax_impl.ops.gdn.gdn_layer
 import torch_impl.ops.gdn.gdn_layer
-from kernels.tiles import GDNPrefillTiles
+from kernels.gdn_tiles import GDNPrefillTiles
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta
 from shared.spec.reduction_order import SQUARES

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kernels.tiles import GDNLayerTiles
+from kernels.gdn_tiles import GDNLayerTiles
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_state as spec
 from shared.spec.reduction_order import SQUARES

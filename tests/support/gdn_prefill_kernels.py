@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.tiles import GDNPrefillTiles
+from kernels.gdn_tiles import GDNPrefillTiles
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_layer as spec
 from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights

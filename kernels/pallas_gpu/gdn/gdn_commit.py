@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
+from kernels.gdn_tiles import GDNLayerTiles
 from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, States
 from kernels.pallas_gpu.gdn.gdn_tree import advanced, barrier, kept_of
-from kernels.tiles import GDNLayerTiles
 
 
 class Paths(NamedTuple):

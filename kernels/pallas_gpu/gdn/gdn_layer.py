@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
+from kernels.gdn_tiles import GDNLayerTiles
 from kernels.pallas_gpu.attention.attention import clear_padding
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gdn.gdn_rows import (
@@ -41,7 +42,6 @@ from kernels.pallas_gpu.gdn.gdn_tree import (
     visit,
     walk,
 )
-from kernels.tiles import GDNLayerTiles
 
 ROWS = 4
 """Rows normalised at once; more would take registers from the recurrence."""

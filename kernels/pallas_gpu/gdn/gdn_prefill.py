@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
+from kernels.gdn_tiles import GDNPrefillTiles
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gdn.gdn_chunk import (
     CHUNK,
@@ -41,7 +42,6 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
     sum_by_halves,
     unit,
 )
-from kernels.tiles import GDNPrefillTiles
 
 
 class PrefillRequests(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import GDNLayerTiles
+from kernels.gdn_tiles import GDNLayerTiles
 from kernels.triton_gpu.gdn.gdn_rows import WINDOW, States, check_contiguous, sizes_of
 from kernels.triton_gpu.gdn.gdn_tree import advanced, kept_of
 from kernels.triton_gpu.gemm.linear import launching

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import GDNLayerTiles
+from kernels.gdn_tiles import GDNLayerTiles
 from kernels.triton_gpu.attention.attention import clear_padding
 from kernels.triton_gpu.gdn.gdn_rows import (
     WINDOW,

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import GDNPrefillTiles
+from kernels.gdn_tiles import GDNPrefillTiles
 from kernels.triton_gpu.gdn.gdn_chunk import (
     CHUNK,
     NOTHING,
