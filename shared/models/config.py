@@ -13,6 +13,7 @@ from shared.models.groups import (
     LayerGroup,
     LayerPlace,
     cache_pools,
+    check_kv_sharing,
     group,
     places,
     pools_with,
@@ -51,7 +52,8 @@ class ModelConfig:
       eos_ids: Token ids that end the output, in ascending order.
 
     Raises:
-      ValueError: No layer is an attention layer, or GDN layers or MoE blocks differ in size.
+      ValueError: No layer is an attention layer, a layer reads the KV of a layer that it cannot
+        read (`check_kv_sharing`), or GDN layers or MoE blocks differ in size.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not any(isinstance(each.mixer, AttentionConfig) for each in self.layers):
             raise ValueError("layer_types must contain at least one full_attention layer")
+        check_kv_sharing(self.layers)
         for unique, plural in ((GatedDeltaConfig, "GDN layers"), (MoEConfig, "MoE blocks")):
             parts = [each.config for each in (*self.groups, *self.mlp_groups)]
             if sum(isinstance(part, unique) for part in parts) > 1:

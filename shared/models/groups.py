@@ -2,7 +2,8 @@
 
 Layers with equal mixer sizes, or with equal MLP sizes, form a group with its own stacks. The first
 group of a kind has the name of the kind, a further one has a number: `attention`, `attention_2`.
-Layers with equal cache arrays and the same sliding window share a pool.
+Layers with equal cache arrays and the same sliding window share a pool. A layer that reads the KV
+of another layer has no cache arrays, and the place of the other layer in a pool.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.layers import LayerConfig
-from shared.models.mixers import MixerConfig
+from shared.models.mixers import AttentionConfig, MixerConfig
 
 
 class _Part(Protocol):
@@ -89,7 +90,8 @@ class LayerPlace:
     Attributes:
       mixer, mlp: Names of its groups.
       mixer_index, mlp_index: Index in the stacks of each group.
-      pool: Index of its pool among the pools with the same unit.
+      pool: Index of its pool among the pools with the same unit; for a layer that reads the KV of
+        another layer, the pool of the other layer.
       pool_index: Index in the arrays of that pool.
     """
 
@@ -115,8 +117,33 @@ def group(parts: Sequence[Part]) -> tuple[LayerGroup[Part], ...]:
 
 def cache_pools(mixers: Sequence[MixerConfig]) -> tuple[CachePool, ...]:
     """Returns the pools of layers with these mixers, in the order of their first layers."""
-    found = _equal(mixers, lambda mixer: (mixer.cache_specs, mixer.window))
+    found = [layers for layers in _equal(mixers, _pool_key) if mixers[layers[0]].cache_specs]
     return tuple(CachePool(mixers[layers[0]], layers) for layers in found)
+
+
+def check_kv_sharing(layers: Sequence[LayerConfig]) -> None:
+    """Checks the layers that read the KV of another layer.
+
+    Raises:
+      ValueError: A layer cannot read the KV of the layer that it names; the message names both.
+    """
+    for index, each in enumerate(layers):
+        mixer, source = each.mixer, each.kv_shared_layer_index
+        own = mixer.with_kv if isinstance(mixer, AttentionConfig) and not mixer.has_kv else None
+        if (own is None) != (source is None):
+            raise ValueError(
+                f"layer {index} has kv_shared_layer_index {source}; an attention layer without KV "
+                "of its own must have the index of another layer, and any other layer none"
+            )
+        if own is None or source is None:
+            continue
+        earlier = [_pool_key(layer.mixer) for layer in layers[:index]]
+        if source not in range(index) or earlier[source] != _pool_key(own):
+            raise ValueError(
+                f"layer {index} reads the KV of layer {source}, which must be an earlier attention "
+                "layer with KV of its own, and with the same head_dim, num_key_value_heads and "
+                "sliding_window; give another kv_shared_layer_index"
+            )
 
 
 def pools_with(pools: Sequence[CachePool], unit: CacheUnit) -> tuple[CachePool, ...]:
@@ -142,7 +169,14 @@ def places(layers: Sequence[LayerConfig]) -> tuple[LayerPlace, ...]:
         for number, pool in enumerate(pools_with(cache_pools(mixers), unit)):
             for index, layer in enumerate(pool.layers):
                 found[layer] |= {"pool": number, "pool_index": index}
+    for layer, each in enumerate(layers):
+        if (source := each.kv_shared_layer_index) is not None:
+            found[layer] |= {name: found[source][name] for name in ("pool", "pool_index")}
     return tuple(LayerPlace(**found[layer]) for layer in range(len(layers)))
+
+
+def _pool_key(mixer: MixerConfig) -> Hashable:
+    return mixer.cache_specs, mixer.window
 
 
 def _equal(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[tuple[int, ...]]:

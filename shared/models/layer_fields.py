@@ -78,6 +78,7 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         query_scaling_beta=read_query_scaling(rope, rotary) if family.scales_queries else 0.0,
         window=None,
         scale=read_factor(text, family, "attention_multiplier") if family.has_factors else None,
+        has_kv=True,
     )
 
 

@@ -1,11 +1,11 @@
-"""Config of a decoder layer: its token mixer, and its MLP or MoE block.
+"""Config of a decoder layer: its token mixer, its MLP or MoE block, and the source of its KV.
 
 A layer's parameters are named by the groups of its mixer and its MLP (`shared.models.groups`):
 `attention.inputs` of an attention layer, `gated_delta.inputs` of a GDN layer, `mlp.down` of a dense
 MLP, `experts.down` of an MoE block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.models.mixers import MixerConfig
 from shared.models.mlp import FeedForwardConfig
@@ -13,11 +13,19 @@ from shared.models.mlp import FeedForwardConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A decoder layer."""
+    """A decoder layer.
+
+    Attributes:
+      mixer: Token mixer.
+      mlp: MLP or MoE block.
+      kv_shared_layer_index: Index of the earlier layer that an attention layer reads the KV of;
+        None for a layer with KV or states of its own.
+    """
 
     mixer: MixerConfig
     mlp: FeedForwardConfig
+    kv_shared_layer_index: int | None = None
 
     def local(self, count: int) -> "LayerConfig":
         """Returns the config of one of `count` TP ranks."""
-        return LayerConfig(mixer=self.mixer.local(count), mlp=self.mlp.local(count))
+        return replace(self, mixer=self.mixer.local(count), mlp=self.mlp.local(count))

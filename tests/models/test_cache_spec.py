@@ -13,6 +13,9 @@ from jax_impl import device_state as jax_state
 from jax_impl import platform as jax_platform
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig
+from shared.models.parameters import parameters
+from shared.models.tp_sharding import shard_config
 from shared.options.options import Options
 from shared.process.device import Device
 from shared.process.memory_plan import plan
@@ -82,6 +85,53 @@ def test_attention_layers_of_other_sizes_have_own_pools():
     assert [each.name for each in model.groups] == ["gated_delta", "attention", "attention_2"]
     assert [len(pool) for pool in model.kv_pools] == [len(MODEL.kv_pools[0]), 1]
     assert (model.places[-1].mixer, model.places[-1].pool) == ("attention_2", 1)
+
+
+def reader(mixer: AttentionConfig, source: int | None) -> LayerConfig:
+    """A layer that reads the KV of layer `source`."""
+    mixer = replace(mixer, has_kv=False)
+    return LayerConfig(mixer=mixer, mlp=MODEL.dense, kv_shared_layer_index=source)
+
+
+def test_layers_with_shared_kv_have_no_pool():
+    whole, slides = MODEL.attention, replace(MODEL.attention, window=8)
+    own = LayerConfig(mixer=slides, mlp=MODEL.dense)
+    layers = (*MODEL.layers, own, reader(whole, 3), reader(slides, 4), reader(whole, 1))
+    model = replace(MODEL, layers=layers)
+    assert [each.layers for each in model.groups] == [(0, 2), (1, 3, 4), (5, 6, 7)]
+    assert [pool.layers for pool in model.kv_pools] == [(1, 3), (4,)]
+    placed = [(at.pool, at.pool_index, at.mixer_index) for at in model.places[-3:]]
+    assert placed == [(0, 1, 0), (1, 0, 1), (0, 0, 2)]
+    shapes = {p.name: p.shape for p in parameters(model, False)}
+    assert shapes["attention_2.inputs"][1] == shapes["attention.inputs"][1] - 2 * whole.key_size
+    assert "attention_2.q_norm" in shapes
+    assert "attention_2.k_norm" not in shapes
+    assert [each.kv_shared_layer_index for each in shard_config(model, 2).layers[-3:]] == [3, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [(0, {}), (4, {}), (-1, {}), (5, {}), (1, {"window": 8}), (1, {"head_size": 64})],
+    ids=str,
+)
+def test_model_config_rejects_unreadable_kv(source, changed):
+    layer = reader(replace(MODEL.attention, **changed), source)
+    with pytest.raises(ValueError, match=f"layer 4 reads the KV of layer {source}, which must be"):
+        replace(MODEL, layers=(*MODEL.layers, layer))
+
+
+def test_model_config_rejects_kv_of_reader():
+    layers = (*MODEL.layers, reader(MODEL.attention, 1), reader(MODEL.attention, 4))
+    with pytest.raises(ValueError, match="layer 5 reads the KV of layer 4, which must be"):
+        replace(MODEL, layers=layers)
+
+
+@pytest.mark.parametrize(("has_kv", "source"), [(False, None), (True, 1)])
+def test_model_config_rejects_contradicting_kv_source(has_kv, source):
+    layer = reader(MODEL.attention, source)
+    layer = replace(layer, mixer=replace(layer.mixer, has_kv=has_kv))
+    with pytest.raises(ValueError, match=f"layer 4 has kv_shared_layer_index {source}"):
+        replace(MODEL, layers=(*MODEL.layers, layer))
 
 
 def test_model_config_rejects_states_of_different_sizes():

@@ -67,6 +67,20 @@ def test_windows_leave_memory_for_more_positions():
     assert few.window_pools == ()
 
 
+def test_layers_with_shared_kv_cost_no_pages():
+    """Half of the layers read the KV of the layer before them."""
+    layers = []
+    for index, layer in enumerate(QWEN3_8B.layers):
+        mixer = replace(layer.mixer, has_kv=index % 2 == 0)
+        source = index - 1 if index % 2 else None
+        layers.append(replace(layer, mixer=mixer, kv_shared_layer_index=source))
+    shared = replace(QWEN3_8B, layers=tuple(layers))
+    flags = "--max-running-requests 2 --context-length 8192"
+    sizes, whole = (bytes_of(planned(model, flags)) for model in (shared, QWEN3_8B))
+    assert sizes["KV"] == whole["KV"] / 2
+    assert sizes["weights"] < whole["weights"]
+
+
 @pytest.mark.parametrize("window", [LONG, 100_000])
 def test_wide_window_has_no_pool(window):
     memory = planned(alternating(window), f"--context-length {LONG} --max-running-requests 2")

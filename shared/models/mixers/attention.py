@@ -29,6 +29,8 @@ class AttentionConfig:
         units of the original context; 0 for none.
       window: Sliding window in tokens, including the token itself; None for full attention.
       scale: Multiplier of attention scores; None for head_size ** -0.5.
+      has_kv: False if the layer has queries only and reads the KV of another layer (KV sharing);
+        see `LayerConfig`.
     """
 
     kind: ClassVar[str] = "attention"
@@ -45,6 +47,7 @@ class AttentionConfig:
     query_scaling_beta: float
     window: int | None
     scale: float | None
+    has_kv: bool
 
     def __post_init__(self) -> None:
         names = "num_attention_heads", "num_key_value_heads"
@@ -61,13 +64,16 @@ class AttentionConfig:
         return self.num_kv_heads * self.head_size
 
     @property
-    def cache_specs(self) -> tuple[CacheArraySpec, CacheArraySpec]:
-        """Cache arrays: keys and values per position."""
+    def cache_specs(self) -> tuple[CacheArraySpec, ...]:
+        """Cache arrays: keys and values per position; none without KV of its own."""
         shape = (self.num_kv_heads, self.head_size)
-        keys, values = (
-            CacheArraySpec(name, CacheUnit.POSITION, shape, heads=0) for name in ("keys", "values")
-        )
-        return keys, values
+        names = ("keys", "values") if self.has_kv else ()
+        return tuple(CacheArraySpec(name, CacheUnit.POSITION, shape, heads=0) for name in names)
+
+    @property
+    def with_kv(self) -> Self:
+        """The config with KV of its own; a layer that it reads has the same cache arrays."""
+        return replace(self, has_kv=True)
 
     @property
     def sizes(self) -> Self:
@@ -111,11 +117,10 @@ class AttentionConfig:
         inputs, hidden, keys = settings.inputs, settings.hidden, self.key_size
         qkv = {
             "self_attn.q_proj.weight": (self.query_size * (2 if self.has_gate else 1), inputs),
-            "self_attn.k_proj.weight": (keys, inputs),
-            "self_attn.v_proj.weight": (keys, inputs),
+            **{f"self_attn.{x}_proj.weight": (keys, inputs) for x in ("kv" if self.has_kv else "")},
         }
         if settings.fused_projections:
-            qkv = {"self_attn.qkv_proj.weight": (self.query_size + 2 * keys, inputs)}
+            qkv = {"self_attn.qkv_proj.weight": (sum(rows for rows, _ in qkv.values()), inputs)}
         out = {"self_attn.o_proj.weight": (hidden, self.query_size)}
         by_heads, by_columns = self._qkv_sections, (ShardedRange(hidden),)
         tensors = [
@@ -137,10 +142,12 @@ class AttentionConfig:
         return [
             norms_of(f"{prefix}{x}_norm", layers, f"self_attn.{x}_norm.weight", width, centre)
             for x, width in sizes.items()
+            if self.has_kv or x == "q"
         ]
 
     @property
     def _qkv_sections(self) -> tuple[ShardedRange, ...]:
         query = self.head_size * (2 if self.has_gate else 1)
+        queries = ShardedRange(query * self.num_heads, query)
         keys = ShardedRange(self.key_size, self.head_size, repeats=True)
-        return ShardedRange(query * self.num_heads, query), keys, keys
+        return (queries, keys, keys) if self.has_kv else (queries,)
