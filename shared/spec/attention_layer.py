@@ -23,18 +23,32 @@ class Heads:
       head_size: D.
       gated: True if each query head is followed by the rows of its output gate.
       scale: Multiplier of attention scores.
+      has_kv: False if the projection has queries only, because the layer reads the KV of another
+        layer.
     """
 
     num_kv_heads: int
     head_size: int
     gated: bool
     scale: float
+    has_kv: bool
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Heads":
         """Returns the layout of an attention config."""
         scale = config.head_size**-0.5 if config.scale is None else config.scale
-        return cls(config.num_kv_heads, config.head_size, config.has_gate, scale)
+        sizes = (config.num_kv_heads, config.head_size, config.has_gate)
+        return cls(*sizes, scale, config.has_kv)
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of the keys in a projection, and of the values."""
+        return self.num_kv_heads * self.head_size * self.has_kv
+
+    def group(self, columns: int) -> int:
+        """Returns the query heads of each KV head for a projection with `columns` columns."""
+        num_heads = (columns - 2 * self.key_columns) // self.head_size // (1 + self.gated)
+        return num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -42,11 +56,11 @@ class HeadNorms:
     """QK norm: RMS norms of each query and key head; scales include a zero-centred norm's 1.
 
     Alternatively norms over all query heads of a row, and over all its key heads, see
-    `full_width_qk_norm`.
+    `full_width_qk_norm`. `k` is None for a projection without keys.
     """
 
     q: Float[np.ndarray, " queries"]
-    k: Float[np.ndarray, " keys"]
+    k: Float[np.ndarray, " keys"] | None
     eps: float
 
 
@@ -73,27 +87,27 @@ def attention_layer(
 ]:
     """Computes an attention layer between its two projections.
 
-    QK norm, rotary embedding, KV write of the rows, attention, output gate.
+    QK norm, rotary embedding, KV write of the rows, attention, output gate. A layer that reads the
+    KV of another layer writes none: the other layer has written that of the same rows.
 
     Args:
-      qkv: The projection: query heads (each followed by its gate's rows), key heads, value heads.
+      qkv: The projection: query heads (each followed by its gate's rows), key heads, value heads;
+        without `heads.has_kv` query heads only.
       heads: Layout of the projection.
       norms: QK norms; None without.
       angles: Rotary cos and sin of each row.
       rows: Positions and visibility of the rows.
-      k_pages, v_pages: Pools of the layer.
+      k_pages, v_pages: Pools of the layer, or of the other layer.
 
     Returns:
       The concatenated outputs of the heads, and the pools after the writes.
     """
-    q, k, v, gate = _heads_of(qkv, heads)
+    q, kv, gate = _heads_of(qkv, heads)
     if norms is not None:
         q = layers.rms_norm(q, norms.q, norms.eps)
-        k = layers.rms_norm(k, norms.k, norms.eps)
     q = layers.apply_rotary(q, angles.cos, angles.sin)
-    k = layers.apply_rotary(k, angles.cos, angles.sin)
-    k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
-    v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
+    if heads.has_kv:
+        k_pages, v_pages = write_kv(kv, heads, norms, angles, rows, k_pages, v_pages)
     out = attend(
         q,
         k_pages,
@@ -120,18 +134,19 @@ def full_width_qk_norm(
       heads: Layout of the projection.
       norms: Norms whose scales cover all heads, concatenated.
     """
-    keys = heads.num_kv_heads * heads.head_size
+    keys = heads.key_columns
     q, k, v = np.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
-    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
-    return np.concatenate([*normed, v], axis=1)
+    q = layers.rms_norm(q, norms.q, norms.eps)
+    if norms.k is not None:
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    return np.concatenate([q, k, v], axis=1)
 
 
 def scale_queries(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, growth: Float[np.ndarray, " R"]
 ) -> Float[np.ndarray, "R outputs"]:
     """Multiplies queries by the factor of each row (long-context query scaling)."""
-    keys = 2 * heads.num_kv_heads * heads.head_size
-    q, kv = np.split(qkv, [qkv.shape[1] - keys], axis=1)
+    q, kv = np.split(qkv, [qkv.shape[1] - 2 * heads.key_columns], axis=1)
     return np.concatenate([q * growth[:, None], kv], axis=1)
 
 
@@ -181,7 +196,7 @@ def row_bounds(
 def write_kv(
     kv: Float[np.ndarray, "R outputs"],
     heads: Heads,
-    norms: HeadNorms,
+    norms: HeadNorms | None,
     angles: Angles,
     rows: AttentionRows,
     k_pages: Float[np.ndarray, "P page Hk D"],
@@ -194,7 +209,8 @@ def write_kv(
       heads, norms, angles, rows, k_pages, v_pages: See `attention_layer`.
     """
     k, v = kv.reshape(len(kv), 2, -1, heads.head_size).swapaxes(0, 1)
-    k = layers.rms_norm(k, norms.k, norms.eps)
+    if norms is not None and norms.k is not None:
+        k = layers.rms_norm(k, norms.k, norms.eps)
     k = layers.apply_rotary(k, angles.cos, angles.sin)
     k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
     v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
@@ -205,16 +221,13 @@ def _heads_of(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads
 ) -> tuple[
     Float[np.ndarray, "R Hq D"],
-    Float[np.ndarray, "R Hk D"],
-    Float[np.ndarray, "R Hk D"],
+    Float[np.ndarray, "R kv_columns"],
     Float[np.ndarray, "R Hq D"] | None,
 ]:
-    """Splits the projection into queries, keys, values, and the gate if there is one."""
-    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
-    queries = qkv.shape[1] - 2 * keys
-    q, k, v = np.split(qkv, [queries, queries + keys], axis=1)
-    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
+    """Splits the projection into queries, keys with values, and the gate if there is one."""
+    R, D = len(qkv), heads.head_size
+    q, kv = np.split(qkv, [qkv.shape[1] - 2 * heads.key_columns], axis=1)
     if not heads.gated:
-        return q.reshape(R, -1, D), k, v, None
+        return q.reshape(R, -1, D), kv, None
     pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
+    return pairs[:, :, 0], kv, pairs[:, :, 1]

@@ -80,7 +80,7 @@ def real(case: MixCase) -> slice:
 # Of Pallas: those of the first line are one program.
 COMPILED = ("trees", "nothing committed", "draft KV from an offset", "request without rows")
 COMPILED += ("gate, partial rotary", "no norms, group of five", "half precision")
-COMPILED += ("blocks", "blocks of windows")
+COMPILED += ("blocks", "blocks of windows", "shared KV, trees", "shared KV, half precision")
 each_case = pytest.mark.parametrize(
     ("run", "name"), in_languages(CASES, COMPILED), indirect=["run"]
 )
@@ -210,6 +210,29 @@ def test_attention_layer_nan_reaches_only_visible_rows(bad: float, run) -> None:
     np.testing.assert_array_equal(got.out[~spoiled], want.out[~spoiled])
 
 
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+def test_shared_kv_nan_reaches_only_visible_rows(how: How, run) -> None:
+    """The value of a node is bad in the pages, where another layer has written it."""
+    case, node = CASES["shared KV, trees"], 2
+    place = case.rows.places[node]
+    v_pages, page = case.v_pages.copy(), case.rows.page_table[0, place // 16]
+    v_pages[page, place % 16] = np.nan
+    got, want = run(replace(case, v_pages=v_pages), how), found(run, "shared KV, trees", how)
+    spoiled = case.rows.window[:, node] & (case.rows.request == 0)
+    assert 1 <= spoiled.sum() < 6
+    np.testing.assert_array_equal(~np.isfinite(got.out).all(axis=1), spoiled)
+    np.testing.assert_array_equal(got.out[~spoiled], want.out[~spoiled])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.half])
+def test_attention_layer_bits_equal_in_both_languages(name: str, how: How) -> None:
+    pallas, triton = (found(run, name, how) for run in (run_pallas, run_triton))
+    np.testing.assert_array_equal(pallas.out, triton.out)
+    np.testing.assert_array_equal(pallas.pools[:, 1:], triton.pools[:, 1:])
+
+
 K_HEADS = 3
 
 
@@ -271,7 +294,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
     flags = {"window": (R, max_rows), "is_real": (R,)}
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
     arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
-    new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
+    new = {"gated": gated, "has_kv": True, "eps": EPS, "digits": SQUARES.digits}
     rows = {"rows": max_rows * 4, "requests": B}
     tiles = TILES["pallas"].attention_layer.of(item_bytes=item_bytes, head_size=D, **rows)
     sums = {"max_rows": max_rows, "max_parts": MOST_PARTS, "scale": D**-0.5}
@@ -318,7 +341,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
         max_rows=case.max_rows,
     )
     norms = case.norms and ops.attention.attention_layer.HeadNorms(
-        make(case.norms.q), make(case.norms.k), EPS
+        make(case.norms.q), None if case.norms.k is None else make(case.norms.k), EPS
     )
     heads = ops.attention.attention_layer.Heads(**vars(case.heads))
     angles = ops.attention.attention_layer.Angles(make(case.angles.cos), make(case.angles.sin))
@@ -328,7 +351,16 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
 
 
 FEW, MANY = CASES["trees"], prompt_case([(0, 140), (3, 20)])
-TAKEN = {"few rows": (FEW, False), "few rows, placed": (FEW, True), "many rows": (MANY, False)}
+READER = CASES["shared KV, trees"]
+MANY_READERS = prompt_case([(0, 140), (3, 20)], has_kv=False)
+TAKEN = {
+    "few rows": (FEW, False),
+    "few rows, placed": (FEW, True),
+    "many rows": (MANY, False),
+    "few rows, shared KV": (READER, False),
+    "few rows, shared KV, placed": (READER, True),
+    "many rows, shared KV": (MANY_READERS, False),
+}
 
 
 def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
@@ -340,7 +372,7 @@ def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
     return jax.jit(program).trace(qkv, kv)
 
 
-@pytest.mark.parametrize(("name", "launches"), list(zip(TAKEN, (1, 2, 2), strict=True)))
+@pytest.mark.parametrize(("name", "launches"), list(zip(TAKEN, (1, 2, 2) * 2, strict=True)))
 def test_jax_attention_layer_kernels_lowered_for_gpu_only(name, launches, monkeypatch) -> None:
     case, placed = TAKEN[name]
     op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"], placed=placed)

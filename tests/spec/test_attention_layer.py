@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shared.boundary.tp_group import TPGroup
 from shared.spec import attention_layer as spec
 from shared.spec import layers
 from tests.support.cases.attention.attention_layer import CASES, MixCase, arguments, specified
@@ -24,7 +25,7 @@ def real(case: MixCase) -> np.ndarray:
 def test_attention_layer_gate_multiplies_head_outputs() -> None:
     case = CASES["gate, partial rotary"]
     heads, D = case.heads, case.heads.head_size
-    queries = case.qkv.shape[1] - 2 * heads.num_kv_heads * D
+    queries = case.qkv.shape[1] - 2 * heads.key_columns
     pairs = case.qkv[:, :queries].reshape(len(case.qkv), -1, 2, D)
     plain = np.concatenate([pairs[:, :, 0].reshape(len(pairs), -1), case.qkv[:, queries:]], axis=1)
     ungated = replace(case, qkv=plain, heads=replace(heads, gated=False))
@@ -40,6 +41,34 @@ def test_rotary_preserves_columns_beyond_rotary_width() -> None:
     assert 0 < turned < D
     np.testing.assert_array_equal(keys[..., turned:], others[..., turned:])
     assert (keys[..., :turned] != others[..., :turned]).any()
+
+
+def test_shared_kv_layer_equals_layer_with_kv() -> None:
+    """Its projection lacks the keys and values that the other layer has written."""
+    case = CASES["gate, partial rotary"]
+    out, k_pages, v_pages = specified(case)
+    queries = case.qkv[:, : case.qkv.shape[1] - 2 * case.heads.key_columns]
+    norms = replace(case.norms, k=None)
+    reader = replace(case, qkv=queries, heads=replace(case.heads, has_kv=False), norms=norms)
+    reader = replace(reader, k_pages=k_pages, v_pages=v_pages)
+    read, *pools = specified(reader)
+    np.testing.assert_array_equal(read[real(case)], out[real(case)])
+    np.testing.assert_array_equal(pools, [k_pages, v_pages])
+
+
+@pytest.mark.parametrize("name", ["trees", "shared KV, trees"])
+@each_implementation
+def test_full_width_norm_and_scaling_match_spec(name: str, implementation: Implementation) -> None:
+    case, scale = CASES[name], 1 + np.arange(len(CASES[name].qkv), dtype=np.float32)
+    rng, heads = np.random.default_rng(3), case.heads
+    sizes = (case.qkv.shape[1] - 2 * heads.key_columns, heads.key_columns)
+    scales = [rng.standard_normal(size, np.float32) for size in sizes]
+    norms = spec.HeadNorms(scales[0], scales[1] if heads.has_kv else None, 1e-6)
+    ops = implementation("attention_layer")
+    got = ops.full_width_qk_norm(case.qkv, heads, norms, TPGroup(0, 1, None))
+    np.testing.assert_allclose(got, spec.full_width_qk_norm(case.qkv, heads, norms), **TOLERANCE)
+    got = ops.scale_queries(case.qkv, heads, scale)
+    np.testing.assert_allclose(got, spec.scale_queries(case.qkv, heads, scale), **TOLERANCE)
 
 
 @each_implementation
@@ -59,7 +88,7 @@ def test_write_kv_without_queries_matches_spec(
 ) -> None:
     case = CASES["chains"]
     given, (_, k_pages, v_pages) = arguments(case), specified(case)
-    keys = case.qkv[:, -2 * case.heads.num_kv_heads * case.heads.head_size :]
+    keys = case.qkv[:, -2 * case.heads.key_columns :]
     rows, pools = given["rows"], given["kv"].pools
     ops = implementation("attention_layer")
     got = ops.write_kv(keys, case.heads, case.norms, case.angles, rows, pools, 0)

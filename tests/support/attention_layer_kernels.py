@@ -44,7 +44,8 @@ ROWS = ("page_table", "request", "places", "first", "until", "window", "is_real"
 
 def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     """Returns keyword arguments of the kernels that make rows, and of those that attend."""
-    new = {"gated": case.heads.gated, "eps": EPS, "digits": SQUARES.digits}
+    new = {"gated": case.heads.gated, "has_kv": case.heads.has_kv}
+    new |= {"eps": EPS, "digits": SQUARES.digits}
     item_bytes, pairs = 2 if case.half else 4, case.max_rows * case.group
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}
     table = TILES[language].attention_layer if how.is_fused else TILES[language].attention

@@ -21,16 +21,22 @@ SIZES = {
     "hybrid, a group of six": _HYBRID | {"heads": (6, 1)},
     "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
     "pages of two tiles": _MODEL | {"page": 128},
+    "shared KV": _MODEL | {"has_kv": False},
+    "shared KV, hybrid": _HYBRID | {"has_kv": False},
 }
 
 
 def with_seen_pools(case: MixCase) -> MixCase:
-    """Returns the case with pools that are NaN except at visible positions."""
+    """Returns the case with pools that are NaN except at positions that are visible or, for shared
+    KV, new.
+    """
     page = case.k_pages.shape[1]
     is_seen = np.zeros(case.k_pages.shape[:2], bool)
     for row in np.flatnonzero(case.rows.is_real):
         position = np.arange(case.rows.first[row], case.rows.until[row])
         table = case.rows.page_table[case.rows.request[row]]
+        if not case.heads.has_kv:
+            position = np.append(position, case.rows.places[row])
         is_seen[table[position // page], position % page] = True
     pools = (np.where(is_seen[..., None, None], x, np.nan) for x in (case.k_pages, case.v_pages))
     k_pages, v_pages = (x.astype(np.float32) for x in pools)

@@ -28,12 +28,13 @@ class HeadNorms(NamedTuple):
     """
 
     q: Float[jax.Array, "*L queries"]
-    k: Float[jax.Array, "*L keys"]
+    k: Float[jax.Array, "*L keys"] | None
     eps: float
 
     def alone(self, layer: Place) -> "HeadNorms":
         """Returns the norms of one layer."""
-        return HeadNorms(_of_layer(self.q, layer), _of_layer(self.k, layer), self.eps)
+        k = None if self.k is None else _of_layer(self.k, layer)
+        return HeadNorms(_of_layer(self.q, layer), k, self.eps)
 
 
 class Angles(NamedTuple):
@@ -112,9 +113,12 @@ def plain_attention_layer(
     q, k, v, gate = _heads_of(qkv, heads)
     if norms is not None:
         q = layers.rms_norm(q, _of_layer(norms.q, layer), norms.eps)
-        k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
-    q = layers.apply_rotary(q, angles.cos, angles.sin)
-    pools = _write_pair(kv.pools, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+        if norms.k is not None:
+            k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
+    q, pools = layers.apply_rotary(q, angles.cos, angles.sin), kv.pools
+    if heads.has_kv:
+        k = layers.apply_rotary(k, angles.cos, angles.sin)
+        pools = _write_pair(pools, layer, rows, k, v)
     pool, num_pages = pools.reshape(-1, *pools.shape[3:]), pools.shape[2]
     out = attend(
         q=q,
@@ -148,8 +152,7 @@ def kernel_attention_layer(
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
-    group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
-    pairs, sees = rows.max_rows * group, (rows.first, rows.until, rows.window)
+    pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
     if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
@@ -190,6 +193,7 @@ def kernel_attention_layer(
         is_real=rows.is_real,
         q=q,
         gated=heads.gated,
+        has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
         max_rows=rows.max_rows,
@@ -212,10 +216,12 @@ def full_width_qk_norm(
     Args:
       group: Tensor-parallel group of the heads; the norms cover the heads of all ranks.
     """
-    keys = heads.num_kv_heads * heads.head_size
+    keys = heads.key_columns
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
-    num_copies = keys * group.count // len(norms.k)
     q = layers.rms_norm(all_gather.all_gather(group, q), norms.q, norms.eps)
+    if norms.k is None:
+        return all_gather.local_columns(group, q)
+    num_copies = keys * group.count // len(norms.k)
     k = layers.rms_norm(all_gather.all_gather_kv_heads(group, k, num_copies), norms.k, norms.eps)
     own = all_gather.local_columns(group, q), all_gather.own_keys(group, k, num_copies)
     return jnp.concatenate([*own, v], axis=1)
@@ -225,8 +231,7 @@ def scale_queries(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, query_scale: Float[jax.Array, " R"]
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the queries of each row by its long-context query scale."""
-    keys = 2 * heads.num_kv_heads * heads.head_size
-    q, kv = jnp.split(qkv, [qkv.shape[1] - keys], axis=1)
+    q, kv = jnp.split(qkv, [qkv.shape[1] - 2 * heads.key_columns], axis=1)
     return jnp.concatenate([(q * query_scale[:, None]).astype(qkv.dtype), kv], axis=1)
 
 
@@ -242,6 +247,7 @@ def plain_write_kv(
     """Writes the KV of rows that run no attention; `projected` has key heads, then value heads."""
     k, v = jnp.split(projected, 2, axis=1)
     k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
+    assert norms.k is not None  # the projection has keys
     k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
     return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
 
@@ -272,7 +278,7 @@ def _place(
     kv: KV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R Hq D"], KV]:
-    """Writes the rows' keys and values with a kernel; returns the queries for attention."""
+    """Writes the rows' own keys and values with a kernel; returns the queries for attention."""
     return kernels.qk_norm_rope_kv_write.qk_norm_rope_kv_write(
         projected,
         *((None, None) if norms is None else (norms.q, norms.k)),
@@ -285,6 +291,7 @@ def _place(
         rows.places,
         rows.is_real,
         gated=heads.gated,
+        has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
     )
@@ -321,7 +328,7 @@ def _heads_of(
     Float[jax.Array, "R Hq D"] | None,
 ]:
     """Splits the projection into queries, keys, values and the gate (None without one)."""
-    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
+    R, D, keys = len(qkv), heads.head_size, heads.key_columns
     queries = qkv.shape[1] - 2 * keys
     q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
     k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)

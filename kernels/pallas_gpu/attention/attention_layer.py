@@ -1,9 +1,9 @@
 """Fused split-KV (flash-decoding) attention layer between its two GEMMs (Pallas, Triton backend).
 
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
-writes the new keys and values of its positions before it reads them. The last program to arrive
-combines the partial results. The reduction order equals that of `attend`: the bits of a row do not
-depend on the number of rows and programs.
+writes the new keys and values of its positions before it reads them, except in a layer that reads
+the KV of another layer. The last program to arrive combines the partial results. The reduction
+order equals that of `attend`: the bits of a row do not depend on the number of rows and programs.
 """
 
 from functools import partial
@@ -21,12 +21,13 @@ from kernels.pallas_gpu.attention.attention import (
     VisibleRange,
     clear_padding,
     finish,
+    load_rows,
     page_of,
     window_operand,
 )
 from kernels.pallas_gpu.attention.attention_layer_mainloop import sum_share
 from kernels.pallas_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
-from kernels.pallas_gpu.attention.head_dim_padding import columns_of, load_head
+from kernels.pallas_gpu.attention.head_dim_padding import columns_of, in_head, load_head
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     Projected,
     RopeArgs,
@@ -62,6 +63,7 @@ def attention_layer(
     q: Float[jax.Array, "R Hq D"] | None = None,
     *,
     gated: bool,
+    has_kv: bool,
     eps: float,
     digits: int,
     max_rows: int,
@@ -81,7 +83,7 @@ def attention_layer(
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
-      gated, eps, digits: See `place`.
+      gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
       bounds, arrivals: From `compute_row_bounds`.
       row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
@@ -105,7 +107,7 @@ def attention_layer(
         gate = projected if gated else None
         return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
     R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
-    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    Hq = (projected.shape[1] // D - 2 * Hk * has_kv) // (1 + gated)
     splits = pl.cdiv(columns * page, split)
     parts = max(min(splits, max_parts), pl.cdiv(columns * page, span))
     programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
@@ -118,7 +120,9 @@ def attention_layer(
         partial(
             _attention_layer_kernel,
             order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
-            settings=_ProjectionSettings(k_norm is not None, q is not None, gated, eps, digits),
+            settings=_ProjectionSettings(
+                q_norm is not None, q is not None, gated, has_kv, eps, digits
+            ),
             sizes=sizes,
             interpret=interpret,
         ),
@@ -173,6 +177,7 @@ class _ProjectionSettings(NamedTuple):
     has_norms: bool
     is_placed: bool
     gated: bool
+    has_kv: bool
     eps: float
     digits: int
 
@@ -310,15 +315,23 @@ def _attention_layer_kernel(
                 at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
                 q = load_head(q_ref.at[at], D)
             else:
-                has_new = bounds.new_from < share.share_end
-                has_new &= bounds.new_until > share.share_begin
-                pl.when(has_new)(write)
+                if settings.has_kv:
+                    has_new = bounds.new_from < share.share_end
+                    has_new &= bounds.new_until > share.share_begin
+                    pl.when(has_new)(write)
                 q = rotate(fetched or fetch_q(), turning).astype(projected.rows.dtype)
             window = pack_window_bits(rows.window, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
-                values = column + kv_ref.shape[4] * D
-                is_bad = is_bad_line(projected.rows, written, values, is_new, D)
+                v_start = column + kv_ref.shape[4] * D
+                if settings.has_kv:
+                    at = projected.rows.at[written[:, None], v_start + columns_of(D)[None, :]]
+                    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
+                else:
+                    at = table_ref.at[request, lax.div(place, kv_ref.shape[3])]
+                    pages = pltriton.load(at, mask=is_new, other=0)[:, None]
+                    v = load_rows(seen, 1, pages, place, is_new[:, None])
+                is_bad = is_bad_line(v)
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):

@@ -81,6 +81,7 @@ def qk_norm_rope_kv_write(
     is_real: Bool[jax.Array, " R"],
     *,
     gated: bool,
+    has_kv: bool,
     eps: float,
     digits: int,
     interpret: bool = False,
@@ -92,7 +93,7 @@ def qk_norm_rope_kv_write(
 
     Args:
       projected: QKV projection: query heads, each followed by its gate if `gated`, then key heads,
-        then value heads.
+        then value heads if `has_kv`.
       q_norm, k_norm: QK norm scales of the layer or of all layers; None without norms.
       cos, sin: RoPE cosine and sine of each row.
       kv, layer: KV pools of all layers, and the index of the layer to write. It is an operand,
@@ -100,6 +101,7 @@ def qk_norm_rope_kv_write(
       page_table, request, places, is_real: Page tables, and request and KV position of each row;
         padding is not written.
       gated: Whether each query head has a gate.
+      has_kv: Whether the projection has keys and values; if not, none are written.
       eps: Epsilon of the norms.
       digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
       interpret: Run on a CPU.
@@ -108,16 +110,17 @@ def qk_norm_rope_kv_write(
       The queries, and the pools after the writes.
     """
     R, (k_heads, D) = len(projected), kv.shape[4:]
-    q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
+    q_heads = (projected.shape[1] // D - 2 * k_heads * has_kv) // (1 + gated)
     queries = jax.ShapeDtypeStruct((R, q_heads, D), projected.dtype) if q_heads else None
     kv, q = pl.pallas_call(
         functools.partial(
             _qk_norm_rope_kv_write_kernel,
+            q_heads=q_heads,
             gated=gated,
-            turning=RopeArgs(cos.shape[1], k_norm is not None, eps, digits, D),
+            turning=RopeArgs(cos.shape[1], q_norm is not None, eps, digits, D),
             interpret=interpret,
         ),
-        grid=(pl.cdiv(R, _ROWS), q_heads + k_heads),
+        grid=(pl.cdiv(R, _ROWS), q_heads + k_heads * has_kv),
         out_shape=(jax.ShapeDtypeStruct(kv.shape, kv.dtype), queries),
         input_output_aliases={len(Projected._fields): 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
@@ -149,11 +152,21 @@ def projected_of(
 
 
 def _qk_norm_rope_kv_write_kernel(
-    projected, _, layer_ref, table_ref, written, kv_ref, q_ref, *, gated, turning, interpret
+    projected,
+    _,
+    layer_ref,
+    table_ref,
+    written,
+    kv_ref,
+    q_ref,
+    *,
+    q_heads,
+    gated,
+    turning,
+    interpret,
 ):
     """One program per block of rows and head, the query heads first."""
-    (R, width), (k_heads, D) = projected.rows.shape, kv_ref.shape[4:]
-    q_heads = (width // D - 2 * k_heads) // (1 + gated)
+    R, D = projected.rows.shape[0], kv_ref.shape[5]
     row = early(pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), interpret)
     is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
 
@@ -257,11 +270,9 @@ def early(x, interpret):
     return x if interpret else let_next_start(x)
 
 
-def is_bad_line(projected_ref, row, start, is_new, D):
+def is_bad_line(v):
     """Returns the new rows that have a NaN or infinite value.
 
     0 x NaN is NaN: such values are not read, and the rows that attend to them get NaN.
     """
-    at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
-    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
     return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0

@@ -139,7 +139,14 @@ def attend(
         num_requests=B,
         columns=columns,
         scale=scale * LOG2_E.value,
-        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gate is not None),
+        heads=HeadSizes(
+            q_heads=Hq,
+            k_heads=Hk,
+            D=D,
+            page=page,
+            gated=gate is not None,
+            line=0 if gate is None else gate.shape[1],
+        ),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=nodes),
         lanes=tiles.lanes,
         unroll=min(tiles.unroll, split // tile),
@@ -204,7 +211,7 @@ def _attend_kernel(
         scale=scale,
     )
     sums = _sum_positions(q, seen, low, high, heads, order, unroll)
-    gate_place = lane_row.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
+    gate_place = lane_row.to(tl.int64) * heads.line + (2 * q_head + 1) * D
     finish(sums, gate_at, gate_place, out_at, place, row < stop, D, heads.gated)
 
 

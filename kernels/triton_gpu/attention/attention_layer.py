@@ -1,10 +1,10 @@
 """Fused split-KV (flash-decoding) attention layer between its two GEMMs (Triton).
 
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
-writes the new keys and values of its positions before it reads them. The last program to arrive
-combines the partial results. The reduction order equals that of `attend`: the bits of a row do not
-depend on the number of rows and programs. The positions of the rows are read before the previous
-kernel has ended, which must not write them.
+writes the new keys and values of its positions before it reads them, except in a layer that reads
+the KV of another layer. The last program to arrive combines the partial results. The reduction
+order equals that of `attend`: the bits of a row do not depend on the number of rows and programs.
+The positions of the rows are read before the previous kernel has ended, which must not write them.
 """
 
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ class AttentionLayerConfig(NamedTuple):
       unroll: Units combined per loop step.
       new_rows: Maximum rows of a request, rounded up to a power of two.
       counters: Arrival counters of a request.
+      has_kv: Whether the projection has new keys and values; if not, the pools have them.
       is_placed: Whether `place` has already written the new keys and values.
       may_span: Whether partial results may be per span.
     """
@@ -110,6 +111,7 @@ class AttentionLayerConfig(NamedTuple):
     unroll: int
     new_rows: int
     counters: int
+    has_kv: bool
     is_placed: bool
     may_span: bool
 
@@ -134,6 +136,7 @@ def attention_layer(
     q: Float[Tensor, "R Hq D"] | None = None,
     *,
     gated: bool,
+    has_kv: bool,
     eps: float,
     digits: int,
     max_rows: int,
@@ -148,7 +151,7 @@ def attention_layer(
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
-      gated, eps, digits: See `place`.
+      gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
       bounds, arrivals: From `compute_row_bounds`; `arrivals` is zero again afterwards.
       row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
@@ -185,7 +188,7 @@ def attention_layer(
     first, until, window, is_real = read
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
-    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    Hq = (projected.shape[1] // D - 2 * Hk * has_kv) // (1 + gated)
     pairs = max_rows * (Hq // Hk)
     lanes = min(tiles.lanes, max(16, triton.next_power_of_2(pairs)))
     blocks = triton.cdiv(pairs, lanes)
@@ -214,8 +217,10 @@ def attention_layer(
         columns=columns,
         scale=scale * LOG2_E.value,
         max_parts=max_parts,
-        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
-        turning=RopeArgs(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
+        heads=HeadSizes(
+            q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated, line=projected.shape[1]
+        ),
+        turning=RopeArgs(half=cos.shape[1], has_norms=q_norm is not None, digits=digits),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
         config=AttentionLayerConfig(
             lanes=lanes,
@@ -224,6 +229,7 @@ def attention_layer(
             unroll=max(1, min(8, 16 * 128 * 8 // (lanes * triton.next_power_of_2(D)))),
             new_rows=triton.next_power_of_2(max_rows),
             counters=arrivals.shape[1],
+            has_kv=has_kv,
             is_placed=q is not None,
             may_span=splits > max_parts,
         ),
@@ -264,7 +270,8 @@ def _attention_layer_kernel(
     new_rows: tl.constexpr = config.new_rows
     split: tl.constexpr = order.split
     group: tl.constexpr = q_heads // k_heads
-    width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
+    width: tl.constexpr = heads.line
+    writes: tl.constexpr = config.has_kv and not config.is_placed
     head, block = tl.program_id(0) // config.blocks, tl.program_id(0) % config.blocks
     request, share = tl.program_id(1), tl.program_id(2)
     bounds = bounds_of(requests.bounds, request)
@@ -316,7 +323,7 @@ def _attention_layer_kernel(
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if not config.is_placed:  # noqa: SIM102 - a compile-time condition
+    if writes:  # noqa: SIM102 - a compile-time condition
         if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
             is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
@@ -334,8 +341,13 @@ def _attention_layer_kernel(
     window = pack_window_bits(rows.window, lane_row, order.nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
-        at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
-        is_bad = is_bad_line(projected.rows, at, is_new, D)
+        if config.has_kv:
+            at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
+            is_bad = is_bad_line(projected.rows, at, is_new, D)
+        else:
+            number_of_new = tl.load(own_pool.table + place // heads.page, mask=is_new, other=0)
+            at = number_of_new.to(tl.int64) * heads.page + place % heads.page
+            is_bad = is_bad_line(pool.v, (at * k_heads + head) * D, is_new, D)
     seen = VisibleRange(
         k=pool.k + head * D,
         v=pool.v + head * D,

@@ -128,7 +128,7 @@ def attention_layer_sm90(
         columns=columns,
         counters=arrivals.shape[1],
         scale=scale * LOG2_E.value,
-        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated, line=gate.shape[1]),
         config=VerifyTileConfig(
             groups=1,
             blocks=blocks,
@@ -139,7 +139,6 @@ def attention_layer_sm90(
             nodes=window.shape[1],
             span=span,
             split=split,
-            lines=gate.shape[1],
         ),
         num_warps=WARPS.value,
         maxnreg=_REGISTERS,

@@ -96,7 +96,7 @@ def attention_sm90(
         num_requests=B,
         columns=columns,
         scale=scale * LOG2_E.value,
-        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        heads=HeadSizes(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated, line=gate.shape[1]),
         config=VerifyTileConfig(
             groups=GROUPS.value,
             blocks=programs * GROUPS.value // parts,
@@ -107,7 +107,6 @@ def attention_sm90(
             nodes=window.shape[1],
             span=span,
             split=split,
-            lines=gate.shape[1],
         ),
         num_warps=WARPS.value,
         maxnreg=_REGISTERS,

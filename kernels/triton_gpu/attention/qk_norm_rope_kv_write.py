@@ -26,6 +26,7 @@ class HeadSizes(NamedTuple):
       D: Elements of a head.
       page: Positions of a page.
       gated: Whether each query head is followed by its gate.
+      line: Elements from one row of the projection to the next.
     """
 
     q_heads: int
@@ -33,6 +34,7 @@ class HeadSizes(NamedTuple):
     D: int
     page: int
     gated: bool
+    line: int
 
 
 class RopeArgs(NamedTuple):
@@ -97,6 +99,7 @@ def qk_norm_rope_kv_write(
     is_real: Bool[Tensor, " R"],
     *,
     gated: bool,
+    has_kv: bool,
     eps: float,
     digits: int,
 ) -> Float[Tensor, "R Hq D"]:
@@ -107,13 +110,14 @@ def qk_norm_rope_kv_write(
 
     Args:
       projected: QKV projection: query heads, each followed by its gate if `gated`, then key heads,
-        then value heads.
+        then value heads if `has_kv`.
       q_norm, k_norm: QK norm scales; None without norms.
       cos, sin: RoPE cosine and sine of each row.
       kv, layer: KV pools of all layers, and the index of the layer to write, in place.
       page_table, request, places, is_real: Page tables, and request and KV position of each row;
         padding is not written.
       gated: Whether each query head has a gate.
+      has_kv: Whether the projection has keys and values; if not, none are written.
       eps: Epsilon of the norms.
       digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
 
@@ -124,9 +128,9 @@ def qk_norm_rope_kv_write(
         raise ValueError("the pools must be contiguous")
     R, half, (page, k_heads, D) = len(projected), cos.shape[1], kv.shape[3:]
     projected, cos, sin, table = (x.contiguous() for x in (projected, cos, sin, page_table))
-    q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
+    q_heads = (projected.shape[1] // D - 2 * k_heads * has_kv) // (1 + gated)
     q = projected.new_empty((R, q_heads, D))
-    _qk_norm_rope_kv_write_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads)](
+    _qk_norm_rope_kv_write_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads * has_kv)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
         Written(
@@ -137,8 +141,15 @@ def qk_norm_rope_kv_write(
         q,
         num_rows=R,
         columns=table.shape[1],
-        heads=HeadSizes(q_heads=q_heads, k_heads=k_heads, D=D, page=page, gated=gated),
-        turning=RopeArgs(half=half, has_norms=k_norm is not None, digits=digits),
+        heads=HeadSizes(
+            q_heads=q_heads,
+            k_heads=k_heads,
+            D=D,
+            page=page,
+            gated=gated,
+            line=projected.shape[1],
+        ),
+        turning=RopeArgs(half=half, has_norms=q_norm is not None, digits=digits),
         rows=_ROWS,
         num_warps=4,
         **launching(projected),
@@ -186,7 +197,7 @@ def _qk_norm_rope_kv_write_kernel(
     each: tl.constexpr = (1 + heads.gated) * D
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     is_row, head = row < num_rows, tl.program_id(1)
-    offset = row.to(tl.int64) * (heads.q_heads * each + 2 * heads.k_heads * D)
+    offset = row.to(tl.int64) * heads.line
     if head < heads.q_heads:
         offset += head * each
         q = load_rotated(projected, projected.q_norm, offset, row, is_row, heads, turning)
@@ -266,11 +277,11 @@ def rotate(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
 
 
 @triton.jit
-def is_bad_line(projected_at, at, is_new, D: tl.constexpr):
-    """Returns the new rows that have a NaN or infinite value.
+def is_bad_line(values_at, at, is_new, D: tl.constexpr):
+    """Returns the new rows that have a NaN or infinite value; their values begin at `at`.
 
     0 x NaN is NaN: such values are not read, and the rows that attend to them get NaN.
     """
     keep = in_head(is_new[:, None], D)
-    v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
+    v = tl.load(values_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
     return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0

@@ -145,7 +145,6 @@ class VerifyTileConfig(NamedTuple):
       stages: Pipeline stages.
       nodes: Width of the tree window.
       span, split: Positions of each.
-      lines: Elements from one row of the projection to the next.
     """
 
     groups: int
@@ -157,7 +156,6 @@ class VerifyTileConfig(NamedTuple):
     nodes: int
     span: int
     split: int
-    lines: int
 
 
 @gluon.jit
@@ -290,7 +288,7 @@ def finish(stored, block, total, sums, heads: gl.constexpr, config: gl.constexpr
     keep = (row < gl.load(starts_at + 1))[:, None] & (column >= 0)
     out = sums / gl.maximum(_beside(total, config.width), 1e-30)
     if heads.gated:
-        at = row.to(gl.int64) * config.lines + (2 * q_head + 1) * heads.D
+        at = row.to(gl.int64) * heads.line + (2 * q_head + 1) * heads.D
         gate = gl.load(stored.gate + at[:, None] + column, mask=keep, other=0.0)
         gate = gl.convert_layout(gate, wide(config.width)).to(gl.float32)
         out = out / (1.0 + gl.exp2(gate * -LOG2_E))

@@ -28,7 +28,7 @@ class HeadNorms:
     """RMS norms of each query and key head; same fields as in the specification."""
 
     q: Float[Tensor, " queries"]
-    k: Float[Tensor, " keys"]
+    k: Float[Tensor, " keys"] | None
     eps: float
 
 
@@ -102,15 +102,18 @@ def plain_attention_layer(
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Computes an attention layer between its two projections; writes its pools in place."""
+    """Computes an attention layer between its two projections; writes its own KV in place."""
     q, k, v, gate = _heads_of(qkv, heads)
     if norms is not None:
         q = layers.rms_norm(q, norms.q, norms.eps)
-        k = layers.rms_norm(k, norms.k, norms.eps)
+        if norms.k is not None:
+            k = layers.rms_norm(k, norms.k, norms.eps)
     q = layers.apply_rotary(q, angles.cos, angles.sin)
-    k = layers.apply_rotary(k, angles.cos, angles.sin)
+    if heads.has_kv:
+        k = layers.apply_rotary(k, angles.cos, angles.sin)
     pools = kv.pools[layer]
-    _write_pair(pools, rows, k, v)
+    if heads.has_kv:
+        _write_pair(pools, rows, k, v)
     out = attend(
         q,
         pools[0],
@@ -141,8 +144,7 @@ def kernel_attention_layer(
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
-    group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
-    pairs, sees = rows.max_rows * group, (rows.first, rows.until, rows.window)
+    pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
     if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
@@ -183,6 +185,7 @@ def kernel_attention_layer(
         is_real=rows.is_real,
         q=q,
         gated=heads.gated,
+        has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
         max_rows=rows.max_rows,
@@ -204,10 +207,12 @@ def full_width_qk_norm(
     Args:
       group: Tensor-parallel group of the heads; the norms cover the heads of all ranks.
     """
-    keys = heads.num_kv_heads * heads.head_size
+    keys = heads.key_columns
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
-    num_copies = keys * group.count // len(norms.k)
     q = layers.rms_norm(all_gather.all_gather(group, q), norms.q, norms.eps)
+    if norms.k is None:
+        return all_gather.local_columns(group, q)
+    num_copies = keys * group.count // len(norms.k)
     k = layers.rms_norm(all_gather.all_gather_kv_heads(group, k, num_copies), norms.k, norms.eps)
     own = all_gather.local_columns(group, q), all_gather.own_keys(group, k, num_copies)
     return torch.cat([*own, v], dim=1)
@@ -216,7 +221,7 @@ def full_width_qk_norm(
 def scale_queries(
     qkv: Float[Tensor, "R outputs"], heads: Heads, query_scale: Float[Tensor, " R"]
 ) -> Float[Tensor, "R outputs"]:
-    keys = 2 * heads.num_kv_heads * heads.head_size
+    keys = 2 * heads.key_columns
     q, kv = qkv.split([qkv.shape[1] - keys, keys], dim=1)
     return torch.cat([(q * query_scale[:, None]).to(qkv.dtype), kv], dim=1)
 
@@ -232,6 +237,7 @@ def plain_write_kv(
 ) -> None:
     """Writes the KV of rows that run no attention, in place in the pools of one layer of `kv`."""
     k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
+    assert norms.k is not None  # the projection has keys
     k = layers.rms_norm(k, norms.k, norms.eps)
     _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
 
@@ -262,7 +268,7 @@ def _place(
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
-    """Writes the rows' keys and values with a kernel; returns the queries for attention."""
+    """Writes the rows' own keys and values with a kernel; returns the queries for attention."""
     return kernels.qk_norm_rope_kv_write.qk_norm_rope_kv_write(
         projected,
         *((None, None) if norms is None else (norms.q, norms.k)),
@@ -275,6 +281,7 @@ def _place(
         rows.places,
         rows.is_real,
         gated=heads.gated,
+        has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
     )
@@ -299,7 +306,7 @@ def _heads_of(
     Float[Tensor, "R Hq D"] | None,
 ]:
     """Splits the projection into queries, keys, values and the gate (None without one)."""
-    D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
+    D, keys = heads.head_size, heads.key_columns
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
     k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
     if not heads.gated:

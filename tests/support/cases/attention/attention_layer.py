@@ -36,8 +36,7 @@ class MixCase:
     @property
     def group(self) -> int:
         """Query heads of a key head."""
-        in_all = self.qkv.shape[1] // self.heads.head_size // self.heads.num_kv_heads
-        return (in_all - 2) // (1 + self.heads.gated)
+        return self.heads.group(self.qkv.shape[1])
 
     def only(self, request: int, row: int) -> "MixCase":
         """One row of a request; keys and values of its other rows are written already."""
@@ -118,12 +117,13 @@ def mix_case(
     has_norms: bool = True,
     gated: bool = False,
     half: bool = False,
+    has_kv: bool = True,
     seed: int = 0,
 ) -> MixCase:
     """A case of rows; `turned` columns of each head are rotated, or all."""
     rng = np.random.default_rng(seed)
     count, (q_heads, k_heads) = rows.page_table.size, heads
-    width = (q_heads * (1 + gated) + 2 * k_heads) * D
+    width = (q_heads * (1 + gated) + 2 * k_heads * has_kv) * D
     qkv = rng.standard_normal((len(rows.request), width), np.float32)
     k_pages, v_pages = rng.standard_normal((2, 1 + count, page, k_heads, D), np.float32)
     if half:  # exact in bfloat16 and in float16, so that only the kernel rounds
@@ -134,10 +134,13 @@ def mix_case(
     narrow = {name: getattr(rows, name).astype(np.int32) for name in names}
     return MixCase(
         qkv=qkv,
-        heads=attention_layer.Heads(
-            k_heads, D, gated, 1.25 * D**-0.5
-        ),  # as models have it that have a factor
-        norms=attention_layer.HeadNorms(q_norm, k_norm, EPS) if has_norms else None,
+        # The scale is that of models with a factor.
+        heads=attention_layer.Heads(k_heads, D, gated, 1.25 * D**-0.5, has_kv),
+        norms=(
+            attention_layer.HeadNorms(q_norm, k_norm if has_kv else None, EPS)
+            if has_norms
+            else None
+        ),
         angles=attention_layer.Angles(*(f(angle).astype(np.float32) for f in (np.cos, np.sin))),
         rows=replace(rows, **narrow),
         row_starts=np.array(row_starts, np.int32),
@@ -264,6 +267,16 @@ CASES = {
         ),
         "one row, one position a page": partial(prompt_case, [(40, 41), (76, 77)], page=1),
         "questions": partial(prompt_case, [(70, 134), (16, 17), (0, 30)], draft_from=(40, 0, 0)),
+        "shared KV, trees": partial(tree_case, [7, 4, 1], [30, 17, 105], has_kv=False),
+        "shared KV, gate, partial rotary": partial(
+            tree_case, [2, 7, 3], [20, 5, 90], D=32, turned=12, gated=True, has_kv=False
+        ),
+        "shared KV, no norms, one row a request": partial(
+            prompt_case, [(30, 31), (120, 121)], draft_from=(0, 100), has_norms=False, has_kv=False
+        ),
+        "shared KV, half precision": partial(
+            tree_case, [4, 3, 2], [70, 100, 0], nodes=4, D=64, page=64, half=True, has_kv=False
+        ),
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
@@ -322,6 +335,12 @@ _LARGE |= {
     for name, B, rows in (("8 x 4 rows after 512", 8, 4), ("prompt of 512", 1, 512))
 }
 
+_LARGE |= {
+    "shared KV, 8 x 4 rows after 512": _chains(8, 4, 512, _MODEL | {"has_kv": False}),
+    "shared KV, hybrid, 8 x 4 rows after 512": _chains(8, 4, 512, _HYBRID | {"has_kv": False}),
+    "shared KV, prompt of 512": partial(prompt_case, [(0, 512)], **_MODEL, has_kv=False),
+}
+
 _ONE_GROUP = _HYBRID | {"heads": (8, 1)}
 """The lines of its projection are no multiple of a copy's."""
 
@@ -347,9 +366,10 @@ _PROMPTS = {
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
     """Returns the specification's results for some rows, after all rows have written."""
     heads, angles, rows = (arguments[name] for name in ("heads", "angles", "rows"))
-    keys = arguments["qkv"][:, -2 * heads.num_kv_heads * heads.head_size :]
     pools = (arguments["k_pages"], arguments["v_pages"])
-    pools = attention_layer.write_kv(keys, heads, arguments["norms"], angles, rows, *pools)
+    if heads.has_kv:
+        keys = arguments["qkv"][:, -2 * heads.key_columns :]
+        pools = attention_layer.write_kv(keys, heads, arguments["norms"], angles, rows, *pools)
     kept = {name: getattr(rows, name)[chosen] for name in ("request", *PER_ROW)}
     angles = attention_layer.Angles(angles.cos[chosen], angles.sin[chosen])
     some = (arguments["qkv"][chosen], heads, arguments["norms"], angles, replace(rows, **kept))
