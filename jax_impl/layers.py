@@ -103,7 +103,7 @@ def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[jax.Arra
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     """Returns the Q and K norms of a layer, or None for a model without them."""
-    if weights.q_norm is None or weights.k_norm is None:
+    if weights.q_norm is None:
         return None
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
@@ -117,7 +117,7 @@ def attention(
     qkv: Float[jax.Array, "R outputs"],
     kv: PagedKV,
 ) -> tuple[Float[jax.Array, "R values"], PagedKV]:
-    """Runs attention on a layer's QKV projection; its pools are at index `place`.
+    """Runs attention on a layer's QKV projection; the KV that it reads is at index `place`.
 
     Args:
       kv: Pools returned by the previous attention layer; visible KV may differ by layer.

@@ -56,7 +56,7 @@ class Forward(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """Decoder layer; `pool` and `place` are its cache pool and its index in it."""
+    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
@@ -112,15 +112,19 @@ def forward(
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, eps = model.config, model.config.rms_eps
-    # Layers of one configuration share a mixer; layers of one pool pass its carry on.
-    mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {}
+    # Layers of one configuration share a mixer, and a context with those that read their KV; layers
+    # of one pool pass its carry on.
+    contexts: dict[AttentionConfig, AttentionContext] = {}
     carries: dict[tuple[str, int], Any] = {}
     for block in model.blocks:
         each = block.mixer
-        if isinstance(each, AttentionConfig) and each not in mixers:
+        if isinstance(each, AttentionConfig) and each.with_kv not in contexts:
             context = AttentionContext.of(each, rows, kv[block.pool], model.group)
-            mixers[each] = partial(attention, config, each, context)
+            contexts[each.with_kv] = context
             carries.setdefault((each.kind, block.pool), context.kv)
+    mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
+        each: partial(attention, config, each, contexts[each.with_kv]) for each in config.attentions
+    }
     if mixer is not None:
         mixers[config.gated_delta], carries[STATES] = mixer, mixer.carry
 

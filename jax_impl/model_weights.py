@@ -15,7 +15,10 @@ from shared.drafts.dflash2 import ConvConfig
 
 
 class Attention(NamedTuple):
-    """Attention layer. Norms (single or stacked) are None for a model without them."""
+    """Attention layer. Norms (single or stacked) are None for a model without them.
+
+    A layer that reads the KV of another layer has no K norm; `inputs` then has only query rows.
+    """
 
     inputs: Matrix
     out: Matrix

@@ -107,7 +107,7 @@ def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[Tensor, 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     """Returns the Q and K norms of a layer, or None for a model without them."""
-    if weights.q_norm is None or weights.k_norm is None:
+    if weights.q_norm is None:
         return None
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
@@ -120,7 +120,7 @@ def attention(
     weights: Attention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
 ) -> Float[Tensor, "R values"]:
-    """Runs attention on a layer's QKV projection; writes its pool at index `place`."""
+    """Runs attention on a layer's QKV projection; the KV that it reads is at index `place`."""
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(mixer), head_norms(config, weights)
     if context.query_scale is not None:

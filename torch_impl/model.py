@@ -52,7 +52,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Decoder layer; `pool` and `place` are its cache pool and its index in it."""
+    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
@@ -113,14 +113,16 @@ def forward(
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, weights = model.config, model.weights
-    # Layers of one configuration share a mixer, and so a pool.
-    mixers: dict[object, Callable[..., Tensor]] = {}
+    # Layers of one configuration share a mixer, and a context with those that read their KV.
+    contexts: dict[AttentionConfig, AttentionContext] = {}
     for block in model.blocks:
         each = block.mixer
-        if isinstance(each, AttentionConfig) and each not in mixers:
-            frequencies, pool = model.frequencies[each], kv[block.pool]
-            context = AttentionContext.of(each, frequencies, rows, pool, model.group)
-            mixers[each] = partial(attention, config, each, context)
+        if isinstance(each, AttentionConfig) and each.with_kv not in contexts:
+            given = (model.frequencies[each], rows, kv[block.pool], model.group)
+            contexts[each.with_kv] = AttentionContext.of(each, *given)
+    mixers: dict[object, Callable[..., Tensor]] = {
+        each: partial(attention, config, each, contexts[each.with_kv]) for each in config.attentions
+    }
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last

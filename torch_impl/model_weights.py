@@ -15,7 +15,10 @@ from torch_impl.ops.moe.experts import Experts
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layer. Norms are None for a model without them."""
+    """Attention layer. Norms are None for a model without them.
+
+    A layer that reads the KV of another layer has no K norm; `inputs` then has only query rows.
+    """
 
     inputs: Matrix
     out: Matrix

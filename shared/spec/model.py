@@ -200,10 +200,9 @@ def angles(config: AttentionConfig, rows: AttentionRows) -> Angles:
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
     """Returns the QK norms of one layer of a stack; None if the model has none."""
-    if f"{prefix}q_norm" not in weights:
-        return None
-    q, k = (scale(config, weights[f"{prefix}{x}_norm"][layer]) for x in "qk")
-    return HeadNorms(q, k, config.rms_eps)
+    norms = (weights.get(f"{prefix}{x}_norm") for x in "qk")
+    q, k = (None if x is None else scale(config, x[layer]) for x in norms)
+    return None if q is None else HeadNorms(q, k, config.rms_eps)
 
 
 def token_mixer(

@@ -1,4 +1,6 @@
-"""Backends with a page pool of sliding-window layers: the same outputs as with all pages kept."""
+"""Backends with a page pool of sliding-window layers, and layers that read the KV of others: the
+same outputs as with all pages kept, and as without a cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import FRAMEWORKS, Drafter, make_backend
 from tests.support.cache_policies import policy_of
+from tests.support.cacheless import CachelessOracle
 from tests.support.drafter_cases import controller_of
+from tests.support.equality import assert_few_excused
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_heads import tiny_head
 from tests.support.two_groups import WINDOW, two_groups
@@ -43,6 +47,7 @@ CASES = [
         strict=True,
     )
 ]
+CASES.append(pytest.param("torch ranks 2", "NGRAM", CHAIN, id="torch ranks 2-NGRAM"))
 """Frameworks, drafters and the shapes of their trees."""
 
 FULL_PAGES = 1 + BATCH * PAGES
@@ -163,7 +168,7 @@ def backend_of(
 
 @pytest.mark.parametrize(("framework", "drafter", "shape"), CASES)
 def test_freed_pages_leave_output_unchanged(framework, drafter, shape, backends):
-    """Without a cache, with one, and with few pages, against all pages kept."""
+    """Without a prefix cache, with one, and with few pages, against all pages kept."""
     kept = backend_of(backends, framework, drafter, shape, ())
     freed = backend_of(backends, framework, drafter, shape, (WindowPool(WINDOW, FULL_PAGES),))
     policy = policy_of(drafter, is_hybrid=False)
@@ -191,6 +196,10 @@ def test_freed_pages_leave_output_unchanged(framework, drafter, shape, backends)
     )
     for each in outputs:
         assert each == expected
+    oracle, asked = CachelessOracle(*two_groups()), requests() * 2
+    for each, output in zip(asked, expected, strict=True):
+        oracle.check(each.prompt, output, each.sampling)
+    assert_few_excused()
     cached = [engine.cache.num_hit for engine in engines]
     assert cached[:2] == [0, 0]
     assert cached[2] > 300

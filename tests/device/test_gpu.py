@@ -16,6 +16,7 @@ from shared.boundary.backend import Backend
 from tests.support import block_cells as blocks
 from tests.support import rejection_sampling_hybrid
 from tests.support.backends import GPU_FRAMEWORKS, make_gpu_backend
+from tests.support.cacheless import CachelessOracle
 from tests.support.cells import (
     BATCH,
     GREEDY,
@@ -30,9 +31,12 @@ from tests.support.cells import (
 )
 from tests.support.equality import assert_few_excused
 from tests.support.kernels import MODULES
+from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import DENSE
 from tests.support.tree_cells import TREES, head_of
 from tests.support.tree_cells import cell as tree_cell
+from tests.support.two_groups import two_groups
+from tests.support.window_capacity import with_window_pools
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +110,20 @@ def test_gpu_dense_family_matches_spec(family):
         served[name] = serve(made, cell)
         made.close()
     compare(cell, served, oracle_of(family))
+    assert_few_excused()
+
+
+def test_gpu_windows_and_shared_kv_match_spec():
+    """Two head sizes, a sliding window, and layers that read the KV of either kind."""
+    cell = tree_cell("llama", "EAGLE3", TREES[2], SAMPLED, "mixed", 1, 16)
+    model = two_groups()
+    capacity, served = capacity_of(cell.family, cell.page_size, (cell.shape,)), {}
+    capacity = with_window_pools(capacity, model[0])
+    for name in GPU_FRAMEWORKS:
+        made = make_gpu_backend(name, *model, capacity, tiny_head(*model, "EAGLE3", 5))
+        served[name] = serve(made, cell)
+        made.close()
+    compare(cell, served, CachelessOracle(*model))
     assert_few_excused()
 
 
