@@ -17,7 +17,7 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.dflash2 import SELECTOR
 from shared.drafts.dspark_config import MARKOV
 from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
-from shared.models.cache_spec import CacheUnit
+from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat, plane_bytes
 from shared.models.groups import pool_bytes
@@ -42,7 +42,9 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
     wanted = parameters(config, False)
     share = _read_share(config, batch * shape.nodes)
     moved = _weight_bytes(wanted, item, config.tied, share, blueprint.formats)
-    moved += batch * context * pool_bytes(config.cache_pools, CacheUnit.POSITION, item)
+    for group in config.attention_groups:  # with those that read the KV of other layers
+        kv = cache_bytes(group.config.with_kv.cache_specs, item) * len(group)
+        moved += batch * context * kv
     for group in config.groups:
         if isinstance(group.config, GatedDeltaConfig):
             recurrent, _ = group.config.cache_specs
