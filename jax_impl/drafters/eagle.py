@@ -91,8 +91,7 @@ class EagleDrafter(NamedTuple):
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
-        assert requests.relay is not None  # a head has a relay
-        drafted, kv = draft(self.head, memory.kv[0], requests.relay, requests, shape, rank)
+        drafted, kv = draft(self.head, memory.kv[0], requests, shape, rank)
         return drafted, memory._replace(kv=(kv,))
 
 
@@ -137,12 +136,13 @@ def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> 
 def draft(
     head: Head,
     kv: KV,
-    relay: DraftInput,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
 ) -> tuple[DraftTrees, KV]:
     """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
+    relay = requests.relay
+    assert relay is not None  # a head has a relay
 
     def run(
         rows: AttentionRows, tokens: Tokens, hidden: Carried, kv: KV

@@ -253,7 +253,7 @@ class JaxHead:
             max_drafts=rank.sampling.max_drafts,
             page_table=table,
         )
-        drafted, _ = eagle.draft(self._head, kv, relay, requests, shape, rank)
+        drafted, _ = eagle.draft(self._head, kv, requests, shape, rank)
         return drafted.tokens, drafted.parents, drafted.num_nodes
 
 

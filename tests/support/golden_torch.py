@@ -204,7 +204,7 @@ class TorchHead:
             max_drafts=ints([shape.nodes - 1]),
             page_table=self._table,
         )
-        drafted = eagle.draft(self._head, self._kv, relay, requests, shape, rank)
+        drafted = eagle.draft(self._head, self._kv, requests, shape, rank)
         return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 
     def _passed(self, reads: Array) -> model.Forward:

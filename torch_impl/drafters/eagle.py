@@ -72,8 +72,7 @@ class EagleDrafter:
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        assert requests.relay is not None  # a head has a relay
-        return draft(self.head, memory.kv[0], requests.relay, requests, shape, rank)
+        return draft(self.head, memory.kv[0], requests, shape, rank)
 
 
 def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> DraftInput:
@@ -117,12 +116,13 @@ def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> 
 def draft(
     head: Head,
     kv: KV,
-    relay: DraftInput,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Ranking,
 ) -> DraftTrees:
     """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
+    relay = requests.relay
+    assert relay is not None  # a head has a relay
     hidden = relay.hidden
 
     def expand(rows: AttentionRows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
