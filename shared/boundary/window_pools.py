@@ -19,17 +19,19 @@ class WindowPool:
     window: int
     num_pages: int
 
-    def num_visible(self, page_size: int) -> int:
-        """Returns the maximum visible pages before the page of a request's length."""
-        return -(-(self.window - 1) // page_size)
 
-    def max_slot_pages(self, page_size: int, positions: int) -> int:
-        """Returns the maximum pages of a slot while steps write `positions` positions past its
-        known length.
+def max_visible_pages(window: int, page_size: int) -> int:
+    """Returns the maximum visible pages before the page of a request's length."""
+    return -(-(window - 1) // page_size)
 
-        One page before the visible ones is kept too, see `shared.engine.page_pool`.
-        """
-        return 1 + self.num_visible(page_size) - (-(positions + page_size - 1) // page_size)
+
+def max_slot_pages(window: int, page_size: int, positions: int) -> int:
+    """Returns the maximum pages of a slot while steps write `positions` positions past its known
+    length.
+
+    One page before the visible ones is kept too, see `shared.engine.page_pool`.
+    """
+    return 1 + max_visible_pages(window, page_size) - (-(positions + page_size - 1) // page_size)
 
 
 def check_ascending(pools: tuple[WindowPool, ...]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import BackendLimits
-from shared.boundary.window_pools import WindowPool
+from shared.boundary.window_pools import WindowPool, max_visible_pages
 
 NO_PAGES = np.zeros(0, np.int32)
 
@@ -53,7 +53,7 @@ class PagePool:
         self.num_freed, self.num_pages = (np.zeros(num_slots, np.int32) for _ in range(2))
         self.num_owners = np.zeros(size, np.int32)
         self.num_free = size - 1
-        self.num_visible = None if window is None else window.num_visible(self._page_size)
+        self.num_visible = window and max_visible_pages(window.window, self._page_size)
         self._free = np.arange(size - 1, 0, -1, dtype=np.int32)
 
     @property

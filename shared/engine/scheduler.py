@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shared.boundary.backend import BackendLimits
 from shared.boundary.program import StepKind
+from shared.boundary.window_pools import max_slot_pages
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.encoder_cache import EncoderCache
@@ -263,7 +264,7 @@ def _check_window_pools(capacity: BackendLimits, chunk: int) -> None:
     """Checks that each window pool holds a request alone, for its widest step."""
     page_size, widest = capacity.page_size, max(chunk, 1 + capacity.scratch)
     for pool in capacity.window_pools:
-        needed = pool.max_slot_pages(page_size, widest)
+        needed = max_slot_pages(pool.window, page_size, widest)
         needed = min(needed, capacity.num_pages_for(capacity.max_positions))
         if pool.num_pages <= needed:
             raise ValueError(

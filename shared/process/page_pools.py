@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import StepKind
-from shared.boundary.window_pools import WindowPool
+from shared.boundary.window_pools import WindowPool, max_slot_pages, max_visible_pages
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes, pools_with
@@ -43,13 +43,13 @@ def window_pools(
 def _num_pages(capacity: BackendLimits, window: int, has_cache: bool) -> int:
     """Returns the pages of a pool, including page 0."""
     page_size, steps = capacity.page_size, capacity.overlap + 1
-    pool = WindowPool(window, 0)
     growth = 1 + capacity.overlap * (capacity.max_depth + 1) + capacity.scratch
-    running = (capacity.num_slots - 1) * pool.max_slot_pages(page_size, growth)
+    running = (capacity.num_slots - 1) * max_slot_pages(window, page_size, growth)
     prefills = [p for p in capacity.programs if p.work is StepKind.PREFILL]
     chunk = max(capacity.num_pages_for(p.tokens) + p.batch for p in prefills)
     others = capacity.num_pages - 1
-    cached = others * page_size * pool.num_visible(page_size) // POSITIONS_PER_CACHED_WINDOW
+    visible = max_visible_pages(window, page_size)
+    cached = others * page_size * visible // POSITIONS_PER_CACHED_WINDOW
     return 1 + running + steps * chunk + min(cached, others // CACHED_SHARE) * has_cache
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.boundary.window_pools import WindowPool
+from shared.boundary.window_pools import WindowPool, max_slot_pages
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -52,7 +52,7 @@ CASES.append(pytest.param("torch ranks 2", "NGRAM", CHAIN, id="torch ranks 2-NGR
 
 FULL_PAGES = 1 + BATCH * PAGES
 FEW_PAGES = 1 + PAGES
-WINDOW_PAGES = 1 + WindowPool(WINDOW, 0).max_slot_pages(PAGE_SIZE, CHUNK)
+WINDOW_PAGES = 1 + max_slot_pages(WINDOW, PAGE_SIZE, CHUNK)
 """The least that the scheduler accepts: one request with a chunk of its prompt."""
 
 
@@ -190,7 +190,7 @@ def test_freed_pages_leave_output_unchanged(framework, drafter, shape, backends)
         )
     ]
     growth = 1 + (OVERLAP + 1) * (shape.depth + 1) + shape.scratch
-    bound = WindowPool(WINDOW, 0).max_slot_pages(PAGE_SIZE, growth)
+    bound = max_slot_pages(WINDOW, PAGE_SIZE, growth)
     expected, *outputs = (
         serve(engine, bound if engine.allocator.windows else None) for engine in engines
     )

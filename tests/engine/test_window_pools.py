@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.boundary.buffers import empty_plan, plan_layout
-from shared.boundary.window_pools import WindowPool
+from shared.boundary.window_pools import WindowPool, max_slot_pages, max_visible_pages
 from shared.engine.allocator import Allocator
 from shared.engine.page_pool import PagePool
 from shared.engine.request import FinishReason
@@ -24,7 +24,7 @@ from tests.support.toy_backend import POISON, toy_capacity
 WINDOWS = (1, 6, 17)
 """Windows of the kind "windows", in pages of 4 tokens."""
 
-SHOWN = tuple(WindowPool(window, 40).num_visible(4) for window in WINDOWS)
+SHOWN = tuple(max_visible_pages(window, 4) for window in WINDOWS)
 
 
 def allocator_of(*, num_pages: int = 40, window_pages: int = 20, windows=(1, 9)) -> Allocator:
@@ -44,7 +44,7 @@ def window_pages(allocator: Allocator, slot: int) -> list[list[int]]:
 @pytest.mark.parametrize("window", range(1, 23))
 def test_num_visible_covers_every_visible_page(window):
     """Checked by enumeration of all lengths in pages of 4 tokens."""
-    visible = WindowPool(window, 40).num_visible(4)
+    visible = max_visible_pages(window, 4)
     reach = [length // 4 - max(0, length - window + 1) // 4 for length in range(100)]
     assert visible == max(reach)
 
@@ -52,7 +52,7 @@ def test_num_visible_covers_every_visible_page(window):
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 64])
 @pytest.mark.parametrize("written", [1, 3, 4, 9, 64])
 def test_max_slot_pages_bounds_every_slot(window, written):
-    pool, held = WindowPool(window, 400), []
+    held = []
     for length in range(200):
         allocator = allocator_of(num_pages=400, window_pages=400, windows=(window,))
         slot = allocator.take_slot()
@@ -60,7 +60,7 @@ def test_max_slot_pages_bounds_every_slot(window, written):
         allocator.free_outside_window(slot, length)
         assert allocator.reserve(slot, length + written)
         held.append(allocator.windows[0].num_held(slot))
-    assert max(held) == pool.max_slot_pages(4, written)
+    assert max(held) == max_slot_pages(window, 4, written)
 
 
 @pytest.mark.parametrize("windows", [(9, 1), (9, 9), (0, 4)])
@@ -172,7 +172,7 @@ def test_long_request_holds_one_window_of_pages(overlap):
             most = list(map(max, most, held))
     assert len(one.output) == 290
     # Beside the visible pages: one more, and those of steps in flight with 4 tokens each.
-    bounds = [pool.max_slot_pages(4, 1 + 4 * overlap + 4) for pool in limits(engine)]
+    bounds = [max_slot_pages(pool.window, 4, 1 + 4 * overlap + 4) for pool in limits(engine)]
     assert most <= bounds
 
 
@@ -182,7 +182,7 @@ def limits(engine) -> tuple[WindowPool, ...]:
 
 def test_pool_of_one_request_serves_any_request():
     """The smallest pool that the scheduler accepts; a page less is an error."""
-    least = max(WindowPool(window, 1).max_slot_pages(4, 128) for window in WINDOWS)
+    least = max(max_slot_pages(window, 4, 128) for window in WINDOWS)
     with pytest.raises(ValueError, match=f"sliding window 17 requires {least} pages"):
         make("windows", window_pages=least)
     engine = make("windows", window_pages=least + 1, overlap=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shared.boundary.backend import BackendLimits
-from shared.boundary.window_pools import WindowPool
+from shared.boundary.window_pools import WindowPool, max_slot_pages
 from shared.models.config import ModelConfig
 
 
@@ -21,7 +21,9 @@ def with_fewer_pages(capacity: BackendLimits, num_pages: int, chunk: int) -> Bac
     widest = 1 + capacity.overlap * (capacity.max_depth + 1) + capacity.scratch
 
     def fewer(pool: WindowPool) -> WindowPool:
-        running, most = (pool.max_slot_pages(capacity.page_size, n) for n in (widest, chunk))
+        running, most = (
+            max_slot_pages(pool.window, capacity.page_size, n) for n in (widest, chunk)
+        )
         needed = 1 + (capacity.num_slots - 2) * running + most
         return replace(pool, num_pages=min(pool.num_pages, needed))
 
