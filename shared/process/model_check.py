@@ -52,6 +52,7 @@ class CheckedModel:
     Attributes:
       options: The options, with absolute paths and each `auto` resolved that requires no device.
       opened: The opened models.
+      whole: All parameters of the target.
       draft_files: The drafter and its files.
       tower: Vision encoder; None for text-only serving.
       defaults: Defaults of omitted sampling fields; those of OpenAI's API on a worker rank.
@@ -60,6 +61,7 @@ class CheckedModel:
 
     options: Options
     opened: OpenedModels
+    whole: list[Parameter]
     draft_files: DraftFiles
     tower: VisionEncoder | None
     defaults: SamplingDefaults
@@ -68,7 +70,7 @@ class CheckedModel:
     @property
     def wanted(self) -> list[Parameter]:
         """Parameters of the target as rank 0 loads them; other ranks have equal shards."""
-        return of_rank(_whole(self.options, self.opened), 0, self.options.ranks.tp_size)
+        return of_rank(self.whole, 0, self.options.ranks.tp_size)
 
 
 def check_model(options: Options, opens: Callable[[str], WeightSource]) -> CheckedModel:
@@ -130,22 +132,19 @@ def _checked_files(options: Options, opened: OpenedModels) -> CheckedModel:
     tower = _checked_tower(options, opened)
     drafts = _checked_drafter(options, opened)
     raise_fault(_shares_fault(options, opened.model, drafts))
-    raise_fault(_quantization_fault(options, opened))
+    whole = parameters(opened.model, options.speculative.with_mtp)
+    raise_fault(_quantization_fault(options, whole, opened))
     if options.model.fp8_activations:
-        raise_fault(w8a8_fault(_whole(options, opened), opened.checkpoint.stored))
+        raise_fault(w8a8_fault(whole, opened.checkpoint.stored))
     return CheckedModel(
         options=options,
         opened=opened,
+        whole=whole,
         draft_files=DraftFiles(drafts, opened.draft and opened.draft.weights),
         tower=tower,
         defaults=SamplingDefaults(),
         grammars=None,
     )
-
-
-def _whole(options: Options, opened: OpenedModels) -> list[Parameter]:
-    """Returns all parameters of the target."""
-    return parameters(opened.model, options.speculative.with_mtp)
 
 
 def _rules_fault(options: Options, opened: OpenedModels) -> str | None:
@@ -179,11 +178,13 @@ def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> 
     return None
 
 
-def _quantization_fault(options: Options, opened: OpenedModels) -> str | None:
+def _quantization_fault(
+    options: Options, whole: list[Parameter], opened: OpenedModels
+) -> str | None:
     """Returns the contradiction between `--quantization` and the stored weights."""
     if (name := options.model.quantization) is None:
         return None
-    stored = map(opened.checkpoint.stored, _whole(options, opened))
+    stored = map(opened.checkpoint.stored, whole)
     encodings = {tensor and tensor.encoding.name for tensors in stored for tensor in tensors}
     if name in encodings:
         return None
