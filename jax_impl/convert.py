@@ -69,14 +69,13 @@ class OrbaxCheckpoint:
             ) from error
 
     @property
-    def has_mtp(self) -> bool:
-        """Returns True if the folder has an MTP layer; a config may name one that is absent."""
-        return any(name.startswith("mtp.") for name in self._arrays)
-
-    @property
     def has_vision_encoder(self) -> bool:
         """Returns False: an Orbax folder has the text model only."""
         return False
+
+    def has_mtp(self, config: ModelConfig) -> bool:
+        """Returns True if the folder has an MTP layer that the config names."""
+        return config.has_mtp and any(name.startswith("mtp.") for name in self._arrays)
 
     def unties(self, config: ModelConfig) -> bool:
         """Returns True if a separate LM head is stored although the config ties it."""
@@ -92,7 +91,7 @@ class OrbaxCheckpoint:
         Raises:
           CheckpointError: An array is missing or has another shape; the message names the first.
         """
-        if with_mtp and not self.has_mtp:
+        if with_mtp and not self.has_mtp(config):
             raise CheckpointError(
                 "the checkpoint has no mtp.* arrays, which NEXTN requires; use another drafter"
             )
@@ -159,7 +158,7 @@ def convert(source: Path, target: Path) -> None:
     """
     opened = checkpoint.open_checkpoint(source)
     config = as_stored(config_from_folder(source), opened)
-    with_mtp = config.has_mtp and opened.has_mtp
+    with_mtp = opened.has_mtp(config)
     opened.check(config, with_mtp)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} already exists; use a new or empty folder")

@@ -59,7 +59,7 @@ class Layer(NamedTuple):
 
 
 class MTPLayer(NamedTuple):
-    """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
+    """MTP layer of a checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
     embedding_norm: Float[jax.Array, " hidden"]

@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class MTPLayer:
-    """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
+    """MTP layer of a checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
     embedding_norm: Float[Tensor, " hidden"]

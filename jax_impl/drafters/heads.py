@@ -65,7 +65,7 @@ class Head(NamedTuple):
 
 
 def mtp(model: Model) -> Head:
-    """Builds the MTP layer of a Qwen3.5 checkpoint; embedding and LM head are the target's."""
+    """Builds the MTP layer of a checkpoint; embedding and LM head are the target's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # loaded with the checkpoint
     like = (config.draft_layer,)

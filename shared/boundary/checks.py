@@ -25,7 +25,7 @@ def check_capacity(
       ValueError: A program cannot exist; the message names it.
     """
     if drafts.with_mtp and not has_mtp:
-        raise ValueError("drafter NEXTN requires a checkpoint with mtp.* tensors")
+        raise ValueError("drafter NEXTN requires a checkpoint with an MTP layer")
     if has_vision_encoder != (capacity.images is not None):
         raise ValueError(
             "a vision encoder requires an encoder cache, and an encoder cache a vision encoder"

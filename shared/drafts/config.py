@@ -264,7 +264,7 @@ class DraftStateSizes:
           num_layers: Number of attention layers.
           has_draft_input: See `DraftStateSizes`.
         """
-        pool = CachePool(config.attention, tuple(range(num_layers)))
+        pool = CachePool(config.draft_layer.mixer, tuple(range(num_layers)))
         return cls(model=config, pools=(pool,), has_draft_input=has_draft_input)
 
     @classmethod

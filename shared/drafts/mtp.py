@@ -14,6 +14,7 @@ from shared.drafts.kinds import NEXTN
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, object_of
+from shared.models.mtp import QWEN, MtpLayers
 from shared.models.rotary import settings_of
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -98,7 +99,8 @@ def with_mtp_of(
             f"the draft model's rope_theta ({theta}) is not the target's "
             f"({model.attention.rotary.theta}); use a layer that was trained for this model"
         )
-    return replace(model, has_mtp=True), WithMtp(checkpoint, layer)
+    named = MtpLayers(QWEN, model.num_layers, 1)
+    return replace(model, mtp=named), WithMtp(checkpoint, layer)
 
 
 def _sizes(model: ModelConfig) -> Iterator[tuple[str, Any]]:

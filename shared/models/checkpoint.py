@@ -78,14 +78,13 @@ class Checkpoint:
         return self._owners.keys()
 
     @property
-    def has_mtp(self) -> bool:
-        """True if the files contain an MTP layer; a config may name one that is missing."""
-        return any(name.startswith("mtp.") for name in self._owners)
-
-    @property
     def has_vision_encoder(self) -> bool:
         """True if the files contain a vision encoder; a config may name one that is missing."""
         return any(name.startswith(TENSORS) for name in self._owners)
+
+    def has_mtp(self, config: ModelConfig) -> bool:
+        """Returns True if the files contain an MTP layer that the config names."""
+        return config.mtp is not None and config.mtp.is_in(self.names)
 
     def has(self, name: str) -> bool:
         """Returns True if a tensor is stored, by its name without prefix."""
@@ -135,9 +134,10 @@ class Checkpoint:
         Raises:
           CheckpointError: The first fault, with the name of its tensor.
         """
-        if with_mtp and not self.has_mtp:
+        if with_mtp and config.mtp is not None and not self.has_mtp(config):
             raise CheckpointError(
-                "NEXTN requires mtp.* tensors, which the checkpoint does not contain"
+                f"NEXTN requires {config.mtp.prefixes[0]}* tensors, which the checkpoint does not "
+                "contain; use a checkpoint with an MTP layer, or another drafter"
             )
         self.check_parameters(wanted := parameters(config, with_mtp))
         if self.unties(config):
@@ -145,8 +145,7 @@ class Checkpoint:
                 f"tensor {LM_HEAD} differs from {EMBEDDING}, but config.json ties them; set "
                 "tie_word_embeddings to false"
             )
-        spare = [f"layers.{config.num_layers + i}." for i in range(config.num_nextn_predict_layers)]
-        unused = tuple(spare if with_mtp else ["mtp.", *spare])
+        unused = ("mtp.",) if config.mtp is None else config.mtp.unused(with_mtp)
         for name in sorted(self._owners.keys() - self.known(wanted)):
             left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
             of_head = config.tied and name in (LM_HEAD, *self._companions(LM_HEAD))

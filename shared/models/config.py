@@ -21,6 +21,7 @@ from shared.models.groups import (
 from shared.models.layers import LayerConfig
 from shared.models.mixers import AttentionConfig, GatedDeltaConfig, MixerConfig
 from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
+from shared.models.mtp import MtpLayers
 from shared.models.stacks import StackSettings
 
 
@@ -44,9 +45,7 @@ class ModelConfig:
       post_norm: True for post-norm: norms follow mixers and MLPs, and none precede them.
       fused_projections: True if the checkpoint fuses q, k and v into one tensor, and gate and up
         into another.
-      has_mtp: True if the config names an MTP layer; the checkpoint may lack its tensors.
-      num_nextn_predict_layers: Number of extra (next-token prediction) layers after the last one in
-        a checkpoint; they are not loaded.
+      mtp: MTP layers that the config names; None without any.
       drafts_trees: True if its EAGLE heads draft trees by default.
       context_length: Maximum number of tokens.
       eos_ids: Token ids that end the output, in ascending order.
@@ -68,8 +67,7 @@ class ModelConfig:
     zero_centered_norms: bool
     post_norm: bool
     fused_projections: bool
-    has_mtp: bool
-    num_nextn_predict_layers: int
+    mtp: MtpLayers | None
     drafts_trees: bool
     context_length: int
     eos_ids: tuple[int, ...]
@@ -138,7 +136,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Config of the first attention layer, which is also that of an MTP layer."""
+        """Config of the first attention layer."""
         return self.attention_groups[0].config
 
     @property
@@ -164,9 +162,16 @@ class ModelConfig:
         return next((x.mlp for x in self.layers if isinstance(x.mlp, MoEConfig)), None)
 
     @property
+    def has_mtp(self) -> bool:
+        """True if the config names an MTP layer; the checkpoint may lack its tensors."""
+        return self.mtp is not None
+
+    @property
     def draft_layer(self) -> LayerConfig:
-        """Config of an MTP layer: attention, and an MoE block if the model has them."""
-        return LayerConfig(mixer=self.attention, mlp=self.experts or self.layers[0].mlp)
+        """Config of an MTP layer: the first mixer with a KV cache, and an MoE block if the model
+        has them.
+        """
+        return LayerConfig(mixer=self.kv_pools[0].mixer, mlp=self.experts or self.layers[0].mlp)
 
     @property
     def num_layers(self) -> int:

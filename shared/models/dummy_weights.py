@@ -70,14 +70,13 @@ class DummyCheckpoint:
         return cls([*parameters(config, config.has_mtp), *tower], {}, encoding)
 
     @property
-    def has_mtp(self) -> bool:
-        """True if there is an MTP layer."""
-        return any(name.startswith("mtp.") for name in self.names)
-
-    @property
     def has_vision_encoder(self) -> bool:
         """True if there is a vision encoder."""
         return any(name.startswith(TENSORS) for name in self.names)
+
+    def has_mtp(self, config: ModelConfig) -> bool:
+        """Returns True if there is an MTP layer that the config names."""
+        return config.mtp is not None and config.mtp.is_in(self.names)
 
     def has(self, name: str) -> bool:
         """Returns True if a tensor exists."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.models import config_classes
+from shared.models import config_classes, mtp
 from shared.models.config import ModelConfig
 from shared.models.config_fields import (
     MOST_NAMED,
@@ -29,6 +29,7 @@ from shared.models.layer_fields import (
     rotary_settings,
 )
 from shared.models.model_folder import ModelFolder
+from shared.models.mtp import MtpLayers
 from shared.models.rotary import RotaryConfig
 from shared.models.vision_config import VisionConfig, read_vision
 
@@ -46,6 +47,7 @@ GLM4_MOE = Family(
     routing=_GROUPED,
     norms_by_flag=True,
     plain_out=True,
+    mtp=mtp.DEEPSEEK,
 )
 GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
@@ -79,7 +81,9 @@ QWEN3_MOE = replace(
     sliding_window=SlidingWindowRule.WHOLE_BY_FLAG,
     routing=Routing(steps=True),
 )
-QWEN3_5 = Family("qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, sees=True)
+QWEN3_5 = Family(
+    "qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, mtp=mtp.QWEN, sees=True
+)
 _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
 QWEN3_5_MOE = replace(
     QWEN3_5, name="qwen3_5_moe", of=config_classes.QWEN3_5_MOE, routing=_WITH_SHARED
@@ -191,14 +195,17 @@ def config_from_dict(
         zero_centered_norms=family.is_hybrid,
         post_norm=family.post_norm,
         fused_projections=family.fused_projections,
-        has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
-        num_nextn_predict_layers=count(text, "num_nextn_predict_layers", MOST_NAMED)
-        if family.routing
-        else 0,
+        mtp=_read_mtp(text, family),
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
     )
+
+
+def _read_mtp(text: Json, family: Family) -> MtpLayers | None:
+    if family.mtp is None or not (number := count(text, family.mtp.count_field, MOST_NAMED)):
+        return None
+    return MtpLayers(family.mtp, positive(text, "num_hidden_layers"), number)
 
 
 def _is_tied(config: Json, stated: Json, family: Family) -> bool:

@@ -5,6 +5,7 @@ from enum import Enum
 
 from shared.models.config_classes import ConfigClass
 from shared.models.experts import Routing
+from shared.models.mtp import MtpFormat
 
 
 class SlidingWindowRule(Enum):
@@ -25,7 +26,8 @@ class Family:
       name: Name in messages to users.
       of: Config class with the fields of its config.json, their defaults and aliases.
       qk_norm: See `AttentionConfig`.
-      is_hybrid: True for GDN layers, output gates, zero-centred norms, and an optional MTP layer.
+      is_hybrid: True for GDN layers, output gates and zero-centred norms.
+      mtp: Format of MTP layers; None if no checkpoint of the family has any.
       drafts_trees, fused_projections: See `ModelConfig`.
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
@@ -45,6 +47,7 @@ class Family:
     of: ConfigClass
     qk_norm: bool = False
     is_hybrid: bool = False
+    mtp: MtpFormat | None = None
     drafts_trees: bool = False
     fused_projections: bool = False
     input_bias: bool = False

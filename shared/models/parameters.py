@@ -13,6 +13,7 @@ from dataclasses import replace
 from shared.models.config import ModelConfig
 from shared.models.groups import group
 from shared.models.layers import LayerConfig
+from shared.models.mtp import MtpLayers
 from shared.models.parameter import Parameter
 from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm
 
@@ -26,15 +27,17 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     Raises:
       ValueError: `with_mtp` is set for a model whose config names no MTP layer.
     """
-    if with_mtp and not config.has_mtp:
-        raise ValueError("the model's config.json has no MTP layer (mtp_num_hidden_layers)")
     table = (config.vocab, config.hidden)
     tensors = [single("embed", "embed_tokens.weight", table)]
     tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
     tensors.append(single_norm("final_norm", "norm.weight", config.hidden, config.norm_centre))
     if not config.tied:
         tensors.append(head_of("lm_head", "lm_head.weight", table))
-    return tensors + (_mtp_parameters(config) if with_mtp else [])
+    if with_mtp:
+        if config.mtp is None:
+            raise ValueError("the model's config.json names no MTP layer")
+        tensors += _mtp_parameters(config, config.mtp)
+    return tensors
 
 
 def divided_parameters(
@@ -109,12 +112,18 @@ NORMS_BEHIND = {
 """Norms of a decoder layer by our names: before its mixer and its MLP, or behind them."""
 
 
-def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
-    hidden, centre = config.hidden, config.norm_centre
+def _mtp_parameters(config: ModelConfig, mtp: MtpLayers) -> list[Parameter]:
+    hidden, stored = config.hidden, mtp.format
+    norms = {
+        "embedding_norm": stored.embedding_norm,
+        "hidden_norm": stored.hidden_norm,
+        "final_norm": stored.final_norm,
+    }
     return [
-        by_columns("mtp.fc", "mtp.fc.weight", (hidden, 2 * hidden)),
-        single_norm("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden, centre),
-        single_norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden, centre),
-        single_norm("mtp.final_norm", "mtp.norm.weight", hidden, centre),
-        *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], [config.draft_layer]),
+        by_columns("mtp.fc", mtp.tensor(stored.fc), (hidden, 2 * hidden)),
+        *(
+            single_norm(f"mtp.{name}", mtp.tensor(tensor), hidden, config.norm_centre)
+            for name, tensor in norms.items()
+        ),
+        *decoder_parameters("mtp.layer.", config, [mtp.layer], [config.draft_layer]),
     ]

@@ -27,12 +27,19 @@ _LISTING = [name for name, kind in KINDS.items() if LAYER_CONVENTION in kind.fla
 
 DRAFT_MODEL_RULES = (
     Rule(
-        applies=lambda s: _wants_mtp(s) and not (s.has_mtp and s.model.has_mtp),
+        applies=lambda s: _wants_mtp(s) and not s.model.has_mtp,
         reason="--speculative-algorithm {algorithm} requires an MTP layer that is supported, and "
         "this {family} checkpoint has none",
         hint="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
         "--speculative-draft-model-path, or remove the flag",
         example=Example(drafter="NEXTN", model_type="llama"),
+    ),
+    Rule(
+        applies=lambda s: _wants_mtp(s) and s.model.has_mtp and not s.has_mtp,
+        reason="--speculative-algorithm {algorithm} requires an MTP layer, and the checkpoint has "
+        "no {mtp_tensors} tensors, though its config.json names the layer",
+        hint="use a checkpoint with these tensors, or another algorithm",
+        example=None,
     ),
     Rule(
         applies=lambda s: (

@@ -20,7 +20,7 @@ class RuleContext:
     Attributes:
       options: Options of the command line and the config file.
       model: Config of the checkpoint.
-      has_mtp: True if the checkpoint has `mtp.*` tensors.
+      has_mtp: True if the checkpoint has the tensors of an MTP layer that its config names.
       head_kind: Name of the kind of the draft head or MTP layer by its tensors; None without one.
       block: Nodes of the chain of a block drafter; None for other drafters.
     """
@@ -98,6 +98,7 @@ class RuleContext:
         return {
             "algorithm": self.algorithm,
             "family": self.model.name,
+            "mtp_tensors": f"{self.model.mtp.prefixes[0]}*" if self.model.mtp else None,
             "head_kind": self.head_kind,
             "head": KINDS[self.head_kind].described if self.head_kind else None,
             "S": self.draft.num_steps,
@@ -127,6 +128,7 @@ class RuleContext:
 WORDS = {
     "algorithm": "NAME",
     "family": "FAMILY",
+    "mtp_tensors": "layers.L.*",
     "head_kind": "KIND",
     "head": "another head",
     "S": "S",

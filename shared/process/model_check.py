@@ -152,7 +152,7 @@ def _rules_fault(options: Options, opened: OpenedModels) -> str | None:
     setup = RuleContext(
         options=options,
         model=opened.model,
-        has_mtp=opened.checkpoint.has_mtp,
+        has_mtp=opened.checkpoint.has_mtp(opened.model),
         head_kind=opened.head_kind,
         block=opened.draft.block if opened.draft else None,
     )

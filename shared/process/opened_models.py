@@ -34,9 +34,8 @@ from shared.text.tokenizer_files import TokenizerFiles
 class WeightSource(Protocol):
     """Interface of an opened checkpoint, such as `shared.models.checkpoint.Checkpoint`."""
 
-    @property
-    def has_mtp(self) -> bool:
-        """True if the files contain an MTP layer."""
+    def has_mtp(self, config: ModelConfig) -> bool:
+        """Returns True if the files contain an MTP layer that the config names."""
         ...
 
     @property
@@ -105,7 +104,7 @@ class OpenedTarget:
     @property
     def has_mtp(self) -> bool:
         """True if there is an MTP layer."""
-        return self.weights.has_mtp and self.config.has_mtp
+        return self.weights.has_mtp(self.config)
 
 
 class DraftFolder:

@@ -44,8 +44,9 @@ def mtp(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """Computes the MTP layer of a Qwen3.5 checkpoint, which shares embedding and LM head with the
-    model.
+    """Computes the MTP layer of a checkpoint, which shares embedding and LM head with the model.
+
+    Its hidden state after the final norm enters the next draft step.
 
     Args:
       config, weights: Config and weights of the model.

@@ -65,7 +65,7 @@ def test_orbax_checkpoint_checks_shapes_before_load(source, tmp_path):
     config = config_from_folder(target)
     opened = convert.open_checkpoint(target)
     assert isinstance(opened, OrbaxCheckpoint)
-    assert opened.has_mtp
+    assert opened.has_mtp(config)
     opened.check(config, True)
     wider = json.loads((target / "config.json").read_text()) | {"intermediate_size": 100}
     with pytest.raises(CheckpointError, match=r"mlp.gate_up has shape .*, expected"):

@@ -1,6 +1,7 @@
 """Checkpoints: every layout loads under internal names, faulty tensors are named."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,13 @@ def assert_same(got, want):
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def edit(folder, **fields):
+    """Replaces fields of config.json; None removes one."""
+    path = folder / "config.json"
+    stated = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in stated.items() if v is not None}))
 
 
 def rewrite(folder, change):
@@ -85,16 +93,20 @@ def test_load_progress_counts_every_stored_byte(tmp_path):
     assert sum(seen) == sum(tensor.nbytes for tensor in load_file(tmp_path / FILE).values())
 
 
-def test_missing_mtp_tensors_raise_only_when_required(tmp_path):
-    config = write_tiny(tmp_path, "qwen3_5", 0)
-    assert open_checkpoint(tmp_path).has_mtp
-    rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if not k.startswith("mtp.")})
+@pytest.mark.parametrize(
+    ("family", "layer", "prefix"),
+    [("qwen3_5", "mtp.", "mtp.*"), ("glm4_moe", "model.layers.3.", "layers.3.*")],
+)
+def test_missing_mtp_tensors_raise_only_when_required(family, layer, prefix, tmp_path):
+    config = write_tiny(tmp_path, family, 0)
+    assert open_checkpoint(tmp_path).has_mtp(config)
+    rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if not k.startswith(layer)})
     checkpoint = open_checkpoint(tmp_path)
-    assert not checkpoint.has_mtp
+    assert not checkpoint.has_mtp(config)
     checkpoint.check(config, False)
-    with pytest.raises(CheckpointError, match=r"requires mtp\.\* tensors"):
+    with pytest.raises(CheckpointError, match=f"requires {re.escape(prefix)}"):
         checkpoint.check(config, True)
-    with pytest.raises(ValueError, match="mtp_num_hidden_layers"):
+    with pytest.raises(ValueError, match="names no MTP layer"):
         parameters(write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False), True)
 
 
@@ -171,22 +183,29 @@ def test_shared_expert_gate_is_last_router_row(tmp_path):
     assert ours["experts.shared_down"].shape == (4, 64, 40)
 
 
-def test_nextn_layers_ignored_up_to_configured_count(tmp_path):
+@pytest.mark.parametrize("with_mtp", [False, True])
+def test_further_mtp_layers_and_copies_ignored(with_mtp, tmp_path):
+    write_tiny(tmp_path, "glm4_moe", 0)
+    copies = ("3.embed_tokens.weight", "3.shared_head.head.weight", "4.eh_proj.weight")
+    more = {f"model.layers.{name}": np.zeros((2, 2), np.float32) for name in copies}
+    rewrite(tmp_path, lambda t: t | more)
+    edit(tmp_path, num_nextn_predict_layers=2)
+    stored = tiny_model("glm4_moe", 0)[1]
+    want = {k: v for k, v in stored.items() if with_mtp or not k.startswith("mtp.")}
+    assert_same(load_all(tmp_path, config_from_folder(tmp_path), with_mtp), want)
+
+
+def test_mtp_layers_beyond_configured_count_raise(tmp_path):
     """An absent `num_nextn_predict_layers` has the default of the config class."""
     write_tiny(tmp_path, "glm4_moe", 0)
-    rewrite(
-        tmp_path, lambda t: {**t, "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
-    )
-    stated = json.loads((tmp_path / "config.json").read_text())
-    stated["num_nextn_predict_layers"] = 0
-    (tmp_path / "config.json").write_text(json.dumps(stated))
+    edit(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj\.weight is not part of"):
         load_all(tmp_path, config_from_folder(tmp_path), False)
-    del stated["num_nextn_predict_layers"]  # the config class has one
-    (tmp_path / "config.json").write_text(json.dumps(stated))
-    assert_same(
-        load_all(tmp_path, config_from_folder(tmp_path), False), tiny_model("glm4_moe", 0)[1]
-    )
+    edit(tmp_path, num_nextn_predict_layers=None)
+    assert config_from_folder(tmp_path).has_mtp
+    rewrite(tmp_path, lambda t: {**t, "model.layers.4.enorm.weight": np.zeros(2, np.float32)})
+    with pytest.raises(CheckpointError, match=r"layers\.4\.enorm\.weight is not part of"):
+        load_all(tmp_path, config_from_folder(tmp_path), True)
 
 
 QUERY = "layers.1.self_attn.q_proj.weight"

@@ -68,7 +68,7 @@ REFUSED = {
     "be at most 16384, ": [
         ("llama", "num_hidden_layers", 10**9),
         ("qwen3_moe", "num_experts", 10**9),
-        ("qwen3_moe", "num_nextn_predict_layers", 10**9),
+        ("glm4_moe", "num_nextn_predict_layers", 10**9),
     ],
     "be at most 2147483647, ": [
         ("llama", "head_dim", 10**400),

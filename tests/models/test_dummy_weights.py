@@ -210,7 +210,7 @@ def test_public_model_shapes_can_be_served(name):
     is_fp8 = encoding == FP8Encoding(Granularity.BLOCK)
     assert is_fp8 == name.endswith("-fp8")
     checkpoint = DummyCheckpoint.of_model(config, encoding)
-    assert checkpoint.has_mtp == name.startswith("qwen3.5")
+    assert checkpoint.has_mtp(config) == name.startswith("qwen3.5")
     kept = w8a16_of(checkpoint, parameters(config, False))
     assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
     assert ("mlp.gate_up" in kept) == (is_fp8 and config.dense is not None)

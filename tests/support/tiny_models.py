@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from models.make_random import noise_of
+from shared.models import mtp
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
@@ -197,7 +198,7 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-WITH_MTP = ("qwen3_5", "qwen3_5_moe", *DIVIDED.values())
+WITH_MTP = ("glm4_moe", "qwen3_5", "qwen3_5_moe", *DIVIDED.values())
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -208,7 +209,8 @@ def tiny_config(family: str, *, nested: bool, with_mtp: bool, tied: bool) -> dic
     """The contents of config.json; `nested` is the form of a checkpoint that can also see."""
     config = {**_COMMON, **_CONFIGS[family], "tie_word_embeddings": tied}
     if family in WITH_MTP:
-        config["mtp_num_hidden_layers"] = int(with_mtp)
+        field = (mtp.DEEPSEEK if family == "glm4_moe" else mtp.QWEN).count_field
+        config[field] = int(with_mtp)
     if not nested:
         return config
     outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}

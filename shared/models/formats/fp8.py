@@ -38,6 +38,9 @@ STORED = "F8_E4M3"
 QUANTISED = ("_proj", "in_proj_qkv", "in_proj_z")
 """Suffixes of the names of modules that FP8 releases quantise."""
 
+MTP_INPUT = "eh_proj"
+"""Suffix of the name of an MTP layer's input projection."""
+
 
 _NAN = 0x7F
 """Encoding of NaN without the sign bit."""
@@ -67,9 +70,10 @@ def is_quantised(name: str) -> bool:
     """Returns True if FP8 releases quantise a tensor of this name.
 
     They quantise the projections of mixers, MLPs and experts. Gate and decay projections with few
-    rows, embeddings, LM heads and routers stay unquantised.
+    rows, embeddings, LM heads, routers and the input projection of MTP layers stay unquantised.
     """
-    return name.removesuffix(".weight").endswith(QUANTISED)
+    module = name.removesuffix(".weight")
+    return module.endswith(QUANTISED) and not module.endswith(MTP_INPUT)
 
 
 def scale_shape(shape: tuple[int, ...], granularity: Granularity) -> tuple[int, ...]:
