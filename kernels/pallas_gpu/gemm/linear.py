@@ -171,13 +171,9 @@ def _is_copied(x, weights, outputs, inputs, settings, tiles):
 
 def _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret):
     """Launches the kernel, with one program per block; returns the results of `product`."""
-    is_added, how = inputs.added is not None, (settings.out_type, settings.order)
-    is_joined = joins(tiling, gather, *how, is_added=is_added)
+    is_joined, warps = joins(tiling, settings, inputs, gather), tiling.tiles.warps
     fused = gather if is_joined else None
-    is_normed, warps = inputs.norms is not None, tiling.tiles.warps
-    shapes = GemmResults.of(
-        tiling, *how, is_added=is_added, is_normed=is_normed, gather=fused, asks=asks
-    )
+    shapes = GemmResults.of(tiling, settings, inputs, fused, asks)
     found = pl.pallas_call(
         functools.partial(
             _product_kernel,

@@ -108,20 +108,19 @@ class GemmResults(NamedTuple):
     def of(
         cls,
         tiling: GemmTiling,
-        out_type: np.dtype | type,
-        order: SquaresOrder,
-        *,
-        is_added: bool,
-        is_normed: bool,
+        settings: GemmSettings,
+        inputs: GemmInputs,
         gather: AllGatherArgs | None,
         asks: RowOutputs | None,
     ) -> "GemmResults":
-        """Returns the shapes; `gather` if the kernel gathers, `is_normed` if a norm is next."""
+        """Returns the shapes; `gather` if the kernel gathers."""
         R, N, shape = tiling.R, tiling.N, jax.ShapeDtypeStruct
-        ranks = 1 if gather is None else gather.boxes.ranks
-        out = shape((R, N), out_type)
-        scaled = shape((R, ranks * N), out_type) if gather or is_added and is_normed else None
-        sums = shape((R, ranks * pl.cdiv(N, order.chunk)), jnp.float32) if is_added else None
+        ranks, is_added = 1 if gather is None else gather.boxes.ranks, inputs.added is not None
+        has_next = gather or is_added and inputs.norms is not None
+        out = shape((R, N), settings.out_type)
+        scaled = shape((R, ranks * N), settings.out_type) if has_next else None
+        chunks = ranks * pl.cdiv(N, settings.order.chunk)
+        sums = shape((R, chunks), jnp.float32) if is_added else None
         left = None if asks is None else partial_shapes(R, N, tiling.tiles.columns)
         return cls(
             out=None if gather and not is_added else out,
@@ -145,16 +144,11 @@ class GemmResults(NamedTuple):
 
 
 def joins(
-    tiling: GemmTiling,
-    gather: AllGatherArgs | None,
-    out_type: np.dtype | type,
-    order: SquaresOrder,
-    *,
-    is_added: bool,
+    tiling: GemmTiling, settings: GemmSettings, inputs: GemmInputs, gather: AllGatherArgs | None
 ) -> bool:
     """Returns whether the kernel itself gathers its outputs."""
-    chunks = pl.cdiv(tiling.N, order.chunk) if is_added else 0
-    item_bytes = np.dtype(out_type).itemsize
+    chunks = 0 if inputs.added is None else pl.cdiv(tiling.N, settings.order.chunk)
+    item_bytes = np.dtype(settings.out_type).itemsize
     return gather is not None and is_joined(tiling.R, tiling.N, item_bytes, chunks)
 
 
