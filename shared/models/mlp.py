@@ -159,13 +159,9 @@ class MoEConfig:
     def parameters(
         self, prefix: str, layers: Sequence[str], settings: StackSettings
     ) -> list[Parameter]:
-        """Returns the stacks of routers and experts; a shared expert of the same width is the last
-        expert.
+        """Returns the stacks of routers and experts; see `MLPConfig.parameters`.
 
-        Args:
-          prefix: Prefix of the parameter names.
-          layers: Prefixes of the layers in the checkpoint.
-          settings: Settings of the model.
+        A shared expert of the same width is the last expert.
         """
         hidden = settings.hidden
         router = {"mlp.gate.weight": (self.num_experts, hidden)}

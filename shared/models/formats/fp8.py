@@ -95,17 +95,6 @@ def stored_shapes(shape: tuple[int, ...]) -> dict[tuple[int, ...], Granularity]:
     return found | {(*stack, 1): Granularity.TENSOR, stack: Granularity.TENSOR}
 
 
-def are_whole_blocks(shape: tuple[int, ...]) -> bool:
-    """Returns True if no block of a weight is smaller than the others."""
-    return shape[-2] % BLOCK == 0 and shape[-1] % BLOCK == 0
-
-
-def code_scale_shape(shape: tuple[int, ...], *, by_output: bool) -> tuple[int, ...]:
-    """Returns the shape of block scales, optionally repeated for each output."""
-    *stack, blocks, blocks_in = scale_shape(shape, Granularity.BLOCK)
-    return (*stack, shape[-2] if by_output else blocks, blocks_in)
-
-
 def scales_of_outputs(
     scales: Shaped[np.ndarray, "*stack blocks blocks_in"], outputs: int
 ) -> Shaped[np.ndarray, "*stack outputs blocks_in"]:
@@ -155,8 +144,7 @@ def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
 
 
 def dequantize(
-    codes: UInt8[np.ndarray, "*stack rows columns"],
-    scales: Shaped[np.ndarray, "..."],
+    codes: UInt8[np.ndarray, "*stack rows columns"], scales: Shaped[np.ndarray, "..."]
 ) -> Float32[np.ndarray, "*stack rows columns"]:
     """Dequantises FP8 values; see `apply_scales`."""
     return apply_scales(VALUES[codes], scales)
@@ -184,7 +172,7 @@ def apply_scales(
 def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
     """Returns True if the shard that a rank reads of a tensor consists of whole blocks."""
     is_cut = granularity is Granularity.BLOCK and not source.takes_whole(BLOCK)
-    return are_whole_blocks(source.shape) and not is_cut
+    return not (is_cut or any(size % BLOCK for size in source.shape[-2:]))
 
 
 def kept_granularity(stored: Granularity) -> Granularity:

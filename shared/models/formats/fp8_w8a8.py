@@ -71,7 +71,9 @@ class FP8W8A8:
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         """Returns values and float32 scales."""
-        scales = fp8.code_scale_shape(shape, by_output=self.by_output)
+        scales = fp8.scale_shape(shape, Granularity.BLOCK)
+        if self.by_output:
+            scales = (*shape[:-1], scales[-1])
         return {VALUES: Plane(shape, "float8_e4m3fn"), SCALES: Plane(scales, "float32")}
 
     def pieces(

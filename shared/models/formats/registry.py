@@ -16,7 +16,6 @@ from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.names import FP8
 from shared.models.formats.quantization_config import Spelling, refuse_others, require
 from shared.models.formats.weight_format import (
-    FormatChoice,
     FormatContext,
     QuantizedFormat,
     StoredTensors,
@@ -38,7 +37,7 @@ class Quantization(NamedTuple):
 
     reader: TensorReader
     spellings: tuple[Spelling, ...]
-    formats: tuple[FormatChoice, ...]
+    formats: tuple[type[QuantizedFormat], ...]
 
 
 QUANTIZATIONS = {FP8: Quantization(FP8Reader(), SPELLINGS, (FP8W8A8, FP8W8A16))}
@@ -61,9 +60,9 @@ def choose_formats(
       UnsupportedFormatError: A flag requires a format that the device does not support.
     """
     found: dict[str, QuantizedFormat] = {}
-    for choice in (each for kind in QUANTIZATIONS.values() for each in kind.formats):
+    for format in (each for kind in QUANTIZATIONS.values() for each in kind.formats):
         for parameter in (p for p in parameters if p.name not in found):
-            if (chosen := choice.choose(parameter, stored, context)) is not None:
+            if (chosen := format.choose(parameter, stored, context)) is not None:
                 found[parameter.name] = chosen
     return found
 

@@ -242,6 +242,17 @@ class WeightFormat(Protocol):
 class QuantizedFormat(WeightFormat, Protocol):
     """Format of weights that stay quantised in memory."""
 
+    @classmethod
+    def choose(
+        cls, parameter: Parameter, stored: StoredTensors, context: FormatContext
+    ) -> Self | None:
+        """Returns the format of a rank's parameter; None if it is not stored in such a format.
+
+        Raises:
+          UnsupportedFormatError: A flag requires the format, and the device does not support it.
+        """
+        ...
+
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
@@ -252,21 +263,6 @@ class QuantizedFormat(WeightFormat, Protocol):
           at: Index of the tensor in the parameter.
           shape: Shape of the tensor in the parameter.
           whole: Shape of the parameter.
-        """
-        ...
-
-
-@runtime_checkable
-class FormatChoice(Protocol):
-    """Format class: selects the parameters that are stored in it."""
-
-    def choose(
-        self, parameter: Parameter, stored: StoredTensors, context: FormatContext
-    ) -> QuantizedFormat | None:
-        """Returns the format of a rank's parameter, or None.
-
-        Raises:
-          UnsupportedFormatError: A flag requires the format, and the device does not support it.
         """
         ...
 

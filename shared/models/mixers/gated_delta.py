@@ -67,13 +67,7 @@ class GatedDeltaConfig:
     def parameters(
         self, prefix: str, layers: Sequence[str], settings: StackSettings
     ) -> list[Parameter]:
-        """Returns the stacks of some layers.
-
-        Args:
-          prefix: Prefix of the parameter names.
-          layers: Prefixes of the layers in the checkpoint.
-          settings: Settings of the model.
-        """
+        """Returns the stacks of some layers; see `shared.models.mixers.attention`."""
         hidden, heads = settings.hidden, self.num_value_heads
         values = heads * self.value_size
         inputs = {
@@ -85,21 +79,14 @@ class GatedDeltaConfig:
         conv = {"linear_attn.conv1d.weight": (self.channels, 1, self.conv_width)}
         channels, by_heads = self._channel_sections, ShardedRange(heads)
         by_inputs = (*channels, channels[-1], by_heads, by_heads)
-        wide, narrow = (self.channels, self.conv_width), {"sections": (by_heads,), "axis": -1}
+        by_head = {"sections": (by_heads,), "axis": -1, "float32": True}
+        wide = (self.channels, self.conv_width)
         out = {"linear_attn.out_proj.weight": (hidden, values)}
         return [
             stack(f"{prefix}inputs", layers, inputs, sections=by_inputs),
             stack(f"{prefix}conv", layers, conv, shape=wide, sections=channels),
-            stack(
-                f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True, **narrow
-            ),
-            stack(
-                f"{prefix}dt_bias",
-                layers,
-                {"linear_attn.dt_bias": (heads,)},
-                float32=True,
-                **narrow,
-            ),
+            stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, **by_head),
+            stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, **by_head),
             norms_of(f"{prefix}norm", layers, "linear_attn.norm.weight", self.value_size, 0.0),
             stack(f"{prefix}out", layers, out, sections=(ShardedRange(hidden),)),
         ]
