@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from shared.models.mixers import AttentionConfig
@@ -12,7 +14,7 @@ from tests.support.equality import Oracle
 class CachelessOracle(Oracle):
     """Plain decoding that computes all positions at once, with one matrix of scores per head.
 
-    Supports pre-norm models without biases, gates and QK norms.
+    Supports pre-norm models with QK norms of each head, without biases and gates.
     """
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -23,7 +25,9 @@ class CachelessOracle(Oracle):
             assert isinstance(each.mixer, AttentionConfig)
             normed = layers.rms_norm(x, weights["input_norm"][index], config.rms_eps)
             projected = normed @ weights[f"{at.mixer}.inputs"][at.mixer_index].T
-            q, k, v = _heads(projected, each.mixer)
+            names = (f"{at.mixer}.{x}_norm" for x in "qk")
+            norms = [weights[name][at.mixer_index] for name in names if name in weights]
+            q, k, v = _heads(projected, each.mixer, norms, config.rms_eps)
             source = each.kv_shared_layer_index
             written.append((k, v) if source is None else written[source])
             mixed = _attended(q, *written[-1], each.mixer.window)
@@ -35,12 +39,16 @@ class CachelessOracle(Oracle):
         return hidden @ weights["lm_head"].T
 
 
-def _heads(projected: np.ndarray, mixer: AttentionConfig) -> list[np.ndarray]:
-    """Queries and keys after the rotation, and values: [tokens, heads, head_size] of each."""
+def _heads(
+    projected: np.ndarray, mixer: AttentionConfig, norms: Sequence[np.ndarray], eps: float
+) -> list[np.ndarray]:
+    """Queries and keys after norm and rotation, and values: [tokens, heads, head_size] of each."""
     heads = projected.reshape(len(projected), -1, mixer.head_size)
-    q, k, v = np.split(heads, [mixer.num_heads, mixer.num_heads + mixer.num_kv_heads], axis=1)
+    *parts, v = np.split(heads, [mixer.num_heads, mixer.num_heads + mixer.num_kv_heads], axis=1)
+    for index, norm in enumerate(norms):
+        parts[index] = layers.rms_norm(parts[index], norm, eps)
     cos_sin = layers.rotary_angles(np.arange(len(heads)), mixer.rotary)
-    return [layers.apply_rotary(q, *cos_sin), layers.apply_rotary(k, *cos_sin), v]
+    return [*(layers.apply_rotary(x, *cos_sin) for x in parts), v]
 
 
 def _attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:

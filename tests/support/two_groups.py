@@ -23,8 +23,8 @@ def two_groups() -> tuple[ModelConfig, Weights]:
     """
     config, _ = tiny_model("llama", 5)
     like = config.layers[0]
-    mixer = like.mixer
-    assert isinstance(mixer, AttentionConfig)
+    assert isinstance(like.mixer, AttentionConfig)
+    mixer = replace(like.mixer, qk_norm=True)
     wide = replace(
         mixer,
         head_size=2 * mixer.head_size,
