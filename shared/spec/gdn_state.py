@@ -1,4 +1,4 @@
-"""Recurrent state of GDN layers, and its replay over an accepted path.
+"""Recurrent state of GDN layers, the layers of a pass, and replay over an accepted path.
 
 Per layer, the state is the recurrent state `[H, K, V]` in float32 and the convolution window: the
 last three convolution inputs, oldest first, zeros before the first token. A verify step changes
@@ -7,14 +7,20 @@ the old state, by the same recurrence and in the same order as plain decoding. (
 this state "mamba state"; no Mamba layer is involved.)
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from shared.models.config import ModelConfig
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
+
+Weights = Mapping[str, Any]
+"""Arrays of a model by name."""
 
 WINDOW = 3
 """Convolution inputs (width 4) before the current one."""
@@ -264,3 +270,92 @@ def _normed(
     out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: GDNWeights
 ) -> Float[np.ndarray, "R values"]:
     return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)
+
+
+GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
+"""GDN layers of a pass: maps a layer's index among GDN layers and its projected inputs to its
+output."""
+
+
+def gdn_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
+    """Returns the weights of one GDN layer besides its matrices."""
+    names = ("conv", "a_log", "dt_bias", "norm")
+    arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
+    return GDNWeights(**arrays, eps=config.rms_eps)
+
+
+class PrefillGDN:
+    """GDN layers of a prefill: chunked, with advancing states."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        state: GDNState,
+        row_starts: Int[np.ndarray, " B1"],
+    ) -> None:
+        self._config, self._weights, self._row_starts = config, weights, row_starts
+        self.recurrent, self.window = state.recurrent.copy(), state.window.copy()
+
+    def __call__(
+        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
+    ) -> Float[np.ndarray, "R values"]:
+        """Same as `GDNMixer`."""
+        assert self._config.gated_delta is not None  # a model with such layers has their sizes
+        out, self.recurrent[layer], self.window[layer] = gdn_prefill(
+            inputs,
+            gdn_weights(self._config, self._weights, layer),
+            self._config.gated_delta,
+            self.recurrent[layer],
+            self.window[layer],
+            self._row_starts,
+        )
+        return out
+
+
+class VerifyGDN:
+    """GDN layers of a verify step: nodes continue from their parents; replay inputs are stored."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        state: GDNState,
+        parents: Int[np.ndarray, "B N"],
+        row_of: Int[np.ndarray, "B N"],
+        request: Int[np.ndarray, " R"],
+        node: Int[np.ndarray, " R"],
+    ) -> None:
+        self._config, self._weights = config, weights
+        self._state, self._parents, self._row_of = state, parents, row_of
+        self._request, self._node = request, node
+        self._kept: list[ReplayInputs] = []
+
+    def __call__(
+        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
+    ) -> Float[np.ndarray, "R values"]:
+        """Same as `GDNMixer`."""
+        assert self._config.gated_delta is not None  # a model with such layers has their sizes
+        out, kept = gdn_verify_tree(
+            inputs,
+            gdn_weights(self._config, self._weights, layer),
+            self._config.gated_delta,
+            self._state.recurrent[layer],
+            self._state.window[layer],
+            self._parents,
+            self._row_of,
+            self._request,
+            self._node,
+        )
+        self._kept.append(kept)
+        return out
+
+    def all_kept(self) -> ReplayInputs:
+        """Returns the replay inputs of all layers, stacked."""
+        if self._kept:
+            names = [field.name for field in fields(ReplayInputs)]
+            layers_of = {name: [getattr(each, name) for each in self._kept] for name in names}
+            return ReplayInputs(**{name: np.concatenate(x) for name, x in layers_of.items()})
+        gates = np.zeros((0, *self._parents.shape, 0), np.float32)
+        heads_of = np.zeros((*gates.shape, 0), np.float32)
+        return ReplayInputs(heads_of, heads_of, gates, gates, gates)

@@ -5,8 +5,8 @@ in GDN layers: chunked with advancing states, or over a tree with unchanged stat
 the residual stream before layer i; `streams[L]` is after the last layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.stacks import BIAS
-from shared.spec import attention, draft_tree, gdn_state, layers, linear
+from shared.spec import attention, draft_tree, layers, linear
 from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
 from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_norm, scale_queries
 from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import Experts, added_experts
-from shared.spec.gdn_state import GDNState, GDNWeights, ReplayInputs
+from shared.spec.gdn_state import GDNMixer, GDNState, PrefillGDN, ReplayInputs, VerifyGDN
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
@@ -45,11 +45,6 @@ class Forward:
     def at(self, rows: Int[np.ndarray, " some"]) -> "Forward":
         """Returns the result for some rows."""
         return Forward(self.hidden[rows], self.streams[:, rows], self.kv)
-
-
-GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
-"""GDN layers of a pass: maps a layer's index among GDN layers and its projected inputs to its
-output."""
 
 
 def prefill(
@@ -337,87 +332,3 @@ def _replaced(kv: KV, layer: int, planes: Sequence[Float[np.ndarray, "P page H D
     kv = kv.copy()
     kv[layer] = planes
     return kv
-
-
-def gdn_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
-    """Returns the weights of one GDN layer besides its matrices."""
-    names = ("conv", "a_log", "dt_bias", "norm")
-    arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
-    return GDNWeights(**arrays, eps=config.rms_eps)
-
-
-class PrefillGDN:
-    """GDN layers of a prefill: chunked, with advancing states."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        state: GDNState,
-        row_starts: Int[np.ndarray, " B1"],
-    ) -> None:
-        self._config, self._weights, self._row_starts = config, weights, row_starts
-        self.recurrent, self.window = state.recurrent.copy(), state.window.copy()
-
-    def __call__(
-        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
-    ) -> Float[np.ndarray, "R values"]:
-        """Same as `GDNMixer`."""
-        assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, self.recurrent[layer], self.window[layer] = gdn_state.gdn_prefill(
-            inputs,
-            gdn_weights(self._config, self._weights, layer),
-            self._config.gated_delta,
-            self.recurrent[layer],
-            self.window[layer],
-            self._row_starts,
-        )
-        return out
-
-
-class VerifyGDN:
-    """GDN layers of a verify step: nodes continue from their parents; replay inputs are stored."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        state: GDNState,
-        parents: Int[np.ndarray, "B N"],
-        row_of: Int[np.ndarray, "B N"],
-        request: Int[np.ndarray, " R"],
-        node: Int[np.ndarray, " R"],
-    ) -> None:
-        self._config, self._weights = config, weights
-        self._state, self._parents, self._row_of = state, parents, row_of
-        self._request, self._node = request, node
-        self._kept: list[ReplayInputs] = []
-
-    def __call__(
-        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
-    ) -> Float[np.ndarray, "R values"]:
-        """Same as `GDNMixer`."""
-        assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, kept = gdn_state.gdn_verify_tree(
-            inputs,
-            gdn_weights(self._config, self._weights, layer),
-            self._config.gated_delta,
-            self._state.recurrent[layer],
-            self._state.window[layer],
-            self._parents,
-            self._row_of,
-            self._request,
-            self._node,
-        )
-        self._kept.append(kept)
-        return out
-
-    def all_kept(self) -> ReplayInputs:
-        """Returns the replay inputs of all layers, stacked."""
-        if self._kept:
-            names = [field.name for field in fields(ReplayInputs)]
-            layers_of = {name: [getattr(each, name) for each in self._kept] for name in names}
-            return ReplayInputs(**{name: np.concatenate(x) for name, x in layers_of.items()})
-        gates = np.zeros((0, *self._parents.shape, 0), np.float32)
-        heads_of = np.zeros((*gates.shape, 0), np.float32)
-        return ReplayInputs(heads_of, heads_of, gates, gates, gates)

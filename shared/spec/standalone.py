@@ -18,7 +18,7 @@ from shared.spec import attention, eagle, gdn_state, model, tree_growth
 from shared.spec.attention import AttentionRows
 from shared.spec.cache_pools import Pools
 from shared.spec.draft_tree import TreeShape
-from shared.spec.gdn_state import GDNState
+from shared.spec.gdn_state import GDNMixer, GDNState, PrefillGDN, VerifyGDN
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree
 
 
@@ -37,7 +37,7 @@ class SmallModel:
     target_vocab: int
 
     def forward(
-        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: model.GDNMixer
+        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer
     ) -> model.Forward:
         """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)
@@ -86,7 +86,7 @@ def prefill(
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
     state = context_of(state, draft_from, start)
-    mixer = model.PrefillGDN(small.config, small.weights, state, row_starts)
+    mixer = PrefillGDN(small.config, small.weights, state, row_starts)
     passed = small.forward(kv, rows, tokens, mixer)
     return passed.kv, GDNState(mixer.recurrent, mixer.window)
 
@@ -125,7 +125,7 @@ def extend(
     parents = np.tile(np.maximum(place - 1, 0), (B, 1))
     row_of = np.arange(B * W).reshape(B, W)
     node = np.tile(place, B)
-    chain = model.VerifyGDN(small.config, small.weights, state, parents, row_of, rows.request, node)
+    chain = VerifyGDN(small.config, small.weights, state, parents, row_of, rows.request, node)
     flat = tokens.reshape(-1)
     passed = small.forward(kv, rows, flat, chain)
     path = np.tile(place, (B, 1))
@@ -180,7 +180,7 @@ def _step(
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)
     parents = np.zeros((R, 1), np.int32)
-    mixer = model.VerifyGDN(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
+    mixer = VerifyGDN(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
     passed = small.forward(kv, rows, tokens, mixer)
     after, *_ = gdn_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
     return small.logits(passed.hidden), passed.kv, after

@@ -17,8 +17,7 @@ import pytest
 from shared.boundary.backend import Backend
 from shared.reference import drafters
 from shared.spec import attention, cache_pools, draft_tree, eagle, sampling, standalone, tree_growth
-from shared.spec import model as model_spec
-from shared.spec.gdn_state import GDNState
+from shared.spec.gdn_state import GDNState, PrefillGDN
 from shared.spec.tree_growth import DraftRequests
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
@@ -88,9 +87,7 @@ class Drafting:
             len(tokens),
         )
         state = cache_pools.new_state(self.small.config, 1)
-        mixer = model_spec.PrefillGDN(
-            self.small.config, self.small.weights, state, np.array([0, len(tokens)])
-        )
+        mixer = PrefillGDN(self.small.config, self.small.weights, state, np.array([0, len(tokens)]))
         passed = self.small.forward(self.kv, rows, tokens, mixer)
         return self.small.logits(passed.hidden[-1:])[0]
 

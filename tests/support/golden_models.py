@@ -182,7 +182,7 @@ class SpecModel:
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         rows = replace(rows, positions=positions)
-        mixer = model.PrefillGDN(self.config, self.weights, self._state, row_starts)
+        mixer = gdn_state.PrefillGDN(self.config, self.weights, self._state, row_starts)
         passed = model.forward(self.config, self.weights, self._kv, rows, tokens, None, mixer)
         return self._pass(passed, len(tokens))
 
