@@ -7,11 +7,11 @@ from kernels.tiles import MOST_LANES
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program
 from shared.boundary.workspace import WorkspaceCosts, split_attention, step_bytes
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import SelfAttentionConfig
 
 
 def blocked_attention(
-    program: Program, attention: AttentionConfig, capacity: BackendLimits, item: int
+    program: Program, attention: SelfAttentionConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of reference attention: keys, values, scores of a block, and outputs."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest

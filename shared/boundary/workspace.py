@@ -13,7 +13,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -41,7 +41,7 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-AttentionBytes = Callable[[Program, AttentionConfig, BackendLimits, int], int]
+AttentionBytes = Callable[[Program, SelfAttentionConfig, BackendLimits, int], int]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:
 
 
 def gathered_attention(
-    program: Program, attention: AttentionConfig, capacity: BackendLimits, item: int
+    program: Program, attention: SelfAttentionConfig, capacity: BackendLimits, item: int
 ) -> int:
     """Returns the bytes of fallback attention: gathered keys and values, and the scores of all
     rows.
@@ -120,7 +120,7 @@ def gathered_attention(
 def split_attention(
     max_pairs: int,
     program: Program,
-    attention: AttentionConfig,
+    attention: SelfAttentionConfig,
     capacity: BackendLimits,
     item: int,
 ) -> int:

@@ -27,14 +27,14 @@ class CacheArraySpec:
       name: Name of the contents.
       per: Unit that has one entry.
       shape: Shape of an entry.
-      heads: Axis of `shape` that is sharded over TP ranks.
+      heads: Axis of `shape` that is sharded over TP ranks; None if every rank has the whole array.
       float32: True if stored in float32 whatever the dtype of the model.
     """
 
     name: str
     per: CacheUnit
     shape: tuple[int, ...]
-    heads: int
+    heads: int | None
     float32: bool = False
 
     def piece_bytes(self, item: int) -> int:

@@ -19,7 +19,12 @@ from shared.models.groups import (
     pools_with,
 )
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig, MixerConfig
+from shared.models.mixers import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    MixerConfig,
+    SelfAttentionConfig,
+)
 from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
 from shared.models.mtp import MtpLayers
 from shared.models.stacks import StackSettings
@@ -73,7 +78,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not any(isinstance(each.mixer, AttentionConfig) for each in self.layers):
+        if not self.attentions:
             raise ValueError("layer_types must contain at least one full_attention layer")
         check_kv_sharing(self.layers)
         for unique, plural in ((GatedDeltaConfig, "GDN layers"), (MoEConfig, "MoE blocks")):
@@ -96,12 +101,12 @@ class ModelConfig:
         return group([each.mlp for each in self.layers])
 
     @cached_property
-    def attention_groups(self) -> tuple[LayerGroup[AttentionConfig], ...]:
+    def attention_groups(self) -> tuple[LayerGroup[SelfAttentionConfig], ...]:
         """Groups of attention layers."""
         return tuple(
             LayerGroup(each.name, each.config, each.layers)
             for each in self.groups
-            if isinstance(each.config, AttentionConfig)
+            if isinstance(each.config, SelfAttentionConfig)
         )
 
     @cached_property
@@ -136,13 +141,15 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Config of the first attention layer."""
-        return self.attention_groups[0].config
+        """Config of the first layer with key and value heads, which all layers of draft heads
+        have.
+        """
+        return next(each for each in self.attentions if isinstance(each, AttentionConfig))
 
     @property
-    def attentions(self) -> tuple[AttentionConfig, ...]:
+    def attentions(self) -> tuple[SelfAttentionConfig, ...]:
         """Distinct configs of attention layers, in the order of the layers."""
-        found = (x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
+        found = (x.mixer for x in self.layers if isinstance(x.mixer, SelfAttentionConfig))
         return tuple(dict.fromkeys(found))
 
     @property

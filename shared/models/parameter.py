@@ -73,6 +73,8 @@ class Parameter:
       pieces: Per layer of a stack (or once), the tensors that fill it, concatenated.
       stacked: True if axis 0 of `shape` is the layer.
       float32: True if stored in float32 whatever the dtype of the model.
+      is_dequantized: True if quantised tensors are dequantised when loaded, whatever the formats of
+        other parameters.
       centre: Constant that a backend adds to the stored values, for norms that scale by 1 + weight.
       tied_to: Parameter with the same values, if this one is a copy.
       axis: Axis of its outputs, counted from the end, along which it is sharded.
@@ -86,6 +88,7 @@ class Parameter:
     pieces: tuple[tuple[CheckpointTensor, ...], ...]
     stacked: bool
     float32: bool = False
+    is_dequantized: bool = False
     centre: float = 0.0
     tied_to: str | None = None
     axis: int = -2

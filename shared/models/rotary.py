@@ -34,6 +34,7 @@ class RotaryConfig:
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
       extensions: Scaling factor of each pair (longrope).
       attention_factor: Multiplier of cos and sin; 1 except for yarn and longrope.
+      interleaved: True if dimensions 2 i and 2 i + 1 form a pair; else i and i + width / 2.
       sections: M-RoPE sections of vision-language models: number of pairs rotated by time, row and
         column; for text all three equal the position.
     """
@@ -49,6 +50,7 @@ class RotaryConfig:
     beta_slow: float = 1.0
     extensions: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    interleaved: bool = False
     sections: tuple[int, ...] = ()
 
 
@@ -201,6 +203,18 @@ def read_query_scaling(rope: Json, rotary: RotaryConfig) -> float:
     return number(rope, field)
 
 
+def read_score_factor(rope: Json, rotary: RotaryConfig) -> float:
+    """Reads the factor that YaRN's `mscale_all_dim` gives to attention scores; 1 without it.
+
+    Args:
+      rope: The rotary settings.
+      rotary: The rotary config read from them.
+    """
+    if rotary.type == "default" or "mscale_all_dim" not in rope:
+        return 1.0
+    return _mscale(number(rope, "mscale_all_dim"), rotary.factor) ** 2
+
+
 def rope_layers(text: Json, num_layers: int) -> list[bool]:
     """Returns a flag per layer: True if it has a rotary embedding, False for NoPE.
 
@@ -289,8 +303,13 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
 
 def _attention_factor(kind: str, rope: Json, factor: float) -> float:
     """Returns the default attention factor; with two mscale values, their quotient."""
-    if kind != "yarn" or factor <= 1:
+    if kind != "yarn":
         return 1.0
     scales = (number(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))
-    above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+    above, below = (_mscale(scale, factor) for scale in scales)
     return above / below if "mscale" in rope else above
+
+
+def _mscale(scale: float, factor: float) -> float:
+    """Returns the factor of YaRN for a context that is `factor` times the original one."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

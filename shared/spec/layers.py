@@ -199,6 +199,18 @@ def query_scaling(
     return np.float32(1) + np.float32(beta) * np.log(np.float32(1) + passed)
 
 
+def apply_rotary_interleaved(
+    x: Float[np.ndarray, "R H D"],
+    cos: Float[np.ndarray, "R half"],
+    sin: Float[np.ndarray, "R half"],
+) -> Float[np.ndarray, "R H D"]:
+    """Rotates dimension 2 i with dimension 2 i + 1 (GPT-J style), in place of both."""
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    pairs = [first * cos - second * sin, second * cos + first * sin]
+    return np.stack(pairs, axis=-1).reshape(x.shape)
+
+
 def apply_rotary(
     x: Float[np.ndarray, "R H D"],
     cos: Float[np.ndarray, "R half"],

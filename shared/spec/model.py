@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.stacks import BIAS
 from shared.spec import attention, draft_tree, layers, linear
@@ -23,6 +23,7 @@ from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import Experts, added_experts
 from shared.spec.gdn_state import GDNMixer, GDNState, PrefillGDN, ReplayInputs, VerifyGDN
+from shared.spec.latent_attention import LatentWeights, latent_attention
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
@@ -150,6 +151,17 @@ def forward(
             mixed, pools[place.pool] = token_mixer(
                 each.mixer, norms_of, inputs, rows, pools[place.pool], place.pool_index
             )
+        elif isinstance(each.mixer, LatentAttentionConfig):
+            mixed, pools[place.pool] = latent_mixer(
+                config,
+                each.mixer,
+                weights,
+                (name, index),
+                inputs,
+                rows,
+                pools[place.pool],
+                place.pool_index,
+            )
         else:
             mixed = mixer(index, inputs)
         between = norm_between(config, weights, "", layer)
@@ -185,7 +197,7 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
     return 1 + weight if config.zero_centered_norms else weight
 
 
-def angles(config: AttentionConfig, rows: AttentionRows) -> Angles:
+def angles(config: SelfAttentionConfig, rows: AttentionRows) -> Angles:
     """Computes the rotary cos and sin of each row, with M-RoPE positions if the rows have them."""
     turning = rows.positions
     if rows.mrope_positions is not None and config.rotary.sections:
@@ -228,6 +240,39 @@ def token_mixer(
     cos_sin = angles(attention, rows)
     out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, *kv[layer])
     return out, _replaced(kv, layer, planes)
+
+
+def latent_mixer(
+    config: ModelConfig,
+    attention: LatentAttentionConfig,
+    weights: Weights,
+    stack: tuple[str, int],
+    inputs: Float[np.ndarray, "R outputs"],
+    rows: AttentionRows,
+    kv: KV,
+    layer: int,
+) -> tuple[Float[np.ndarray, "R values"], KV]:
+    """Applies `shared.spec.latent_attention.latent_attention` to one layer.
+
+    Args:
+      config, attention: Config of the model, and of the layer's latent attention.
+      weights, stack: Weights, the prefix of the layer's parameters, and its index in their stacks.
+      inputs: The layer's projection.
+      rows: Positions and visibility of the rows.
+      kv, layer: Pools, and the layer's index in them.
+    """
+    (prefix, index), has_rank = stack, attention.query_rank is not None
+    kv_b = weights[f"{prefix}kv_b"][index]
+    own = LatentWeights(
+        latent_norm=scale(config, weights[f"{prefix}latent_norm"][index]),
+        query_norm=scale(config, weights[f"{prefix}query_norm"][index]) if has_rank else None,
+        queries=matrix(weights, f"{prefix}queries", index) if has_rank else None,
+        kv_b=kv_b.reshape(attention.num_heads, -1, attention.latent_rank),
+    )
+    out, pages = latent_attention(
+        inputs, attention, own, angles(attention, rows), rows, kv[layer, 0]
+    )
+    return out, _replaced(kv, layer, [pages])
 
 
 def attention_layer(

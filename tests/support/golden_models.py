@@ -158,7 +158,7 @@ class SpecModel:
         if quantises:
             self.weights |= _w8a8_weights(folder, self.config)
         self._kv = cache_pools.new_pools(self.config, NUM_PAGES, PAGE_SIZE)
-        self._mtp_kv = cache_pools.new_kv(self.config.attention, 1, NUM_PAGES, PAGE_SIZE)
+        self._mtp_kv = cache_pools.new_kv(self.config.draft_layer.mixer, 1, NUM_PAGES, PAGE_SIZE)
         self._state = cache_pools.new_state(self.config, 1)
         self._length, self._delta = 0, None
 

@@ -60,8 +60,9 @@ def choose_formats(
       UnsupportedFormatError: A flag requires a format that the device does not support.
     """
     found: dict[str, QuantizedFormat] = {}
+    kept = [parameter for parameter in parameters if not parameter.is_dequantized]
     for format in (each for kind in QUANTIZATIONS.values() for each in kind.formats):
-        for parameter in (p for p in parameters if p.name not in found):
+        for parameter in (p for p in kept if p.name not in found):
             if (chosen := format.choose(parameter, stored, context)) is not None:
                 found[parameter.name] = chosen
     return found

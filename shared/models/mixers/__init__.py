@@ -6,5 +6,9 @@ the specification of its cache arrays. A further mixer is one module here.
 
 from shared.models.mixers.attention import AttentionConfig
 from shared.models.mixers.gated_delta import GatedDeltaConfig
+from shared.models.mixers.latent_attention import LatentAttentionConfig
 
-MixerConfig = AttentionConfig | GatedDeltaConfig
+SelfAttentionConfig = AttentionConfig | LatentAttentionConfig
+"""Mixers that attend to earlier positions, with cache entries in pages."""
+
+MixerConfig = SelfAttentionConfig | GatedDeltaConfig

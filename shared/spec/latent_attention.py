@@ -1,0 +1,165 @@
+"""Latent attention (MLA) in absorbed form, between its input and output projections.
+
+The cached row of a position is `[latent | rope key]`: the normed latent, and one rotated key for
+all heads. A head's key is `[W_UK latent | rope key]` and its value `W_UV latent`. In absorbed form
+`W_UK` is applied to the query and `W_UV` to the output, so attention reads the cached rows alone:
+multi-query attention, with the first columns of the keys as values. Every row takes this form,
+in prefill, decode and verify, so that its bits do not depend on the kind of step.
+
+Source: DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from shared.models.mixers import LatentAttentionConfig
+from shared.spec import layers, linear
+from shared.spec.attention import AttentionRows, attend, write
+from shared.spec.attention_layer import Angles
+from shared.spec.linear import Matrix
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Weights of a layer between its input and output projections.
+
+    Attributes:
+      latent_norm, query_norm: Norms of the latents of keys and of queries.
+      queries: Projection of the query latent. It and its norm are None if queries are a part of the
+        input projection.
+      kv_b: Key rows W_UK, then value rows W_UV, of each head.
+    """
+
+    latent_norm: Float[np.ndarray, " r"]
+    query_norm: Float[np.ndarray, " rq"] | None
+    queries: Matrix | None
+    kv_b: Float[np.ndarray, "Hq dn_dv r"]
+
+
+def latent_attention(
+    inputs: Float[np.ndarray, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pages: Float[np.ndarray, "P page 1 r_dr"],
+) -> tuple[Float[np.ndarray, "R values"], Float[np.ndarray, "P page 1 r_dr"]]:
+    """Computes a layer between its two projections.
+
+    Args:
+      inputs: The input projection: query latent or query heads, then latent and rope key.
+      config, weights: Sizes and weights of the layer.
+      angles: Rotary cos and sin of each row.
+      rows: Positions and visibility of the rows.
+      pages: Pool of the layer.
+
+    Returns:
+      The concatenated outputs of the heads, and the pool after the writes.
+    """
+    query, latents = latent_rows(inputs, config, weights, angles)
+    if weights.queries is not None:
+        query = linear.product(query, weights.queries)
+    q = latent_queries(query, config, weights.kv_b, angles)
+    pages = write(pages, rows.page_table, rows.request, rows.places, rows.is_real, latents[:, None])
+    out = attend_latent(
+        q,
+        pages,
+        rows.page_table,
+        rows.request,
+        rows.first,
+        rows.until,
+        rows.window,
+        config.scale,
+        config.latent_rank,
+    )
+    return value_heads(out, weights.kv_b, config.nope_size).reshape(len(inputs), -1), pages
+
+
+def latent_rows(
+    inputs: Float[np.ndarray, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+) -> tuple[Float[np.ndarray, "R queries"], Float[np.ndarray, "R r_dr"]]:
+    """Computes the rows of a layer that precede its products over heads.
+
+    Args:
+      inputs, config, weights, angles: See `latent_attention`.
+
+    Returns:
+      The query latent after its norm, or query heads as they are; and the rows to cache: the latent
+      after its norm, and the rope key after its rotation.
+    """
+    query, latent, key = np.split(
+        inputs, [inputs.shape[1] - config.head_size, inputs.shape[1] - config.rope_size], axis=1
+    )
+    if weights.query_norm is not None:
+        query = layers.rms_norm(query, weights.query_norm, config.latent_eps)
+    latent = layers.rms_norm(latent, weights.latent_norm, config.latent_eps)
+    return query, np.concatenate([latent, rotate(key[:, None], config, angles)[:, 0]], axis=1)
+
+
+def latent_queries(
+    query: Float[np.ndarray, "R heads_size"],
+    config: LatentAttentionConfig,
+    kv_b: Float[np.ndarray, "Hq dn_dv r"],
+    angles: Angles,
+) -> Float[np.ndarray, "R Hq r_dr"]:
+    """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
+    q = query.reshape(len(query), -1, config.nope_size + config.rope_size)
+    nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
+    return np.concatenate([absorb_queries(nope, kv_b), rotate(rope, config, angles)], axis=-1)
+
+
+def rotate(
+    x: Float[np.ndarray, "R H dr"], config: LatentAttentionConfig, angles: Angles
+) -> Float[np.ndarray, "R H dr"]:
+    """Applies the rotary embedding to rope parts, in interleaved pairs if the model has them."""
+    apply = layers.apply_rotary_interleaved if config.rotary.interleaved else layers.apply_rotary
+    return apply(x, angles.cos, angles.sin)
+
+
+def absorb_queries(
+    q: Float[np.ndarray, "R Hq dn"], kv_b: Float[np.ndarray, "Hq dn_dv r"]
+) -> Float[np.ndarray, "R Hq r"]:
+    """Multiplies each head's query with its key rows: `q_h W_UK_h`, a sum over dn."""
+    return np.einsum("rhn,hnc->rhc", q, kv_b[:, : q.shape[2]], optimize=True)
+
+
+def value_heads(
+    x: Float[np.ndarray, "R Hq r"], kv_b: Float[np.ndarray, "Hq dn_dv r"], nope_size: int
+) -> Float[np.ndarray, "R Hq dv"]:
+    """Multiplies each head's mean latent with its value rows: `W_UV_h x_h`, a sum over r.
+
+    Args:
+      x: Output of `attend_latent`.
+      kv_b: Key rows, then value rows, of each head.
+      nope_size: dn, the number of a head's key rows.
+    """
+    return np.einsum("rhc,hvc->rhv", x, kv_b[:, nope_size:], optimize=True)
+
+
+def attend_latent(
+    q: Float[np.ndarray, "R Hq r_dr"],
+    pages: Float[np.ndarray, "P page 1 r_dr"],
+    page_table: Int[np.ndarray, "B table"],
+    request: Int[np.ndarray, " R"],
+    first: Int[np.ndarray, " R"],
+    until: Int[np.ndarray, " R"],
+    window: Bool[np.ndarray, "R N"],
+    scale: float,
+    rank: int,
+) -> Float[np.ndarray, "R Hq r"]:
+    """Computes multi-query attention over cached rows; values are the first `rank` columns of keys.
+
+    Args:
+      q: Queries in absorbed form, not scaled.
+      pages: Pool of one layer, which contains the rows' own latents already.
+      page_table, request, first, until, window: See `shared.spec.attention.attend`.
+      scale: Multiplier of the scores.
+      rank: r, the columns of the latent.
+    """
+    rows = page_table, request, first, until, window
+    return attend(q, pages, pages, *rows, scale)[..., :rank]
