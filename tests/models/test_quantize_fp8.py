@@ -18,6 +18,7 @@ from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.options.options import DEFAULT_MODEL
+from tests.support.golden_jax import JaxModel
 from tests.support.golden_models import SpecModel
 from tests.support.golden_torch import TorchModel
 from tests.support.tiny_models import tiny_config, tiny_weights
@@ -47,6 +48,29 @@ def test_quantised_picks_nearest_values_and_scales():
         distances = np.abs(numbers - weight[stack, row, column] / scale)
         got = np.abs(np.float32(codes[stack, row, column]) - weight[stack, row, column] / scale)
         assert got == distances.min()
+
+
+def test_quantized_mtp_layer_keeps_input_projection(tmp_path):
+    """Releases quantise the experts of an MTP layer and not its `eh_proj`."""
+    fields = tiny_config("glm4_moe", nested=False, with_mtp=True, tied=False)
+    fields |= {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    config = config_from_dict(fields)
+    drawn = tiny_weights(config, 1)
+    rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in drawn.items()}
+    save_checkpoint(tmp_path / "plain", fields, rounded)
+    quantize_fp8.write(tmp_path / "plain", tmp_path / "twin")
+    opened, wanted = open_checkpoint(tmp_path / "twin"), parameters(config, True)
+    assert {"mtp.layer.experts.gate_up", "mtp.layer.experts.down"} <= w8a16_of(
+        opened, wanted
+    ).keys()
+    (fc,) = (each for each in wanted if each.name == "mtp.fc")
+    np.testing.assert_array_equal(opened.load(fc, np.float32), np.float32(rounded["mtp.fc"]))
+    hidden = np.random.default_rng(0).standard_normal((len(TOKENS), 128), np.float32)
+    want = SpecModel(tmp_path / "twin").mtp(TOKENS, hidden, 0)
+    for model in (TorchModel, JaxModel):
+        for got, each in zip(model(tmp_path / "twin").mtp(TOKENS, hidden, 0), want, strict=True):
+            # Float32 on both sides: the orders of the sums differ.
+            np.testing.assert_allclose(got, each, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
