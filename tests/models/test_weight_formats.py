@@ -169,7 +169,7 @@ def torch_dequantized(planes: Mapping[str, Any]) -> torch.Tensor:
 def int4(monkeypatch, tmp_path) -> Path:
     """Registers the format, and writes a checkpoint with packed MLPs."""
     planted = {"int4": registry.Quantization(Int4Reader(), (SPELLING,), (Int4,))}
-    monkeypatch.setattr(registry, "QUANTIZATIONS", planted | registry.QUANTIZATIONS)
+    monkeypatch.setattr(registry, "QUANTIZATIONS", registry.QUANTIZATIONS | planted)
     for module, ops in (
         (jax_formats, JaxOps(jax_dequantized, lambda words: words, None)),
         (torch_formats, TorchOps(torch_dequantized, lambda words: words, None)),

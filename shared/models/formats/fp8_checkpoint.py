@@ -35,7 +35,7 @@ class FP8Reader:
 
     def companions(self, name: str, files: TensorFiles) -> tuple[str, ...]:
         """Returns the name of a tensor's scales, if it has any."""
-        names = (f"{name}{suffix}" for suffix in fp8.SCALE_SUFFIXES)
+        names = (f"{name}{suffix}" for suffix in fp8.SCALE_SUFFIXES if files.has(name))
         return tuple(scales for scales in names if files.has(scales))[:1]
 
     def is_unused(self, name: str, files: TensorFiles) -> bool:
