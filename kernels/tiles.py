@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kernels.gdn_tiles import GDNLayerTiles, GDNPrefillTiles
+from kernels.latent_tiles import HeadProductTiles
 from kernels.tile_tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 
@@ -325,6 +326,7 @@ class Tiles:
     fp8_activations: Table[LinearTiles]
     lm_head_epilogue: Table[LmHeadEpilogueTiles]
     linear: Table[LinearTiles]
+    head_product: Table[HeadProductTiles]
     attention_layer: Table[DecodeAttentionTiles]
     sampling: Table[SamplingTiles]
 
@@ -357,6 +359,7 @@ CLASSES: dict[str, Any] = {
     "fp8_activations": LinearTiles,
     "lm_head_epilogue": LmHeadEpilogueTiles,
     "linear": LinearTiles,
+    "head_product": HeadProductTiles,
     "attention_layer": DecodeAttentionTiles,
     "sampling": SamplingTiles,
 }

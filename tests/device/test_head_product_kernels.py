@@ -1,0 +1,136 @@
+"""Kernels of the products per head of latent attention: on a GPU, or interpreted."""
+
+import numpy as np
+import pytest
+
+from shared.spec import latent_attention as spec
+from shared.spec.attention_layer import Angles
+from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
+from tests.support.latent_kernels import (
+    SIZES,
+    LatentSizes,
+    product_tiles,
+    query_arguments,
+    run,
+    value_arguments,
+)
+from tests.support.op_case import Arguments
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+each_language = pytest.mark.parametrize("language", KERNELS)
+each_size = pytest.mark.parametrize("name", SIZES)
+# Of Pallas one size, as a kernel is compiled for each call.
+each_call = pytest.mark.parametrize(("language", "name"), in_languages(SIZES, ["odd"]))
+ARGUMENTS = {"latent_queries": query_arguments, "value_heads": value_arguments}
+each_function = pytest.mark.parametrize("function", ARGUMENTS)
+INTERLEAVED = {"latent_queries": {"is_interleaved": True}, "value_heads": {}}
+OTHER_TILES = [{"rows": 32, "columns": 16}, {"columns": 64}]
+if ON_GPU:
+    OTHER_TILES += [
+        {"columns": 128, "depth": 16},
+        {"depth": 128, "stages": 4},
+        {"rows": 64, "columns": 128, "depth": 64, "stages": 3},
+        {"rows": 128, "columns": 128, "depth": 64, "warps": 8},
+    ]
+
+
+def specified(function: str, sizes: LatentSizes, given: Arguments, **how: bool) -> np.ndarray:
+    if function == "value_heads":
+        return spec.value_heads(given["x"], given["kv_b"], sizes.nope)
+    q = given["q"][:, : sizes.heads * (sizes.nope + sizes.rope)]
+    angles = Angles(given["cos"], given["sin"])
+    return spec.latent_queries(q, sizes.config(**how), given["kv_b"], angles)
+
+
+def head_slice(
+    function: str, sizes: LatentSizes, given: Arguments, part: slice
+) -> tuple[LatentSizes, Arguments]:
+    """Returns the sizes and arguments of a TP rank with some of the heads."""
+    kv_b = given["kv_b"][part].copy()
+    if function == "value_heads":
+        heads = {"x": given["x"][:, part].copy()}
+    else:
+        size = sizes.nope + sizes.rope
+        heads = {"q": given["q"][:, part.start * size : part.stop * size].copy()}
+    return sizes._replace(heads=len(kv_b)), given | heads | {"kv_b": kv_b}
+
+
+@each_language
+@each_size
+@pytest.mark.parametrize("is_interleaved", [True, False], ids=["pairs", "halves"])
+def test_latent_queries_match_spec(is_interleaved: bool, name: str, language: str) -> None:
+    sizes, how = SIZES[name], {"is_interleaved": is_interleaved}
+    given = query_arguments(sizes, 19)
+    (got,) = run(language, "latent_queries", given, "float32", tiles=product_tiles(), **how)
+    want = specified("latent_queries", sizes, given, **how)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@each_language
+@each_size
+def test_value_heads_match_spec(name: str, language: str) -> None:
+    given = value_arguments(SIZES[name], 19)
+    (got,) = run(language, "value_heads", given, "float32", tiles=product_tiles())
+    want = specified("value_heads", SIZES[name], given)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@each_function
+@each_size
+def test_head_product_bits_equal_in_languages(
+    name: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    given, how = ARGUMENTS[function](SIZES[name], 21), INTERLEAVED[function]
+    found = [
+        run(each, function, given, "bfloat16", tiles=product_tiles(), **how) for each in KERNELS
+    ]
+    for got in found:
+        np.testing.assert_array_equal(got[0], found[0][0])
+    want = specified(function, SIZES[name], given, **how)
+    np.testing.assert_allclose(found[0][0], want, rtol=2**-7, atol=2e-2)  # rounded once
+
+
+@each_call
+@each_function
+def test_head_product_bits_independent_of_tiles(
+    name: str, function: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    given, how = ARGUMENTS[function](SIZES[name], 150 if ON_GPU else 21), INTERLEAVED[function]
+    (want,) = run(language, function, given, "bfloat16", tiles=product_tiles(), **how)
+    for changed in OTHER_TILES:
+        (got,) = run(language, function, given, "bfloat16", tiles=product_tiles(**changed), **how)
+        np.testing.assert_array_equal(got, want, err_msg=str(changed))
+
+
+@each_call
+@each_function
+def test_head_product_bits_independent_of_rows_and_heads(
+    name: str, function: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    sizes, how = SIZES[name], INTERLEAVED[function] | {"tiles": product_tiles(rows=64)}
+    given = ARGUMENTS[function](sizes, 37)
+    (want,) = run(language, function, given, "bfloat16", **how)
+    of_rows = {"q", "x", "cos", "sin"} & given.keys()
+    for rows in (slice(0, 1), slice(20, 37)):
+        part = given | {each: given[each][rows].copy() for each in of_rows}
+        (got,) = run(language, function, part, "bfloat16", **how)
+        np.testing.assert_array_equal(got, want[rows])
+    heads = slice(1, sizes.heads)
+    _, part = head_slice(function, sizes, given, heads)
+    (got,) = run(language, function, part, "bfloat16", **how)
+    np.testing.assert_array_equal(got, want[:, heads])
+
+
+@each_language
+def test_value_heads_do_not_read_other_rows(language: str) -> None:
+    """A NaN in one row, and in the query weights of a head, reaches no other row."""
+    given = value_arguments(SIZES["odd"], 5)
+    given["kv_b"][:, : SIZES["odd"].nope] = np.nan
+    given["x"][2] = np.nan
+    (got,) = run(language, "value_heads", given, "float32", tiles=product_tiles())
+    assert np.isnan(got[2]).all()
+    assert np.isfinite(np.delete(got, 2, axis=0)).all()

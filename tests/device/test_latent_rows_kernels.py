@@ -1,0 +1,89 @@
+"""Kernels of norms, RoPE and cache write of latent attention: on a GPU, or interpreted."""
+
+import numpy as np
+import pytest
+
+from shared.spec import attention
+from shared.spec import latent_attention as spec
+from shared.spec.attention_layer import Angles
+from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
+from tests.support.latent_kernels import LAYER, SIZES, LatentSizes, row_arguments, run
+from tests.support.op_case import Arguments
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+each_language = pytest.mark.parametrize("language", KERNELS)
+each_size = pytest.mark.parametrize("name", SIZES)
+# Of Pallas one size, as a kernel is compiled for each call.
+each_call = pytest.mark.parametrize(("language", "name"), in_languages(SIZES, ["odd"]))
+PER_ROW = ("projected", "cos", "sin", "request", "places", "is_real")
+
+
+def specified(
+    sizes: LatentSizes, given: Arguments, is_interleaved: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the query latents, or query heads, and the pools after the writes."""
+    weights = spec.LatentWeights(given["latent_norm"], given["query_norm"], None, given["kv_b"])
+    angles = Angles(given["cos"], given["sin"])
+    queries, rows = spec.latent_rows(
+        given["projected"], sizes.config(is_interleaved), weights, angles
+    )
+    pools = given["pools"].copy()
+    where = (given["page_table"], given["request"], given["places"], given["is_real"])
+    pools[LAYER, 0] = attention.write(pools[LAYER, 0], *where, rows[:, None])
+    pools[LAYER, 0, 0] = given["pools"][LAYER, 0, 0]  # kernels do not write padding
+    return queries, pools
+
+
+def checked(sizes: LatentSizes, found: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
+    """Returns the query latents, if there are any, and the pools."""
+    assert len(found) == 2 if sizes.query_rank else 1
+    return (found[0] if sizes.query_rank else None), found[-1]
+
+
+@each_language
+@each_size
+@pytest.mark.parametrize("is_interleaved", [True, False], ids=["pairs", "halves"])
+def test_latent_rows_match_spec(is_interleaved: bool, name: str, language: str) -> None:
+    sizes = SIZES[name]
+    given = row_arguments(sizes, 9)
+    queries, pools = checked(
+        sizes, run(language, "latent_rows", given, "float32", is_interleaved=is_interleaved)
+    )
+    want, wanted_pools = specified(sizes, given | {"kv_b": np.zeros(())}, is_interleaved)
+    np.testing.assert_allclose(pools, wanted_pools, rtol=1e-5, atol=1e-5)
+    if queries is not None:
+        np.testing.assert_allclose(queries, want, rtol=1e-5, atol=1e-5)
+
+
+@each_size
+def test_latent_rows_bits_equal_in_languages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_arithmetic(monkeypatch)
+    given = row_arguments(SIZES[name], 300 if ON_GPU else 9)
+    found = [run(each, "latent_rows", given, "bfloat16", is_interleaved=True) for each in KERNELS]
+    for got in found:
+        for one, other in zip(got, found[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+    _, want = specified(SIZES[name], given | {"kv_b": np.zeros(())}, True)
+    np.testing.assert_allclose(found[0][-1], want, rtol=2**-7, atol=1e-6)  # rounded once
+
+
+@each_call
+def test_latent_rows_bits_independent_of_batch(
+    name: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    sizes, given = SIZES[name], row_arguments(SIZES[name], 9)
+    queries, pools = checked(
+        sizes, run(language, "latent_rows", given, "bfloat16", is_interleaved=True)
+    )
+    for row in (0, 5):
+        part = given | {each: given[each][row : row + 1].copy() for each in PER_ROW}
+        alone, own = checked(
+            sizes, run(language, "latent_rows", part, "bfloat16", is_interleaved=True)
+        )
+        page = given["page_table"][row % 2, given["places"][row] // 4]
+        at = (LAYER, 0, page, given["places"][row] % 4)
+        np.testing.assert_array_equal(own[at], pools[at])
+        if queries is not None and alone is not None:
+            np.testing.assert_array_equal(alone[0], queries[row])
