@@ -175,10 +175,10 @@ class ModelConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """Config of an MTP layer: the first mixer with a KV cache, and an MoE block if the model
-        has them.
+        """Config of an MTP layer: attention of the model's kind, and an MoE block if the model has
+        them.
         """
-        return LayerConfig(mixer=self.kv_pools[0].mixer, mlp=self.experts or self.layers[0].mlp)
+        return LayerConfig(mixer=self.attentions[0], mlp=self.experts or self.layers[0].mlp)
 
     @property
     def num_layers(self) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import SelfAttentionConfig
 from shared.spec import layers, model
 from shared.spec.attention import AttentionRows
 from shared.spec.cache_pools import KV
@@ -219,7 +219,7 @@ def _layers(
     stream = NormedStream(x)
     for place, each in enumerate(config.layers[1:]):
         y = model.norm(config, stream.rows, weights["later.input_norm"][place])
-        assert isinstance(each.mixer, AttentionConfig)  # heads have only attention layers
+        assert isinstance(each.mixer, SelfAttentionConfig)  # heads have only attention layers
         stream, pools = model.attention_layer(
             config, each.mixer, weights, "later.", place, y, stream, rows, pools
         )
@@ -239,7 +239,7 @@ def _decoder_layer(
 ) -> tuple[Hidden, KV]:
     """Computes one layer with the residual `x`, whose attention reads `y`."""
     stream, kv = model.attention_layer(
-        config, config.attention, weights, prefix, 0, y, NormedStream(x), rows, kv
+        config, config.attentions[0], weights, prefix, 0, y, NormedStream(x), rows, kv
     )
     mlp = config.draft_layer.mlp
     stack = f"{prefix}{mlp.kind}.", 0

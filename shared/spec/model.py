@@ -146,21 +146,10 @@ def forward(
         name, index = f"{place.mixer}.", place.mixer_index
         projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
-        if isinstance(each.mixer, AttentionConfig):
-            norms_of = head_norms(config, weights, name, index)
-            mixed, pools[place.pool] = token_mixer(
-                each.mixer, norms_of, inputs, rows, pools[place.pool], place.pool_index
-            )
-        elif isinstance(each.mixer, LatentAttentionConfig):
-            mixed, pools[place.pool] = latent_mixer(
-                config,
-                each.mixer,
-                weights,
-                (name, index),
-                inputs,
-                rows,
-                pools[place.pool],
-                place.pool_index,
+        if isinstance(each.mixer, SelfAttentionConfig):
+            pool, at = pools[place.pool], place.pool_index
+            mixed, pools[place.pool] = attention_mixer(
+                config, each.mixer, weights, (name, index), inputs, rows, pool, at
             )
         else:
             mixed = mixer(index, inputs)
@@ -212,6 +201,31 @@ def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -
     return None if q is None else HeadNorms(q, k, config.rms_eps)
 
 
+def attention_mixer(
+    config: ModelConfig,
+    attention: SelfAttentionConfig,
+    weights: Weights,
+    stack: tuple[str, int],
+    inputs: Float[np.ndarray, "R outputs"],
+    rows: AttentionRows,
+    kv: KV,
+    layer: int,
+) -> tuple[Float[np.ndarray, "R values"], KV]:
+    """Computes the attention of one layer between its two projections.
+
+    Args:
+      config, attention: Config of the model, and of the layer's attention.
+      weights, stack: Weights, the prefix of the layer's parameters, and its index in their stacks.
+      inputs: The layer's projection.
+      rows: Positions and visibility of the rows.
+      kv, layer: Pools, and the layer's index in them.
+    """
+    if isinstance(attention, LatentAttentionConfig):
+        return latent_mixer(config, attention, weights, stack, inputs, rows, kv, layer)
+    norms = head_norms(config, weights, *stack)
+    return token_mixer(attention, norms, inputs, rows, kv, layer)
+
+
 def token_mixer(
     attention: AttentionConfig,
     norms: HeadNorms | None,
@@ -252,14 +266,8 @@ def latent_mixer(
     kv: KV,
     layer: int,
 ) -> tuple[Float[np.ndarray, "R values"], KV]:
-    """Applies `shared.spec.latent_attention.latent_attention` to one layer.
-
-    Args:
-      config, attention: Config of the model, and of the layer's latent attention.
-      weights, stack: Weights, the prefix of the layer's parameters, and its index in their stacks.
-      inputs: The layer's projection.
-      rows: Positions and visibility of the rows.
-      kv, layer: Pools, and the layer's index in them.
+    """Applies `shared.spec.latent_attention.latent_attention` to one layer; see
+    `attention_mixer`.
     """
     (prefix, index), has_rank = stack, attention.query_rank is not None
     kv_b = weights[f"{prefix}kv_b"][index]
@@ -277,7 +285,7 @@ def latent_mixer(
 
 def attention_layer(
     config: ModelConfig,
-    attention: AttentionConfig,
+    attention: SelfAttentionConfig,
     weights: Weights,
     prefix: str,
     layer: int,
@@ -289,10 +297,10 @@ def attention_layer(
     """Computes one attention layer of a draft head, whose projection reads `x` instead of the
     stream.
     """
-    name = f"{prefix}attention."
-    qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
-    norms = head_norms(config, weights, name, layer)
-    out, kv = token_mixer(attention, norms, qkv, rows, kv, layer)
+    name = f"{prefix}{attention.kind}."
+    inputs = linear.product(x, matrix(weights, f"{name}inputs", layer))
+    stack = name, layer
+    out, kv = attention_mixer(config, attention, weights, stack, inputs, rows, kv, layer)
     between = norm_between(config, weights, prefix, layer)
     added = linear.linear_add(out, matrix(weights, f"{name}out", layer), stream, norm=between)
     return added, kv
