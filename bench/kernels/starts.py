@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.common.draft_config import PLAIN, WITH_FOLDER, Draft, folders_of
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.models.families import config_from_folder
 
 ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
@@ -81,7 +82,7 @@ def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     targets = [folder for folder in sorted(SHAPES.iterdir()) if not _is_head(folder)]
     for model in [DEMO / "target", DEMO / "vlm", RANDOM, *targets]:
         yield model, PLAIN, ()
-        if "mtp_num_hidden_layers" in (model / "config.json").read_text(encoding="utf-8"):
+        if config_from_folder(model).has_mtp:
             yield model, "NEXTN", ()
         if model == SHAPES / "qwen3-8b-fp8":  # the others have experts or gated-delta layers
             yield model, PLAIN, ("--fp8-activations",)

@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.drafts.published import HEADS, cached_head
-from shared.models.checkpoint import open_checkpoint
+from shared.models.checkpoint import SINGLE_FILE, open_checkpoint
 from shared.models.hub import Repository
 from shared.options.command_line import parse
 from shared.options.options import Options
 from shared.process.model_check import check_model
+from tests.support.tiny_models import write_tiny
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 AUTO = "--speculative-algorithm=auto"
@@ -45,6 +47,18 @@ def test_algorithm_auto_detects_kind_of_given_draft_model(folder: str, name: str
     options = checked(AUTO, "--speculative-draft-model-path", str(DEMO / folder))
     assert options.speculative.speculative_algorithm == name
     assert options.reasons[0].startswith(f"--speculative-algorithm {name}: kind of the draft model")
+
+
+def test_mtp_tensors_decide_where_config_names_layer(tmp_path: Path):
+    write_tiny(tmp_path, "glm4_moe", 0)
+    model = ("--model-path", str(tmp_path))
+    assert checked(AUTO, *model).speculative.speculative_algorithm == "NEXTN"
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    kept = {name: x for name, x in tensors.items() if not name.startswith("model.layers.3.")}
+    save_file(kept, tmp_path / SINGLE_FILE)
+    assert not checked(AUTO, *model).speculative.drafts
+    with pytest.raises(ValueError, match=r"no layers\.3\.\* tensors.*use a checkpoint with"):
+        checked("--speculative-algorithm=NEXTN", *model)
 
 
 def test_algorithm_auto_without_drafter_uses_plain_decoding():
