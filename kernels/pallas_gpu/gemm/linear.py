@@ -30,7 +30,7 @@ from kernels.pallas_gpu.gemm.linear_launch import (
     gathered,
     joins,
 )
-from kernels.pallas_gpu.gemm.linear_mainloop import Factors, sums_of
+from kernels.pallas_gpu.gemm.linear_mainloop import sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
@@ -297,7 +297,8 @@ def _product_kernel(
     tile = _Tile.of(tiling, layer_ref)
     peers = None if boxes is None else PeerView.read(inputs.place, boxes, tiling.blocks)
     early = _preload(inputs, tile)
-    operands = (x_ref, weights_ref, inputs.scales, inputs.row_scales, tile.layer)
+    operands = {"x": x_ref, "weights": weights_ref, "stack": (tile.layer,)}
+    operands |= {"scales": inputs.scales, "row_scales": inputs.row_scales}
     block = ResultBlock(
         number=tile.block,
         row=tile.row,
@@ -308,7 +309,7 @@ def _product_kernel(
         weights=2 if settings.is_gated else 1,
         tiles=tiling.tiles,
     )
-    sums = sums_of(Factors(*operands, tiling.format), block, is_compiled)
+    sums = sums_of(operands, tiling.format, block, is_compiled)
     out = _finished(sums, early, inputs, tile, x_ref.shape[1], tiling.N, settings)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
     read = out

@@ -1,7 +1,5 @@
 """Main loop of the GEMM kernels: one chain along the inputs (Pallas, Triton backend)."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,31 +10,27 @@ from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
 from shared.models.formats.weight_format import PLAIN
 
 
-class Factors(NamedTuple):
-    """Operands: rows and a layer of stacked weights, with scales if they are FP8.
+def sums_of(operands, format, block, is_compiled):
+    """Computes the accumulators of a block, `[rows, columns]` for each weight.
 
-    Attributes:
-      scales: Scales of stacked FP8 weights.
-      row_scales: Scales of quantised rows.
-      layer: Index into the stack.
+    Args:
+      operands: Arrays of the block and place in the stack, fields of `OperandTiles`.
       format: Name of the weight format.
+      block: Block of the result.
+      is_compiled: Whether the kernel is compiled, not interpreted.
     """
-
-    x: Any
-    weights: Any
-    scales: Any
-    row_scales: Any
-    layer: Any
-    format: str
-
-
-def sums_of(factors, block, is_compiled):
-    """Computes the accumulators of a block, `[rows, columns]` for each weight."""
     tiles, rows = block.tiles, block.row.shape[0]
-    tile = _tile_of(factors, block)
+    tile = OperandTiles(
+        **operands,
+        scale_row=block.row,
+        has_all_rows=block.has_all_rows,
+        has_all_outputs=block.has_all_columns,
+        loads_weight_first=format != PLAIN,
+        **LOADERS[format].of_block(block),
+    )
     shape = (tile.columns, rows) if tiles.swapped else (rows, tile.columns)
-    loader = LOADERS[factors.format](tile, tiles.depth, is_compiled)
-    steps = pl.cdiv(factors.x.shape[1], tiles.depth)
+    loader = LOADERS[format](tile, tiles.depth, is_compiled)
+    steps = pl.cdiv(tile.x.shape[1], tiles.depth)
     sums = accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped)
     if is_compiled:
         sums[0] = let_next_start(sums[0])
@@ -69,22 +63,6 @@ def accumulate(loader, shape, count, steps, is_swapped):
 
     nothing = (jnp.zeros(shape, jnp.float32),) * count
     return list(lax.fori_loop(0, steps, add, (nothing, loader.start()))[0])
-
-
-def _tile_of(factors, block):
-    """Returns the tile of a block as its loader reads it."""
-    return OperandTiles(
-        x=factors.x,
-        row_scales=factors.row_scales,
-        weights=factors.weights,
-        scales=factors.scales,
-        stack=(factors.layer,),
-        scale_row=block.row,
-        has_all_rows=block.has_all_rows,
-        has_all_outputs=block.has_all_columns,
-        loads_weight_first=factors.format != PLAIN,
-        **LOADERS[factors.format].of_block(block),
-    )
 
 
 def let_next_start(x):
