@@ -4,7 +4,6 @@ The quantised values of dummy weights are odd integers below 16, which FP8 repre
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -87,7 +86,7 @@ class FP8Encoding:
         return fp8.apply_scales(elements, code_scales(parameter, self.granularity))
 
 
-def granularities(tensors: Sequence[StoredTensor | None]) -> set[Granularity | None]:
-    """Returns the granularities of tensors; None for each that is not FP8."""
-    encodings = {None if each is None else each.encoding for each in tensors}
-    return {x.granularity if isinstance(x, FP8Encoding) else None for x in encodings}
+def granularity_of(tensor: StoredTensor | None) -> Granularity | None:
+    """Returns the granularity of a tensor's scales; None if it is not FP8."""
+    encoding = tensor and tensor.encoding
+    return encoding.granularity if isinstance(encoding, FP8Encoding) else None

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
-from shared.models.formats.fp8_encoding import FP8Encoding
+from shared.models.formats.fp8_encoding import granularity_of
 from shared.models.formats.weight_format import (
     SCALES,
     VALUES,
@@ -98,10 +98,8 @@ class FP8W8A16:
 
 def _granularity(tensor: StoredTensor | None) -> Granularity | None:
     """Returns the granularity in memory of a tensor; None if it cannot stay FP8."""
-    if tensor is None or not isinstance(tensor.encoding, FP8Encoding):
-        return None
-    stored = tensor.encoding.granularity
-    if not fp8.has_whole_blocks(tensor.source, stored):
+    stored = granularity_of(tensor)
+    if tensor is None or stored is None or not fp8.has_whole_blocks(tensor.source, stored):
         return None
     return fp8.kept_granularity(stored) if are_in_bfloat16(tensor.read(SCALES)) else None
 

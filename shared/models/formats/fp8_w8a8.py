@@ -12,7 +12,7 @@ import numpy as np
 
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import BLOCK, Granularity
-from shared.models.formats.fp8_encoding import granularities
+from shared.models.formats.fp8_encoding import granularity_of
 from shared.models.formats.weight_format import (
     SCALES,
     VALUES,
@@ -101,12 +101,12 @@ class FP8W8A8:
 
 def is_w8a8(tensors: Sequence[StoredTensor | None]) -> bool:
     """Returns True if the tensors of a parameter are all FP8 with block scales."""
-    return granularities(tensors) == {Granularity.BLOCK}
+    return {granularity_of(tensor) for tensor in tensors} == {Granularity.BLOCK}
 
 
 def w8a8_fault(wanted: Sequence[Parameter], stored: StoredTensors) -> str | None:
     """Returns the reason why the tensors of a model exclude `--fp8-activations`, on any device."""
-    quantised = [p for p in wanted if granularities(stored(p)) - {None}]
+    quantised = [p for p in wanted if any(map(granularity_of, stored(p)))]
     if not quantised:
         return (
             "--fp8-activations requires a checkpoint with FP8 weights, and this one has "
