@@ -204,6 +204,7 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("olmo3", "EAGLE3"),
         ("phi3", "EAGLE3"),
         ("glm4_moe", "EAGLE3"),
+        ("glm4_moe", "NEXTN"),
         ("qwen3_moe", "EAGLE3"),
     ],
 )

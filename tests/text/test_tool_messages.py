@@ -26,6 +26,37 @@ message['content'] + '<output end>' }}{% endif %} {%- endfor %}
 """
 """Form of DeepSeek's template: writes a call if the content is none, its arguments as text."""
 
+DEEPSEEK_V3_1 = """
+{%- set state = namespace(after_user=false, after_call=false) %}
+{%- for message in messages %}
+{%- set calls = message['tool_calls'] if message['tool_calls'] is defined else none %}
+{%- if message['role'] == 'user' %}
+{%- set state.after_user = true %}{{ '<User>' + message['content'] }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and state.after_user %}
+{%- set state.after_user = false %}{{ '<Assistant></think>' }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and CONDITION %}
+{%- set state.after_call = false %}
+{%- for tool in calls %}
+{%- if not state.after_call %}
+{%- set state.after_call = true %}
+{%- if message['content'] is not none %}{{ message['content'] }}{% endif %}
+{{- '<calls>' }}
+{%- endif %}
+{{- '<call>' + tool['function']['name'] + '<sep>' + tool['function']['arguments'] + '<end>' }}
+{%- endfor %}
+{{- '<calls end><eos>' }}
+{%- elif message['role'] == 'assistant' %}{{ message['content'] + '<eos>' }}
+{%- endif %}
+{%- if message['role'] == 'tool' %}{{ '<output>' + message['content'] + '<output end>' }}
+{%- endif %}
+{%- endfor %}
+"""
+"""Form of DeepSeek-V3.1's template: the first call of a message follows its content."""
+
+WITH_CALLS, WITHOUT_CONTENT = "calls is not none", "message['content'] is none"
+
 LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
 LOOP += "{}{% endfor %}{{ m.content or '' }}|{% endfor %}"
 TEMPLATES_OF_TEXT = {
@@ -68,6 +99,38 @@ def test_render_keeps_calls_for_string_argument_templates(name: str, content: st
     assert prompt.count("<call>") == 2
     assert prompt.count("weather") == 4
     assert all(f"sunny {number}" in prompt for number in range(2))
+
+
+def calling(content: str, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    made = [{"id": f"call_{i}", "type": "function", "function": x} for i, x in enumerate(functions)]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+@pytest.mark.parametrize(
+    ("condition", "spoken"), [(WITH_CALLS, "I will look."), (WITHOUT_CONTENT, "")]
+)
+def test_deepseek_template_writes_all_earlier_calls(condition: str, spoken: str):
+    """A template that requires content None for calls drops the text next to a call."""
+    messages = [
+        {"role": "user", "content": "Zürich?"},
+        calling("", ("weather", ARGUMENTS), ("time", {})),
+        {"role": "tool", "tool_call_id": "call_0", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+        calling("I will look.", ("weather", {"city": "Bern"})),
+        {"role": "tool", "tool_call_id": "call_0", "content": "rain"},
+        {"role": "assistant", "content": "Sunny."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    template = ChatTemplate(DEEPSEEK_V3_1.replace("CONDITION", condition), {})
+    assert template.render(Conversation(messages)) == (
+        "<User>Zürich?<Assistant></think>"
+        f"<calls><call>weather<sep>{json.dumps(ARGUMENTS, ensure_ascii=False)}<end>"
+        "<call>time<sep>{}<end><calls end><eos>"
+        "<output>sunny<output end><output>noon<output end>"
+        f'{spoken}<calls><call>weather<sep>{{"city": "Bern"}}<end><calls end><eos>'
+        "<output>rain<output end>Sunny.<eos><User>Thanks."
+    )
 
 
 def test_render_keeps_text_next_to_call():
