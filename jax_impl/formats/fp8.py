@@ -9,7 +9,6 @@ from jax import lax
 from jaxtyping import Float, Float8e4m3fn, Float32, Int32, UInt8, UInt32
 
 from jax_impl.dummy_weights import top_bits, word_array
-from jax_impl.formats.format_ops import FormatOps, Planes
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.fp8_encoding import (
     CODES,
@@ -26,7 +25,7 @@ from shared.models.formats.fp8_w8a16 import (
     packed_scales,
     shape_of_words,
 )
-from shared.models.formats.weight_format import SCALES, VALUES
+from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
 
 

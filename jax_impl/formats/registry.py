@@ -11,7 +11,6 @@ from jax import lax
 from jaxtyping import Int, Shaped
 
 from jax_impl.formats import fp8
-from jax_impl.formats.format_ops import FormatOps, Planes
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.fp8_encoding import FP8Encoding
@@ -19,6 +18,8 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.weight_format import (
     VALUES,
+    FormatOps,
+    Planes,
     QuantizedFormat,
     TensorEncoding,
     WeightFormat,

@@ -17,7 +17,6 @@ import torch
 
 from jax_impl import weights as jax_weights
 from jax_impl.formats import registry as jax_formats
-from jax_impl.formats.format_ops import FormatOps as JaxOps
 from jax_impl.ops.gemm import linear as jax_linear
 from kernels.pallas_gpu.gemm import block_loaders as pallas_loaders
 from shared.models.checkpoint import CheckpointError, open_checkpoint
@@ -29,6 +28,7 @@ from shared.models.formats.names import ENCODINGS
 from shared.models.formats.quantization_config import CompressedTensors
 from shared.models.formats.weight_format import (
     PLAIN,
+    FormatOps,
     Plane,
     PlanePiece,
     StoredTensor,
@@ -43,7 +43,6 @@ from tests.support.tiny_models import tiny_config
 from tests.support.weight_formats import ON_GPU, read_planes, w8a8_of
 from torch_impl import weights as torch_weights
 from torch_impl.formats import registry as torch_formats
-from torch_impl.formats.format_ops import FormatOps as TorchOps
 from torch_impl.ops.gemm import linear as torch_linear
 
 FP8_FOLDER = Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8"
@@ -171,8 +170,8 @@ def int4(monkeypatch, tmp_path) -> Path:
     planted = {"int4": registry.Quantization(Int4Reader(), (SPELLING,), (Int4,))}
     monkeypatch.setattr(registry, "QUANTIZATIONS", registry.QUANTIZATIONS | planted)
     for module, ops in (
-        (jax_formats, JaxOps(jax_dequantized, lambda words: words, None)),
-        (torch_formats, TorchOps(torch_dequantized, lambda words: words, None)),
+        (jax_formats, FormatOps(jax_dequantized, lambda words: words, None)),
+        (torch_formats, FormatOps(torch_dequantized, lambda words: words, None)),
     ):
         monkeypatch.setattr(module, "FORMATS", {**module.FORMATS, Int4: ops})
     config = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)

@@ -19,10 +19,9 @@ from shared.models.formats.fp8_w8a16 import (
     SCALE_FACTOR,
     packed_scales,
 )
-from shared.models.formats.weight_format import SCALES, VALUES
+from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
 from torch_impl.dummy_weights import top_bits, word_array
-from torch_impl.formats.format_ops import FormatOps, Planes
 
 
 def packed(codes: UInt8[Tensor, "*stack N K"]) -> Int32[Tensor, "*stack N words"]:

@@ -16,13 +16,14 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.weight_format import (
     VALUES,
+    FormatOps,
+    Planes,
     QuantizedFormat,
     TensorEncoding,
     WeightFormat,
 )
 from shared.models.parameter import Parameter
 from torch_impl.formats import fp8
-from torch_impl.formats.format_ops import FormatOps, Planes
 
 FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
 """Operations of each quantised format."""

@@ -22,6 +22,9 @@ Place = tuple[int | slice, ...]
 PLAIN = "plain"
 """Name of the format of unquantised weights."""
 
+Planes = Mapping[str, Any]
+"""Planes of a weight by name, as arrays of a backend."""
+
 VALUES, SCALES = "values", "scales"
 """Planes of elements, one row per output, and of their scales."""
 
@@ -265,6 +268,22 @@ class QuantizedFormat(WeightFormat, Protocol):
           whole: Shape of the parameter.
         """
         ...
+
+
+@dataclass(frozen=True)
+class FormatOps:
+    """Operations of a quantised format in one backend.
+
+    Attributes:
+      dequantized: Returns the numbers of a weight.
+      converted: Converts elements from the order of the checkpoint to that of their plane.
+      dummy: Generates the planes of a dummy parameter, or of a rank's shard, for a format and a
+        device.
+    """
+
+    dequantized: Callable[[Planes], Any]
+    converted: Callable[[Any], Any]
+    dummy: Callable[[Any, Any, Any], Planes]
 
 
 def plane_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
