@@ -24,7 +24,6 @@ from shared.models.checkpoint import (
 )
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.file_kind import folder_fault
 from shared.models.parameter import Parameter
 from shared.models.parameters import decoder_parameters, parameters
 from shared.models.sentence_list import sentence_list
@@ -269,9 +268,7 @@ def open_head(folder: str | Path) -> Checkpoint:
     """Opens the safetensors files of a draft model's folder; raises `CheckpointError` if it
     cannot.
     """
-    if fault := folder_fault(Path(folder), DRAFT_FOLDER):
-        raise CheckpointError(fault)
-    return open_checkpoint(folder)
+    return open_checkpoint(folder, DRAFT_FOLDER)
 
 
 def dummy_head(config: DraftConfig) -> DummyCheckpoint:

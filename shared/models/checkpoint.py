@@ -324,14 +324,18 @@ class Checkpoint:
         check_stored(source.name, header, [source.shape], DTYPES, others)
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path, description: str = "the model folder") -> Checkpoint:
     """Opens the safetensors files of a folder: a single file, or the shards of an index.
+
+    Args:
+      folder: Path of the folder.
+      description: Noun phrase for the folder in messages.
 
     Raises:
       CheckpointError: The folder or a file is missing, truncated or invalid.
     """
     folder = Path(folder)
-    if fault := folder_fault(folder):
+    if fault := folder_fault(folder, description):
         raise CheckpointError(fault)
     return Checkpoint(weight_files(folder))
 
