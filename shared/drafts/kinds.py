@@ -5,7 +5,7 @@ comparing names. The module imports no array library, because `--help` reads it.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -184,7 +184,6 @@ _BLOCK = (
 )
 _BLOCK_DEFAULTS: Json = {"draft_vocab_size": 32000, "block_size": 8}
 _BLOCK_TENSORS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-_BLOCK_FLAGS = frozenset({WINDOW, LAYER_CONVENTION})
 
 _FIXED: dict[str, Any] = {
     "use_aux_hidden_state": True,
@@ -257,30 +256,32 @@ EAGLE3 = DrafterKind(
         is_independent=True,
     ),
 )
+_DFLASH_FILES = HeadFormat(
+    architectures=("DFlashDraftModel",),
+    speculators="dflash",
+    tensors=_BLOCK_TENSORS,
+    fields=_BLOCK,
+    fixed=_FIXED,
+    defaults=_BLOCK_DEFAULTS,
+    nested="dflash_config",
+    layer_type="qwen3",
+)
+_DFLASH_HEAD = HeadTraits(title="DFlash", embedding=EmbeddingInput.ROWS, aux_streams=block_streams)
 DFLASH = DrafterKind(
     name="DFLASH",
     aliases=("draft_dflash",),
     source=Source.HEAD,
     form=Form.BLOCK,
-    flags=_BLOCK_FLAGS,
-    files=HeadFormat(
-        architectures=("DFlashDraftModel",),
-        speculators="dflash",
-        tensors=_BLOCK_TENSORS,
-        fields=_BLOCK,
-        fixed=_FIXED,
-        defaults=_BLOCK_DEFAULTS,
-        nested="dflash_config",
-        layer_type="qwen3",
-    ),
-    head=HeadTraits(title="DFlash", embedding=EmbeddingInput.ROWS, aux_streams=block_streams),
+    flags=frozenset({WINDOW, LAYER_CONVENTION}),
+    files=_DFLASH_FILES,
+    head=_DFLASH_HEAD,
 )
-DSPARK = DrafterKind(
+DSPARK = replace(
+    DFLASH,
     name="DSPARK",
-    source=Source.HEAD,
-    form=Form.BLOCK,
-    flags=_BLOCK_FLAGS,
-    files=HeadFormat(
+    aliases=(),
+    files=replace(
+        _DFLASH_FILES,
         architectures=("DSparkDraftModel", "Qwen3DSparkModel"),
         speculators="dspark",
         tensors=(*_BLOCK_TENSORS, MARKOV_EMBEDDING),
@@ -289,32 +290,28 @@ DSPARK = DrafterKind(
         | {"enable_confidence_head", "confidence_head_with_markov"},
         fixed={**_FIXED, "projector_type": "dspark"},
         defaults={**_BLOCK_DEFAULTS, "markov_rank": 256},
-        nested="dflash_config",
-        layer_type="qwen3",
     ),
-    head=HeadTraits(
+    head=replace(
+        _DFLASH_HEAD,
         title="DSpark",
-        embedding=EmbeddingInput.ROWS,
-        aux_streams=block_streams,
         parts={"markov_rank": "a Markov step"},
         read_parts=lambda raw, layer, size: (markov_of(raw),),
         token_table="Markov step",
         samples_from_anchor=True,
     ),
 )
-DFLASH2 = DrafterKind(
+DFLASH2 = replace(
+    DFLASH,
     name="DFLASH2",
-    source=Source.HEAD,
-    form=Form.BLOCK,
-    flags=_BLOCK_FLAGS,
-    files=HeadFormat(
+    aliases=(),
+    files=replace(
+        _DFLASH_FILES,
         architectures=("DFlash2DraftModel",),
         speculators="dflash2",
         tensors=(*_BLOCK_TENSORS, SELECTOR_BEFORE),
         fields=_BLOCK
         | {"sample_from_anchor", "conv_kernel_size", "conv_group_size"}
         | {"selector_rank", "selector_top_k"},
-        fixed=_FIXED,
         defaults={
             **_BLOCK_DEFAULTS,
             "sliding_window_non_causal": True,
@@ -323,13 +320,10 @@ DFLASH2 = DrafterKind(
             "selector_rank": 256,
             "selector_top_k": 16,
         },
-        nested="dflash_config",
-        layer_type="qwen3",
     ),
-    head=HeadTraits(
+    head=replace(
+        _DFLASH_HEAD,
         title="DFlash2",
-        embedding=EmbeddingInput.ROWS,
-        aux_streams=block_streams,
         parts={
             "conv_kernel_size": "a convolution",
             "selector_rank": "a selector of candidates",
