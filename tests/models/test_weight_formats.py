@@ -139,7 +139,7 @@ class Int4Reader:
 
 SPELLING = CompressedTensors(
     formats=("pack-quantized",),
-    weights={"num_bits": [4], "type": ["int"], "group_size": [GROUP]},
+    served={"num_bits": [4], "type": ["int"], "group_size": [GROUP]},
     activations={},
     read=lambda weights: Groups(),
 )

@@ -9,16 +9,10 @@ import math
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from shared.models.config_fields import Json
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.fp8_encoding import FP8Encoding
-from shared.models.formats.quantization_config import (
-    HINTS,
-    CompressedTensors,
-    Served,
-    refuse_others,
-)
+from shared.models.formats.quantization_config import CompressedTensors, Spelling
 from shared.models.formats.weight_format import VALUES, Array, StoredTensor, TensorFiles
 from shared.models.parameter import CheckpointTensor
 from shared.models.parameter_arrays import slice_tensor
@@ -97,39 +91,24 @@ def _values(source: CheckpointTensor, files: TensorFiles) -> UInt8[np.ndarray, "
     return values
 
 
-class FP8Spelling:
-    """Spelling `fp8`; see `Spelling`."""
-
-    method = "fp8"
-    served: Served = {
-        "quant_method": [method],
-        "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
-        "weight_block_size": [None, _BLOCK_SIZE],
-        "activation_scheme": [None, "dynamic", "static"],
-        "scale_fmt": [None, "float"],
-        "expert_dtype": [None, "fp8"],
-        "dequantize": [None, False, True],
-    }
-
-    def matches(self, stated: Json) -> bool:
-        """Returns True: the method has one encoding."""
-        return True
-
-    def check(self, stated: Json) -> None:
-        """Checks all fields but lists of modules."""
-        refuse_others(stated, self.served, HINTS, "")
-
-    def encoding(self, stated: Json) -> FP8Encoding:
-        """Returns block scales, or per-tensor scales without a block size."""
-        is_block = bool(stated.get("weight_block_size"))
-        return FP8Encoding(Granularity.BLOCK if is_block else Granularity.TENSOR)
-
-
 SPELLINGS = (
-    FP8Spelling(),
+    Spelling(
+        method="fp8",
+        served={
+            "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
+            "weight_block_size": [None, _BLOCK_SIZE],
+            "activation_scheme": [None, "dynamic", "static"],
+            "scale_fmt": [None, "float"],
+            "expert_dtype": [None, "fp8"],
+            "dequantize": [None, False, True],
+        },
+        read=lambda stated: FP8Encoding(
+            Granularity.BLOCK if stated.get("weight_block_size") else Granularity.TENSOR
+        ),
+    ),
     CompressedTensors(
         formats=("float-quantized", "naive-quantized"),
-        weights={
+        served={
             "num_bits": [8],
             "type": ["float"],
             "symmetric": [True],

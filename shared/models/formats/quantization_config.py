@@ -6,7 +6,6 @@ is only checked for unsupported settings; dummy weights take their encoding from
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from shared.models.config_fields import Json, object_of
 from shared.models.formats.names import ENCODINGS
@@ -27,43 +26,45 @@ _QUANTISED_INPUTS = ("strategy", "dynamic", "symmetric", "group_size", "block_st
 """Activation quantisation of W8A8 checkpoints, which is not read."""
 
 
-@runtime_checkable
-class Spelling(Protocol):
-    """Spelling of one encoding in `quantization_config`."""
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """Spelling of one encoding in `quantization_config`.
 
-    @property
-    def method(self) -> str:
-        """Value of `quant_method`."""
-        ...
+    Attributes:
+      method: Value of `quant_method`.
+      served: Supported fields but lists of modules.
+      read: Returns the encoding of checked fields.
+    """
+
+    method: str
+    served: Served
+    read: Callable[[Json], TensorEncoding]
 
     def matches(self, stated: Json) -> bool:
         """Returns True if a config of this method declares the encoding."""
-        ...
+        return True
 
     def check(self, stated: Json) -> None:
         """Raises `ValueError` for the first unsupported field."""
-        ...
+        refuse_others(stated, {"quant_method": [self.method], **self.served}, HINTS, "")
 
     def encoding(self, stated: Json) -> TensorEncoding:
         """Returns the encoding of a checked config."""
-        ...
+        return self.read(stated)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedTensors:
-    """Spelling of vLLM's tools: groups of modules, each with the same fields.
+class CompressedTensors(Spelling):
+    """Spelling of vLLM's tools: groups of modules; `served` and `read` are of their `weights`.
 
     Attributes:
       formats: Values of `format`.
-      weights, activations: Supported fields of a group's `weights` and `input_activations`.
-      read: Returns the encoding of a group's `weights`.
+      activations: Supported fields of a group's `input_activations`.
     """
 
+    method: str = "compressed-tensors"
     formats: tuple[str, ...]
-    weights: Served
     activations: Served
-    read: Callable[[Json], TensorEncoding]
-    method = "compressed-tensors"
 
     def matches(self, stated: Json) -> bool:
         """Returns True for one of the formats."""
@@ -99,7 +100,7 @@ class CompressedTensors:
         require(group, "weights", place)
         weights = object_of(group, "weights")
         require(weights, "type", f"{place}weights.")
-        refuse_others(weights, self.weights, _MEASURED, f"{place}weights.")
+        refuse_others(weights, self.served, _MEASURED, f"{place}weights.")
         inputs, ignored = object_of(group, "input_activations"), (*_MEASURED, *_QUANTISED_INPUTS)
         refuse_others(inputs, self.activations, ignored, f"{place}input_activations.")
 
