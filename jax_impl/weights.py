@@ -230,7 +230,7 @@ def _loaded(
         )
         progress(checkpoint.num_bytes([parameter]))
         if (encoding := checkpoint.encoding_of(parameter)) is not None:
-            made = registry.scaled_dummy(encoding, made, parameter)
+            made = registry.SCALED[type(encoding)](made, parameter, encoding)
         return made
     is_large = math.prod(parameter.shape) >= LARGE
     if not (is_large and isinstance(checkpoint, Checkpoint)):

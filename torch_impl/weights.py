@@ -192,7 +192,7 @@ def _loaded(
         )
         progress(checkpoint.num_bytes([parameter]))
         if (encoding := checkpoint.encoding_of(parameter)) is not None:
-            made = registry.scaled_dummy(encoding, made, parameter)
+            made = registry.SCALED[type(encoding)](made, parameter, encoding)
         return _centred(parameter, made)
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)

@@ -15,7 +15,7 @@ from shared.models.config import ModelConfig
 from shared.models.file_kind import INDEX_FILE as INDEX_FILE
 from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
 from shared.models.file_kind import folder_fault
-from shared.models.formats.registry import reader_of, readers
+from shared.models.formats.registry import readers
 from shared.models.formats.weight_format import (
     PlanePiece,
     QuantizedFormat,
@@ -291,7 +291,8 @@ class Checkpoint:
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
     def _reader(self, name: str) -> TensorReader | None:
-        return reader_of(name, self)
+        """Returns the reader of a tensor; None if it is not quantised."""
+        return next((each for each in readers() if each.companions(name, self)), None)
 
     def _companions(self, name: str) -> tuple[str, ...]:
         """Returns the names of the tensors that belong to a quantised tensor, such as scales."""

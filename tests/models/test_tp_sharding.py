@@ -217,7 +217,7 @@ def _dummy_of(name, dummy, local, formats):
         kind = torch.float32 if name == "torch" else np.float32
         made = backend.dummy_weights.parameter_array(local, dummy.init_spec(local), kind, device)
         if (encoding := dummy.encoding_of(local)) is not None:
-            made = backend.registry.scaled_dummy(encoding, made, local)
+            made = backend.registry.SCALED[type(encoding)](made, local, encoding)
         return np.asarray(made)
     (format,) = formats.values()
     planes = backend.registry.read(dummy, local, format, device, lambda count: None)

@@ -19,7 +19,6 @@ from shared.models.formats.weight_format import (
     FormatOps,
     Planes,
     QuantizedFormat,
-    TensorEncoding,
     WeightFormat,
 )
 from shared.models.parameter import Parameter
@@ -29,19 +28,12 @@ FORMATS: Mapping[type, FormatOps] = {FP8W8A16: fp8.W8A16, FP8W8A8: fp8.W8A8}
 """Operations of each quantised format."""
 
 SCALED: Mapping[type, Callable[[Any, Parameter, Any], Tensor]] = {FP8Encoding: fp8.scaled}
-"""Functions that multiply dummy elements of an encoding by their scales."""
+"""Functions that multiply elements of a dummy parameter or shard by their scales, in place."""
 
 
 def dequantized(format: WeightFormat, planes: Planes) -> Shaped[Tensor, "*experts outputs inputs"]:
     ops = FORMATS.get(type(format))
     return planes[VALUES] if ops is None else ops.dequantized(planes)
-
-
-def scaled_dummy(
-    encoding: TensorEncoding, elements: Shaped[Tensor, "..."], parameter: Parameter
-) -> Shaped[Tensor, "..."]:
-    """Returns the dequantised elements of a dummy parameter or shard, in place."""
-    return SCALED[type(encoding)](elements, parameter, encoding)
 
 
 def read(

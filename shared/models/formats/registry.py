@@ -20,7 +20,6 @@ from shared.models.formats.weight_format import (
     QuantizedFormat,
     StoredTensors,
     TensorEncoding,
-    TensorFiles,
     TensorReader,
 )
 from shared.models.parameter import Parameter
@@ -71,11 +70,6 @@ def choose_formats(
 def readers() -> list[TensorReader]:
     """Returns the readers of all encodings."""
     return [kind.reader for kind in QUANTIZATIONS.values()]
-
-
-def reader_of(name: str, files: TensorFiles) -> TensorReader | None:
-    """Returns the reader of a tensor; None if it is not quantised."""
-    return next((each for each in readers() if each.companions(name, files)), None)
 
 
 def refuse_other_quantisation(stated: Json) -> None:
