@@ -199,11 +199,11 @@ class Parameter:
         first, num_outputs = 0, self.shape[self.axis]
         inner = math.prod(self.shape[len(self.shape) + self.axis + 1 :])
         for source in sources:
-            axis = next(
-                i for i in range(len(source.shape)) if math.prod(source.shape[i + 1 :]) == inner
-            )
+            rows = [math.prod(source.shape[i + 1 :]) for i in range(len(source.shape))]
+            axis = next(i for i, row in enumerate(rows) if inner % row == 0)
+            share = inner // rows[axis]  # rows of the tensor in an output, if it has several
             offset = first // inner % num_outputs
-            runs = [(begin - offset, end - offset) for begin, end in outputs]
+            runs = [((begin - offset) * share, (end - offset) * share) for begin, end in outputs]
             inside = [(max(0, begin), min(source.shape[axis], end)) for begin, end in runs]
             parts = tuple(self._cut(source.parts, outputs))
             taken = tuple(run for run in inside if run[0] < run[1])

@@ -70,6 +70,11 @@ class LatentAttentionConfig:
         return (CacheArraySpec("latent", CacheUnit.POSITION, (1, self.head_size), heads=None),)
 
     @property
+    def with_kv(self) -> Self:
+        """The config itself: every layer has a cache of its own."""
+        return self
+
+    @property
     def sizes(self) -> Self:
         """The config itself: all layers of a group are equal."""
         return self
@@ -88,7 +93,7 @@ class LatentAttentionConfig:
     ) -> list[Parameter]:
         """Returns the stacks of some layers.
 
-        `kv_b` has the rows of each head together, keys first: `[heads * (nope + value), latent]`.
+        `kv_b` has the rows of each head together, keys first: `[heads, nope + value, latent]`.
 
         Args:
           prefix: Prefix of the parameter names.
@@ -97,14 +102,15 @@ class LatentAttentionConfig:
         """
         hidden, keys, values = settings.hidden, self.nope_size + self.rope_size, self.value_size
         inputs, cut = self._inputs(settings.inputs)
-        kv_b = {"self_attn.kv_b_proj.weight": (self._kv_rows, self.latent_rank)}
-        by_heads = (ShardedRange(self._kv_rows, self.nope_size + values),)
+        heads = (self.num_heads, self.nope_size + values, self.latent_rank)
+        kv_b = {"self_attn.kv_b_proj.weight": (heads[0] * heads[1], heads[2])}
+        by_heads = {"sections": (ShardedRange(self.num_heads),), "axis": -3}
         out = {"self_attn.o_proj.weight": (hidden, self.num_heads * values)}
         columns, centre = (ShardedRange(hidden),), settings.norm_centre
-        heads = stack(f"{prefix}kv_b", layers, kv_b, sections=by_heads)
+        stored = stack(f"{prefix}kv_b", layers, kv_b, shape=heads, **by_heads)
         tensors = [
             stack(f"{prefix}inputs", layers, inputs, sections=cut),
-            replace(heads, is_dequantized=True),
+            replace(stored, is_dequantized=True),
             stack(f"{prefix}out", layers, out, sections=columns),
             self._norm(f"{prefix}latent_norm", layers, "kv_a", self.latent_rank, centre),
         ]
@@ -112,18 +118,13 @@ class LatentAttentionConfig:
             tensors.append(bias(f"{prefix}inputs", layers, inputs, cut))
             tensors.append(bias(f"{prefix}out", layers, out, columns))
         if self.query_rank is not None:
-            rows = self.num_heads * keys
-            queries = {"self_attn.q_b_proj.weight": (rows, self.query_rank)}
-            by_heads = (ShardedRange(rows, keys),)
-            tensors.append(stack(f"{prefix}queries", layers, queries, sections=by_heads))
+            rows = ShardedRange(self.num_heads * keys, keys)
+            queries = {"self_attn.q_b_proj.weight": (rows.size, self.query_rank)}
+            tensors.append(stack(f"{prefix}queries", layers, queries, sections=(rows,)))
             tensors.append(
                 self._norm(f"{prefix}query_norm", layers, "q_a", self.query_rank, centre)
             )
         return tensors
-
-    @property
-    def _kv_rows(self) -> int:
-        return self.num_heads * (self.nope_size + self.value_size)
 
     def _inputs(self, width: int) -> tuple[Mapping[str, tuple[int, ...]], tuple[ShardedRange, ...]]:
         """Returns the tensors of the input projection, and its TP sections: none if all ranks have
