@@ -100,7 +100,7 @@ class HeadDrafter:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
         self._kv = cache_pools.new_kv(
-            drafter.layer.attention, drafter.num_layers, capacity.num_pages, capacity.page_size
+            drafter.layer.attentions[0], drafter.num_layers, capacity.num_pages, capacity.page_size
         )
         self._inputs = eagle.DraftInput(  # by slot
             tokens=np.zeros((slots, width), np.int32),

@@ -270,12 +270,11 @@ def latent_mixer(
     `attention_mixer`.
     """
     (prefix, index), has_rank = stack, attention.query_rank is not None
-    kv_b = weights[f"{prefix}kv_b"][index]
     own = LatentWeights(
         latent_norm=scale(config, weights[f"{prefix}latent_norm"][index]),
         query_norm=scale(config, weights[f"{prefix}query_norm"][index]) if has_rank else None,
         queries=matrix(weights, f"{prefix}queries", index) if has_rank else None,
-        kv_b=kv_b.reshape(attention.num_heads, -1, attention.latent_rank),
+        kv_b=weights[f"{prefix}kv_b"][index],
     )
     out, pages = latent_attention(
         inputs, attention, own, angles(attention, rows), rows, kv[layer, 0]

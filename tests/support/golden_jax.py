@@ -65,7 +65,7 @@ class JaxModel:
         pool = (NUM_PAGES, PAGE_SIZE)
         pools = self._config.cache_pools
         self._kv = cache_pools.new_pools(pools, pool, np.float32)
-        self._mtp_kv = cache_pools.new_kv(self._config.attention, 1, pool, np.float32)
+        self._mtp_kv = cache_pools.new_kv(self._config.draft_layer.mixer, 1, pool, np.float32)
         self._state = cache_pools.new_states(pools, 1, np.float32)
         self._length, self._delta = 0, None
 
@@ -99,11 +99,11 @@ class JaxModel:
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return np.asarray(self._state.recurrent[layer, 0]), np.asarray(self._state.window[layer, 0])
 
-    def kv(self, layer: int) -> tuple[Array, Array]:
+    def kv(self, layer: int) -> tuple[Array, ...]:
         pool, index = pool_of(self._config, layer)
         pages = self._kv[pool][index]
-        k, v = (np.asarray(attention.read(pages[i], ints(TABLE))) for i in (0, 1))
-        return k[0, : self._length], v[0, : self._length]
+        planes = (np.asarray(attention.read(each, ints(TABLE))) for each in pages)
+        return tuple(each[0, : self._length] for each in planes)
 
     def mtp(
         self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None

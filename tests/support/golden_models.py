@@ -26,7 +26,7 @@ from tests.support.weight_formats import read_planes, w8a8_of
 
 PAGE_SIZE = 16
 NUM_PAGES = 20
-KV = "attention"
+KV = ("attention", "latent_attention")
 TABLE = 1 + np.random.default_rng(0).permutation(NUM_PAGES - 1)[None]
 """Pages of the request, in no order, page 0 (the sink) left out."""
 
@@ -35,7 +35,7 @@ Array = np.ndarray
 
 def pool_of(config: ModelConfig, number: int) -> tuple[int, int]:
     """Pool of an attention layer, and its index in it; `number` counts attention layers."""
-    at = (x for each, x in zip(config.layers, config.places, strict=True) if each.mixer.kind == KV)
+    at = (x for each, x in zip(config.layers, config.places, strict=True) if each.mixer.kind in KV)
     return next((x.pool, x.pool_index) for i, x in enumerate(at) if i == number)
 
 
@@ -98,8 +98,10 @@ class GoldenModel(Protocol):
         """State `[H, K, V]` and window `[3, C]` of one gated-delta layer, counted in its kind."""
         ...
 
-    def kv(self, layer: int) -> tuple[Array, Array]:
-        """Committed keys and values `[T, Hk, D]` of one attention layer, counted in its kind."""
+    def kv(self, layer: int) -> tuple[Array, ...]:
+        """Committed rows `[T, Hk, D]` of one attention layer, counted in its kind: keys and values,
+        or latents.
+        """
         ...
 
     def mtp(
@@ -219,10 +221,9 @@ class SpecModel:
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return self._state.recurrent[layer, 0], self._state.window[layer, 0]
 
-    def kv(self, layer: int) -> tuple[Array, Array]:
+    def kv(self, layer: int) -> tuple[Array, ...]:
         pool, index = pool_of(self.config, layer)
-        k, v = (attention.read(each, TABLE, self._length) for each in self._kv[pool][index])
-        return k[0], v[0]
+        return tuple(attention.read(each, TABLE, self._length)[0] for each in self._kv[pool][index])
 
     def mtp(
         self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None

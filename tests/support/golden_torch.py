@@ -43,7 +43,7 @@ def ints(values: Array) -> torch.Tensor:
 
 
 def new_kv(config: ModelConfig, num_layers: int) -> torch.Tensor:
-    mixer = config.attention
+    mixer = config.draft_layer.mixer
     return cache_pools.new_kv(mixer, num_layers, (NUM_PAGES, PAGE_SIZE), torch.float32, CPU)
 
 
@@ -124,10 +124,10 @@ class TorchModel:
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return self._state.recurrent[layer, 0].numpy(), self._state.window[layer, 0].numpy()
 
-    def kv(self, layer: int) -> tuple[Array, Array]:
+    def kv(self, layer: int) -> tuple[Array, ...]:
         pool, index = pool_of(self._model.config, layer)
         pages = self._kv[pool][index][:, self._table[0]].flatten(1, 2)[:, : self._length]
-        return pages[0].numpy(), pages[1].numpy()
+        return tuple(each.numpy() for each in pages)
 
     def mtp(
         self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None
