@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.model_weights import Attention, GatedDelta, Layer
+from jax_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer
 from jax_impl.ops import Norm, Place
-from jax_impl.ops.attention import attention_layer
+from jax_impl.ops.attention import attention_layer, latent_attention
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
@@ -21,7 +21,11 @@ from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import (
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    SelfAttentionConfig,
+)
 from shared.spec.layers import rotary_frequencies
 from shared.spec.mrope import mrope_section_map
 
@@ -54,13 +58,13 @@ class GDNMixer(Protocol):
         ...
 
 
-def angles(config: AttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angles:
+def angles(config: SelfAttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angles:
     """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
     frequencies = jnp.asarray(rotary_frequencies(config.rotary))
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
-def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[jax.Array, "R ..."]:
+def rope_positions(config: SelfAttentionConfig, rows: AttentionRows) -> Int[jax.Array, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.mrope_positions is None or not config.rotary.sections:
         return rows.positions
@@ -86,7 +90,7 @@ class AttentionContext(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: AttentionConfig, rows: AttentionRows, kv: KV, group: TPGroup
+        cls, config: SelfAttentionConfig, rows: AttentionRows, kv: KV, group: TPGroup
     ) -> "AttentionContext":
         """Builds the inputs for a pass over rows."""
         seen = with_sliding_window(rows, config.window)
@@ -94,8 +98,8 @@ class AttentionContext(NamedTuple):
         return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:
-    if not config.query_scaling_beta:
+def _query_scale(config: SelfAttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:
+    if isinstance(config, LatentAttentionConfig) or not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
     return layers.query_scaling(rows.positions, config.query_scaling_beta, context)
@@ -110,18 +114,23 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    mixer: AttentionConfig,
+    mixer: SelfAttentionConfig,
     context: AttentionContext,
     place: Place,
-    weights: Attention | GatedDelta,
+    weights: Attention | LatentAttention | GatedDelta,
     qkv: Float[jax.Array, "R outputs"],
     kv: PagedKV,
 ) -> tuple[Float[jax.Array, "R values"], PagedKV]:
-    """Runs attention on a layer's QKV projection; the KV that it reads is at index `place`.
+    """Runs attention on a layer's input projection; the KV that it reads is at index `place`.
 
     Args:
       kv: Pools returned by the previous attention layer; visible KV may differ by layer.
     """
+    if isinstance(mixer, LatentAttentionConfig):
+        assert isinstance(weights, LatentAttention)
+        given = (weights.heads, context.rope, context.rows, kv.pools, place)
+        out, pools = latent_attention.latent_attention(qkv, mixer, *given)
+        return out, kv._replace(pools=pools)
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(mixer), head_norms(config, weights)
     if context.query_scale is not None:

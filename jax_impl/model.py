@@ -31,7 +31,7 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig, MixerConfig, SelfAttentionConfig
 
 STATES = GatedDeltaConfig.kind, 0
 """Key of the recurrent states, which have one pool."""
@@ -58,7 +58,7 @@ class Forward(NamedTuple):
 class DecoderLayer(NamedTuple):
     """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed: Feed
     pool: int
     place: int
@@ -114,11 +114,11 @@ def forward(
     config, eps = model.config, model.config.rms_eps
     # Layers of one configuration share a mixer, and a context with those that read their KV; layers
     # of one pool pass its carry on.
-    contexts: dict[AttentionConfig, AttentionContext] = {}
+    contexts: dict[SelfAttentionConfig, AttentionContext] = {}
     carries: dict[tuple[str, int], Any] = {}
     for block in model.blocks:
         each = block.mixer
-        if isinstance(each, AttentionConfig) and each.with_kv not in contexts:
+        if isinstance(each, SelfAttentionConfig) and each.with_kv not in contexts:
             context = AttentionContext.of(each, rows, kv[block.pool], model.group)
             contexts[each.with_kv] = context
             carries.setdefault((each.kind, block.pool), context.kv)
@@ -131,7 +131,7 @@ def forward(
     # Traced and lowered once for all layers of a kind, which differ only in their arrays.
     @partial(jax.jit, static_argnums=(0, 1))
     def run_block(
-        like: AttentionConfig | GatedDeltaConfig,
+        like: MixerConfig,
         feed: Feed,
         layer: Layer,
         stream: NormedStream,
@@ -162,7 +162,8 @@ def forward(
     if mixer is not None:
         mixer.carry = carries[STATES]
     hidden = layers.rms_norm(stream.whole, model.weights.final_norm, eps)
-    pools = tuple(carries[AttentionConfig.kind, pool].pools for pool in range(len(kv)))
+    kinds = (each.mixer.kind for each in config.kv_pools)
+    pools = tuple(carries[kind, pool].pools for pool, kind in enumerate(kinds))
     return Forward(hidden, tuple(streams), pools)
 
 

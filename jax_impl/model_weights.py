@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Norm
+from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.moe.experts import Experts
 from shared.drafts.checkpoint import part_names
@@ -24,6 +25,14 @@ class Attention(NamedTuple):
     out: Matrix
     q_norm: Float[jax.Array, "*L queries"] | None
     k_norm: Float[jax.Array, "*L keys"] | None
+
+
+class LatentAttention(NamedTuple):
+    """Latent attention layer; `heads` has the weights between its projections."""
+
+    inputs: Matrix
+    out: Matrix
+    heads: LatentWeights
 
 
 class GatedDelta(NamedTuple):
@@ -51,7 +60,7 @@ class Layer(NamedTuple):
     """
 
     input_norm: Norm | None
-    mixer: Attention | GatedDelta
+    mixer: Attention | LatentAttention | GatedDelta
     post_norm: Norm | None
     feed: Mlp | Experts
     mixer_end_norm: Norm | None

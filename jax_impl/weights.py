@@ -18,24 +18,19 @@ from jaxtyping import Int, Shaped
 
 from jax_impl import dummy_weights
 from jax_impl.formats import registry
+from jax_impl.layer_weights import layers_of
 from jax_impl.model_weights import (
-    Attention,
     BlockWeights,
     DraftVocabHead,
     EncoderBlock,
-    GatedDelta,
     HeadWeights,
-    Layer,
     LayerNorm,
-    Mlp,
     MTPLayer,
     VisionEncoderWeights,
     Weights,
 )
-from jax_impl.ops import Norm, Scale
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.gemm.linear import Matrix
-from jax_impl.ops.moe.experts import Experts
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
@@ -43,8 +38,6 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.weight_format import SCALES, QuantizedFormat
-from shared.models.groups import places
-from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
 from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import DRAFT_HEAD, divided_parameters
@@ -292,7 +285,7 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
         embed=alone["embed"],
         lm_head=Matrix.plain(alone.get("lm_head", alone["embed"])),
         final_norm=alone["final_norm"],
-        layers=_layers(loaded.stacks, "", config.layers, in_stacks),
+        layers=layers_of(loaded.stacks, "", config.layers, in_stacks),
         mtp=_mtp(config, loaded, in_stacks) if loaded.has_mtp else None,
         draft_rows=rows,
     )
@@ -330,93 +323,16 @@ def vision_encoder_of(loaded: Loaded) -> VisionEncoderWeights:
     )
 
 
-def _layers(
-    stacks: Mapping[str, Any], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
-) -> tuple[Layer, ...]:
-    layers, ats, feeds = [], places(like), {"mlp": _mlp, "experts": _experts}
-    # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
-    # of a head follow its first one.
-    alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
-    attention = partial(_attention, alone={*alone, "later.attention."})
-    mixers = {"attention": attention, "gated_delta": _gated_delta}
-    for i, (x, at) in enumerate(zip(like, ats, strict=True)):
-
-        def norm(name: str, i: int = i) -> Norm | None:
-            return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)
-
-        layer = Layer(
-            input_norm=norm("input_norm"),
-            mixer=mixers[x.mixer.kind](stacks, f"{prefix}{at.mixer}.", at.mixer_index, in_stacks),
-            post_norm=norm("post_attention_norm"),
-            feed=feeds[x.mlp.kind](stacks, f"{prefix}{at.mlp}.", at.mlp_index, in_stacks),
-            mixer_end_norm=norm("mixer_end_norm"),
-            feed_end_norm=norm("feed_end_norm"),
-        )
-        layers.append(layer)
-    return tuple(layers)
-
-
-def _mlp(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Mlp:
-    return Mlp(*(_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("gate_up", "down")))
-
-
-def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Experts:
-    def at(name: str) -> Matrix:
-        return _matrix(stacks, f"{prefix}{name}", place, in_stacks)
-
-    bias, has_own = stacks.get(f"{prefix}score_bias"), f"{prefix}shared_down" in stacks
-    return Experts(
-        router=at("router"),
-        gate_up=at("gate_up"),
-        down=at("down"),
-        score_bias=_vector(bias, place, in_stacks),
-        shared_gate_up=at("shared_gate_up") if has_own else None,
-        shared_down=at("shared_down") if has_own else None,
-    )
-
-
-def _attention(
-    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool, alone: set[str]
-) -> Attention:
-    norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
-    are_alone = not in_stacks or prefix in alone
-    norms = [x if x is None or not are_alone else x[place] for x in norms]
-    inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
-    return Attention(inputs, out, *norms)
-
-
-def _gated_delta(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> GatedDelta:
-    small = (stacks[f"{prefix}{x}"] for x in ("conv", "a_log", "dt_bias", "norm"))
-    conv, a_log, dt_bias, norm = (x if in_stacks else x[place] for x in small)
-    inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
-    return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
-
-
-def _matrix(stacks: Mapping[str, Any], name: str, place: int, in_stacks: bool) -> Matrix:
-    """Returns the weight of one layer of a stack, with its bias."""
-    stored, bias = stacks[name], stacks.get(f"{name}{BIAS}")
-    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
-    stack = stack._replace(bias=bias)
-    return stack._replace(layer=place) if in_stacks else stack.at(place)
-
-
-def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:
-    """Returns the vector of one layer of a stack, or None if the model has none."""
-    if stack is None:
-        return None
-    return Scale(stack, jnp.asarray(place, jnp.int32)) if in_stacks else stack[place]
-
-
 def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> MTPLayer:
     return MTPLayer(
         fc=Matrix.plain(loaded.alone["mtp.fc"]),
-        layer=_layers(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
+        layer=layers_of(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
         **{x: loaded.alone[f"mtp.{x}"] for x in ("embedding_norm", "hidden_norm", "final_norm")},
     )
 
 
 def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights:
-    layers = _layers(loaded.stacks, "layer.", config.layer.layers, in_stacks)
+    layers = layers_of(loaded.stacks, "layer.", config.layer.layers, in_stacks)
     return BlockWeights.of(config, layers, loaded.alone)
 
 
@@ -435,8 +351,8 @@ def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
         input_norm=alone.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layers=(
-            *_layers(loaded.stacks, "layer.", like[:1], in_stacks),
-            *_layers(loaded.stacks, "later.", like[1:], in_stacks),
+            *layers_of(loaded.stacks, "layer.", like[:1], in_stacks),
+            *layers_of(loaded.stacks, "later.", like[1:], in_stacks),
         ),
         final_norm=alone.get("final_norm"),
         lm_head=_own_head(loaded),

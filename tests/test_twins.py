@@ -33,6 +33,11 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",
     "weights.py::Loadable.load": "the same",
     "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
+    **{f"layer_weights.py::{x}": "as above" for x in ("layers_of", "matrix_of")},
+    **{
+        f"ops/attention/latent_attention.py::{x}": "as above"
+        for x in ("absorb_queries", "latent_queries", "value_heads")
+    },
     "ops/gemm/linear.py::Matrix.alone": "as above",
     "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/linear.py::kernel_products": "the same",

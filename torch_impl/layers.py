@@ -10,12 +10,16 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import (
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    SelfAttentionConfig,
+)
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
 from shared.spec.mrope import mrope_section_map
-from torch_impl.model_weights import Attention, GatedDelta, Layer
-from torch_impl.ops.attention import attention_layer
+from torch_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer
+from torch_impl.ops.attention import attention_layer, latent_attention
 from torch_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
@@ -36,20 +40,20 @@ Feed = Callable[[ModelConfig, Layer, NormedStream, Float[Tensor, " hidden"] | No
 """Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
 
 
-def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
+def rotary_frequencies(config: SelfAttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
     """Computes the RoPE frequencies of attention layers for `angles`."""
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
 def angles(
-    config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: AttentionRows
+    config: SelfAttentionConfig, frequencies: Float[Tensor, " half"], rows: AttentionRows
 ) -> Angles:
     """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
     positions = rope_positions(config, rows)
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
-def rope_positions(config: AttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
+def rope_positions(config: SelfAttentionConfig, rows: AttentionRows) -> Int[Tensor, "R ..."]:
     """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.mrope_positions is None or not config.rotary.sections:
         return rows.positions
@@ -86,7 +90,7 @@ class AttentionContext:
     @classmethod
     def of(
         cls,
-        config: AttentionConfig,
+        config: SelfAttentionConfig,
         frequencies: Float[Tensor, " half"],
         rows: AttentionRows,
         kv: KV,
@@ -98,8 +102,8 @@ class AttentionContext:
         return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
-def _query_scale(config: AttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:
-    if not config.query_scaling_beta:
+def _query_scale(config: SelfAttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:
+    if isinstance(config, LatentAttentionConfig) or not config.query_scaling_beta:
         return None
     context = config.rotary.original_context
     return layers.query_scaling(rows.positions, config.query_scaling_beta, context)
@@ -114,13 +118,17 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
 
 def attention(
     config: ModelConfig,
-    mixer: AttentionConfig,
+    mixer: SelfAttentionConfig,
     context: AttentionContext,
     place: int,
-    weights: Attention | GatedDelta,
+    weights: Attention | LatentAttention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
 ) -> Float[Tensor, "R values"]:
-    """Runs attention on a layer's QKV projection; the KV that it reads is at index `place`."""
+    """Runs attention on a layer's input projection; the KV that it reads is at index `place`."""
+    if isinstance(mixer, LatentAttentionConfig):
+        assert isinstance(weights, LatentAttention)
+        given = (weights.heads, context.rope, context.rows, context.kv.pools, place)
+        return latent_attention.latent_attention(qkv, mixer, *given)
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(mixer), head_norms(config, weights)
     if context.query_scale is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import MixerConfig, SelfAttentionConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -54,7 +54,7 @@ class Forward:
 class DecoderLayer:
     """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
 
-    mixer: AttentionConfig | GatedDeltaConfig
+    mixer: MixerConfig
     feed: Feed
     pool: int
     place: int
@@ -72,7 +72,7 @@ class Model:
 
     config: ModelConfig
     weights: Weights
-    frequencies: Mapping[AttentionConfig, Float[Tensor, " half"]]
+    frequencies: Mapping[SelfAttentionConfig, Float[Tensor, " half"]]
     blocks: tuple[DecoderLayer, ...]
     group: TPGroup
 
@@ -114,10 +114,10 @@ def forward(
     """
     config, weights = model.config, model.weights
     # Layers of one configuration share a mixer, and a context with those that read their KV.
-    contexts: dict[AttentionConfig, AttentionContext] = {}
+    contexts: dict[SelfAttentionConfig, AttentionContext] = {}
     for block in model.blocks:
         each = block.mixer
-        if isinstance(each, AttentionConfig) and each.with_kv not in contexts:
+        if isinstance(each, SelfAttentionConfig) and each.with_kv not in contexts:
             given = (model.frequencies[each], rows, kv[block.pool], model.group)
             contexts[each.with_kv] = AttentionContext.of(each, *given)
     mixers: dict[object, Callable[..., Tensor]] = {

@@ -9,6 +9,7 @@ from torch import Tensor
 from shared.drafts.checkpoint import part_names
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig
+from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
 from torch_impl.ops.moe.experts import Experts
 
@@ -24,6 +25,15 @@ class Attention:
     out: Matrix
     q_norm: Float[Tensor, " queries"] | None
     k_norm: Float[Tensor, " keys"] | None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Latent attention layer; `heads` has the weights between its projections."""
+
+    inputs: Matrix
+    out: Matrix
+    heads: LatentWeights
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Layer:
     """
 
     input_norm: Float[Tensor, " hidden"] | None
-    mixer: Attention | GatedDelta
+    mixer: Attention | LatentAttention | GatedDelta
     post_norm: Float[Tensor, " hidden"] | None
     feed: Mlp | Experts
     mixer_end_norm: Float[Tensor, " hidden"] | None

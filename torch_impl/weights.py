@@ -15,8 +15,6 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.weight_format import QuantizedFormat
-from shared.models.groups import places
-from shared.models.layers import LayerConfig
 from shared.models.parameter import Parameter, of_rank
 from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import DRAFT_HEAD, divided_parameters
@@ -26,22 +24,18 @@ from shared.models.vision_config import VisionConfig
 from shared.models.vision_parameters import check_vision_encoder
 from torch_impl import dummy_weights
 from torch_impl.formats import registry
+from torch_impl.layer_weights import layers_of, matrix_of
 from torch_impl.model_weights import (
-    Attention,
     BlockWeights,
     DraftVocabHead,
     EncoderBlock,
-    GatedDelta,
     HeadWeights,
-    Layer,
     LayerNorm,
-    Mlp,
     MTPLayer,
     VisionEncoderWeights,
     Weights,
 )
 from torch_impl.ops.gemm.linear import Matrix
-from torch_impl.ops.moe.experts import Experts
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
@@ -214,77 +208,9 @@ def _assemble(config: ModelConfig, tensors: Tensors, token_map: Sequence[int] | 
         embed=embed,
         lm_head=Matrix.plain(tensors.get("lm_head", embed)),
         final_norm=tensors["final_norm"],
-        layers=_layers(tensors, "", config.layers),
+        layers=layers_of(tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
         draft_rows=draft_rows,
-    )
-
-
-def _layers(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tuple[Layer, ...]:
-    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
-    feeds = {"mlp": _mlp, "experts": _experts}
-    for i, (each, at) in enumerate(zip(like, places(like), strict=True)):
-
-        def norm(name: str, i: int = i) -> Tensor | None:
-            stack = tensors.get(f"{prefix}{name}")
-            return None if stack is None else stack[i]
-
-        layer = Layer(
-            input_norm=norm("input_norm"),
-            mixer=mixers[each.mixer.kind](tensors, f"{prefix}{at.mixer}.", at.mixer_index),
-            post_norm=norm("post_attention_norm"),
-            mixer_end_norm=norm("mixer_end_norm"),
-            feed_end_norm=norm("feed_end_norm"),
-            feed=feeds[each.mlp.kind](tensors, f"{prefix}{at.mlp}.", at.mlp_index),
-        )
-        layers.append(layer)
-    return tuple(layers)
-
-
-def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:
-    return Mlp(*(_matrix(tensors, f"{prefix}{x}", place) for x in ("gate_up", "down")))
-
-
-def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
-    bias, has_own = tensors.get(f"{prefix}score_bias"), f"{prefix}shared_down" in tensors
-    router, gate_up, down = (
-        _matrix(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
-    )
-    return Experts(
-        router=router,
-        gate_up=gate_up,
-        down=down,
-        score_bias=None if bias is None else bias[place],
-        shared_gate_up=_matrix(tensors, f"{prefix}shared_gate_up", place) if has_own else None,
-        shared_down=_matrix(tensors, f"{prefix}shared_down", place) if has_own else None,
-    )
-
-
-def _attention(tensors: Tensors, prefix: str, place: int) -> Attention:
-    norms = (tensors.get(f"{prefix}{x}_norm") for x in "qk")
-    q_norm, k_norm = (x if x is None else x[place] for x in norms)
-    inputs, out = (_matrix(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
-    return Attention(inputs, out, q_norm, k_norm)
-
-
-def _matrix(tensors: Tensors, name: str, place: int) -> Matrix:
-    """Returns the weight of one layer of a stack, with its bias."""
-    stored = tensors[name]
-    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
-    return replace(stack, bias=tensors.get(f"{name}{BIAS}")).at(place)
-
-
-def _gated_delta(tensors: Tensors, prefix: str, place: int) -> GatedDelta:
-    def at(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}"][place]
-
-    return GatedDelta(
-        inputs=Matrix.plain(at("inputs")),
-        conv=at("conv"),
-        a_log=at("a_log"),
-        dt_bias=at("dt_bias"),
-        norm=at("norm"),
-        out=Matrix.plain(at("out")),
     )
 
 
@@ -292,7 +218,7 @@ def _mtp(config: ModelConfig, tensors: Tensors) -> MTPLayer:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return MTPLayer(
         fc=Matrix.plain(tensors["mtp.fc"]),
-        layer=_layers(tensors, "mtp.layer.", [config.draft_layer])[0],
+        layer=layers_of(tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},
     )
 
@@ -311,11 +237,11 @@ def _tower(config: VisionConfig, tensors: Tensors) -> VisionEncoderWeights:
 
         return EncoderBlock(
             attention_norm=norm_of("attention_norm"),
-            inputs=_matrix(tensors, "vision.attention.inputs", i),
-            out=_matrix(tensors, "vision.attention.out", i),
+            inputs=matrix_of(tensors, "vision.attention.inputs", i),
+            out=matrix_of(tensors, "vision.attention.out", i),
             mlp_norm=norm_of("mlp_norm"),
-            up=_matrix(tensors, "vision.mlp.up", i),
-            down=_matrix(tensors, "vision.mlp.down", i),
+            up=matrix_of(tensors, "vision.mlp.up", i),
+            down=matrix_of(tensors, "vision.mlp.down", i),
         )
 
     return VisionEncoderWeights(
@@ -333,7 +259,7 @@ def _head(config: DraftConfig, tensors: Tensors) -> HeadWeights | BlockWeights:
 
 
 def _block(config: DraftConfig, tensors: Tensors) -> BlockWeights:
-    layers = _layers(tensors, "layer.", config.layer.layers)
+    layers = layers_of(tensors, "layer.", config.layer.layers)
     return BlockWeights.of(config, layers, tensors)
 
 
@@ -351,8 +277,8 @@ def _eagle(config: DraftConfig, tensors: Tensors) -> HeadWeights:
         input_norm=tensors.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layers=(
-            *_layers(tensors, "layer.", like[:1]),
-            *_layers(tensors, "later.", like[1:]),
+            *layers_of(tensors, "layer.", like[:1]),
+            *layers_of(tensors, "later.", like[1:]),
         ),
         final_norm=tensors.get("final_norm"),
         lm_head=_own_head(tensors),

@@ -27,7 +27,7 @@ from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import SelfAttentionConfig
 
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]
@@ -200,7 +200,7 @@ def _through(
     contexts: dict[object, AttentionContext] = {
         each.mixer: AttentionContext.of(each.mixer, rows, kv, stream.group)
         for each in like
-        if isinstance(each.mixer, AttentionConfig)
+        if isinstance(each.mixer, SelfAttentionConfig)
     }
     paged = contexts[like[0].mixer].kv
     norms = [*(layer.input_norm for layer in layers[1:]), None]
@@ -208,7 +208,7 @@ def _through(
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixer, context = each.mixer, contexts[each.mixer]
-        assert isinstance(mixer, AttentionConfig)  # a head has attention layers only
+        assert isinstance(mixer, SelfAttentionConfig)  # a head has attention layers only
         mixed, paged = attention(config, mixer, context, place, layer.mixer, qkv, paged)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole, paged.pools

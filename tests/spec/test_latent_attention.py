@@ -14,6 +14,7 @@ from tests.support.cases.attention.latent_attention import (
     LatentCase,
     with_nan_in_unwritten_rows,
 )
+from tests.support.implementations import Implementation, each_implementation
 
 # Float32 on both sides: sums over at most 110 keys and 64 products in another order.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -82,3 +83,19 @@ def test_cached_row_is_independent_of_heads() -> None:
     (whole, pages), (half, same_pages) = case.specified(), halved.specified()
     np.testing.assert_array_equal(pages, same_pages)
     np.testing.assert_allclose(half, whole[:, whole.shape[1] // 2 :], **TOLERANCE)
+
+
+@each_implementation
+@each_case
+def test_latent_attention_matches_spec(name: str, implementation: Implementation) -> None:
+    case = CASES[name]
+    given = (case.inputs, case.config, case.weights, case.angles, case.rows, case.pool, LAYER)
+    ops = implementation("latent_attention")
+    got, (pools,) = ops.leaving((5,), "latent_attention", *given)
+    if isinstance(got, tuple):
+        got, pools = got
+    outputs, pages = case.specified()
+    np.testing.assert_allclose(got[real(case)], outputs[real(case)], **TOLERANCE)
+    np.testing.assert_allclose(pools[LAYER, 0, 1:], pages[1:], **TOLERANCE)
+    other = 1 - LAYER
+    np.testing.assert_array_equal(pools[other, 0, 1:], case.pool[other, 0, 1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import SelfAttentionConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -74,7 +74,8 @@ def mtp(model: Model) -> Head:
     """Builds the MTP layer of a checkpoint; embedding and LM head are the target's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # loaded with the checkpoint
-    frequencies, like = model.frequencies[config.attention], (config.draft_layer,)
+    like = (config.draft_layer,)
+    frequencies = model.frequencies[config.attentions[0]]
 
     def forward(
         rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
@@ -198,14 +199,14 @@ def _through(
     contexts: dict[object, AttentionContext] = {
         each.mixer: AttentionContext.of(each.mixer, frequencies, rows, kv, stream.group)
         for each in like
-        if isinstance(each.mixer, AttentionConfig)
+        if isinstance(each.mixer, SelfAttentionConfig)
     }
     norms = [*(layer.input_norm for layer in layers[1:]), None]
     for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
         if place:
             qkv = rmsnorm_linear(stream, config.rms_eps, layer.mixer.inputs)
         mixer, context = each.mixer, contexts[each.mixer]
-        assert isinstance(mixer, AttentionConfig)  # a head has attention layers only
+        assert isinstance(mixer, SelfAttentionConfig)  # a head has attention layers only
         mixed = attention(config, mixer, context, place, layer.mixer, qkv)
         stream = output_and_mlp(config, layer, FEEDS[each.mlp.kind], mixed, stream, norm)
     return stream.whole

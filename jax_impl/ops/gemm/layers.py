@@ -222,6 +222,19 @@ def query_scaling(
     return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / context))
 
 
+def apply_rotary_interleaved(
+    x: Float[jax.Array, "R H D"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+) -> Float[jax.Array, "R H D"]:
+    """Rotates dimension 2 i with dimension 2 i + 1."""
+    wide = x.astype(jnp.float32)
+    first, second = wide[..., ::2], wide[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
 def apply_rotary(
     x: Float[jax.Array, "R H D"],
     cos: Float[jax.Array, "R half"],

@@ -83,12 +83,12 @@ class PagedKV:
       arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
-    pools: Float[Tensor, "L 2 pages page Hk D"]
+    pools: Float[Tensor, "L planes pages page Hk D"]
     bounds: Int[Tensor, "B bounds"]
     arrivals: Int[Tensor, "B counters"]
 
     @classmethod
-    def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: AttentionRows) -> "PagedKV":
+    def of(cls, pools: Float[Tensor, "L planes pages page Hk D"], rows: AttentionRows) -> "PagedKV":
         """Builds the KV pools for a pass over the rows."""
         return cls(pools, *row_bounds(rows, pools.shape[4]))
 
@@ -232,7 +232,7 @@ def plain_write_kv(
     norms: HeadNorms,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L 2 pages page Hk D"],
+    kv: Float[Tensor, "L planes pages page Hk D"],
     layer: int,
 ) -> None:
     """Writes the KV of rows that run no attention, in place in the pools of one layer of `kv`."""
@@ -249,7 +249,7 @@ def kernel_write_kv(
     norms: HeadNorms,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L 2 pages page Hk D"],
+    kv: Float[Tensor, "L planes pages page Hk D"],
     layer: int,
 ) -> None:
     _place(kernels, projected, heads, norms, angles, rows, kv, layer)
@@ -265,7 +265,7 @@ def _place(
     norms: HeadNorms | None,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L 2 pages page Hk D"],
+    kv: Float[Tensor, "L planes pages page Hk D"],
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
     """Writes the rows' own keys and values with a kernel; returns the queries for attention."""

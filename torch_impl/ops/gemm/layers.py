@@ -209,6 +209,16 @@ def query_scaling(positions: Int[Tensor, " R"], beta: float, context: int) -> Fl
     return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
 
 
+def apply_rotary_interleaved(
+    x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
+) -> Float[Tensor, "R H D"]:
+    """Rotates dimension 2 i with dimension 2 i + 1."""
+    first, second = x.unflatten(2, (-1, 2)).unbind(3)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.stack([part.to(x.dtype) for part in turned], dim=3).flatten(2)
+
+
 def apply_rotary(
     x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
 ) -> Float[Tensor, "R H D"]:

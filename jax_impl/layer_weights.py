@@ -1,0 +1,117 @@
+"""Decoder layers of named arrays: one record per layer, of a model or a draft head."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer, Mlp
+from jax_impl.ops import Norm, Scale
+from jax_impl.ops.attention.latent_attention import LatentWeights
+from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.moe.experts import Experts
+from shared.models.groups import places
+from shared.models.layers import LayerConfig
+from shared.models.stacks import BIAS
+
+
+def layers_of(
+    stacks: Mapping[str, Any], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
+) -> tuple[Layer, ...]:
+    """Returns the decoder layers with parameters of a prefix; `in_stacks`: see
+    `jax_impl.weights.are_read_in_stacks`.
+    """
+    layers, ats, feeds = [], places(like), {"mlp": _mlp, "experts": _experts}
+    # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
+    # of a head follow its first one.
+    alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
+    attention = partial(_attention, alone={*alone, "later.attention."})
+    mixers = {"attention": attention, "gated_delta": _gated_delta}
+    mixers["latent_attention"] = _latent_attention
+    for i, (x, at) in enumerate(zip(like, ats, strict=True)):
+
+        def norm(name: str, i: int = i) -> Norm | None:
+            return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)
+
+        layer = Layer(
+            input_norm=norm("input_norm"),
+            mixer=mixers[x.mixer.kind](stacks, f"{prefix}{at.mixer}.", at.mixer_index, in_stacks),
+            post_norm=norm("post_attention_norm"),
+            feed=feeds[x.mlp.kind](stacks, f"{prefix}{at.mlp}.", at.mlp_index, in_stacks),
+            mixer_end_norm=norm("mixer_end_norm"),
+            feed_end_norm=norm("feed_end_norm"),
+        )
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _mlp(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Mlp:
+    return Mlp(*(matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("gate_up", "down")))
+
+
+def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Experts:
+    def at(name: str) -> Matrix:
+        return matrix_of(stacks, f"{prefix}{name}", place, in_stacks)
+
+    bias, has_own = stacks.get(f"{prefix}score_bias"), f"{prefix}shared_down" in stacks
+    return Experts(
+        router=at("router"),
+        gate_up=at("gate_up"),
+        down=at("down"),
+        score_bias=_vector(bias, place, in_stacks),
+        shared_gate_up=at("shared_gate_up") if has_own else None,
+        shared_down=at("shared_down") if has_own else None,
+    )
+
+
+def _attention(
+    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool, alone: set[str]
+) -> Attention:
+    norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
+    are_alone = not in_stacks or prefix in alone
+    norms = [x if x is None or not are_alone else x[place] for x in norms]
+    inputs, out = (matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
+    return Attention(inputs, out, *norms)
+
+
+def _gated_delta(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> GatedDelta:
+    small = (stacks[f"{prefix}{x}"] for x in ("conv", "a_log", "dt_bias", "norm"))
+    conv, a_log, dt_bias, norm = (x if in_stacks else x[place] for x in small)
+    inputs, out = (matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
+    return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
+
+
+def _latent_attention(
+    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
+) -> LatentAttention:
+    def at(name: str) -> jax.Array:
+        return stacks[f"{prefix}{name}"] if in_stacks else stacks[f"{prefix}{name}"][place]
+
+    def matrix(name: str) -> Matrix:
+        return matrix_of(stacks, f"{prefix}{name}", place, in_stacks)
+
+    has_rank = f"{prefix}queries" in stacks
+    heads = LatentWeights(
+        latent_norm=at("latent_norm"),
+        query_norm=at("query_norm") if has_rank else None,
+        queries=matrix("queries") if has_rank else None,
+        kv_b=at("kv_b"),
+    )
+    return LatentAttention(matrix("inputs"), matrix("out"), heads)
+
+
+def matrix_of(stacks: Mapping[str, Any], name: str, place: int, in_stacks: bool) -> Matrix:
+    """Returns the weight of one layer of a stack, with its bias."""
+    stored, bias = stacks[name], stacks.get(f"{name}{BIAS}")
+    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
+    stack = stack._replace(bias=bias)
+    return stack._replace(layer=place) if in_stacks else stack.at(place)
+
+
+def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:
+    """Returns the vector of one layer of a stack, or None if the model has none."""
+    if stack is None:
+        return None
+    return Scale(stack, jnp.asarray(place, jnp.int32)) if in_stacks else stack[place]

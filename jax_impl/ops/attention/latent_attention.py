@@ -1,0 +1,172 @@
+"""Latent attention (MLA) in absorbed form; same as `shared.spec.latent_attention`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Place
+from jax_impl.ops.attention.attention import AttentionRows, attend, write
+from jax_impl.ops.attention.attention_layer import Angles
+from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.linear import Matrix
+from shared.models.mixers import LatentAttentionConfig
+
+
+class LatentWeights(NamedTuple):
+    """Weights of a layer between its input and output projections; as in the specification.
+
+    Norms and `kv_b` are of one layer, or stacked in the order of the layers' pools.
+    """
+
+    latent_norm: Float[jax.Array, "*L r"]
+    query_norm: Float[jax.Array, "*L rq"] | None
+    queries: Matrix | None
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"]
+
+
+def latent_attention(
+    inputs: Float[jax.Array, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[jax.Array, "L 1 P page 1 r_dr"],
+    layer: Place,
+) -> tuple[Float[jax.Array, "R values"], Float[jax.Array, "L 1 P page 1 r_dr"]]:
+    """Computes a layer between its two projections; returns the outputs, and the pools after the
+    writes.
+    """
+    query, pools = latent_rows(inputs, config, weights, angles, rows, pools, layer)
+    if weights.queries is not None:
+        query = linear.product(query, weights.queries)
+    out = attend_latent(
+        latent_queries(query, config, weights.kv_b, layer, angles),
+        pools,
+        layer,
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.max_rows,
+        config.scale,
+        config.latent_rank,
+    )
+    out = value_heads(out, weights.kv_b, layer, config.nope_size)
+    return out.reshape(len(inputs), -1), pools
+
+
+def latent_rows(
+    inputs: Float[jax.Array, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[jax.Array, "L 1 P page 1 r_dr"],
+    layer: Place,
+) -> tuple[Float[jax.Array, "R queries"], Float[jax.Array, "L 1 P page 1 r_dr"]]:
+    """Writes the rows' latents and rope keys to a layer's pool.
+
+    Returns:
+      The query latents after their norm, or query heads as they are; and the pools.
+    """
+    columns = inputs.shape[1]
+    ends = [columns - config.head_size, columns - config.rope_size]
+    query, latent, key = jnp.split(inputs, ends, axis=1)
+    if weights.query_norm is not None:
+        norm = _of_layer(weights.query_norm, layer, 1)
+        query = layers.rms_norm(query, norm, config.latent_eps)
+    norm = _of_layer(weights.latent_norm, layer, 1)
+    latent = layers.rms_norm(latent, norm, config.latent_eps)
+    key = rotate(key[:, None], config, angles)
+    pool, num_pages = pools.reshape(-1, *pools.shape[3:]), pools.shape[2]
+    cached = jnp.concatenate([latent[:, None], key], axis=2)
+    table = rows.page_table + layer * num_pages
+    pool = write(pool, table, rows.request, rows.places, rows.is_real, cached)
+    return query, pool.reshape(pools.shape)
+
+
+def latent_queries(
+    query: Float[jax.Array, "R heads_size"],
+    config: LatentAttentionConfig,
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
+    layer: Place,
+    angles: Angles,
+) -> Float[jax.Array, "R Hq r_dr"]:
+    """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
+    q = query.reshape(len(query), -1, config.nope_size + config.rope_size)
+    nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
+    parts = absorb_queries(nope, kv_b, layer), rotate(rope, config, angles)
+    return jnp.concatenate(parts, axis=2)
+
+
+def rotate(
+    x: Float[jax.Array, "R H dr"], config: LatentAttentionConfig, angles: Angles
+) -> Float[jax.Array, "R H dr"]:
+    """Applies RoPE to rope parts, in interleaved pairs if the model has them."""
+    apply = layers.apply_rotary_interleaved if config.rotary.interleaved else layers.apply_rotary
+    return apply(x, angles.cos, angles.sin)
+
+
+def absorb_queries(
+    q: Float[jax.Array, "R Hq dn"], kv_b: Float[jax.Array, "*L Hq dn_dv r"], layer: Place
+) -> Float[jax.Array, "R Hq r"]:
+    """Multiplies each head's query with its key rows."""
+    return _by_head(q, _of_layer(kv_b, layer, 3)[:, : q.shape[2]].swapaxes(1, 2))
+
+
+def value_heads(
+    x: Float[jax.Array, "R Hq r"],
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
+    layer: Place,
+    nope_size: int,
+) -> Float[jax.Array, "R Hq dv"]:
+    """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
+    return _by_head(x, _of_layer(kv_b, layer, 3)[:, nope_size:])
+
+
+def attend_latent(
+    q: Float[jax.Array, "R Hq r_dr"],
+    pool: Float[jax.Array, "L 1 P page 1 r_dr"],
+    layer: Place,
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    max_rows: int,
+    scale: float,
+    rank: int,
+) -> Float[jax.Array, "R Hq r"]:
+    """Computes multi-query attention over the latent rows of a layer; padding rows are undefined.
+
+    Args:
+      q, page_table, request, first, until, window, scale, rank: See the specification.
+      pool, layer: Latent pools of all layers, and the index of the layer to read.
+      row_starts, max_rows: See `AttentionRows`.
+    """
+    pages, num_pages = pool.reshape(-1, *pool.shape[3:]), pool.shape[2]
+    rows = (request, row_starts, first, until, window, max_rows)
+    table = page_table + layer * num_pages
+    return attend(q, pages, pages, table, *rows, scale)[..., :rank]
+
+
+def _by_head(
+    x: Float[jax.Array, "R H inputs"], weight: Float[jax.Array, "H outputs inputs"]
+) -> Float[jax.Array, "R H outputs"]:
+    """Multiplies the rows of each head with its own weight, in float32."""
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    out = lax.dot_general(x, weight, (((2,), (2,)), ((1,), (0,))), **options)  # [H, R, outputs]
+    return out.swapaxes(0, 1).astype(x.dtype)
+
+
+def _of_layer(
+    stack: Float[jax.Array, "..."], layer: Place, num_axes: int
+) -> Float[jax.Array, "..."]:
+    """Returns the array of a layer from a stack, or the array itself if it has `num_axes` axes."""
+    return stack[layer] if stack.ndim > num_axes else stack

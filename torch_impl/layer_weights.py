@@ -1,0 +1,100 @@
+"""Decoder layers of named tensors: one record per layer, of a model or a draft head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from shared.models.groups import places
+from shared.models.layers import LayerConfig
+from shared.models.stacks import BIAS
+from torch_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer, Mlp
+from torch_impl.ops.attention.latent_attention import LatentWeights
+from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.moe.experts import Experts
+
+Tensors = Mapping[str, Any]
+"""Tensors by name; a stack that stays quantised is a `Matrix`."""
+
+
+def layers_of(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tuple[Layer, ...]:
+    """Returns the decoder layers with parameters of a prefix."""
+    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
+    mixers["latent_attention"] = _latent_attention
+    feeds = {"mlp": _mlp, "experts": _experts}
+    for i, (each, at) in enumerate(zip(like, places(like), strict=True)):
+
+        def norm(name: str, i: int = i) -> Tensor | None:
+            stack = tensors.get(f"{prefix}{name}")
+            return None if stack is None else stack[i]
+
+        layer = Layer(
+            input_norm=norm("input_norm"),
+            mixer=mixers[each.mixer.kind](tensors, f"{prefix}{at.mixer}.", at.mixer_index),
+            post_norm=norm("post_attention_norm"),
+            mixer_end_norm=norm("mixer_end_norm"),
+            feed_end_norm=norm("feed_end_norm"),
+            feed=feeds[each.mlp.kind](tensors, f"{prefix}{at.mlp}.", at.mlp_index),
+        )
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:
+    return Mlp(*(matrix_of(tensors, f"{prefix}{x}", place) for x in ("gate_up", "down")))
+
+
+def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
+    bias, has_own = tensors.get(f"{prefix}score_bias"), f"{prefix}shared_down" in tensors
+    router, gate_up, down = (
+        matrix_of(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
+    )
+    return Experts(
+        router=router,
+        gate_up=gate_up,
+        down=down,
+        score_bias=None if bias is None else bias[place],
+        shared_gate_up=matrix_of(tensors, f"{prefix}shared_gate_up", place) if has_own else None,
+        shared_down=matrix_of(tensors, f"{prefix}shared_down", place) if has_own else None,
+    )
+
+
+def _attention(tensors: Tensors, prefix: str, place: int) -> Attention:
+    norms = (tensors.get(f"{prefix}{x}_norm") for x in "qk")
+    q_norm, k_norm = (x if x is None else x[place] for x in norms)
+    inputs, out = (matrix_of(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
+    return Attention(inputs, out, q_norm, k_norm)
+
+
+def _latent_attention(tensors: Tensors, prefix: str, place: int) -> LatentAttention:
+    inputs, out = (matrix_of(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
+    has_rank = f"{prefix}queries" in tensors
+    heads = LatentWeights(
+        latent_norm=tensors[f"{prefix}latent_norm"][place],
+        query_norm=tensors[f"{prefix}query_norm"][place] if has_rank else None,
+        queries=matrix_of(tensors, f"{prefix}queries", place) if has_rank else None,
+        kv_b=tensors[f"{prefix}kv_b"][place],
+    )
+    return LatentAttention(inputs, out, heads)
+
+
+def matrix_of(tensors: Tensors, name: str, place: int) -> Matrix:
+    """Returns the weight of one layer of a stack, with its bias."""
+    stored = tensors[name]
+    stack = stored if isinstance(stored, Matrix) else Matrix.plain(stored)
+    return replace(stack, bias=tensors.get(f"{name}{BIAS}")).at(place)
+
+
+def _gated_delta(tensors: Tensors, prefix: str, place: int) -> GatedDelta:
+    def at(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}"][place]
+
+    return GatedDelta(
+        inputs=Matrix.plain(at("inputs")),
+        conv=at("conv"),
+        a_log=at("a_log"),
+        dt_bias=at("dt_bias"),
+        norm=at("norm"),
+        out=Matrix.plain(at("out")),
+    )

@@ -1,0 +1,141 @@
+"""Latent attention (MLA) in absorbed form; same as `shared.spec.latent_attention`.
+
+Pools are written in place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shared.models.mixers import LatentAttentionConfig
+from torch_impl.ops.attention.attention import AttentionRows, attend, write
+from torch_impl.ops.attention.attention_layer import Angles
+from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.linear import Matrix
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Weights of a layer between its input and output projections; as in the specification."""
+
+    latent_norm: Float[Tensor, " r"]
+    query_norm: Float[Tensor, " rq"] | None
+    queries: Matrix | None
+    kv_b: Float[Tensor, "Hq dn_dv r"]
+
+
+def latent_attention(
+    inputs: Float[Tensor, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[Tensor, "L 1 P page 1 r_dr"],
+    layer: int,
+) -> Float[Tensor, "R values"]:
+    """Computes a layer between its two projections; writes its pool in place."""
+    query = latent_rows(inputs, config, weights, angles, rows, pools, layer)
+    if weights.queries is not None:
+        query = linear.product(query, weights.queries)
+    out = attend_latent(
+        latent_queries(query, config, weights.kv_b, angles),
+        pools,
+        layer,
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.max_rows,
+        config.scale,
+        config.latent_rank,
+    )
+    return value_heads(out, weights.kv_b, config.nope_size).flatten(1)
+
+
+def latent_rows(
+    inputs: Float[Tensor, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[Tensor, "L 1 P page 1 r_dr"],
+    layer: int,
+) -> Float[Tensor, "R queries"]:
+    """Writes the rows' latents and rope keys to a layer's pool, in place.
+
+    Returns:
+      The query latents after their norm, or query heads as they are.
+    """
+    widths = [inputs.shape[1] - config.head_size, config.latent_rank, config.rope_size]
+    query, latent, key = inputs.split(widths, dim=1)
+    if weights.query_norm is not None:
+        query = layers.rms_norm(query, weights.query_norm, config.latent_eps)
+    latent = layers.rms_norm(latent, weights.latent_norm, config.latent_eps)
+    key = rotate(key[:, None], config, angles)
+    cached = torch.cat([latent[:, None], key], dim=2)
+    write(pools[layer, 0], rows.page_table, rows.request, rows.places, rows.is_real, cached)
+    return query
+
+
+def latent_queries(
+    query: Float[Tensor, "R heads_size"],
+    config: LatentAttentionConfig,
+    kv_b: Float[Tensor, "Hq dn_dv r"],
+    angles: Angles,
+) -> Float[Tensor, "R Hq r_dr"]:
+    """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
+    sizes = [config.nope_size, config.rope_size]
+    nope, rope = query.unflatten(1, (-1, sum(sizes))).split(sizes, dim=2)
+    return torch.cat([absorb_queries(nope, kv_b), rotate(rope, config, angles)], dim=2)
+
+
+def rotate(
+    x: Float[Tensor, "R H dr"], config: LatentAttentionConfig, angles: Angles
+) -> Float[Tensor, "R H dr"]:
+    """Applies RoPE to rope parts, in interleaved pairs if the model has them."""
+    apply = layers.apply_rotary_interleaved if config.rotary.interleaved else layers.apply_rotary
+    return apply(x, angles.cos, angles.sin)
+
+
+def absorb_queries(
+    q: Float[Tensor, "R Hq dn"], kv_b: Float[Tensor, "Hq dn_dv r"]
+) -> Float[Tensor, "R Hq r"]:
+    """Multiplies each head's query with its key rows."""
+    return torch.bmm(q.transpose(0, 1), kv_b[:, : q.shape[2]]).transpose(0, 1)
+
+
+def value_heads(
+    x: Float[Tensor, "R Hq r"], kv_b: Float[Tensor, "Hq dn_dv r"], nope_size: int
+) -> Float[Tensor, "R Hq dv"]:
+    """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
+    return torch.bmm(x.transpose(0, 1), kv_b[:, nope_size:].mT).transpose(0, 1)
+
+
+def attend_latent(
+    q: Float[Tensor, "R Hq r_dr"],
+    pool: Float[Tensor, "L 1 P page 1 r_dr"],
+    layer: int,
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    max_rows: int,
+    scale: float,
+    rank: int,
+) -> Float[Tensor, "R Hq r"]:
+    """Computes multi-query attention over the latent rows of a layer; padding rows are undefined.
+
+    Args:
+      q, page_table, request, first, until, window, scale, rank: See the specification.
+      pool, layer: Latent pools of all layers, and the index of the layer to read.
+      row_starts, max_rows: See `AttentionRows`.
+    """
+    rows = (page_table, request, row_starts, first, until, window, max_rows)
+    pages = pool[layer, 0]
+    return attend(q, pages, pages, *rows, scale)[..., :rank]
