@@ -22,6 +22,7 @@ class Routing:
         factor.
       steps: True if `mlp_only_layers` and `decoder_sparse_step` define the dense layers.
       begins_dense: True if `first_k_dense_replace` defines the number of dense layers at the start.
+      reads_types: True if `mlp_layer_types`, where it is stated, defines the dense layers.
     """
 
     count_field: str = "num_experts"
@@ -33,6 +34,7 @@ class Routing:
     has_groups: bool = False
     steps: bool = False
     begins_dense: bool = False
+    reads_types: bool = False
 
 
 FIXED = {
@@ -75,10 +77,23 @@ def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[
     """Returns a flag per layer: True for MoE layers."""
     if routing is None or not count(text, routing.count_field):
         return [False] * num_layers
+    types = listed(text, "mlp_layer_types", str) if routing.reads_types else None
+    if types is not None:
+        return _sparse_types(types, num_layers)
     dense = listed(text, "mlp_only_layers", int) or [] if routing.steps else []
     step = positive(text, "decoder_sparse_step") if routing.steps else 1
     first = count(text, "first_k_dense_replace") if routing.begins_dense else 0
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+
+
+def _sparse_types(types: list[str], num_layers: int) -> list[bool]:
+    if unknown := sorted({*types} - {"dense", "sparse"}):
+        raise ValueError(f"mlp_layer_types contains {unknown[0]!r}; supported are dense and sparse")
+    if len(types) != num_layers:
+        raise ValueError(
+            f"mlp_layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
+        )
+    return [each == "sparse" for each in types]
 
 
 def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None:

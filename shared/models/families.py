@@ -25,6 +25,7 @@ from shared.models.layer_fields import (
     SLIDING,
     read_attention,
     read_factor,
+    read_latent_attention,
     read_layers,
     rotary_settings,
 )
@@ -48,6 +49,20 @@ GLM4_MOE = Family(
     norms_by_flag=True,
     plain_out=True,
     mtp=mtp.DEEPSEEK,
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    config_classes.DEEPSEEK_V3,
+    biases=BIASES[:1],
+    routing=_GROUPED,
+    has_latent_attention=True,
+    mtp=mtp.DEEPSEEK,
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    of=config_classes.GLM4_MOE_LITE,
+    routing=replace(_GROUPED, reads_types=True),
 )
 GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
@@ -91,7 +106,9 @@ QWEN3_5_MOE = replace(
 SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, nope_layers=True)
 
 FAMILIES = {
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
@@ -111,12 +128,23 @@ FAMILIES = {
 """Supported architecture names of Hugging Face."""
 
 ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "granite": "GraniteForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "mistral4": "Mistral4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -133,6 +161,18 @@ ARCHITECTURES = {
 
 VLM_ARCHITECTURES = {"Mistral3ForConditionalGeneration"}
 """Vision-language architectures whose `text_config` determines the family."""
+
+UNSUPPORTED = {
+    "DeepseekV2ForCausalLM": "a router with softmax scores and groups by their maximum",
+    "DeepseekV32ForCausalLM": "sparse attention with an indexer",
+    "DeepseekV4ForCausalLM": "compressed attention and hyper-connections",
+    "GlmMoeDsaForCausalLM": "sparse attention with an indexer",
+    "KimiK25ForConditionalGeneration": "a vision encoder",
+    "KimiLinearForCausalLM": "Kimi Delta Attention layers",
+    "LongcatFlashForCausalLM": "layers of two attention blocks, and experts without weights",
+    "Mistral4ForCausalLM": "query scaling in latent attention",
+}
+"""Unsupported architectures with latent attention, and a missing feature that they require."""
 
 HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
 """Substrings of architecture names that are draft heads, not models."""
@@ -181,7 +221,8 @@ def config_from_dict(
     _refuse_unsupported(config, text, family)
     text["rope_parameters"] = rotary_settings(stated, family)
     longest = context_length or positive(text, "max_position_embeddings")
-    attention = read_attention(text, family, longest)
+    read = read_latent_attention if family.has_latent_attention else read_attention
+    attention = read(text, family, longest)
     return ModelConfig(
         name=family.name,
         vocab=positive(text, "vocab_size"),
@@ -283,6 +324,11 @@ def _family(config: Json) -> Family:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+        if name in UNSUPPORTED:
+            raise ValueError(
+                f"architectures in config.json is {name}, which requires {UNSUPPORTED[name]} and "
+                f"is not supported; serve one of {', '.join(FAMILIES)}"
+            )
     if "speculators_model_type" in config or any(word in x for x in names for word in HEADS):
         raise ValueError(
             f"architectures in config.json is {', '.join(names)}, a draft head; serve its "

@@ -40,6 +40,7 @@ class Family:
       routing: MoE settings; None for a dense family.
       norms_by_flag: True if `use_qk_norm` enables QK norms.
       plain_out: True if the attention output projection never has a bias.
+      has_latent_attention: True for multi-head latent attention (MLA).
       sees: True if a checkpoint may contain a vision encoder.
     """
 
@@ -61,6 +62,7 @@ class Family:
     routing: Routing | None = None
     norms_by_flag: bool = False
     plain_out: bool = False
+    has_latent_attention: bool = False
     sees: bool = False
 
 

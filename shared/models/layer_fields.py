@@ -7,7 +7,13 @@ from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, n
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig, GatedDeltaConfig
+from shared.models.mixers import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    MixerConfig,
+    SelfAttentionConfig,
+)
 from shared.models.mixers.gated_delta import CONV_WIDTH
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.rotary import (
@@ -16,6 +22,7 @@ from shared.models.rotary import (
     completed_settings,
     read_query_scaling,
     read_rotary,
+    read_score_factor,
     rope_layers,
 )
 
@@ -82,13 +89,43 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
     )
 
 
+def read_latent_attention(text: Json, family: Family, context_length: int) -> LatentAttentionConfig:
+    """Reads the config of latent attention layers; for the arguments see `read_attention`."""
+    nope, rope = positive(text, "qk_nope_head_dim"), positive(text, "qk_rope_head_dim")
+    settings, has_bias = text["rope_parameters"][FULL], flag(text, "attention_bias")
+    rank = None if text["q_lora_rank"] is None else positive(text, "q_lora_rank")
+    if has_bias and rank is None:
+        raise ValueError(
+            "attention_bias: true is not supported without q_lora_rank; use a checkpoint with "
+            "attention_bias: false"
+        )
+    if "index_topk" in text:
+        raise ValueError(
+            f"index_topk (sparse attention with an indexer) is not supported in a {family.name} "
+            "model; use a checkpoint without it"
+        )
+    rotary = read_rotary(text, settings, rope, context_length)
+    return LatentAttentionConfig(
+        num_heads=positive(text, "num_attention_heads"),
+        nope_size=nope,
+        rope_size=rope,
+        value_size=positive(text, "v_head_dim"),
+        query_rank=rank,
+        latent_rank=positive(text, "kv_lora_rank"),
+        has_bias=has_bias,
+        latent_eps=number(text, "rms_norm_eps"),
+        rotary=replace(rotary, interleaved=flag(text, "rope_interleave")),
+        scale=(nope + rope) ** -0.5 * read_score_factor(settings, rotary),
+    )
+
+
 def read_factor(text: Json, family: Family, field: str) -> float:
     """Returns a multiplier of a family that has such fields; 1 for other families."""
     return number(text, field) if family.has_factors else 1.0
 
 
 def read_layers(
-    text: Json, family: Family, attention: AttentionConfig, context_length: int
+    text: Json, family: Family, attention: SelfAttentionConfig, context_length: int
 ) -> tuple[LayerConfig, ...]:
     """Reads the decoder layers in order; for the arguments see `read_attention`.
 
@@ -96,8 +133,9 @@ def read_layers(
       ValueError: A field is missing, or contradicts another; the message names it.
     """
     types, feeds = _layer_types(text, family), _feeds(text, family)
-    mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
+    mixers: dict[str, MixerConfig] = {FULL: attention}
     if SLIDING in types:
+        assert isinstance(attention, AttentionConfig)  # families with windows have no other
         window = positive(text, "sliding_window")
         rope = text["rope_parameters"][SLIDING]
         mixers[SLIDING] = replace(

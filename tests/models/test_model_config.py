@@ -303,6 +303,14 @@ REFUSED_EXPERTS = [
     ("glm4_moe", "n_group", 3),
     ("glm4_moe", "topk_group must be 1 to 4", 5),
     ("glm4_moe", "num_experts_per_tok must be 1 to 4", 5),
+    ("deepseek_v3", "scoring_func must be sigmoid", "softmax"),
+    ("deepseek_v3", "topk_method must be noaux_tc", "group_limited_greedy"),
+    ("deepseek_v3", "index_topk", 2048),
+    ("deepseek_v3", "q_lora_rank", 0),
+    ("deepseek_v3", "qk_rope_head_dim", None),
+    ("glm4_moe_lite", "attention_bias", True),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
+    ("glm4_moe_lite", "mlp_layer_types contains", ["dense", "moe", "sparse"]),
 ]
 
 

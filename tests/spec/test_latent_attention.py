@@ -62,7 +62,7 @@ def test_unwritten_cache_rows_do_not_change_outputs(name: str) -> None:
     np.testing.assert_array_equal(spoiled.specified()[0][rows], case.specified()[0][rows])
 
 
-def test_interleaved_rotation_equals_halves_of_permuted_dimensions() -> None:
+def test_interleaved_rotation_equals_permuted_halves() -> None:
     case = CASES["trees"]
     cos, sin = case.angles.cos, case.angles.sin
     x = np.random.default_rng(0).standard_normal((len(cos), 3, 2 * cos.shape[1]), np.float32)

@@ -46,8 +46,21 @@ PIXTRAL: dict[str, Any] = {
 PADDING = {"pad_token_id": 0}
 """The classes' own may be beyond the vocabulary."""
 
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "glm4_moe_lite": LATENT,
     "granite": {},
     "llama": {},
     "ministral3": {},
@@ -85,6 +98,21 @@ _TWO_BASES = {
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, biases, rotation in halves": (
+        "deepseek_v3",
+        {"attention_bias": True, "rope_interleave": False},
+    ),
+    "deepseek_v3, one group": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    "deepseek_v3, weights not renormalised": ("deepseek_v3", {"norm_topk_prob": False}),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "glm4_moe_lite, dense layers": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"], "n_shared_experts": 2},
+    ),
+    "glm4_moe_lite, no query rank": ("glm4_moe_lite", {"q_lora_rank": None}),
     "glm4_moe, switched": (
         "glm4_moe",
         {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
@@ -163,4 +191,7 @@ def _draw(model: Any) -> None:
                 weight.copy_(noise / weight.shape[-1] ** 0.5)
             elif name.endswith(("norm.weight", "bias")):
                 weight.add_(0.2 * noise)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.2 * torch.randn(bias.shape, generator=drawn))
     model.tie_weights()

@@ -25,7 +25,9 @@ from shared.models.stacks import BIAS
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
 """Dense families with optional features, each with fields of its own."""
-EXPERTS = ("glm4_moe", "qwen3_5_moe", "qwen3_moe")
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention, with and without a latent of queries."""
+EXPERTS = ("glm4_moe", "qwen3_5_moe", "qwen3_moe", *LATENT)
 """Families with mixtures of experts, between them every kind of router and of layout."""
 EOS_ID = 1
 
@@ -194,11 +196,49 @@ _CONFIGS["glm4_moe"] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.8,
 }
+_LATENT: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+_CONFIGS["deepseek_v3"] = {
+    **{name: value for name, value in _LIKE_LLAMA.items() if name != "head_dim"},
+    **_LATENT,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+_CONFIGS["glm4_moe_lite"] = {
+    **{name: value for name, value in _LIKE_LLAMA.items() if name != "head_dim"},
+    **_LATENT,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-WITH_MTP = ("glm4_moe", "qwen3_5", "qwen3_5_moe", *DIVIDED.values())
+WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", *DIVIDED.values())
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -209,7 +249,7 @@ def tiny_config(family: str, *, nested: bool, with_mtp: bool, tied: bool) -> dic
     """The contents of config.json; `nested` is the form of a checkpoint that can also see."""
     config = {**_COMMON, **_CONFIGS[family], "tie_word_embeddings": tied}
     if family in WITH_MTP:
-        field = (mtp.DEEPSEEK if family == "glm4_moe" else mtp.QWEN).count_field
+        field = (mtp.QWEN if family.startswith("qwen") else mtp.DEEPSEEK).count_field
         config[field] = int(with_mtp)
     if not nested:
         return config
