@@ -17,7 +17,7 @@ from tests.support.saved_mtp import SavedMtp
 from tests.support.tiny_models import write_tiny
 from tests.support.tree_cells import TREES, cell
 
-FAMILIES = ("glm4_moe",)
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 CHAINS = tuple(TreeShape.chain(depth, BATCH) for depth in (1, 2, 3))
 TREE = TREES[2]
 

@@ -50,9 +50,10 @@ def test_quantised_picks_nearest_values_and_scales():
         assert got == distances.min()
 
 
-def test_quantized_mtp_layer_keeps_input_projection(tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_quantized_mtp_layer_keeps_input_projection(family, tmp_path):
     """Releases quantise the experts of an MTP layer and not its `eh_proj`."""
-    fields = tiny_config("glm4_moe", nested=False, with_mtp=True, tied=False)
+    fields = tiny_config(family, nested=False, with_mtp=True, tied=False)
     fields |= {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     config = config_from_dict(fields)
     drawn = tiny_weights(config, 1)

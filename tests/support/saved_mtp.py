@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,8 +21,10 @@ class SavedMtp:
 
     def __init__(self, folder: Path) -> None:
         self._model = saved_models.reloaded(folder)
-        layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        first = layers["num_hidden_layers"]
+        config = self._model.config
+        first = config.num_hidden_layers
+        # The class of some models lacks these fields, though their checkpoints have the layer.
+        config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
         # transformers lists the layer numbers of released models only.
         self._model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{first}\..*"]
         self._layer = MtpModel.from_pretrained(self._model).eval()
