@@ -44,9 +44,11 @@ class Kernels:
     flatten_tree: ModuleType
     fp8_activations: ModuleType
     qk_norm_rope_kv_write: ModuleType
+    latent_rows: ModuleType
     layers: ModuleType
     lm_head_epilogue: ModuleType
     linear: ModuleType
+    head_product: ModuleType
     symmetric_memory: ModuleType
     attention_layer: ModuleType
     ngram: ModuleType

@@ -89,26 +89,36 @@ def latent_rows(
       inputs, config, weights, angles: See `latent_attention`.
 
     Returns:
-      The query latent after its norm, or query heads as they are; and the rows to cache: the latent
-      after its norm, and the rope key after its rotation.
+      The query latent after its norm, or the input projection if it begins with query heads; and
+      the rows to cache: the latent after its norm, and the rope key after its rotation.
     """
     query, latent, key = np.split(
         inputs, [inputs.shape[1] - config.head_size, inputs.shape[1] - config.rope_size], axis=1
     )
-    if weights.query_norm is not None:
-        query = layers.rms_norm(query, weights.query_norm, config.latent_eps)
+    query = (
+        inputs
+        if weights.query_norm is None
+        else layers.rms_norm(query, weights.query_norm, config.latent_eps)
+    )
     latent = layers.rms_norm(latent, weights.latent_norm, config.latent_eps)
     return query, np.concatenate([latent, rotate(key[:, None], config, angles)[:, 0]], axis=1)
 
 
 def latent_queries(
-    query: Float[np.ndarray, "R heads_size"],
+    query: Float[np.ndarray, "R columns"],
     config: LatentAttentionConfig,
     kv_b: Float[np.ndarray, "Hq dn_dv r"],
     angles: Angles,
 ) -> Float[np.ndarray, "R Hq r_dr"]:
-    """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
-    q = query.reshape(len(query), -1, config.nope_size + config.rope_size)
+    """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head.
+
+    Args:
+      query: Rows that begin with the query heads.
+      config, angles: See `latent_attention`.
+      kv_b: Key rows, then value rows, of each head.
+    """
+    size = config.nope_size + config.rope_size
+    q = query[:, : len(kv_b) * size].reshape(len(query), -1, size)
     nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
     return np.concatenate([absorb_queries(nope, kv_b), rotate(rope, config, angles)], axis=-1)
 

@@ -9,15 +9,18 @@ from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmeti
 from tests.support.latent_kernels import (
     SIZES,
     LatentSizes,
+    from_torch_kernel,
+    launches,
     product_tiles,
     query_arguments,
     run,
     value_arguments,
 )
-from tests.support.op_case import Arguments
+from tests.support.op_case import TOLERANCE, Arguments, OpCase, table
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
+SMALL = [case for case in table("head_product") if not case.is_large]
 each_language = pytest.mark.parametrize("language", KERNELS)
 each_size = pytest.mark.parametrize("name", SIZES)
 # Of Pallas one size, as a kernel is compiled for each call.
@@ -134,3 +137,15 @@ def test_value_heads_do_not_read_other_rows(language: str) -> None:
     (got,) = run(language, "value_heads", given, "float32", tiles=product_tiles())
     assert np.isnan(got[2]).all()
     assert np.isfinite(np.delete(got, 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_jax_head_product_lowered_for_gpu_only(case: OpCase, monkeypatch) -> None:
+    assert launches(case, monkeypatch) == {"cpu": 0, "cuda": 1}
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_torch_head_product_operation_matches_spec(case: OpCase, monkeypatch) -> None:
+    got = from_torch_kernel(case, monkeypatch)
+    assert max(case.errors(case.arguments(seed=0), got)) <= TOLERANCE["float32"]

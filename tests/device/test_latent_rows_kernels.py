@@ -7,11 +7,20 @@ from shared.spec import attention
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
 from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
-from tests.support.latent_kernels import LAYER, SIZES, LatentSizes, row_arguments, run
-from tests.support.op_case import Arguments
+from tests.support.latent_kernels import (
+    LAYER,
+    SIZES,
+    LatentSizes,
+    from_torch_kernel,
+    launches,
+    row_arguments,
+    run,
+)
+from tests.support.op_case import Arguments, OpCase, table
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
+SMALL = [case for case in table("latent_rows") if not case.is_large]
 each_language = pytest.mark.parametrize("language", KERNELS)
 each_size = pytest.mark.parametrize("name", SIZES)
 # Of Pallas one size, as a kernel is compiled for each call.
@@ -29,8 +38,14 @@ def specified(
         given["projected"], sizes.config(is_interleaved), weights, angles
     )
     pools = given["pools"].copy()
-    where = (given["page_table"], given["request"], given["places"], given["is_real"])
-    pools[LAYER, 0] = attention.write(pools[LAYER, 0], *where, rows[:, None])
+    pools[LAYER, 0] = attention.write(
+        pools[LAYER, 0],
+        given["page_table"],
+        given["request"],
+        given["places"],
+        given["is_real"],
+        rows[:, None],
+    )
     pools[LAYER, 0, 0] = given["pools"][LAYER, 0, 0]  # kernels do not write padding
     return queries, pools
 
@@ -87,3 +102,30 @@ def test_latent_rows_bits_independent_of_batch(
         np.testing.assert_array_equal(own[at], pools[at])
         if queries is not None and alone is not None:
             np.testing.assert_array_equal(alone[0], queries[row])
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_jax_latent_rows_lowered_for_gpu_only(case: OpCase, monkeypatch) -> None:
+    assert launches(case, monkeypatch) == {"cpu": 0, "cuda": 1}
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_torch_latent_rows_operation_matches_spec(case: OpCase, monkeypatch) -> None:
+    arguments = case.arguments(seed=0)
+    queries, pools = from_torch_kernel(case, monkeypatch)
+    rows, layer = arguments["rows"], arguments["layer"]
+    wanted, cached = spec.latent_rows(
+        arguments["inputs"], arguments["config"], arguments["weights"], arguments["angles"]
+    )
+    np.testing.assert_allclose(queries, wanted, rtol=1e-5, atol=1e-5)
+    want = attention.write(
+        arguments["pools"][layer, 0],
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        cached[:, None],
+    )
+    np.testing.assert_allclose(pools[layer, 0], want, rtol=1e-5, atol=1e-5)
+    assert not pools[1 - layer].any()

@@ -32,7 +32,8 @@ def plain_form(case: LatentCase) -> np.ndarray:
     query, latents = spec.latent_rows(case.inputs, config, weights, case.angles)
     if weights.queries is not None:
         query = linear.product(query, weights.queries)
-    q = query.reshape(len(query), config.num_heads, -1)
+    size = config.nope_size + config.rope_size
+    q = query[:, : config.num_heads * size].reshape(len(query), -1, size)
     rotated = spec.rotate(q[..., config.nope_size :], config, case.angles)
     q = np.concatenate([q[..., : config.nope_size], rotated], axis=-1)
     cached = write(case.pool[LAYER, 0], *where, latents[:, None])[..., 0, :]

@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
+import jax_impl.ops.attention.latent_attention
+import torch_impl.ops.attention.latent_attention
 from kernels.latent_tiles import HeadProductTiles
-from shared.models.mixers import LatentAttentionConfig
-from shared.models.rotary import RotaryConfig
 from shared.spec.reduction_order import SQUARES
-from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
-from tests.support.op_case import Arguments
+from tests.support.implementations import to_jax
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, bind_kernels
+from tests.support.latent_sizes import DEEPSEEK_RANK, EPS, EVEN, GLM, ODD, LatentSizes
+from tests.support.op_case import Arguments, OpCase
+from tests.support.op_records import mapped
 
-EPS = 0.01
-"""Large, so that a kernel without it fails."""
 LAYERS, LAYER = 3, 1
 
 
-class LatentSizes(NamedTuple):
-    """Sizes of a layer; without `query_rank` there is no query latent."""
-
-    heads: int
-    nope: int
-    rope: int
-    value: int
-    rank: int
-    query_rank: int | None = None
-
-    def config(self, is_interleaved: bool) -> LatentAttentionConfig:
-        """Returns the config of the layer."""
-        return LatentAttentionConfig(
-            num_heads=self.heads,
-            nope_size=self.nope,
-            rope_size=self.rope,
-            value_size=self.value,
-            query_rank=self.query_rank,
-            latent_rank=self.rank,
-            has_bias=False,
-            latent_eps=EPS,
-            rotary=RotaryConfig(theta=1e4, width=self.rope, interleaved=is_interleaved),
-            scale=1.0,
-        )
-
-
-ODD = LatentSizes(heads=3, nope=24, rope=8, value=20, rank=40)
-EVEN = LatentSizes(heads=2, nope=48, rope=12, value=64, rank=80, query_rank=136)
-GLM = LatentSizes(heads=20, nope=192, rope=64, value=256, rank=512, query_rank=768)
-DEEPSEEK = LatentSizes(heads=16, nope=128, rope=64, value=128, rank=512, query_rank=1536)
-"""One of eight TP ranks."""
-SIZES = {"odd": ODD, "even": EVEN} | ({"GLM": GLM, "DeepSeek": DEEPSEEK} if ON_GPU else {})
+SIZES = {"odd": ODD, "even": EVEN} | ({"GLM": GLM, "DeepSeek": DEEPSEEK_RANK} if ON_GPU else {})
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -69,10 +43,9 @@ def angles_of(rng: np.random.Generator, R: int, rope: int) -> Arguments:
 
 def query_arguments(sizes: LatentSizes, R: int, seed: int = 0) -> Arguments:
     """Returns query heads, followed by the other columns of the projection without query latent."""
-    rng, spare = np.random.default_rng(seed), 0 if sizes.query_rank else sizes.rank + sizes.rope
-    columns = sizes.heads * (sizes.nope + sizes.rope) + spare
+    rng = np.random.default_rng(seed)
     kv_b = normal(rng, sizes.heads, sizes.nope + sizes.value, sizes.rank)
-    q = normal(rng, R, columns)
+    q = normal(rng, R, sizes.query_columns)
     return {"q": q, **angles_of(rng, R, sizes.rope), "kv_b": kv_b, "nope_size": sizes.nope}
 
 
@@ -87,13 +60,12 @@ def value_arguments(sizes: LatentSizes, R: int, seed: int = 0) -> Arguments:
 def row_arguments(sizes: LatentSizes, R: int, seed: int = 0, page: int = 4) -> Arguments:
     """Returns rows of two requests at consecutive positions; the last row is padding."""
     rng = np.random.default_rng(seed)
-    queries = sizes.query_rank or sizes.heads * (sizes.nope + sizes.rope)
     columns = 1 + R // 2 // page + 1
     table = 1 + rng.permutation(2 * columns).reshape(2, columns)
     row, width = np.arange(R), sizes.rank + sizes.rope
     norm = lambda size: (1 + rng.standard_normal(size) / 4).astype(np.float32)  # noqa: E731
     return {
-        "projected": normal(rng, R, queries + width),
+        "projected": normal(rng, R, sizes.input_columns),
         "query_norm": norm(sizes.query_rank) if sizes.query_rank else None,
         "latent_norm": norm(sizes.rank),
         **angles_of(rng, R, sizes.rope),
@@ -157,3 +129,47 @@ def _in_pallas(call: partial, given: Arguments, dtype: str) -> list[np.ndarray]:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray)
+
+
+def launches(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Returns the kernels in the program of a case's operation in JAX, by platform."""
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    placed = _placed(case, jax_impl.ops.attention.latent_attention, to_jax)
+    leaves, tree = jax.tree.flatten(placed)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    operation = getattr(jax_impl.ops.attention.latent_attention, case.function)
+
+    def call(*arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        rest = [next(given) if isinstance(x, jax.Array) else x for x in leaves]
+        return operation(*jax.tree.unflatten(tree, rest))
+
+    traced = jax.jit(call).trace(*arrays)
+    return {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+
+
+def from_torch_kernel(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Returns the results of a case's operation in torch, and the arrays that it changes."""
+    bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    module = torch_impl.ops.attention.latent_attention
+    device = "cuda" if ON_GPU else "cpu"
+
+    def placed(x: Any) -> Any:
+        return torch.from_numpy(x.copy()).to(device) if _is_array(x) else x
+
+    given = _placed(case, module, placed)
+    names = list(inspect.signature(getattr(module, case.function)).parameters)
+    found = getattr(module, f"kernel_{case.function}")(torch_impl.ops.KERNELS, *given)
+    changed = [given[names.index(name)] for name in case.in_place]
+    return [x.cpu().numpy() for x in (found, *changed)]
+
+
+def _placed(case: OpCase, module: ModuleType, leaf: Callable[[Any], Any]) -> list[Any]:
+    """Returns the arguments of a case's operation in its order."""
+    arguments = case.arguments(seed=0)
+    names = inspect.signature(getattr(module, case.function)).parameters
+    given = [arguments[name] for name in names if name in arguments]
+    return [mapped(value, leaf=leaf, module=module) for value in given]

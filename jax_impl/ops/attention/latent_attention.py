@@ -1,4 +1,7 @@
-"""Latent attention (MLA) in absorbed form; same as `shared.spec.latent_attention`."""
+"""Latent attention (MLA) in absorbed form; same as `shared.spec.latent_attention`.
+
+On a GPU its parts are kernels; see `jax_impl.ops`.
+"""
 
 from typing import NamedTuple
 
@@ -7,12 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Place
+from jax_impl.ops import Kernels, Place, kernel_or_reference, operand
 from jax_impl.ops.attention.attention import AttentionRows, attend, write
 from jax_impl.ops.attention.attention_layer import Angles
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix
 from shared.models.mixers import LatentAttentionConfig
+from shared.spec.reduction_order import SQUARES
 
 
 class LatentWeights(NamedTuple):
@@ -60,7 +64,7 @@ def latent_attention(
     return out.reshape(len(inputs), -1), pools
 
 
-def latent_rows(
+def plain_latent_rows(
     inputs: Float[jax.Array, "R outputs"],
     config: LatentAttentionConfig,
     weights: LatentWeights,
@@ -72,12 +76,15 @@ def latent_rows(
     """Writes the rows' latents and rope keys to a layer's pool.
 
     Returns:
-      The query latents after their norm, or query heads as they are; and the pools.
+      The query latents after their norm, or the inputs if they begin with query heads; and the
+      pools.
     """
     columns = inputs.shape[1]
     ends = [columns - config.head_size, columns - config.rope_size]
     query, latent, key = jnp.split(inputs, ends, axis=1)
-    if weights.query_norm is not None:
+    if weights.query_norm is None:
+        query = inputs
+    else:
         norm = _of_layer(weights.query_norm, layer, 1)
         query = layers.rms_norm(query, norm, config.latent_eps)
     norm = _of_layer(weights.latent_norm, layer, 1)
@@ -90,18 +97,76 @@ def latent_rows(
     return query, pool.reshape(pools.shape)
 
 
-def latent_queries(
-    query: Float[jax.Array, "R heads_size"],
+def kernel_latent_rows(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[jax.Array, "L 1 P page 1 r_dr"],
+    layer: Place,
+) -> tuple[Float[jax.Array, "R queries"], Float[jax.Array, "L 1 P page 1 r_dr"]]:
+    query, pools = kernels.latent_rows.latent_rows(
+        inputs,
+        weights.query_norm,
+        weights.latent_norm,
+        angles.cos,
+        angles.sin,
+        pools,
+        operand(layer),
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        eps=config.latent_eps,
+        is_interleaved=config.rotary.interleaved,
+        order=SQUARES,
+    )
+    return inputs if query is None else query, pools
+
+
+latent_rows = kernel_or_reference(kernel_latent_rows, plain_latent_rows)
+
+
+def plain_latent_queries(
+    query: Float[jax.Array, "R columns"],
     config: LatentAttentionConfig,
     kv_b: Float[jax.Array, "*L Hq dn_dv r"],
     layer: Place,
     angles: Angles,
 ) -> Float[jax.Array, "R Hq r_dr"]:
     """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
-    q = query.reshape(len(query), -1, config.nope_size + config.rope_size)
+    size = config.nope_size + config.rope_size
+    q = query[:, : kv_b.shape[-3] * size].reshape(len(query), -1, size)
     nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
     parts = absorb_queries(nope, kv_b, layer), rotate(rope, config, angles)
     return jnp.concatenate(parts, axis=2)
+
+
+def kernel_latent_queries(
+    kernels: Kernels,
+    query: Float[jax.Array, "R columns"],
+    config: LatentAttentionConfig,
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
+    layer: Place,
+    angles: Angles,
+) -> Float[jax.Array, "R Hq r_dr"]:
+    sizes = {"item_bytes": query.dtype.itemsize, "rows": len(query), "heads": kv_b.shape[-3]}
+    stack, place = _stacked(kv_b, layer)
+    return kernels.head_product.latent_queries(
+        query,
+        angles.cos,
+        angles.sin,
+        stack,
+        place,
+        config.nope_size,
+        is_interleaved=config.rotary.interleaved,
+        tiles=kernels.tiles.head_product.of(**sizes, outputs=config.latent_rank),
+    )
+
+
+latent_queries = kernel_or_reference(kernel_latent_queries, plain_latent_queries)
 
 
 def rotate(
@@ -119,7 +184,7 @@ def absorb_queries(
     return _by_head(q, _of_layer(kv_b, layer, 3)[:, : q.shape[2]].swapaxes(1, 2))
 
 
-def value_heads(
+def plain_value_heads(
     x: Float[jax.Array, "R Hq r"],
     kv_b: Float[jax.Array, "*L Hq dn_dv r"],
     layer: Place,
@@ -127,6 +192,22 @@ def value_heads(
 ) -> Float[jax.Array, "R Hq dv"]:
     """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
     return _by_head(x, _of_layer(kv_b, layer, 3)[:, nope_size:])
+
+
+def kernel_value_heads(
+    kernels: Kernels,
+    x: Float[jax.Array, "R Hq r"],
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
+    layer: Place,
+    nope_size: int,
+) -> Float[jax.Array, "R Hq dv"]:
+    sizes = {"item_bytes": x.dtype.itemsize, "rows": len(x), "heads": x.shape[1]}
+    tiles = kernels.tiles.head_product.of(**sizes, outputs=kv_b.shape[-2] - nope_size)
+    stack, place = _stacked(kv_b, layer)
+    return kernels.head_product.value_heads(x, stack, place, nope_size, tiles=tiles)
+
+
+value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
 
 
 def attend_latent(
@@ -170,3 +251,10 @@ def _of_layer(
 ) -> Float[jax.Array, "..."]:
     """Returns the array of a layer from a stack, or the array itself if it has `num_axes` axes."""
     return stack[layer] if stack.ndim > num_axes else stack
+
+
+def _stacked(
+    kv_b: Float[jax.Array, "*L Hq dn_dv r"], layer: Place
+) -> tuple[Float[jax.Array, "L Hq dn_dv r"], Int[jax.Array, " 1"]]:
+    """Returns weights in the form of kernels: a stack (possibly of one) and the index in it."""
+    return (kv_b[None], operand(0)) if kv_b.ndim == 3 else (kv_b, operand(layer))

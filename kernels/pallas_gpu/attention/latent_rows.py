@@ -22,7 +22,7 @@ from shared.spec.reduction_order import SquaresOrder
 
 
 class LatentRowsInputs(NamedTuple):
-    """Rows of the projection, stacked norm scales, RoPE angles."""
+    """Rows of the projection, norm scales, RoPE angles."""
 
     rows: Any
     query_norm: Any
@@ -43,8 +43,8 @@ class LatentWrite(NamedTuple):
 
 def latent_rows(
     projected: Float[jax.Array, "R columns"],
-    query_norm: Float[jax.Array, "L rq"] | None,
-    latent_norm: Float[jax.Array, "L r"],
+    query_norm: Float[jax.Array, "*L rq"] | None,
+    latent_norm: Float[jax.Array, "*L r"],
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
     pools: Float[jax.Array, "L 1 P page 1 latent_and_rope"],
@@ -64,7 +64,8 @@ def latent_rows(
     Args:
       projected: Rows that begin with the query latent, if there is one, and end with the latent
         and the rope key.
-      query_norm, latent_norm: Stacked norm scales; `query_norm` is None without query latents.
+      query_norm, latent_norm: Norm scales of the layer or of all layers; `query_norm` is None
+        without query latents.
       cos, sin: RoPE cosine and sine of each row.
       pools, layer: Latent pools of all layers, and the index of the layer in all stacks. It is an
         operand, because XLA compiles kernels of equal text once.
@@ -78,10 +79,10 @@ def latent_rows(
     Returns:
       The normed query latents, None without query latents; and the pools after the writes.
     """
-    R, queries, size = len(projected), None, latent_norm.shape[1]
+    R, queries, size = len(projected), None, latent_norm.shape[-1]
     if query_norm is not None:
-        queries = jax.ShapeDtypeStruct((R, query_norm.shape[1]), projected.dtype)
-        size = max(size, query_norm.shape[1])
+        queries = jax.ShapeDtypeStruct((R, query_norm.shape[-1]), projected.dtype)
+        size = max(size, query_norm.shape[-1])
     given = LatentRowsInputs(
         rows=projected, query_norm=query_norm, latent_norm=latent_norm, cos=cos, sin=sin
     )
@@ -121,7 +122,7 @@ def _latent_rows_kernel(
     row, layer = pl.program_id(0), write.layer[0]
     how = {"layer": layer, "eps": eps, "order": order, "interpret": interpret}
     normed = functools.partial(_normed, given.rows, row, **how)
-    columns, rank, rope = given.rows.shape[1], given.latent_norm.shape[1], 2 * given.cos.shape[1]
+    columns, rank, rope = given.rows.shape[1], given.latent_norm.shape[-1], 2 * given.cos.shape[1]
 
     @pl.when((pl.program_id(1) == 0) & (write.is_real[row] != 0))
     def _():
@@ -153,7 +154,7 @@ def _normed(rows_ref, row, start, norm_ref, *, layer, eps, order, interpret):
     """Returns the RMS norm of some columns of a row, from sums of squares per chunk, and their
     numbers.
     """
-    size = norm_ref.shape[1]
+    lead, size = (layer,) if len(norm_ref.shape) == 2 else (), norm_ref.shape[-1]
     spread = pl.next_power_of_2(pl.cdiv(size, order.chunk))
     part = lax.iota(jnp.int32, spread)[:, None] * order.chunk
     column = part + lax.iota(jnp.int32, order.chunk)[None, :]
@@ -163,7 +164,7 @@ def _normed(rows_ref, row, start, norm_ref, *, layer, eps, order, interpret):
     squares = add_up(add_up(x * x, order.digits).reshape(1, spread), order.digits_of_chunks)
     squares = early(squares, interpret)
     x = x * lax.rsqrt(squares[:, None] * (1.0 / size) + eps)
-    return x * pltriton.load(norm_ref.at[layer, column], mask=inside, other=0.0), column
+    return x * pltriton.load(norm_ref.at[(*lead, column)], mask=inside, other=0.0), column
 
 
 def _store(ref, *at_and_values):

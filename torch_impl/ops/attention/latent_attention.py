@@ -1,6 +1,6 @@
 """Latent attention (MLA) in absorbed form; same as `shared.spec.latent_attention`.
 
-Pools are written in place.
+Pools are written in place. On a GPU its parts are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.models.mixers import LatentAttentionConfig
+from shared.spec.reduction_order import SQUARES
+from torch_impl.ops import Kernels, kernel_or_reference
 from torch_impl.ops.attention.attention import AttentionRows, attend, write
 from torch_impl.ops.attention.attention_layer import Angles
 from torch_impl.ops.gemm import layers, linear
@@ -56,7 +58,7 @@ def latent_attention(
     return value_heads(out, weights.kv_b, config.nope_size).flatten(1)
 
 
-def latent_rows(
+def plain_latent_rows(
     inputs: Float[Tensor, "R outputs"],
     config: LatentAttentionConfig,
     weights: LatentWeights,
@@ -68,11 +70,13 @@ def latent_rows(
     """Writes the rows' latents and rope keys to a layer's pool, in place.
 
     Returns:
-      The query latents after their norm, or query heads as they are.
+      The query latents after their norm, or the inputs if they begin with query heads.
     """
     widths = [inputs.shape[1] - config.head_size, config.latent_rank, config.rope_size]
     query, latent, key = inputs.split(widths, dim=1)
-    if weights.query_norm is not None:
+    if weights.query_norm is None:
+        query = inputs
+    else:
         query = layers.rms_norm(query, weights.query_norm, config.latent_eps)
     latent = layers.rms_norm(latent, weights.latent_norm, config.latent_eps)
     key = rotate(key[:, None], config, angles)
@@ -81,16 +85,71 @@ def latent_rows(
     return query
 
 
-def latent_queries(
-    query: Float[Tensor, "R heads_size"],
+def kernel_latent_rows(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    config: LatentAttentionConfig,
+    weights: LatentWeights,
+    angles: Angles,
+    rows: AttentionRows,
+    pools: Float[Tensor, "L 1 P page 1 r_dr"],
+    layer: int,
+) -> Float[Tensor, "R queries"]:
+    query = kernels.latent_rows.latent_rows(
+        inputs,
+        weights.query_norm,
+        weights.latent_norm,
+        angles.cos,
+        angles.sin,
+        pools,
+        layer,
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        eps=config.latent_eps,
+        is_interleaved=config.rotary.interleaved,
+        order=SQUARES,
+    )
+    return inputs if query is None else query
+
+
+latent_rows = kernel_or_reference(kernel_latent_rows, plain_latent_rows)
+
+
+def plain_latent_queries(
+    query: Float[Tensor, "R columns"],
     config: LatentAttentionConfig,
     kv_b: Float[Tensor, "Hq dn_dv r"],
     angles: Angles,
 ) -> Float[Tensor, "R Hq r_dr"]:
     """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
     sizes = [config.nope_size, config.rope_size]
-    nope, rope = query.unflatten(1, (-1, sum(sizes))).split(sizes, dim=2)
+    heads = query[:, : len(kv_b) * sum(sizes)].unflatten(1, (-1, sum(sizes)))
+    nope, rope = heads.split(sizes, dim=2)
     return torch.cat([absorb_queries(nope, kv_b), rotate(rope, config, angles)], dim=2)
+
+
+def kernel_latent_queries(
+    kernels: Kernels,
+    query: Float[Tensor, "R columns"],
+    config: LatentAttentionConfig,
+    kv_b: Float[Tensor, "Hq dn_dv r"],
+    angles: Angles,
+) -> Float[Tensor, "R Hq r_dr"]:
+    sizes = {"item_bytes": query.element_size(), "rows": len(query), "heads": len(kv_b)}
+    return kernels.head_product.latent_queries(
+        query,
+        angles.cos,
+        angles.sin,
+        kv_b,
+        config.nope_size,
+        is_interleaved=config.rotary.interleaved,
+        tiles=kernels.tiles.head_product.of(**sizes, outputs=config.latent_rank),
+    )
+
+
+latent_queries = kernel_or_reference(kernel_latent_queries, plain_latent_queries)
 
 
 def rotate(
@@ -108,11 +167,25 @@ def absorb_queries(
     return torch.bmm(q.transpose(0, 1), kv_b[:, : q.shape[2]]).transpose(0, 1)
 
 
-def value_heads(
+def plain_value_heads(
     x: Float[Tensor, "R Hq r"], kv_b: Float[Tensor, "Hq dn_dv r"], nope_size: int
 ) -> Float[Tensor, "R Hq dv"]:
     """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
     return torch.bmm(x.transpose(0, 1), kv_b[:, nope_size:].mT).transpose(0, 1)
+
+
+def kernel_value_heads(
+    kernels: Kernels,
+    x: Float[Tensor, "R Hq r"],
+    kv_b: Float[Tensor, "Hq dn_dv r"],
+    nope_size: int,
+) -> Float[Tensor, "R Hq dv"]:
+    sizes = {"item_bytes": x.element_size(), "rows": len(x), "heads": x.shape[1]}
+    tiles = kernels.tiles.head_product.of(**sizes, outputs=kv_b.shape[1] - nope_size)
+    return kernels.head_product.value_heads(x, kv_b, nope_size, tiles=tiles)
+
+
+value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
 
 
 def attend_latent(

@@ -10,6 +10,7 @@ from shared.spec import attention, latent_attention
 from shared.spec.attention_layer import Angles
 from shared.spec.linear import Matrix
 from tests.support.cases.attention.attention_layer import AttentionRows, prompt_case, tree_case
+from tests.support.op_case import OpCase
 
 LAYER = 1
 """Index of the layer in the pool."""
@@ -110,3 +111,27 @@ def with_nan_in_unwritten_rows(case: LatentCase) -> LatentCase:
         positions = np.arange(lengths[b], case.rows.page_table.shape[1] * page)
         pool[:, :, case.rows.page_table[b, positions // page], positions % page] = np.nan
     return replace(case, pool=pool)
+
+
+def _op_case(name: str, case: LatentCase) -> OpCase:
+    arguments = {
+        "inputs": case.inputs,
+        "config": case.config,
+        "weights": case.weights,
+        "angles": case.angles,
+        "rows": case.rows,
+        "pools": case.pool,
+        "layer": LAYER,
+    }
+    return OpCase(
+        op="latent_attention",
+        function="latent_attention",
+        name=name,
+        make=lambda seed: arguments,
+        in_place=("pools",),
+        real_rows=lambda given: np.flatnonzero(given["rows"].is_real),
+        specify=lambda given, rows: [case.specified()[0][rows]],
+    )
+
+
+TABLE = [_op_case(name, case) for name, case in CASES.items()]
