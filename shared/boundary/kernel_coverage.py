@@ -15,6 +15,7 @@ from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
 from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
+from shared.models.mixers import AttentionConfig
 from shared.models.sentence_list import sentence_list
 
 
@@ -76,7 +77,8 @@ class FallbackOp:
 
 def _attention_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
-        for size in (each.config.head_size for each in model.attention_groups):
+        attentions = (x for x in model.attentions if isinstance(x, AttentionConfig))
+        for size in (each.head_size for each in attentions):
             if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
                 return f"attention heads of size {sentence_list(takes.head_sizes)}, got {size}"
     return None
