@@ -72,7 +72,7 @@ def step_products(blueprint: BackendSpec, shape: TreeShape, batch: int, context:
 
 def _attended(config: ModelConfig) -> int:
     """Multiplications of a row with the keys and values of one token, in all layers."""
-    return 2 * sum(len(each) * each.config.query_size for each in config.attention_groups)
+    return sum(len(each) * each.config.products_per_position for each in config.attention_groups)
 
 
 def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:

@@ -64,6 +64,11 @@ class AttentionConfig:
         return self.num_kv_heads * self.head_size
 
     @property
+    def products_per_position(self) -> int:
+        """Multiplications of a token's queries with one position: keys, and values."""
+        return 2 * self.query_size
+
+    @property
     def cache_specs(self) -> tuple[CacheArraySpec, ...]:
         """Cache arrays: keys and values per position; none without KV of its own."""
         shape = (self.num_kv_heads, self.head_size)

@@ -60,6 +60,11 @@ class LatentAttentionConfig:
         return self.num_heads * self.head_size
 
     @property
+    def products_per_position(self) -> int:
+        """Multiplications of a token's queries with one position: keys, and values."""
+        return self.num_heads * (self.head_size + self.latent_rank)
+
+    @property
     def key_size(self) -> int:
         """Elements in the keys of a token in absorbed form; values are a part of them."""
         return self.head_size
