@@ -19,6 +19,7 @@ from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
 from shared.models.config import ModelConfig
+from shared.models.mixers import AttentionConfig
 from shared.models.mlp import MoEConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
@@ -53,20 +54,23 @@ def check_trained(config: ModelConfig) -> None:
     Raises:
       ValueError: The model has an unsupported feature; the message names it.
     """
-    attention, dense, sizes = config.attention, config.dense, config.experts
-    factors = (config.embedding_factor, config.residual_factor)
+    dense, sizes = config.dense, config.experts
+    kept = [each for each in config.attentions if isinstance(each, AttentionConfig)]
+    biases = [each.input_bias or each.out_bias for each in kept]
+    factors = (config.embedding_factor, config.residual_factor, config.logits_factor)
     missing = {
+        "latent attention": len(kept) < len(config.attentions),
         "norms after mixers and MLPs": config.post_norm,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
         "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
-        "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
+        "biases": any(biases) or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
         "layers of different sizes": len(config.groups)
         > len({x.config.kind for x in config.groups})
         or len(config.mlp_groups) > len({x.config.kind for x in config.mlp_groups}),
-        "query scaling by position": attention.query_scaling_beta > 0,
+        "query scaling by position": any(each.query_scaling_beta for each in kept),
         "layers with different rotary settings": len({x.rotary for x in config.attentions}) > 1,
-        "scaling factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
+        "scaling factors": any(each.scale for each in kept) or {*factors} != {1.0},
     }
     for name, is_there in missing.items():
         if is_there:
