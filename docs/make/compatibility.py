@@ -90,6 +90,7 @@ FEATURES = (
     Feature("FP8 activations", ("--fp8-activations",), "qwen3.5-27b-fp8"),
     Feature("MoE", model="qwen3.5-35b-a3b"),
     Feature("MoE, FP8 weights", model="qwen3.5-35b-a3b-fp8"),
+    Feature("latent attention (MLA)", model="glm-4.7-flash"),
     Feature("image input", ("--max-image-tokens 1024",)),
     Feature("model without MTP layer", model="qwen3-8b"),
 )
