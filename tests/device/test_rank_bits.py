@@ -34,7 +34,7 @@ from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
-from tests.support.tiny_models import DENSE, DIVIDED, WITH_MTP
+from tests.support.tiny_models import DENSE, DIVIDED, LATENT, WITH_MTP
 from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
@@ -98,7 +98,7 @@ FEW = [asked(37, replace(GREEDY, max_tokens=10)), asked(20, replace(TIGHT, max_t
 DENSE_FAMILIES = ("llama", *DENSE)
 LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
 """Families that differ in undivided parts only: sliding windows and RoPE."""
-EXPERTS = ("glm4_moe", "qwen3_moe", DIVIDED["qwen3_5_moe"])
+EXPERTS = ("glm4_moe", "qwen3_moe", *LATENT, DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
 ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
 """Drafters of other tests:
@@ -154,7 +154,7 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     serve_on(backends, framework, family, "EAGLE", "exact", FEW)
 
 
-@pytest.mark.parametrize(("framework", "family"), every(EXPERTS, EXPERTS[:2], EXPERTS[2:]))
+@pytest.mark.parametrize(("framework", "family"), every(EXPERTS, EXPERTS[:4], EXPERTS[3:]))
 def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "exact", FEW)
