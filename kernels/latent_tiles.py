@@ -7,6 +7,14 @@ from typing import ClassVar
 
 from kernels.tile_tables import check_at_least, check_powers_of_two
 
+LATENT_COLUMNS = 128
+"""Maximum latent columns of a loaded block in `latent_attention`."""
+COMBINED, COMBINED_COLUMNS = 16, 128
+"""Units that `latent_combine` loads per step, and maximum columns of a program."""
+PROGRAMS_PER_SPAN = 3
+"""Maximum programs per span of a request for which partial results are stored per span, and not per
+tile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadProductTiles:
@@ -39,6 +47,62 @@ class HeadProductTiles:
             min(self.columns, _padded(outputs)),
             min(self.depth, max(16, inputs & -inputs)),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionTiles:
+    """Tiles of `latent_attention.attend_latent`.
+
+    Attributes:
+      lanes: (Row, head) pairs of a program; fewer if a request cannot have that many.
+      programs: Programs of a launch. If lanes need fewer, several share the positions of a request
+        (split-KV).
+      warps, stages: Warps and pipeline stages of the kernel.
+    """
+
+    sizes: ClassVar = ("item_bytes", "rows", "requests", "rank")
+    """Bytes of an element of q, maximum pairs of a request, requests, and columns of the latent."""
+
+    lanes: int
+    programs: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        # WGMMA requires a warpgroup, and its results have at least 16 lanes here.
+        check_powers_of_two(self, {"lanes": 16, "warps": 4})
+        check_at_least(self, programs=1, stages=1)
+
+    def programs_of(self, pairs: int, requests: int) -> tuple[int, int, int]:
+        """Returns the lanes of a program, the blocks of lanes of a request, and the programs that
+        share the positions of a block.
+
+        Args:
+          pairs: Maximum (row, head) pairs of a request.
+          requests: Number of requests.
+        """
+        lanes = min(self.lanes, _padded(pairs))
+        blocks = -(-pairs // lanes)
+        return lanes, blocks, max(1, self.programs // (blocks * requests))
+
+
+def units_of(capacity: int, sharing: int, span: int, tile: int) -> int:
+    """Returns the maximum partial results of a lane: one per span, or per tile of few spans.
+
+    Args:
+      capacity: Positions of a page table.
+      sharing: Programs that share the positions of a block.
+      span, tile: Positions of each.
+    """
+    if sharing == 1:
+        return 1
+    few_spans = (sharing - 1) // PROGRAMS_PER_SPAN
+    return max(-(-capacity // span), min(-(-capacity // tile), few_spans * (span // tile)))
+
+
+def block_widths(rank: int, rope: int) -> tuple[int, int]:
+    """Returns the columns of a loaded block of latents, and of rope keys; powers of two."""
+    return min(LATENT_COLUMNS, _padded(rank)), _padded(rope)
 
 
 def _padded(size: int) -> int:

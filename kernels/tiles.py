@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kernels.gdn_tiles import GDNLayerTiles, GDNPrefillTiles
-from kernels.latent_tiles import HeadProductTiles
+from kernels.latent_tiles import HeadProductTiles, LatentAttentionTiles
 from kernels.tile_tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 
@@ -328,6 +328,7 @@ class Tiles:
     linear: Table[LinearTiles]
     head_product: Table[HeadProductTiles]
     attention_layer: Table[DecodeAttentionTiles]
+    latent_attention: Table[LatentAttentionTiles]
     sampling: Table[SamplingTiles]
 
     @classmethod
@@ -361,6 +362,7 @@ CLASSES: dict[str, Any] = {
     "linear": LinearTiles,
     "head_product": HeadProductTiles,
     "attention_layer": DecodeAttentionTiles,
+    "latent_attention": LatentAttentionTiles,
     "sampling": SamplingTiles,
 }
 """Tile class of each kernel module that has tiles."""

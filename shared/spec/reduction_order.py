@@ -55,6 +55,39 @@ ATTENTION = AttentionOrder(span=2048, split=128, tile=64, tile_float32=16)
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttentionOrder:
+    """Order of the sums over KV positions in `shared.spec.latent_attention.attend_latent`.
+
+    Positions are divided into spans, spans into tiles, all from position 0 on. Each tile is summed
+    by itself, with weights relative to its own maximum. The tiles of a span are added in sequence,
+    then the spans.
+
+    Attributes:
+      span, tile: Positions of each.
+      tile_float32: Positions of a tile in float32; see `AttentionOrder`.
+    """
+
+    span: int
+    tile: int
+    tile_float32: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile", "tile_float32"):
+            tile = getattr(self, name)
+            if tile < 16 or tile & (tile - 1):
+                raise ValueError(f"{name} must be a power of two from 16, got {tile}")
+            if self.span < tile or self.span % tile:
+                raise ValueError(f"span must be a multiple of {name} {tile}, got {self.span}")
+
+    def sizes_for(self, item_bytes: int) -> dict[str, int]:
+        """Returns the positions of a span and a tile for rows with elements of `item_bytes`."""
+        return {"span": self.span, "tile": self.tile_float32 if item_bytes == 4 else self.tile}
+
+
+LATENT_ATTENTION = LatentAttentionOrder(span=512, tile=64, tile_float32=16)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SquaresOrder:
     """Order-independent sum of the squares of a row, in fixed point.
 

@@ -54,6 +54,7 @@ MODULES = (
     "lm_head_epilogue",
     "linear",
     "attention_layer",
+    "latent_attention",
     "ngram",
     "gumbel_noise",
     "row_bounds",

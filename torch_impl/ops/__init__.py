@@ -46,6 +46,7 @@ class Kernels:
     head_product: ModuleType
     symmetric_memory: ModuleType
     attention_layer: ModuleType
+    latent_attention: ModuleType
     ngram: ModuleType
     gumbel_noise: ModuleType
     all_gather: ModuleType

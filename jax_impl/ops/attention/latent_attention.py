@@ -16,7 +16,7 @@ from jax_impl.ops.attention.attention_layer import Angles
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix
 from shared.models.mixers import LatentAttentionConfig
-from shared.spec.reduction_order import SQUARES
+from shared.spec.reduction_order import LATENT_ATTENTION, SQUARES
 
 
 class LatentWeights(NamedTuple):
@@ -210,7 +210,7 @@ def kernel_value_heads(
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
 
 
-def attend_latent(
+def plain_attend_latent(
     q: Float[jax.Array, "R Hq r_dr"],
     pool: Float[jax.Array, "L 1 P page 1 r_dr"],
     layer: Place,
@@ -235,6 +235,43 @@ def attend_latent(
     rows = (request, row_starts, first, until, window, max_rows)
     table = page_table + layer * num_pages
     return attend(q, pages, pages, table, *rows, scale)[..., :rank]
+
+
+def kernel_attend_latent(
+    kernels: Kernels,
+    q: Float[jax.Array, "R Hq r_dr"],
+    pool: Float[jax.Array, "L 1 P page 1 r_dr"],
+    layer: Place,
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    max_rows: int,
+    scale: float,
+    rank: int,
+) -> Float[jax.Array, "R Hq r"]:
+    item_bytes, pairs, requests = q.dtype.itemsize, max_rows * q.shape[1], len(page_table)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "requests": requests, "rank": rank}
+    return kernels.latent_attention.attend_latent(
+        q,
+        pool,
+        operand(layer),
+        page_table,
+        row_starts,
+        first,
+        until,
+        window,
+        rank=rank,
+        max_rows=max_rows,
+        scale=scale,
+        tiles=kernels.tiles.latent_attention.of(**sizes),
+        **LATENT_ATTENTION.sizes_for(item_bytes),
+    )
+
+
+attend_latent = kernel_or_reference(kernel_attend_latent, plain_attend_latent)
 
 
 def _by_head(

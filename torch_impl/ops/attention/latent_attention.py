@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.models.mixers import LatentAttentionConfig
-from shared.spec.reduction_order import SQUARES
+from shared.spec.reduction_order import LATENT_ATTENTION, SQUARES
 from torch_impl.ops import Kernels, kernel_or_reference
 from torch_impl.ops.attention.attention import AttentionRows, attend, write
 from torch_impl.ops.attention.attention_layer import Angles
@@ -188,7 +188,7 @@ def kernel_value_heads(
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
 
 
-def attend_latent(
+def plain_attend_latent(
     q: Float[Tensor, "R Hq r_dr"],
     pool: Float[Tensor, "L 1 P page 1 r_dr"],
     layer: int,
@@ -212,3 +212,40 @@ def attend_latent(
     rows = (page_table, request, row_starts, first, until, window, max_rows)
     pages = pool[layer, 0]
     return attend(q, pages, pages, *rows, scale)[..., :rank]
+
+
+def kernel_attend_latent(
+    kernels: Kernels,
+    q: Float[Tensor, "R Hq r_dr"],
+    pool: Float[Tensor, "L 1 P page 1 r_dr"],
+    layer: int,
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    max_rows: int,
+    scale: float,
+    rank: int,
+) -> Float[Tensor, "R Hq r"]:
+    item_bytes, pairs, requests = q.dtype.itemsize, max_rows * q.shape[1], len(page_table)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "requests": requests, "rank": rank}
+    return kernels.latent_attention.attend_latent(
+        q,
+        pool,
+        layer,
+        page_table,
+        row_starts,
+        first,
+        until,
+        window,
+        rank=rank,
+        max_rows=max_rows,
+        scale=scale,
+        tiles=kernels.tiles.latent_attention.of(**sizes),
+        **LATENT_ATTENTION.sizes_for(item_bytes),
+    )
+
+
+attend_latent = kernel_or_reference(kernel_attend_latent, plain_attend_latent)

@@ -9,6 +9,7 @@ from shared.models.rotary import RotaryConfig
 from shared.spec import attention, latent_attention
 from shared.spec.attention_layer import Angles
 from shared.spec.linear import Matrix
+from tests.support import attend_latent_cases
 from tests.support.cases.attention.attention_layer import AttentionRows, prompt_case, tree_case
 from tests.support.op_case import OpCase
 
@@ -134,4 +135,4 @@ def _op_case(name: str, case: LatentCase) -> OpCase:
     )
 
 
-TABLE = [_op_case(name, case) for name, case in CASES.items()]
+TABLE = [*(_op_case(name, case) for name, case in CASES.items()), *attend_latent_cases.TABLE]
