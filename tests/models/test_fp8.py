@@ -195,7 +195,7 @@ def test_block_fp8_quantization_config_is_accepted(fields):
         ("quant_method", "modelopt"),
         ("fmt", "e5m2"),
         ("weight_block_size", [64, 64]),
-        ("scale_fmt", "ue8m0"),
+        ("scale_fmt", "e5m3"),
         ("kv_cache_scheme", {"num_bits": 8}),
     ],
 )

@@ -222,6 +222,7 @@ WRITTEN = {
     "transformers": json.loads(json.dumps(FineGrainedFP8Config().to_dict(), default=str)),
     "transformers 4": {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
     "Qwen": {"fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": []},
+    "DeepSeek-V3.1": {"fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
     "dequantised at loading": {"weight_block_size": [128, 128], "dequantize": True},
     "an embedding": {"modules_to_convert": ["model.embed_tokens"]},
     "a cache without scales": {"kv_cache_scheme": None, "kv_cache_dtype": ""},
@@ -243,7 +244,7 @@ def test_fp8_config_ignores_fields_without_effect(writer) -> None:
         ("fmt", "e5m2"),
         ("weight_block_size", [64, 64]),
         ("activation_scheme", "other"),
-        ("scale_fmt", "ue8m0"),
+        ("scale_fmt", "e5m3"),
         ("kv_cache_scheme", "static"),
     ],
 )

@@ -98,7 +98,7 @@ SPELLINGS = (
             "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
             "weight_block_size": [None, _BLOCK_SIZE],
             "activation_scheme": [None, "dynamic", "static"],
-            "scale_fmt": [None, "float"],
+            "scale_fmt": [None, "float", "ue8m0"],
             "expert_dtype": [None, "fp8"],
             "dequantize": [None, False, True],
         },
