@@ -13,7 +13,7 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.spec.standalone import SmallModel
-from tests.support.tiny_models import HEAD_SCALE, WITH_MTP, tiny_config, tiny_weights
+from tests.support.tiny_models import HEAD_SCALE, tiny_config, tiny_weights
 
 SMALLER: dict[str, Any] = {
     "hidden_size": 40,
@@ -31,7 +31,7 @@ SMALLER_DELTA: dict[str, Any] = {
 
 def small_config(family: str, **fields: Any) -> dict[str, Any]:
     """The contents of a small model's config.json; `fields` are put into it."""
-    delta = SMALLER_DELTA if family in WITH_MTP else {}
+    delta = SMALLER_DELTA if family.startswith("qwen3_5") else {}
     config = tiny_config(family, nested=False, with_mtp=False, tied=False)
     return {**config, **SMALLER, **delta, **fields}
 
