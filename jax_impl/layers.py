@@ -95,7 +95,9 @@ class AttentionContext(NamedTuple):
         """Builds the inputs for a pass over rows."""
         seen = with_sliding_window(rows, config.window)
         rope = angles(config, rope_positions(config, rows))
-        return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
+        is_latent = isinstance(config, LatentAttentionConfig)
+        paged = (PagedKV.without_bounds if is_latent else PagedKV.of)(kv, seen)
+        return cls(rope, _query_scale(config, rows), seen, paged, group)
 
 
 def _query_scale(config: SelfAttentionConfig, rows: AttentionRows) -> Float[jax.Array, " R"] | None:

@@ -11,6 +11,8 @@ LATENT_COLUMNS = 128
 """Maximum latent columns of a loaded block in `latent_attention`."""
 COMBINED, COMBINED_COLUMNS = 16, 128
 """Units that `latent_combine` loads per step, and maximum columns of a program."""
+SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
+"""Maximum lanes and programs of tiles with several programs, which bound the partial results."""
 PROGRAMS_PER_SPAN = 3
 """Maximum programs per span of a request for which partial results are stored per span, and not per
 tile."""
@@ -72,6 +74,11 @@ class LatentAttentionTiles:
         # WGMMA requires a warpgroup, and its results have at least 16 lanes here.
         check_powers_of_two(self, {"lanes": 16, "warps": 4})
         check_at_least(self, programs=1, stages=1)
+        if self.programs > 1 and (self.lanes > SPLIT_LANES or self.programs > SPLIT_PROGRAMS):
+            raise ValueError(
+                f"tiles with several programs must have at most {SPLIT_LANES} lanes and "
+                f"{SPLIT_PROGRAMS} programs, got {self.lanes} and {self.programs}"
+            )
 
     def programs_of(self, pairs: int, requests: int) -> tuple[int, int, int]:
         """Returns the lanes of a program, the blocks of lanes of a request, and the programs that
@@ -98,6 +105,18 @@ def units_of(capacity: int, sharing: int, span: int, tile: int) -> int:
         return 1
     few_spans = (sharing - 1) // PROGRAMS_PER_SPAN
     return max(-(-capacity // span), min(-(-capacity // tile), few_spans * (span // tile)))
+
+
+def most_units(pairs: int, requests: int, capacity: int, span: int, tile: int) -> int:
+    """Returns the maximum partial results of a lane with any tiles; see `units_of`.
+
+    Args:
+      pairs: Maximum (row, head) pairs of a request.
+      requests: Number of requests.
+      capacity, span, tile: See `units_of`.
+    """
+    sharing = SPLIT_PROGRAMS // (-(-pairs // SPLIT_LANES) * requests)
+    return units_of(capacity, max(1, sharing), span, tile)
 
 
 def block_widths(rank: int, rope: int) -> tuple[int, int]:

@@ -99,7 +99,9 @@ class AttentionContext:
         """Builds the inputs for a pass over rows."""
         seen = with_sliding_window(rows, config.window)
         rope = angles(config, frequencies, rows)
-        return cls(rope, _query_scale(config, rows), seen, PagedKV.of(kv, seen), group)
+        is_latent = isinstance(config, LatentAttentionConfig)
+        paged = (PagedKV.without_bounds if is_latent else PagedKV.of)(kv, seen)
+        return cls(rope, _query_scale(config, rows), seen, paged, group)
 
 
 def _query_scale(config: SelfAttentionConfig, rows: AttentionRows) -> Float[Tensor, " R"] | None:

@@ -13,11 +13,11 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
-from shared.models.mixers import GatedDeltaConfig, SelfAttentionConfig
+from shared.models.mixers import GatedDeltaConfig, LatentAttentionConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
-from shared.spec.reduction_order import ATTENTION
+from shared.spec.reduction_order import ATTENTION, LATENT_ATTENTION
 
 DRAFT_DISTRIBUTION_BYTES = 24
 """Bytes per logit if draft tokens are sampled: their noise and logits, both distributions, the
@@ -40,6 +40,10 @@ DENSE = "mlp.gate_up"
 PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
+
+LatentUnits = Callable[[int, int, int, int, int], int]
+"""Maximum partial results of a (row, head) pair in latent attention, from the maximum pairs of a
+request, the requests, their positions, and the positions of a span and of a tile."""
 
 AttentionBytes = Callable[[Program, SelfAttentionConfig, BackendLimits, int], int]
 
@@ -119,6 +123,7 @@ def gathered_attention(
 
 def split_attention(
     max_pairs: int,
+    latent_units: LatentUnits,
     program: Program,
     attention: SelfAttentionConfig,
     capacity: BackendLimits,
@@ -130,6 +135,8 @@ def split_attention(
     A partial result has an accumulator, a max and a sum, in float32. A prompt has few rows if its
     (row, query head) pairs per key head are at most `max_pairs`.
     """
+    if isinstance(attention, LatentAttentionConfig):
+        return _latent_bytes(latent_units, program, attention, capacity, item)
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
     size = 2 * rows * attention.num_heads * attention.head_size * item
     if program.tokens * group <= max_pairs:
@@ -140,6 +147,28 @@ def split_attention(
         parts = max(min(splits, MOST_PARTS) * pairs, spans * by_span)
         size += attention.num_kv_heads * parts * (attention.head_size + 2) * 4
     return size
+
+
+def _latent_bytes(
+    units_of: LatentUnits,
+    program: Program,
+    attention: LatentAttentionConfig,
+    capacity: BackendLimits,
+    item: int,
+) -> int:
+    """Returns the bytes of latent attention: queries, the output, and partial results."""
+    longest = program.tokens or max(program.shape.nodes, program.shape.block)
+    order = LATENT_ATTENTION.sizes_for(item)
+    units = units_of(
+        longest * attention.num_heads,
+        program.batch,
+        program.pages * capacity.page_size,
+        order["span"],
+        order["tile"],
+    )
+    pairs = rows_of(program) * attention.num_heads
+    size = pairs * (attention.head_size + attention.latent_rank) * item
+    return size + units * pairs * (attention.latent_rank + 2) * 4
 
 
 def rows_of(program: Program) -> int:

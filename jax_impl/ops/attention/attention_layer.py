@@ -96,6 +96,11 @@ class PagedKV(NamedTuple):
         """Builds the KV pools for a pass over the rows."""
         return cls(pools, *row_bounds(rows, pools.shape[4]))
 
+    @classmethod
+    def without_bounds(cls, pools: KV, rows: AttentionRows) -> "PagedKV":
+        """Builds the KV pools for kernels that read no row bounds."""
+        return cls(pools, *_no_bounds(rows, pools.shape[4]))
+
 
 def plain_attention_layer(
     qkv: Float[jax.Array, "R outputs"],

@@ -109,8 +109,8 @@ def kernel_latent_rows(
 ) -> tuple[Float[jax.Array, "R queries"], Float[jax.Array, "L 1 P page 1 r_dr"]]:
     query, pools = kernels.latent_rows.latent_rows(
         inputs,
-        weights.query_norm,
-        weights.latent_norm,
+        _in_stack(weights.query_norm, len(pools)),
+        _in_stack(weights.latent_norm, len(pools)),
         angles.cos,
         angles.sin,
         pools,
@@ -288,6 +288,15 @@ def _of_layer(
 ) -> Float[jax.Array, "..."]:
     """Returns the array of a layer from a stack, or the array itself if it has `num_axes` axes."""
     return stack[layer] if stack.ndim > num_axes else stack
+
+
+def _in_stack(
+    norm: Float[jax.Array, "*L size"] | None, num_layers: int
+) -> Float[jax.Array, "L size"] | None:
+    """Returns a norm in the form of kernels, which index it like the pools of the layers."""
+    if norm is None or norm.ndim == 2:
+        return norm
+    return jnp.broadcast_to(norm, (num_layers, *norm.shape))
 
 
 def _stacked(

@@ -1,0 +1,51 @@
+"""Workspace of latent attention: partial results of the kernels for any tiles and batch."""
+
+from itertools import product
+
+import pytest
+
+from kernels.latent_tiles import LatentAttentionTiles, most_units, units_of
+from kernels.tiles import Tiles
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.workspace import split_attention
+from shared.models.families import config_from_folder
+from shared.spec.draft_tree import TreeShape
+from shared.spec.reduction_order import LATENT_ATTENTION
+from tests.support.contract_host import contract_capacity, contract_model
+
+ORDER = LATENT_ATTENTION.sizes_for(2)
+
+
+@pytest.mark.parametrize("language", ["triton_gpu", "pallas_gpu"])
+def test_most_units_bound_partial_results_of_tables(language: str) -> None:
+    tiles = Tiles.load(language, "NVIDIA H200").latent_attention
+    for heads, rows, requests in product((5, 20, 128), (1, 4, 16, 64, 2048), (1, 2, 8, 32, 64)):
+        pairs = rows * heads
+        chosen = tiles.of(item_bytes=2, rows=pairs, requests=requests, rank=512)
+        _, _, sharing = chosen.programs_of(pairs, requests)
+        for capacity in (64, 4096, 131072):
+            found = units_of(capacity, sharing, **ORDER)
+            assert found <= most_units(pairs, requests, capacity, **ORDER)
+
+
+@pytest.mark.parametrize(("lanes", "programs"), [(64, 132), (32, 264)])
+def test_split_tiles_beyond_bound_raise(lanes: int, programs: int) -> None:
+    with pytest.raises(ValueError, match="tiles with several programs"):
+        LatentAttentionTiles(lanes=lanes, programs=programs, warps=4, stages=2)
+
+
+def test_latent_workspace_counts_partial_results_per_span() -> None:
+    mixer = config_from_folder("bench/shapes/glm-4.7-flash").attentions[0]
+    capacity = contract_capacity(contract_model()[0])
+    shape = TreeShape.chain(3, 1)
+    program = Program(
+        work=StepKind.DECODE,
+        batch=1,
+        pages=32768,
+        tokens=0,
+        shape=shape,
+        extras=ProgramFeature.NONE,
+    )
+    found = split_attention(0, most_units, program, mixer, capacity, 2)
+    pairs, units = 4 * 20, 32768 * capacity.page_size // ORDER["span"]
+    assert found == pairs * (576 + 512) * 2 + units * pairs * (512 + 2) * 4
