@@ -3,11 +3,11 @@
     python -m bench.kernels.random_configs --language jax --count 200
     python -m bench.kernels.random_configs --language torch --count 200
 
-Random are the family, heads and their sizes, widths, vocabularies, experts, GDN heads, FP8, the
-drafter and the batch size. Each model is started for an absent H200, as in `bench.kernels.aot` and
-`bench.kernels.aot_torch`, in their environments. Programs of every kind are lowered, and with
-`--compile` each kernel is compiled once. A seed gives the same models everywhere. The exit code is
-1 if a model does not start.
+Random are the family, heads and their sizes, latents, widths, vocabularies, experts, GDN heads,
+FP8, the drafter and the batch size. Each model is started for an absent H200, as in
+`bench.kernels.aot` and `bench.kernels.aot_torch`, in their environments. Programs of every kind are
+lowered, and with `--compile` each kernel is compiled once. A seed gives the same models everywhere.
+The exit code is 1 if a model does not start.
 """
 
 import argparse
@@ -39,6 +39,7 @@ SEED, COUNT = 59, 200
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM")
 MIXTURES = ("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+LATENT = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 VOCABULARIES = (64, 257, 259, 1000, 2048, 4095, 4096, 4097, 8192, 32000, 50257, 151936)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 71)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -67,14 +68,14 @@ class Draws:
 def drawn(seed: int, number: int) -> tuple[Json, Json | None, str, tuple[str, ...]]:
     """A model's config.json, its draft head's, what drafts, and more flags of the server."""
     draws = Draws(seed, number)
-    family = draws.of(*DENSE, *DENSE, *MIXTURES, *HYBRIDS, *HYBRIDS)
+    family = draws.of(*DENSE, *DENSE, *MIXTURES, *HYBRIDS, *HYBRIDS, *LATENT)
     is_fp8 = draws.is_one_of(4)
     unit = 128 if is_fp8 else draws.of(16, 32, 64)
     config = _target(draws, family, is_fp8, unit)
     flags = ("--max-running-requests", str(draws.of(1, 3, 8, 24)))
     flags += ("--context-length", str(draws.of(256, 1024)), "--chunked-prefill-size", "512")
     kinds = ["none", "none", "NGRAM", "EAGLE3", "EAGLE", "DFLASH", "DSPARK", "STANDALONE"]
-    drafts = draws.of(*kinds, *(["NEXTN", "NEXTN"] if family in HYBRIDS else []))
+    drafts = draws.of(*kinds, *(["NEXTN", "NEXTN"] if family in (*HYBRIDS, *LATENT) else []))
     head = None
     if drafts == "STANDALONE":
         family = draws.of(*DENSE)
@@ -140,7 +141,29 @@ def _target(draws: Draws, family: str, is_fp8: bool, unit: int) -> Json:
             "linear_conv_kernel_dim": 4,
             "mtp_num_hidden_layers": 1,
         }
-    return config
+    return _latent(draws, config, unit) if family in LATENT else config
+
+
+def _latent(draws: Draws, config: Json, unit: int) -> Json:
+    """Returns the config of a model with latent attention and grouped experts."""
+    groups, size = draws.of(1, 1, 2, 4), draws.of(2, 4, 8, 16)
+    latent = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": draws.of(None, draws.multiple(16, 1536)),
+        "kv_lora_rank": draws.of(512, draws.multiple(16, 512)),
+        "qk_nope_head_dim": draws.multiple(16, 192),
+        "qk_rope_head_dim": draws.of(16, 32, 64),
+        "v_head_dim": draws.multiple(16, 256),
+        "first_k_dense_replace": 1,
+        "n_routed_experts": groups * size,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": min(size, draws.of(1, 2, 4, 8)),
+        "moe_intermediate_size": draws.multiple(unit, 512),
+        "n_group": groups,
+        "topk_group": draws.of(1, groups),
+        "num_nextn_predict_layers": 1,
+    }
+    return {name: value for name, value in config.items() if name != "head_dim"} | latent
 
 
 def _head(draws: Draws, target: Json, drafts: str) -> Json:

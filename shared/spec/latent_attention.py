@@ -171,5 +171,5 @@ def attend_latent(
       scale: Multiplier of the scores.
       rank: r, the columns of the latent.
     """
-    rows = page_table, request, first, until, window
-    return attend(q, pages, pages, *rows, scale)[..., :rank]
+    out = attend(q, pages, pages, page_table, request, first, until, window, scale)
+    return out[..., :rank]
