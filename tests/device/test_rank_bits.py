@@ -205,6 +205,8 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("phi3", "EAGLE3"),
         ("glm4_moe", "EAGLE3"),
         ("glm4_moe", "NEXTN"),
+        ("deepseek_v3", "NEXTN"),
+        ("glm4_moe_lite", "EAGLE3"),
         ("qwen3_moe", "EAGLE3"),
     ],
 )
