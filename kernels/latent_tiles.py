@@ -108,7 +108,8 @@ def units_of(capacity: int, sharing: int, span: int, tile: int) -> int:
 
 
 def most_units(pairs: int, requests: int, capacity: int, span: int, tile: int) -> int:
-    """Returns the maximum partial results of a lane with any tiles; see `units_of`.
+    """Returns the maximum partial results of a lane with any tiles: none if no programs share the
+    positions of a block.
 
     Args:
       pairs: Maximum (row, head) pairs of a request.
@@ -116,7 +117,7 @@ def most_units(pairs: int, requests: int, capacity: int, span: int, tile: int) -
       capacity, span, tile: See `units_of`.
     """
     sharing = SPLIT_PROGRAMS // (-(-pairs // SPLIT_LANES) * requests)
-    return units_of(capacity, max(1, sharing), span, tile)
+    return units_of(capacity, sharing, span, tile) if sharing > 1 else 0
 
 
 def block_widths(rank: int, rope: int) -> tuple[int, int]:
