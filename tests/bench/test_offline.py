@@ -244,6 +244,13 @@ def test_step_bytes_of_qwen3_8b():
     assert more == 3 * (2 * (layer + 32000 * 4096) + norms + 8 * 500 * 2 * 8 * 128 * 2)
 
 
+def test_step_bounds_of_latent_rows_per_position():
+    config = config_from_folder(SHAPES / "glm-4.7-flash")
+    made, plain = blueprint_of(DrafterSpec.none(), config), TreeShape.plain(8)
+    more = [of(made, plain, 8, 500) - of(made, plain, 8, 0) for of in (step_bytes, step_products)]
+    assert more == [8 * 500 * 47 * 2 * 576, 8 * 500 * 47 * 20 * (576 + 512)]
+
+
 def test_step_products_of_qwen3_8b():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
