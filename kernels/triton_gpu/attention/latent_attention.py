@@ -115,7 +115,9 @@ def attend_latent(
         **arguments,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launching(q),
+        # It spills several KB per thread, for which the driver enlarges the local memory of the
+        # device at the first launch. So it does not start while the previous kernel runs.
+        **launching(q) | ({"launch_pdl": False} if q.is_cuda else {}),
     )
     if sharing > 1:
         combine(arguments, q)
