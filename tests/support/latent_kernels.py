@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.attention.latent_attention
-import torch_impl.ops.attention.latent_attention
+from jax_impl import ops as jax_ops
+from jax_impl.ops.attention import latent_attention as jax_latent
 from kernels.latent_tiles import HeadProductTiles
 from shared.spec.reduction_order import SQUARES
 from tests.support.implementations import to_jax
@@ -23,6 +23,8 @@ from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, bind_k
 from tests.support.latent_sizes import DEEPSEEK_RANK, EPS, EVEN, GLM, ODD, LatentSizes
 from tests.support.op_case import Arguments, OpCase
 from tests.support.op_records import mapped
+from torch_impl import ops as torch_ops
+from torch_impl.ops.attention import latent_attention as torch_latent
 
 LAYERS, LAYER = 3, 1
 
@@ -133,11 +135,11 @@ def _is_array(x: Any) -> bool:
 
 def launches(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Returns the kernels in the program of a case's operation in JAX, by platform."""
-    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    placed = _placed(case, jax_impl.ops.attention.latent_attention, to_jax)
+    bind_kernels(monkeypatch, jax_ops, KERNELS["pallas"])
+    placed = _placed(case, jax_latent, to_jax)
     leaves, tree = jax.tree.flatten(placed)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    operation = getattr(jax_impl.ops.attention.latent_attention, case.function)
+    operation = getattr(jax_latent, case.function)
 
     def call(*arrays: jax.Array) -> Any:
         given = iter(arrays)
@@ -153,8 +155,8 @@ def launches(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def from_torch_kernel(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """Returns the results of a case's operation in torch, and the arrays that it changes."""
-    bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
-    module = torch_impl.ops.attention.latent_attention
+    bind_kernels(monkeypatch, torch_ops, KERNELS["triton"])
+    module = torch_latent
     device = "cuda" if ON_GPU else "cpu"
 
     def placed(x: Any) -> Any:
@@ -162,7 +164,7 @@ def from_torch_kernel(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> list[np.
 
     given = _placed(case, module, placed)
     names = list(inspect.signature(getattr(module, case.function)).parameters)
-    found = getattr(module, f"kernel_{case.function}")(torch_impl.ops.KERNELS, *given)
+    found = getattr(module, f"kernel_{case.function}")(torch_ops.KERNELS, *given)
     changed = [given[names.index(name)] for name in case.in_place]
     return [x.cpu().numpy() for x in (found, *changed)]
 
