@@ -229,15 +229,15 @@ def test_latent_attention_bits_equal_in_both_languages(name: str, changes: dict[
 
 
 def test_latent_attention_tiles_share_positions_of_few_lanes() -> None:
-    tiles = LatentAttentionTiles(lanes=64, programs=132, warps=8, stages=2)
-    assert tiles.programs_of(20, 1) == (32, 1, 132)
-    assert tiles.programs_of(80, 8) == (64, 2, 8)
-    assert tiles.programs_of(40_960, 1) == (64, 640, 1)
+    tiles = LatentAttentionTiles(lanes=32, programs=132, warps=8, stages=2)
+    assert tiles.programs_of(10, 1) == (16, 1, 132)
+    assert tiles.programs_of(80, 8) == (32, 3, 5)
+    assert tiles.programs_of(40_960, 1) == (32, 1280, 1)
 
 
-@pytest.mark.parametrize("sharing", [1, 132])
+@pytest.mark.parametrize("programs", [1, 132])
 @pytest.mark.parametrize(("rank", "rope"), [(16, 8), (80, 24), (512, 64)])
-def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, sharing: int) -> None:
+def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, programs: int) -> None:
     # The interpreter accepts operations and sizes that the lowering rejects.
     R, heads, B, page, columns = 6, 20, 2, 64, 16
     ints = [(1,), (B, columns), (B + 1,), (R,), (R,)]
@@ -247,8 +247,8 @@ def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, sharing: i
         *(jax.ShapeDtypeStruct(shape, "int32") for shape in ints),
         jax.ShapeDtypeStruct((R, 3), "bool"),
     ]
-    tiles = LatentAttentionTiles(lanes=32, programs=2 * sharing, warps=4, stages=2)
+    tiles = LatentAttentionTiles(lanes=32, programs=programs, warps=4, stages=2)
     attend = partial(pallas.attend_latent, rank=rank, max_rows=3, scale=0.1, tiles=tiles)
     attend = jax.jit(partial(attend, **LATENT_ATTENTION.sizes_for(2)))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("__gpu$xla.gpu.triton") == (2 if sharing > 1 else 1)
+    assert lowered.count("__gpu$xla.gpu.triton") == (2 if programs > 1 else 1)
