@@ -19,9 +19,6 @@ from shared.models.config import ModelConfig
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 
-Weights = Mapping[str, Any]
-"""Arrays of a model by name."""
-
 WINDOW = 3
 """Convolution inputs (width 4) before the current one."""
 
@@ -277,7 +274,7 @@ GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R 
 output."""
 
 
-def gdn_weights(config: ModelConfig, weights: Weights, layer: int) -> GDNWeights:
+def gdn_weights(config: ModelConfig, weights: Mapping[str, Any], layer: int) -> GDNWeights:
     """Returns the weights of one GDN layer besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
     arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
@@ -290,7 +287,7 @@ class PrefillGDN:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: Mapping[str, Any],
         state: GDNState,
         row_starts: Int[np.ndarray, " B1"],
     ) -> None:
@@ -319,7 +316,7 @@ class VerifyGDN:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: Mapping[str, Any],
         state: GDNState,
         parents: Int[np.ndarray, "B N"],
         row_of: Int[np.ndarray, "B N"],
