@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, BackendLimits
-from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.window_pools import WindowPool, max_slot_pages
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
@@ -22,7 +21,7 @@ from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import FRAMEWORKS, Drafter, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cacheless import CachelessOracle
-from tests.support.drafter_cases import controller_of
+from tests.support.drafter_cases import controller_of, programs_of
 from tests.support.equality import assert_few_excused
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_heads import tiny_head
@@ -62,24 +61,12 @@ def drafter_of(name: str) -> Drafter:
 
 
 def capacity_of(drafter: str, shape: TreeShape, windows: tuple[WindowPool, ...]) -> BackendLimits:
-    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        ).with_features({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
-
-    decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
-    count = replace(program(StepKind.COUNT, TreeShape.plain(1), CHUNK), batch=1)
     return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=FULL_PAGES,
         num_slots=1 + BATCH,
         num_snapshots=1,
-        programs=(program(StepKind.PREFILL, PLAIN, CHUNK), count, *decodes),
+        programs=programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         overlap=OVERLAP,
         context_length=280,
         vocab=two_groups()[0].vocab,

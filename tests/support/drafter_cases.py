@@ -66,25 +66,36 @@ def drafter_of(family: str, drafter: str) -> Drafter:
     return "none"
 
 
-def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
+def programs_of(
+    drafter: str, shape: TreeShape, *, batch: int, pages: int, chunk: int
+) -> tuple[Program, ...]:
+    """Returns the programs of a prompt's chunk, of counting it, and of steps with and without
+    drafts.
+    """
+
     def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
-            batch=BATCH,
-            pages=PAGES,
+            batch=batch,
+            pages=pages,
             tokens=tokens,
             shape=shape,
             extras=ProgramFeature.NONE,
         ).with_features({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
 
-    decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
-    count = replace(program(StepKind.COUNT, TreeShape.plain(1), CHUNK), batch=1)
+    plain = TreeShape.plain(batch)
+    decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, plain))]
+    count = replace(program(StepKind.COUNT, TreeShape.plain(1), chunk), batch=1)
+    return program(StepKind.PREFILL, plain, chunk), count, *decodes
+
+
+def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
     return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
         num_snapshots=13 if family == "qwen3_5" else 1,
-        programs=(program(StepKind.PREFILL, PLAIN, CHUNK), count, *decodes),
+        programs=programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         overlap=OVERLAP,
         context_length=CONTEXT,
         vocab=model_of(family, drafter)[0].vocab,
