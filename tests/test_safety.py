@@ -57,6 +57,7 @@ ALLOWED = {
     ("shared/process/tp/worker.py", "import_module"): "names a backend, by the command line",
     ("shared/process/tp/worker.py", "socket.create_connection"): "calls the engine's process",
     ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
+    ("shared/cluster/transfer/record_client.py", "socket.create_connection"): "fetches a record",
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
     ("shared/text/json_schema_refs.py", "urllib"): "the same of a pointer",
     ("shared/images/data_url.py", "urllib"): "the same of a data URL",

@@ -1,1 +1,1 @@
-"""Start of ranks on several hosts by Ray (`--distributed-executor-backend ray`)."""
+"""Several hosts: start of ranks by Ray, and transfer of KV cache records between servers."""

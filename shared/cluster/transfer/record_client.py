@@ -1,0 +1,266 @@
+"""Client of record servers: fetches a record by its ticket, within limits of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from mmap import ACCESS_COPY, mmap
+
+import numpy as np
+
+from shared.cluster.transfer.counters import TransferCounters
+from shared.cluster.transfer.deadline import Deadline, receive, receive_into, send
+from shared.cluster.transfer.errors import (
+    CHECKSUM,
+    EXPIRED,
+    LOST,
+    TOO_LARGE,
+    UNREACHABLE,
+    TransferError,
+)
+from shared.cluster.transfer.handshake import connect
+from shared.cluster.transfer.record_server import REPLY
+from shared.cluster.transfer.record_store import is_sealed
+from shared.cluster.transfer.ticket import RecordAddress, Ticket, boot_id
+
+AUTO, SHM, TCP = BACKENDS = ("auto", "shm", "tcp")
+RECEIVE_BYTES = 1 << 20  # the checksum of a part is computed while it is in the processor's cache
+MAX_IDLE_CONNECTIONS = 4
+CONNECT_S = 3.0
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedRecord:
+    """Body of a record, and the memory that it occupies until `release`.
+
+    Attributes:
+      body: The bytes.
+      backend: Backend that has transferred it.
+    """
+
+    body: memoryview
+    backend: str
+    _budget: ByteBudget
+
+    def release(self) -> None:
+        """Returns its bytes to the limit; the memory is freed with the last array on it."""
+        self._budget.give_back(self.body.nbytes)
+
+
+class ByteBudget:
+    """Limit of bytes in memory, shared by threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_used = max_bytes, 0
+        self._changed = threading.Condition()
+
+    @property
+    def num_used(self) -> int:
+        """Bytes in use."""
+        return self._num_used
+
+    def take(self, count: int, deadline: Deadline) -> None:
+        """Waits until the bytes are available.
+
+        Raises:
+          TransferError: They exceed the limit alone, or see `Deadline.remaining_s`.
+        """
+        if count > self._max_bytes:
+            raise TransferError(
+                TOO_LARGE,
+                f"a record of {count} bytes exceeds the {self._max_bytes} bytes of "
+                "--disaggregation-buffer-mib",
+            )
+        with self._changed:
+            while self._num_used + count > self._max_bytes:
+                self._changed.wait(min(LOOK_S, deadline.remaining_s()))
+            self._num_used += count
+
+    def give_back(self, count: int) -> None:
+        """Makes bytes available again."""
+        with self._changed:
+            self._num_used -= count
+            self._changed.notify_all()
+
+
+class RecordClient:
+    """Fetches records; keeps authenticated connections for further records.
+
+    Args:
+      backend: One of `BACKENDS`; `auto` selects shared memory within a host, else TCP.
+      secret: Secret of the servers; empty for none.
+      max_bytes: Maximum bytes of all fetched records that are not released.
+      counters: Counters of received records.
+    """
+
+    def __init__(
+        self, backend: str, secret: bytes, max_bytes: int, counters: TransferCounters
+    ) -> None:
+        self._backend, self._secret, self._counters = backend, secret, counters
+        self._budget, self._boot_id = ByteBudget(max_bytes), boot_id()
+        self._idle: defaultdict[RecordAddress, list[socket.socket]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of fetched records that are not released."""
+        return self._budget.num_used
+
+    def fetch(self, ticket: Ticket, deadline: Deadline) -> FetchedRecord:
+        """Fetches a record; `FetchedRecord.release` frees its bytes.
+
+        Raises:
+          TransferError: The record did not arrive in time, whole and unchanged.
+        """
+        began = time.monotonic()
+        self._budget.take(ticket.num_bytes, deadline)
+        try:
+            with self._connected(ticket, deadline) as connection:
+                backend, body = _receive_body(connection, ticket.num_bytes, deadline)
+        except BaseException:
+            self._budget.give_back(ticket.num_bytes)
+            raise
+        self._counters.received(backend, ticket.num_bytes, time.monotonic() - began)
+        return FetchedRecord(body, backend, self._budget)
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        with self._lock:
+            taken, self._idle = self._idle, defaultdict(list)
+        for connections in taken.values():
+            for connection in connections:
+                connection.close()
+
+    @contextlib.contextmanager
+    def _connected(self, ticket: Ticket, deadline: Deadline) -> Iterator[socket.socket]:
+        """Yields a connection on which the ticket was sent and a reply has begun.
+
+        The connection is kept for the next record, unless this one fails.
+        """
+        connection = self._take_idle(ticket, deadline) or self._open(ticket, deadline)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            kept = self._idle[ticket.address]
+            if len(kept) < MAX_IDLE_CONNECTIONS:
+                kept.append(connection)
+                return
+        connection.close()
+
+    def _take_idle(self, ticket: Ticket, deadline: Deadline) -> socket.socket | None:
+        """Returns a kept connection that still replies; the server closes idle ones."""
+        while True:
+            with self._lock:
+                kept = self._idle[ticket.address]
+                if not kept:
+                    return None
+                connection = kept.pop()
+            try:
+                _request(connection, ticket, deadline)
+            except TransferError as error:
+                connection.close()
+                if error.reason != LOST:
+                    raise
+            else:
+                return connection
+
+    def _open(self, ticket: Ticket, deadline: Deadline) -> socket.socket:
+        """Returns a new connection; raises the errors of `fetch`."""
+        connection = self._connect(ticket.address, deadline)
+        try:
+            connect(connection, self._secret, deadline)
+            _request(connection, ticket, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self, address: RecordAddress, deadline: Deadline) -> socket.socket:
+        is_same_host = bool(address.boot_id) and address.boot_id == self._boot_id
+        if self._backend == SHM or (self._backend == AUTO and is_same_host):
+            local = socket.socket(socket.AF_UNIX)
+            try:
+                with deadline.on(local):
+                    local.connect(f"\0{address.socket_name}")
+                return local
+            except TransferError as error:
+                local.close()
+                if error.reason != LOST:
+                    raise
+                if self._backend == SHM:
+                    message = "the record is on another host, which shared memory does not reach"
+                    raise TransferError(UNREACHABLE, message) from error
+            # Another network namespace of this host: TCP reaches it.
+        try:
+            remote = socket.create_connection(
+                (address.host, address.port), min(CONNECT_S, deadline.remaining_s())
+            )
+        except OSError as error:
+            deadline.remaining_s()
+            message = f"{address.host}:{address.port} cannot be reached: {error}"
+            raise TransferError(UNREACHABLE, message) from error
+        remote.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return remote
+
+
+def _request(connection: socket.socket, ticket: Ticket, deadline: Deadline) -> None:
+    """Sends a ticket, and waits for the first byte of the reply, which stays in the socket."""
+    send(connection, bytes.fromhex(ticket.ticket_id), deadline)
+    with deadline.on(connection):
+        if not connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionResetError("closed by the other side")
+
+
+def _receive_body(
+    connection: socket.socket, num_bytes: int, deadline: Deadline
+) -> tuple[str, memoryview]:
+    if connection.family == socket.AF_UNIX:
+        return SHM, _mapped_body(connection, num_bytes, deadline)
+    found, checksum = _checked_reply(receive(connection, REPLY.size, deadline), num_bytes)
+    body, running = np.empty(found, np.uint8).data, 0
+    for first in range(0, found, RECEIVE_BYTES):
+        part = body[first : first + RECEIVE_BYTES]
+        receive_into(connection, part, deadline)
+        running = zlib.crc32(part, running)
+    if running != checksum:
+        raise TransferError(CHECKSUM, "the record was corrupted on the way")
+    return TCP, body
+
+
+def _mapped_body(connection: socket.socket, num_bytes: int, deadline: Deadline) -> memoryview:
+    with deadline.on(connection):
+        reply, files, _, _ = socket.recv_fds(connection, REPLY.size, 1)
+    try:
+        reply += receive(connection, REPLY.size - len(reply), deadline)
+        _checked_reply(reply, num_bytes)
+        if len(files) != 1 or not is_sealed(files[0], num_bytes):
+            raise TransferError(LOST, "the other server passed no sealed memory of that size")
+        # Pages are copied when written, so that arrays on it need not be read-only.
+        return memoryview(mmap(files[0], num_bytes, access=ACCESS_COPY)) if num_bytes else _EMPTY
+    finally:
+        for file in files:
+            os.close(file)  # the mapping stays
+
+
+_EMPTY = memoryview(b"")
+
+
+def _checked_reply(reply: bytes, num_bytes: int) -> tuple[int, int]:
+    """Returns length and checksum of a reply."""
+    status, found, checksum = REPLY.unpack(reply)
+    if not status:
+        raise TransferError(EXPIRED, "the ticket has expired or was used before")
+    if found != num_bytes:
+        raise TransferError(LOST, f"the ticket has {num_bytes} bytes, but the server sends {found}")
+    return found, checksum
