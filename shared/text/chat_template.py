@@ -153,7 +153,7 @@ class ChatTemplate:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
-        return [form.of(_with_parts(message, self._reads_parts)) for message in messages]
+        return form.of([_with_parts(message, self._reads_parts) for message in messages])
 
     def _write(self, **given: Any) -> str:
         """Renders the template; raises as `render`."""

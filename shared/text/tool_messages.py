@@ -48,17 +48,27 @@ class CallForm:
     """Form of messages with calls.
 
     Attributes:
+      names_ids: Ids of calls become `functions.NAME:N`, as Kimi K2 writes them; N counts the calls
+        of the conversation.
       is_none: Contents that become None: "never", "empty" ones, or "always".
       has_text: Arguments are JSON text rather than an object.
     """
 
+    names_ids: bool
     is_none: str
     has_text: bool
 
-    def of(self, message: Message) -> Message:
-        """Returns a message in this form, or unchanged if it has no calls."""
+    def of(self, messages: list[Message]) -> list[Message]:
+        """Returns messages in this form; one without calls has no `tool_calls`.
+
+        Some templates write an empty list as a turn of calls and drop the content next to it.
+        """
+        ids = _with_named_ids(messages) if self.names_ids else messages
+        return [self._message(message) for message in ids]
+
+    def _message(self, message: Message) -> Message:
         if not message.get("tool_calls"):
-            return message
+            return {name: value for name, value in message.items() if name != "tool_calls"}
         content = message.get("content")
         is_empty = not (content.strip() if isinstance(content, str) else content)
         if self.is_none == "always" or (self.is_none == "empty" and is_empty):
@@ -71,11 +81,36 @@ class CallForm:
             if isinstance(arguments, dict):
                 arguments = Arguments(arguments)
                 arguments = str(arguments) if self.has_text else arguments
-            yield {**call, "function": {**function, "arguments": arguments}}
+            # Some templates write the type, which clients may omit.
+            kind = {"type": call.get("type", "function")}
+            yield {**call, "function": {**function, "arguments": arguments}, **kind}
+
+
+def _with_named_ids(messages: list[Message]) -> Iterator[Message]:
+    """Yields messages, with ids of calls and results that have the name and number of the call."""
+    number, new_ids = 0, dict[Any, str]()
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [_named_id(call, number + index) for index, call in enumerate(calls)]
+            new_ids |= {call.get("id"): new for call, new in zip(calls, ids, strict=True)}
+            named = [{**call, "id": new} for call, new in zip(calls, ids, strict=True)]
+            number += len(calls)
+            yield {**message, "tool_calls": named}
+        elif (old := message.get("tool_call_id")) in new_ids:
+            yield {**message, "tool_call_id": new_ids[old]}
+        else:
+            yield message
+
+
+def _named_id(call: dict[str, Any], number: int) -> str:
+    """Returns the id of a call, unchanged if it has the function's name already."""
+    prefix, old = f"functions.{call['function']['name']}:", str(call.get("id"))
+    return old if old.startswith(prefix) else f"{prefix}{number}"
 
 
 FORMS = tuple(
-    CallForm(is_none, has_text)
+    CallForm(names_ids, is_none, has_text)
+    for names_ids in (False, True)
     for is_none in ("never", "empty", "always")
     for has_text in (False, True)
 )
@@ -107,7 +142,7 @@ def _is_whole(
         call = {"id": call_id, "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": call_id, "content": f"probe_result_{number}"}
         messages += [{"role": "assistant", "content": content, "tool_calls": [call]}, result]
-    text = write(list(map(form.of, messages)))
+    text = write(form.of(messages))
     if text is None:
         return False
     names = (f"probe_{kind}_{n}" for n in range(len(contents)) for kind in ("name", "result"))

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from shared.offline.messages import for_template
+from shared.server.completions.prompts import conversation_of
+from shared.server.protocol.openai_types import ChatPrompt
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.jinja_environment import environment
 from tests.support.family_templates import TEMPLATES
@@ -54,6 +57,92 @@ DEEPSEEK_V3_1 = """
 {%- endfor %}
 """
 """Form of DeepSeek-V3.1's template: the first call of a message follows its content."""
+
+DEEPSEEK_R1_0528 = """
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<User>' + message['content'] + '<Assistant>' }}{% endif %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] is defined %}
+{%- for tool in message['tool_calls'] %}
+{%- set text = tool['type'] + '<sep>' + tool['function']['name'] + '\\n```json\\n' +
+tool['function']['arguments'] + '\\n```<end>' %}
+{%- if not loop.first %}{{ '\\n<call>' + text }}
+{%- elif message['content'] is none %}{{ '<calls><call>' + text }}
+{%- else %}{{ message['content'] + '<calls><call>' + text }}
+{%- endif %}
+{%- endfor %}
+{{- '<calls end><eos>' }}
+{%- elif message['role'] == 'assistant' %}{{ message['content'] + '<eos>' }}
+{%- endif %}
+{%- if message['role'] == 'tool' %}{{ '<output>' + message['content'] + '<output end>' }}{% endif %}
+{%- endfor %}
+"""
+"""Form of DeepSeek-R1-0528's template: the presence of `tool_calls` selects the turn of calls."""
+
+KIMI_K2 = """
+{%- for message in messages %}
+{{- '<' + message['role'] + '>' }}
+{%- if message['role'] == 'tool' %}{{ '## Return of ' + message.tool_call_id + '\\n' }}{% endif %}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}
+{%- endif %}
+{%- if message.get('tool_calls') %}
+{{- '<calls>' }}
+{%- for tool in message['tool_calls'] %}
+{%- set given = tool['function']['arguments'] %}
+{{- '<call>' + tool['id'] + '<args>' + (given if given is string else given | tojson) + '<end>' }}
+{%- endfor %}
+{{- '<calls end>' }}
+{%- endif %}
+{{- '<eos>' }}
+{%- endfor %}
+"""
+"""Form of Kimi K2's template: iterates over a content that is no string, so None is an error."""
+
+GLM_4_5 = """
+{%- macro visible(content) %}
+{%- if content is string %}{{ content }}
+{%- elif content is iterable %}{% for part in content %}{{ part.text }}{% endfor %}
+{%- else %}{{ content }}
+{%- endif %}
+{%- endmacro %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<observation>' + m.content }}
+{%- else %}{{ '<' + m.role + '>' + visible(m.content) }}
+{%- endif %}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<key>' + key + '<value>' + (value if value is string else value | tojson) }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- endfor %}
+"""
+"""Form of GLM-4.5's template: reads an object, and prints a content of None as `None`."""
+
+AS_TEXT = json.dumps({"city": "Zürich", "days": [1, 2]}, ensure_ascii=False)
+WRITTEN = {
+    "DeepSeek-R1-0528": (
+        DEEPSEEK_R1_0528,
+        f"<User>0?<Assistant>SAID<calls><call>function<sep>weather\n```json\n{AS_TEXT}\n```<end>"
+        "\n<call>function<sep>time\n```json\n{}\n```<end><calls end><eos>"
+        "<output>sunny<output end><output>noon<output end>Fine.<eos>",
+    ),
+    "Kimi K2": (
+        KIMI_K2,
+        f"<user>0?<eos><assistant>SAID<calls><call>functions.weather:0<args>{AS_TEXT}<end>"
+        "<call>functions.time:1<args>{}<end><calls end><eos>"
+        "<tool>## Return of functions.weather:0\nsunny<eos>"
+        "<tool>## Return of functions.time:1\nnoon<eos><assistant>Fine.<eos>",
+    ),
+    "GLM-4.5": (
+        GLM_4_5,
+        "<user>0?<assistant>SAID<tool_call>weather<key>city<value>Zürich<key>days<value>[1, 2]"
+        "</tool_call><tool_call>time</tool_call><observation>sunny<observation>noon"
+        "<assistant>Fine.",
+    ),
+}
+"""Templates in the style of three families, each with its text of one turn."""
 
 WITH_CALLS, WITHOUT_CONTENT = "calls is not none", "message['content'] is none"
 
@@ -131,6 +220,56 @@ def test_deepseek_template_writes_all_earlier_calls(condition: str, spoken: str)
         f'{spoken}<calls><call>weather<sep>{{"city": "Bern"}}<end><calls end><eos>'
         "<output>rain<output end>Sunny.<eos><User>Thanks."
     )
+
+
+def turn_of_client(number: int, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a turn with two calls in OpenAI's format: arguments are JSON text."""
+    given = {"weather": AS_TEXT, "time": "{}"}
+    calls = [
+        {"id": f"call_{i}", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(given.items())
+    ]
+    return [
+        {"role": "user", "content": f"{number}?"},
+        {"role": "assistant", **said, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_0", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+        {"role": "assistant", "content": "Fine.", "tool_calls": []},
+    ]
+
+
+def over_http(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return conversation_of(ChatPrompt.model_validate({"messages": messages})).messages
+
+
+def offline(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(map(for_template, messages))
+
+
+@pytest.mark.parametrize("read", [over_http, offline])
+@pytest.mark.parametrize("said", [{"content": None}, {"content": ""}, {}, {"content": "I look."}])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_family_template_writes_every_earlier_turn(name: str, said: dict[str, Any], read: Any):
+    messages = [each for number in range(3) for each in turn_of_client(number, said)]
+    source, turn = WRITTEN[name]
+    prompt = ChatTemplate(source, {}).render(Conversation(read(messages)))
+    assert prompt == "".join(
+        turn.replace("SAID", said.get("content") or "")
+        .replace("0?", f"{number}?")
+        .replace("weather:0", f"weather:{2 * number}")
+        .replace("time:1", f"time:{2 * number + 1}")
+        for number in range(3)
+    )
+
+
+def test_render_keeps_ids_with_function_name():
+    """Ids that the model wrote are not numbered anew."""
+    messages = offline(turn_of_client(0, {}))
+    call, result = messages[1]["tool_calls"][0], messages[2]
+    call["id"] = result["tool_call_id"] = "functions.weather:7"
+    prompt = ChatTemplate(KIMI_K2, {}).render(Conversation(messages))
+    assert prompt.count("functions.weather:7") == 2
+    assert prompt.count("functions.time:1") == 2
 
 
 def test_render_keeps_text_next_to_call():
