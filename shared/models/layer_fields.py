@@ -89,6 +89,14 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
     )
 
 
+_NEWER_FEATURES = {
+    "compress_rates": "compressed attention",
+    "hc_mult": "hyper-connections",
+    "index_topk": "sparse attention with an indexer",
+}
+"""Fields of models that followed DeepSeek-V3, each with the feature that it configures."""
+
+
 def read_latent_attention(text: Json, family: Family, context_length: int) -> LatentAttentionConfig:
     """Reads the config of latent attention layers; for the arguments see `read_attention`."""
     nope, rope = positive(text, "qk_nope_head_dim"), positive(text, "qk_rope_head_dim")
@@ -99,11 +107,12 @@ def read_latent_attention(text: Json, family: Family, context_length: int) -> La
             "attention_bias: true is not supported without q_lora_rank; use a checkpoint with "
             "attention_bias: false"
         )
-    if "index_topk" in text:
-        raise ValueError(
-            f"index_topk (sparse attention with an indexer) is not supported in a {family.name} "
-            "model; use a checkpoint without it"
-        )
+    for field, feature in _NEWER_FEATURES.items():
+        if field in text:
+            raise ValueError(
+                f"{field} ({feature}) is not supported in a {family.name} model; use a checkpoint "
+                "without it"
+            )
     rotary = read_rotary(text, settings, rope, context_length)
     return LatentAttentionConfig(
         num_heads=positive(text, "num_attention_heads"),

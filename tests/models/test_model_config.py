@@ -306,6 +306,8 @@ REFUSED_EXPERTS = [
     ("deepseek_v3", "scoring_func must be sigmoid", "softmax"),
     ("deepseek_v3", "topk_method must be noaux_tc", "group_limited_greedy"),
     ("deepseek_v3", "index_topk", 2048),
+    ("deepseek_v3", "hc_mult", 4),
+    ("glm4_moe_lite", "compress_rates", {"compressed_sparse_attention": 4}),
     ("deepseek_v3", "q_lora_rank", 0),
     ("deepseek_v3", "qk_rope_head_dim", None),
     ("glm4_moe_lite", "attention_bias", True),
