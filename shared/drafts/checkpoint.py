@@ -49,6 +49,7 @@ MARKS = {
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
     "a Domino draft model": ("domino", "projector"),
+    "a JetSpec head with an adapter of the hidden size": ("hidden_dim_adapter",),
 }
 """Substrings of tensor names of unsupported models that have all tensors of a DFlash model and
 more."""

@@ -336,10 +336,14 @@ def _refuse_sizes(
             "use a head that was trained for this model"
         )
     stated = raw.settings.get("target_hidden_size")
-    read = stated or layer.hidden
-    if read != target.hidden or (
-        layer.hidden != target.hidden and not HEADS[raw.kind].is_independent
-    ):
+    read, is_independent = stated or layer.hidden, HEADS[raw.kind].is_independent
+    if read == target.hidden != layer.hidden and not is_independent:
+        raise ValueError(
+            f"the draft model's hidden_size ({layer.hidden}) differs from its target_hidden_size "
+            f"({read}), which requires an adapter between the two and is not supported; use a head "
+            "of the target's hidden size"
+        )
+    if read != target.hidden or (layer.hidden != target.hidden and not is_independent):
         field = "target_hidden_size" if stated else "hidden_size"
         raise ValueError(
             f"the draft model's {field} ({read}) does not match the target's hidden_size "

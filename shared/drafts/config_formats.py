@@ -32,6 +32,9 @@ MEANINGS = {
     "mask_hidden": "rows that draft at once, as in P-EAGLE",
     "use_mtp_layernorm": "a norm of the hidden state as in MTP layers",
     "kv_lora_rank": "latent attention",
+    "shift_label": "shifted labels, as in Domino",
+    "pure_draft_prefix_len": "a prefix of true tokens, as in Domino",
+    "variable_prefix": "a prefix of variable length, as in D2SD",
     **{
         name: f"{part}, which makes it a {head.title} model"
         for head in HEADS.values()
@@ -72,6 +75,11 @@ def read_raw_config(config: Json) -> RawDraftConfig:
 
 def _of_speculators(config: Json) -> RawDraftConfig:
     named = config["speculators_model_type"]
+    if named == "jetspec":
+        raise ValueError(
+            "the draft model's speculators_model_type jetspec is not supported: its block reads "
+            "true tokens instead of masks; use a head with dflash_config.causal_head"
+        )
     if named not in SPECULATORS:
         raise ValueError(
             f"the draft model's speculators_model_type {named} is not supported; use one of "

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from shared.drafts.block_part import BlockPart
 from shared.drafts.config_formats import SPECULATORS
-from shared.drafts.kinds import FORMATS, HEADS
+from shared.drafts.kinds import CAUSAL_FIELDS, FORMATS, HEADS
 from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, flag, listed, object_of, positive, word
@@ -120,16 +120,53 @@ def block_of(stated: RawDraftConfig, layer: ModelConfig) -> BlockConfig:
         )
     windows = windows_of(settings, layer.num_layers)
     slides = [window is not None for window in windows]
-    non_causal = stated.flag("sliding_window_non_causal")
+    non_causal, is_causal = stated.flag("sliding_window_non_causal"), _is_causal_head(stated)
     return BlockConfig(
         size=size,
         mask_id=mask_id,
         windows=windows,
-        causal=tuple(not non_causal and stated.flag("is_causal", each) for each in slides),
+        causal=tuple(
+            is_causal or (not non_causal and stated.flag("is_causal", each)) for each in slides
+        ),
         from_anchor=stated.is_speculators,
         first_slot=first_slot,
         parts=() if read_parts is None else read_parts(stated, layer, size),
     )
+
+
+def _is_causal_head(stated: RawDraftConfig) -> bool:
+    """Returns True for a JetSpec head: the block is causal in all layers.
+
+    Raises:
+      ValueError: The field of another architecture is given, or the fields are contradictory, or
+        the block of the architecture is ambiguous without its field.
+    """
+    names = listed(stated.settings, "architectures", str, PLACE) or []
+    formats = {} if stated.is_speculators else CAUSAL_FIELDS
+    own = next((formats[name] for name in names if name in formats), None)
+    for field in CAUSAL_FIELDS.values():
+        is_own = field == own and field in stated.nested
+        if stated.flag(field) and not is_own:
+            raise ValueError(
+                f"the draft model's {field} is supported only in dflash_config of "
+                f"{' and '.join(f'{name} ({each})' for name, each in CAUSAL_FIELDS.items())}; "
+                "use a head of one of these formats"
+            )
+    if own == "causal" and own not in stated.nested:
+        raise ValueError(
+            "the draft model's dflash_config has no causal, so whether the block of a "
+            "Qwen3DFlashDraftModel is causal is unknown; add true for a head of train_jetspec, "
+            "else false"
+        )
+    is_causal = own is not None and stated.flag(own)
+    contradicts = is_causal and not stated.flag("is_causal", True)
+    if contradicts or (is_causal and stated.flag("sliding_window_non_causal")):
+        other = "is_causal false" if contradicts else "sliding_window_non_causal true"
+        raise ValueError(
+            f"the draft model's {own} true contradicts {other}; remove one of them from its "
+            "config.json"
+        )
+    return is_causal
 
 
 def _first_slot(settings: Json, kind: str) -> int:

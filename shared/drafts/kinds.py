@@ -185,6 +185,10 @@ _BLOCK = (
 _BLOCK_DEFAULTS: Json = {"draft_vocab_size": 32000, "block_size": 8}
 _BLOCK_TENSORS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 
+CAUSAL_FIELDS = {"DFlashDraftModel": "causal_head", "Qwen3DFlashDraftModel": "causal"}
+"""Field of `dflash_config` that makes a DFlash head causal (a JetSpec head), by architecture: of
+JetSpec and of NeMo Automodel."""
+
 _FIXED: dict[str, Any] = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -257,10 +261,10 @@ EAGLE3 = DrafterKind(
     ),
 )
 _DFLASH_FILES = HeadFormat(
-    architectures=("DFlashDraftModel",),
+    architectures=("DFlashDraftModel", "Qwen3DFlashDraftModel"),
     speculators="dflash",
     tensors=_BLOCK_TENSORS,
-    fields=_BLOCK,
+    fields=_BLOCK | {*CAUSAL_FIELDS.values()},
     fixed=_FIXED,
     defaults=_BLOCK_DEFAULTS,
     nested="dflash_config",

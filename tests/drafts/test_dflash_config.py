@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
+from shared.models.families import config_from_folder
 from shared.models.saving import split
 from shared.options.command_line import parse
 from shared.options.rule_context import RuleContext
@@ -78,6 +80,64 @@ def test_dflash_windows_and_causality_follow_config():
     assert parsed(**dflash(is_causal=True)).block.causal == (True,) * 4
     full = parsed(layer_types=None, sliding_window=None).block
     assert (full.windows, full.causal) == ((None,) * 4, (False,) * 4)
+
+
+NEMO = {"architectures": ["Qwen3DFlashDraftModel"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_causal"),
+    [
+        (dflash(causal_head=True), True),
+        (dflash(causal_head=False), False),
+        (NEMO | dflash(causal=True), True),
+        (NEMO | dflash(causal=False), False),
+    ],
+    ids=str,
+)
+def test_jetspec_head_is_causal_in_all_layers(fields, is_causal):
+    want = parsed().block
+    causal = (True,) * 4 if is_causal else want.causal
+    assert parsed(**fields).block == dataclasses.replace(want, causal=causal)
+
+
+def test_golden_jetspec_configs_describe_one_head():
+    folder = Path(__file__).parents[1] / "golden"
+    target = config_from_folder(folder / "qwen3")
+    stated = (
+        json.loads((folder / "jetspec" / name).read_text(encoding="utf-8"))
+        for name in ("config.json", "config_automodel.json")
+    )
+    own, other = (DraftConfig.from_dict(each, target) for each in stated)
+    assert own == other
+    assert own.block.causal == (True, True)
+
+
+AMBIGUOUS = {
+    "causal of JetSpec": (dflash(causal=True), "causal is supported only in dflash_config"),
+    "causal_head of NeMo": (NEMO | dflash(causal_head=True), "causal_head is supported only"),
+    "outside": ({"causal_head": True}, "causal_head is supported only in dflash_config"),
+    "missing": (NEMO, "dflash_config has no causal"),
+    "is_causal": (dflash(causal_head=True, is_causal=False), "contradicts is_causal false"),
+    "sliding": (
+        dflash(causal_head=True) | {"sliding_window_non_causal": True},
+        "contradicts sliding_window_non_causal true",
+    ),
+    "adapter": (
+        dflash(causal_head=True, target_hidden_size=TARGET.hidden) | {"hidden_size": 64},
+        "requires an adapter",
+    ),
+    "speculators": ({"speculators_model_type": "jetspec"}, "true tokens instead of masks"),
+    "shift_label": (dflash(shift_label=True), "Domino"),
+    "variable_prefix": (dflash(variable_prefix=True), "D2SD"),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_causal_head_rejected_by_name(name):
+    fields, message = AMBIGUOUS[name]
+    with pytest.raises(ValueError, match=message):
+        parsed(**fields)
 
 
 def test_with_window_replaces_windows_of_all_layers():
@@ -166,6 +226,7 @@ def test_dflash_config_rejects_unsupported_field(field):
     [
         ("selector.weight", "not part of a DFLASH head"),
         ("domino_gru.weight", "Domino"),
+        ("hidden_dim_adapter.proj.weight", "JetSpec head with an adapter"),
         ("markov_head.weight", "not part of a DFLASH head"),
         ("layers.7.mlp.up_proj.weight", "layers.7.mlp.up_proj.weight"),
     ],

@@ -49,7 +49,10 @@ def block_of(request):
     return made
 
 
-FOLDERS = ["dflash", "dflash_sliding", "dflash_speculators", "dflash_speculators_sliding"]
+FOLDERS = [
+    *("dflash", "dflash_sliding", "dflash_speculators", "dflash_speculators_sliding"),
+    "jetspec",
+]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -56,8 +56,9 @@ def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, 
 
 
 def files_of(folder: Path) -> Checkpoint:
-    """The weights of a head that slides are those of one that does not."""
-    return open_head(folder.parent / folder.name.removesuffix("_sliding"))
+    """The weights of a head that slides or is causal are those of one that is not."""
+    name = {"jetspec": "dflash"}.get(folder.name, folder.name.removesuffix("_sliding"))
+    return open_head(folder.parent / name)
 
 
 class GoldenBlock(Protocol):
