@@ -33,6 +33,7 @@ class Kernels:
     """Kernel modules of a GPU and their tile configs."""
 
     acceptance: ModuleType
+    best_prefixes: ModuleType
     encoder_attention: ModuleType
     attention: ModuleType
     convolution: ModuleType

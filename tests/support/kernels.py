@@ -35,6 +35,7 @@ ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
+    "best_prefixes",
     "encoder_attention",
     "attention",
     "convolution",

@@ -28,6 +28,7 @@ class Kernels:
     """Kernel modules of this machine's GPU and their tile configs."""
 
     acceptance: ModuleType
+    best_prefixes: ModuleType
     encoder_attention: ModuleType
     attention: ModuleType
     convolution: ModuleType
