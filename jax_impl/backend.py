@@ -33,11 +33,11 @@ from jax_impl.symmetric_memory import AllGather, connect
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import BLOCK_BYTES, MAX_POLLS, BufferLayout
-from shared.boundary.backend import BackendLimits, BackendSpec, LaunchMode, StepPlan, StepResult
+from shared.boundary.backend import BackendLimits, BackendSpec, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.kernel_coverage import fallback_ops
-from shared.boundary.program import Program
+from shared.boundary.program import LaunchMode, Program
 from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead

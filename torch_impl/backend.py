@@ -14,18 +14,11 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from shared.boundary.backend import (
-    BackendLimits,
-    BackendSpec,
-    LaunchMode,
-    StepFuture,
-    StepPlan,
-    StepResult,
-)
+from shared.boundary.backend import BackendLimits, BackendSpec, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import plan_layout, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.kernel_coverage import fallback_ops
-from shared.boundary.program import CAPTURED, Program, StepKind
+from shared.boundary.program import CAPTURED, LaunchMode, Program, StepKind
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec

@@ -25,8 +25,7 @@ from bench.common.environment import write_results
 from bench.common.session import Load, reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
-from shared.boundary.backend import LaunchMode
-from shared.boundary.program import StepKind
+from shared.boundary.program import LaunchMode, StepKind
 from shared.models.active_parameters import EXPERTS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder

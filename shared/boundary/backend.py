@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
@@ -42,7 +41,14 @@ from jaxtyping import Int32
 from shared.boundary.draft_sources import DraftSources
 from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
 from shared.boundary.ngram_table import NgramScopes, NgramTableSpec
-from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind, unmasked
+from shared.boundary.program import (
+    CAPTURED,
+    LaunchMode,
+    Program,
+    ProgramFeature,
+    StepKind,
+    unmasked,
+)
 from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.boundary.window_pools import WindowPool, check_ascending
@@ -56,15 +62,6 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.sampling import Sampling
-
-
-class LaunchMode(Enum):
-    """Launch mode of a step."""
-
-    COMPILED = "compiled"
-    CUDA_GRAPH = "cuda_graph"
-    DISABLED = "eager_by_flag"
-    EAGER = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,6 +9,15 @@ from enum import Enum, Flag
 from shared.spec.draft_tree import TreeShape
 
 
+class LaunchMode(Enum):
+    """Launch mode of a step."""
+
+    COMPILED = "compiled"
+    CUDA_GRAPH = "cuda_graph"
+    DISABLED = "eager_by_flag"
+    EAGER = "eager"
+
+
 class StepKind(Enum):
     """Kind of a step."""
 

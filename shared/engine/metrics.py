@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from shared.boundary.backend import LaunchMode
-from shared.boundary.program import StepKind
+from shared.boundary.program import LaunchMode, StepKind
 from shared.engine.request import FinishReason
 
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
-from shared.boundary.program import Program
+from shared.boundary.backend import Backend, StepFuture, StepPlan, StepResult
+from shared.boundary.program import LaunchMode, Program
 
 CHECK_S = 0.5
 EXIT_FAILED = 1

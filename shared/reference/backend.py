@@ -15,7 +15,6 @@ from shared.boundary.backend import (
     Decode,
     DraftOnly,
     GrammarBitmask,
-    LaunchMode,
     Prefill,
     StepPlan,
     StepResult,
@@ -23,7 +22,7 @@ from shared.boundary.backend import (
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.images import EncodeImage
-from shared.boundary.program import Program, ProgramFeature
+from shared.boundary.program import LaunchMode, Program, ProgramFeature
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.reference import ngram

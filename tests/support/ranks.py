@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import plan_in
-from shared.boundary.program import Program
+from shared.boundary.program import LaunchMode, Program
 from shared.boundary.shm_allgather import ShmAllGather
 from shared.boundary.tp_group import TPGroup
 

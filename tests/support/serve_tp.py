@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, BackendSpec, LaunchMode, StepPlan, StepResult
-from shared.boundary.program import Program
+from shared.boundary.backend import Backend, BackendSpec, StepPlan, StepResult
+from shared.boundary.program import LaunchMode, Program
 from shared.boundary.tp_group import TPGroup
 from shared.process.device import Device
 from shared.process.launch import launch

@@ -17,15 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from shared.boundary.backend import (
-    BackendLimits,
-    CountPromptTokens,
-    LaunchMode,
-    Prefill,
-    StepPlan,
-    StepResult,
-)
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.backend import BackendLimits, CountPromptTokens, Prefill, StepPlan, StepResult
+from shared.boundary.program import LaunchMode, Program, ProgramFeature, StepKind
 from shared.boundary.window_pools import WindowPool
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK

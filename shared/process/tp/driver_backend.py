@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shared.boundary.backend import Backend, LaunchMode, StepFuture, StepPlan, StepResult
-from shared.boundary.program import Program
+from shared.boundary.backend import Backend, StepFuture, StepPlan, StepResult
+from shared.boundary.program import LaunchMode, Program
 from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.process.tp.plan_broadcast import EXCHANGE_S, PlanBroadcast
 from shared.process.tp.workers import SERVING, RankError, Workers

@@ -15,16 +15,8 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from shared.boundary.backend import (
-    BackendLimits,
-    Decode,
-    HostDraft,
-    LaunchMode,
-    Prefill,
-    StepPlan,
-    StepResult,
-)
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.backend import BackendLimits, Decode, HostDraft, Prefill, StepPlan, StepResult
+from shared.boundary.program import LaunchMode, Program, ProgramFeature, StepKind
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import uniforms
