@@ -8,17 +8,17 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
 - order: steps take effect in the order of submission.
 - continuation: a decode row carries no token and no length. It continues from the device's state of
   its slot, so step n+1 can be submitted before the result of step n is known.
-- reach: a step writes only KV positions at or past the slot's length, the slot's own state, and the
-  snapshots named in the plan.
-- bound: a decode step adds 1..S+1 tokens and uses at most `TreeShape.scratch` positions past the
-  slot's length.
+- reach: a step writes only KV positions at or past the slot's length, the slot's own state, and
+  named snapshots.
+- bound: a decode step adds 1..S+1 tokens and writes at most `TreeShape.scratch` positions ahead.
 - independence: a row's tokens depend neither on other rows nor on padding. Its token count does not
   either, if each node has a verify row.
 - isolation: NaN in a row fails only that row and does not affect later owners of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is an error.
 - beginnings: a row starts in a prefill or count step; other steps reset and restore nothing.
-- images: an encode step writes one encoder-cache row per image token, from `place`
-  on. They do not depend on other rows of the cache. A prefill reads the rows that its plan names.
+- images: an encode step writes one encoder-cache row per image token, from `place` on, whatever
+  the other rows of the cache. A prefill reads the rows that its plan names.
+- transfer: an export copies the named pages or snapshot, an import writes them and nothing else.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
 
@@ -51,6 +51,7 @@ from shared.boundary.program import (
 )
 from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.boundary.transfer_spec import ExportKV, ImportKV, TransferSpec, TransferWords
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
@@ -86,6 +87,7 @@ class BackendLimits:
       texts: N-gram table on the device; None if no program drafts from it.
       window_pools: Page pools of sliding-window layers, by ascending window. All other layers, and
         those of drafters, use the `num_pages` pages.
+      transfer: Entries of KV transfer; None if no program exports or imports them.
 
     Raises:
       ValueError: The accept rule requires chains and a program verifies trees; or it is combined
@@ -109,6 +111,7 @@ class BackendLimits:
     images: EncoderCacheSpec | None = None
     texts: NgramTableSpec | None = None
     window_pools: tuple[WindowPool, ...] = ()
+    transfer: TransferSpec | None = None
 
     def __post_init__(self) -> None:
         check_ascending(self.window_pools)
@@ -194,7 +197,7 @@ class BackendLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackendSpec:
-    """Specification from which a backend is built; known before any memory is allocated.
+    """Specification from which a backend is built, before memory is allocated.
 
     Attributes:
       config: Config of the target model.
@@ -265,8 +268,8 @@ class Prefill:
 class HostDraft:
     """Draft trees built by the host.
 
-    Siblings have different tokens. Node 0 is the device's newest token; its entry is not read. Rows
-    with `forced` are chains that are accepted whatever the target predicts.
+    Siblings differ. Node 0 is the device's newest token; its entry is not read. Rows with `forced`
+    are chains that are accepted whatever the target predicts.
     """
 
     tokens: Int32[np.ndarray, "B N"]
@@ -350,7 +353,7 @@ class StepPlan:
 
     program: Program
     buffer: Int32[np.ndarray, " words"]
-    work: Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage
+    work: Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage | ExportKV | ImportKV
     slots: Int32[np.ndarray, " B"]
     page_table: Int32[np.ndarray, "B P"]
     starts: Int32[np.ndarray, " B"]
@@ -384,6 +387,7 @@ class StepResult:
       scores: Prompt logprobs: entry t is of the token after flat token t of a prefill; 0 for
         padding. None if the program computes none.
       device_seconds: Device time of the step; None if it is unknown (after idling).
+      words: Entries of an export; else None.
     """
 
     tokens: Int32[np.ndarray, "B W"]
@@ -397,10 +401,11 @@ class StepResult:
     scores: PromptLogprobs | None
     device_seconds: float | None
     origins: DraftSources | None = None
+    words: TransferWords | None = None
 
 
 class StepFuture(Protocol):
-    """The result of a submitted step, some time."""
+    """Result of a submitted step."""
 
     def result(self) -> StepResult:
         """Waits until the result has been copied to the host, and returns it."""

@@ -29,6 +29,7 @@ from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.snapshots import Snapshots
+from shared.boundary.transfer_spec import ExportKV, ImportKV, TransferWords
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.ngram import WINDOW
@@ -132,7 +133,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
 
     Field names are those of the dataclasses. Prefixes: `draft_tree_` for `HostDraft`, `mask_` for
     `GrammarBitmask`, `image_` for `ImageInputs` and `Pixels`, `copies_` for `NgramTrees`, `text_`
-    for `NgramScopes`.
+    for `NgramScopes`, `kv_` for `TransferWords`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -148,6 +149,8 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
         StepKind.DRAFT: [],
         StepKind.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
         StepKind.ENCODE: [("place", (1,))],
+        StepKind.EXPORT_KV: [],
+        StepKind.IMPORT_KV: _transfer_fields(program, capacity),
     }[program.work]
     if program.has(ProgramFeature.HOST_DRAFT):
         work = [
@@ -179,6 +182,13 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
     )
     bits = [(name, shape, np.int32) for name, shape in masks]
     return _lay_out([*ints, *sampling, *pixels, *pages, *copies, *bits])
+
+
+def _transfer_fields(
+    program: Program, capacity: BackendLimits
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the fields of `TransferWords`; empty without KV transfer."""
+    return [] if capacity.transfer is None else capacity.transfer.fields(program)
 
 
 def _image_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
@@ -229,14 +239,16 @@ def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
 def result_layout(program: Program, capacity: BackendLimits) -> Layout:
     """Returns the layout of a result of `program`.
 
-    The fields named in `SCORES` hold the `PromptLogprobs`. They have one row per token;
-    all others have one row per row of the plan.
+    The fields named in `SCORES` hold the `PromptLogprobs`. They have one row per token. Those of
+    `TransferWords` have one row per entry. All others have one row per row of the plan.
     """
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("snapshot_saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
     if program.has(ProgramFeature.NGRAM_DRAFTS):
         ints += [(name, (B, N)) for name in DraftSources._fields]
+    if program.work is StepKind.EXPORT_KV:
+        ints += _transfer_fields(program, capacity)
     arrays = [(name, shape, np.int32) for name, shape in ints]
     if program.has(ProgramFeature.LOGPROBS):
         arrays += [
@@ -256,6 +268,11 @@ def result_layout(program: Program, capacity: BackendLimits) -> Layout:
 
 
 SCORES = tuple(f"score_{name}" for name in PromptLogprobs._fields)
+
+
+def has_plan_rows(name: str) -> bool:
+    """Returns True if a field of a result has one row per row of the plan."""
+    return name not in SCORES and not name.startswith("kv_")
 
 
 def mask_words(vocab: int) -> int:
@@ -306,7 +323,7 @@ def plan_in(
 
 def _work(
     program: Program, at: dict[str, np.ndarray]
-) -> Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage:
+) -> Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage | ExportKV | ImportKV:
     match program.work:
         case StepKind.PREFILL:
             sees = "image_sources" in at
@@ -320,6 +337,10 @@ def _work(
             return CountPromptTokens(**{f.name: at[f.name] for f in fields(CountPromptTokens)})
         case StepKind.DRAFT:
             return DraftOnly(program.shape)
+        case StepKind.EXPORT_KV:
+            return ExportKV()
+        case StepKind.IMPORT_KV:
+            return ImportKV(TransferWords.of(at))
     if program.has(ProgramFeature.NGRAM_DRAFTS):
         copies = NgramTrees(**{f.name: at[f"copies_{f.name}"] for f in fields(NgramTrees)})
         return Decode(program.shape, None, copies)
@@ -344,7 +365,9 @@ def read_result(
 ) -> StepResult:
     """Splits the int32 array of a backend into a result."""
     at = result_layout(program, capacity).views(words)
-    logprobs = scores = origins = None
+    logprobs = scores = origins = exported = None
+    if program.work is StepKind.EXPORT_KV:
+        exported = TransferWords.of(at)
     if program.has(ProgramFeature.NGRAM_DRAFTS):
         origins = DraftSources(*map(at.pop, DraftSources._fields))
     if program.has(ProgramFeature.LOGPROBS):
@@ -352,5 +375,10 @@ def read_result(
     if program.has(ProgramFeature.PROMPT_LOGPROBS):
         scores = PromptLogprobs(*map(at.pop, SCORES))
     return StepResult(
-        **at, logprobs=logprobs, scores=scores, device_seconds=device_seconds, origins=origins
+        **at,
+        logprobs=logprobs,
+        scores=scores,
+        device_seconds=device_seconds,
+        origins=origins,
+        words=exported,
     )

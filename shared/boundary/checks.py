@@ -7,6 +7,7 @@ import numpy as np
 
 from shared.boundary.backend import BackendLimits, Decode, StepPlan
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.transfer_spec import TRANSFERS, TransferSpec
 from shared.drafts.drafter_spec import DrafterSpec
 
 
@@ -36,7 +37,7 @@ def check_capacity(
             "n-gram drafting"
         )
     for program in capacity.programs:
-        _check_program(program, drafts, capacity.max_scores)
+        _check_program(program, drafts, capacity.max_scores, capacity.transfer)
         if program.work is StepKind.ENCODE:
             _check_encoding(program, capacity)
         if program.shares_rows and capacity.accept_rule != "exact":
@@ -46,8 +47,12 @@ def check_capacity(
             )
 
 
-def _check_program(program: Program, drafts: DrafterSpec, max_scores: int) -> None:
+def _check_program(
+    program: Program, drafts: DrafterSpec, max_scores: int, transfer: TransferSpec | None
+) -> None:
     shape = program.shape
+    if program.work in TRANSFERS and transfer is None:
+        raise ValueError(f"{program} requires the entries of KV transfer")
     if program.has(ProgramFeature.MASK) and (
         program.work is not StepKind.DECODE or program.drafts_on_device
     ):
@@ -132,7 +137,8 @@ def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
     if program not in ready:
         raise ValueError(f"{program} is not prepared; call prepare first")
     begins = program.work in (StepKind.PREFILL, StepKind.COUNT)
-    if not begins and (plan.starts.any() or plan.snapshots.restore.any()):
+    restores = plan.snapshots.restore.any() and program.work is not StepKind.EXPORT_KV
+    if not begins and (plan.starts.any() or restores):
         raise ValueError(f"rows must start in a prefill or a count, got {program}")
     if isinstance(plan.work, Decode) and plan.work.drafts is not None:
         # Padding rows verify their root too.

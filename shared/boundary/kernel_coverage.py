@@ -13,6 +13,7 @@ from functools import partial
 
 from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
+from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig
@@ -38,7 +39,7 @@ class KernelLimits:
     experts_unit: int
 
 
-WITHOUT_LAYERS = (StepKind.COUNT, StepKind.ENCODE)
+WITHOUT_LAYERS = (StepKind.COUNT, StepKind.ENCODE, *TRANSFERS)
 """Step kinds that run no layer of the language model."""
 
 Fault = Callable[[KernelLimits, BackendSpec, Program], str | None]

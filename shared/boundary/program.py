@@ -26,10 +26,15 @@ class StepKind(Enum):
     DRAFT = "draft"
     COUNT = "count"
     ENCODE = "encode"
+    EXPORT_KV = "export_kv"
+    IMPORT_KV = "import_kv"
 
 
 CAPTURED = (StepKind.DECODE, StepKind.DRAFT, StepKind.PREFILL, StepKind.ENCODE)
-"""Kinds of steps that backends capture as graphs."""
+"""Kinds of steps that backends capture as graphs.
+
+Export and import steps are not among them: they are a few large copies, so launches take little of
+their time, and each graph would keep a plan with the data of a step on the device."""
 
 
 class ProgramFeature(Flag):
@@ -66,12 +71,13 @@ class Program:
     Attributes:
       work: Kind of the step.
       batch: B, rows of the plan.
-      pages: P, columns of the page table.
+      pages: P, columns of the page table; for an export or an import the pages of a step.
       tokens: T, flat tokens of a prefill or a count, patches of an encode step; else 0.
       shape: Draft tree of a decode or a draft; else the one-node tree.
       extras: Optional inputs and outputs.
-      blocks: Vision-encoder blocks of an encode step; else empty. A range that starts after block 0
-        continues the image of the previous encode step.
+      blocks: Vision-encoder blocks of an encode step, where a range that starts after block 0
+        continues the image of the previous encode step; or layers of the snapshot of an export or
+        an import (`shared.boundary.transfer_spec`); else empty.
     """
 
     work: StepKind
@@ -122,7 +128,8 @@ class Program:
         sizes = [f"{self.batch} rows"]
         of = "patches" if self.work is StepKind.ENCODE else "tokens"
         sizes += [f"{self.tokens} {of}"] * bool(self.tokens)
-        sizes += [f"blocks {b.start} to {b.stop - 1}" for b in [self.blocks] if b]
+        part = "blocks" if self.work is StepKind.ENCODE else "layers"
+        sizes += [f"{part} {b.start} to {b.stop - 1}" for b in [self.blocks] if b]
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
         sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
         sizes += [f"{self.pages} pages"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.transfer_spec import TRANSFERS
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
@@ -75,6 +76,8 @@ def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) 
         return 4 * program.batch * blueprint.capacity.vocab
     if program.work is StepKind.ENCODE:
         return _tower_bytes(program, blueprint)
+    if program.work in TRANSFERS:
+        return _transfer_bytes(program, blueprint)
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
@@ -85,6 +88,15 @@ def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) 
     nodes = program.batch * program.shape.width
     states = 3 * nodes * pool_bytes(small.cache_pools, CacheUnit.SLOT, blueprint.item_bytes)
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
+
+
+def _transfer_bytes(program: Program, blueprint: BackendSpec) -> int:
+    """Returns the bytes of an export or import: the words, the entries in the order of the pools,
+    and those of one rank or a copy.
+    """
+    spec = blueprint.capacity.transfer
+    assert spec is not None  # otherwise the program does not exist
+    return 3 * 4 * sum(rows * words for _, (rows, words) in spec.fields(program))
 
 
 def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:

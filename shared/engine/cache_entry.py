@@ -67,7 +67,46 @@ class CacheLease:
     snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class TransferLease:
+    """Pages, snapshot and locks of an export or import in progress.
+
+    Attributes:
+      node: Locked node; None for none.
+      pages: Pages of each pool that it owns, those of an import.
+      snapshot: Snapshot that it owns, of an import; 0 for none.
+      pinned: Snapshot of the tree that it pins, of an export; 0 for none.
+    """
+
+    node: Node | None
+    pages: tuple[Int32[np.ndarray, " n"], ...]
+    snapshot: int = NO_SNAPSHOT
+    pinned: int = NO_SNAPSHOT
+
+
 def snapshots_of(standing: CacheLease) -> Iterator[int]:
     """Yields the snapshots that a request holds."""
     named = [standing.pending, *standing.snapshots, *standing.saving.items()]
     yield from (snapshot for _, snapshot in named if snapshot)
+
+
+def whole_pages(lease: CacheLease, draft_reads_kv: bool, page_size: int, count: int) -> list[bool]:
+    """Returns a flag per page: True if its draft KV has no gap; not used for matched pages.
+
+    Args:
+      lease: State of the request.
+      draft_reads_kv: See `shared.engine.cache_policy.CachePolicy`.
+      page_size: Tokens of a page.
+      count: Pages of the request.
+    """
+    if not lease.draft_kv_incomplete:
+        return [True] * count
+    if draft_reads_kv:
+        first = lease.draft_kv_gaps[0][0] if lease.draft_kv_gaps else 0
+        return [(page + 1) * page_size <= first for page in range(count)]
+    is_whole = [True] * count
+    for start, end in lease.draft_kv_gaps:
+        last = min(count, -(-end // page_size))
+        for page in range(start // page_size, last):
+            is_whole[page] = False
+    return is_whole

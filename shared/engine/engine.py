@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepResult
+from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan, StepResult
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
 from shared.engine.encoder_cache import EncoderCache
 from shared.engine.image_inputs import MropePositions
+from shared.engine.kv_transfer import KVTransfer
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
@@ -44,6 +46,19 @@ class InFlightStep:
     began: float
 
 
+@dataclass(frozen=True)
+class InFlightTransfer:
+    """A step of an export or import in flight.
+
+    Attributes:
+      future: Result of the step.
+      end: Function to call with the result.
+    """
+
+    future: StepFuture
+    end: Callable[[StepResult], None]
+
+
 class Engine:
     """Serves requests on one backend.
 
@@ -53,6 +68,10 @@ class Engine:
       overlap: Steps in flight while the host plans the next; at most the backend's.
       chunked_prefill_size: Maximum prompt tokens of a step.
       cache: Settings of the prefix cache.
+      transfer_fingerprint: See `KVTransfer`; required if the backend has its programs.
+
+    Attributes:
+      transfer: Exports and imports of cached prefixes; None if the backend has no programs for it.
 
     Raises:
       ValueError: The overlap exceeds the backend's, or no prefill program fits; or see
@@ -67,6 +86,7 @@ class Engine:
         overlap: int,
         chunked_prefill_size: int,
         cache: CachePolicy,
+        transfer_fingerprint: str = "",
     ) -> None:
         capacity = backend.capacity
         if not 0 <= overlap <= capacity.overlap:
@@ -88,6 +108,10 @@ class Engine:
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
         )
+        self.transfer = None
+        if capacity.transfer is not None:
+            reserved = self.scheduler.num_missing_pages
+            self.transfer = KVTransfer(capacity, self.cache, transfer_fingerprint, reserved)
         self.metrics = Metrics(
             {
                 "num_requests_running": lambda: len(self.scheduler.running),
@@ -103,17 +127,19 @@ class Engine:
                 **controller.gauges,
                 **_simulated_acceptance(capacity),
                 **_image_gauges(self.images),
+                **_transfer_gauges(self.transfer),
             },
             capacity.max_depth,
         )
         self._requests: dict[int, Request] = {}
-        self.flights: deque[InFlightStep] = deque()
-        self._num_steps = 0
+        self.flights: deque[InFlightStep | InFlightTransfer] = deque()
+        self._num_steps, self._transferred_last = 0, False
 
     @property
     def busy(self) -> bool:
         """True if `step` has work to do."""
-        return bool(self._requests or self.flights)
+        is_transferring = self.transfer is not None and self.transfer.busy
+        return bool(self._requests or self.flights) or is_transferring
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -163,32 +189,60 @@ class Engine:
         """Ends all requests and closes the backend."""
         for request_id in tuple(self._requests):
             self.abort(request_id)
+        if self.transfer is not None:
+            self.transfer.cancel_all()
         self.flights.clear()
         self.backend.close()
 
     def _submit_next(self) -> bool:
-        """Submits the next step; returns False if there is none."""
+        """Submits the next step; returns False if there is none.
+
+        Steps of a transfer and other steps take turns.
+        """
         for request in self.scheduler.admit():
             self.planner.write_request_row(request)
+        if not self._transferred_last and self._submit_transfer():
+            return True
         rows = self.scheduler.next_rows()
         if rows is not None:
             self._submit(rows)
-        return rows is not None
+            self._transferred_last = False
+            return True
+        # Rows that wait for a result come first once it is there.
+        is_idle = not (self.scheduler.running and self.flights)
+        return is_idle and self._submit_transfer()
+
+    def _submit_transfer(self) -> bool:
+        """Submits the next step of an export or import; returns False if there is none."""
+        step = None if self.transfer is None else self.transfer.next_step()
+        if step is None:
+            return False
+        self.flights.append(InFlightTransfer(self._launch(step.plan), step.end))
+        self._transferred_last = True
+        return True
+
+    def _launch(self, plan: StepPlan) -> StepFuture:
+        program = plan.program
+        self.metrics.count_step(program.work, self.backend.launch(program))
+        return self.backend.submit(plan)
 
     def _submit(self, rows: ScheduledRows) -> None:
         plan = self.planner.plan(rows)
         self.cache.assign_snapshots(rows, plan)
         began = time.monotonic()
         self._num_steps += 1
-        self.flights.append(InFlightStep(self.backend.submit(plan), rows, self._num_steps, began))
-        self.metrics.count_step(rows.work, self.backend.launch(plan.program))
+        self.flights.append(InFlightStep(self._launch(plan), rows, self._num_steps, began))
         for request, most in zip(rows.requests, rows.max_tokens, strict=True):
             request.step_submitted(most)
         self.planner.prepare_next(plan.program)
         self.controller.on_submit(rows)
 
-    def _retire(self, flight: InFlightStep) -> list[Event]:
-        result, rows, events = flight.future.result(), flight.rows, []
+    def _retire(self, flight: InFlightStep | InFlightTransfer) -> list[Event]:
+        result = flight.future.result()
+        if isinstance(flight, InFlightTransfer):
+            flight.end(result)
+            return []
+        rows, events = flight.rows, []
         self.controller.on_result(rows, result)
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
         saved = result.snapshot_saved.tolist()
@@ -339,6 +393,15 @@ def _image_gauges(images: EncoderCache | None) -> Gauges:
     return {
         "mm_encoder_images_total": lambda: images.num_encoded,
         "mm_encoder_cache_tokens": lambda: images.num_held,
+    }
+
+
+def _transfer_gauges(transfer: KVTransfer | None) -> Gauges:
+    if transfer is None:
+        return {}
+    return {
+        "kv_transfer_exported_tokens_total": lambda: transfer.num_exported,
+        "kv_transfer_imported_tokens_total": lambda: transfer.num_imported,
     }
 
 

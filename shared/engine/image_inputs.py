@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from shared.boundary.kv_transfer import DIGEST_BYTES
 from shared.spec.mrope import mrope_positions
 
-DIGEST_BYTES = 32
+
+class CacheKeyImage(Protocol):
+    """Image as the cache key contains it; see `PromptImage`."""
+
+    @property
+    def first(self) -> int:
+        """Position of its first image token."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """Position after its last image token."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of its size and pixels."""
+        ...
+
+
+KeyImage = TypeVar("KeyImage", bound=CacheKeyImage)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,7 +103,7 @@ class MropePositions:
         return np.concatenate([self.turns[first:end], behind[:, None].repeat(3, axis=1)])
 
 
-def overlapping(images: Sequence[PromptImage], first: int, end: int) -> Iterator[PromptImage]:
+def overlapping(images: Sequence[KeyImage], first: int, end: int) -> Iterator[KeyImage]:
     """Yields the images with a token at positions `first` to `end`."""
     return (each for each in images if each.first < end and first < each.end)
 
@@ -99,7 +120,7 @@ def text_tokens(
     return tokens[is_text]
 
 
-def cache_key(images: Sequence[PromptImage], first: int, end: int) -> bytes:
+def cache_key(images: Sequence[CacheKeyImage], first: int, end: int) -> bytes:
     """Returns the cache key of the images that overlap a range of positions; empty for text.
 
     It contains each image's digest and the offset of the range in the image.

@@ -80,12 +80,17 @@ class PagePool:
     def extend(self, slot: int, positions: int) -> None:
         """Allocates the slot's missing pages for `positions` tokens; the pool must have them."""
         if missing := self.num_missing(slot, positions):
-            start, left = self.num_pages[slot], self.num_free - missing
-            pages = self._free[left : self.num_free]
-            self.page_table[slot, start : start + missing] = pages[::-1]
+            start = self.num_pages[slot]
+            self.page_table[slot, start : start + missing] = self.take(missing)
             self.num_pages[slot] += missing
-            self.num_owners[pages] = 1
-            self.num_free = left
+
+    def take(self, count: int) -> Int32[np.ndarray, " count"]:
+        """Allocates pages with one owner, the caller; the pool must have them."""
+        left = self.num_free - count
+        pages = self._free[left : self.num_free][::-1].copy()
+        self.num_owners[pages] = 1
+        self.num_free = left
+        return pages
 
     def start_with(self, slot: int, count: int, pages: Int32[np.ndarray, " n"]) -> None:
         """Sets the last pages of a prefix of `count` pages of an empty slot, and adds an owner to

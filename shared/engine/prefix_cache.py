@@ -27,7 +27,13 @@ from jaxtyping import Int32
 from shared.boundary.backend import BackendLimits, StepPlan
 from shared.boundary.program import StepKind
 from shared.engine.allocator import Allocator
-from shared.engine.cache_entry import CacheLease, PrefixMatch, snapshots_of
+from shared.engine.cache_entry import (
+    CacheLease,
+    PrefixMatch,
+    TransferLease,
+    snapshots_of,
+    whole_pages,
+)
 from shared.engine.cache_policy import CachePolicy, track_unit
 from shared.engine.image_inputs import first_difference
 from shared.engine.radix_cache import RadixCache
@@ -54,6 +60,8 @@ class PrefixCache:
     Attributes:
       num_queried, num_hit: Tokens of the contexts that received a slot for the first time, and
         those of them that were cached.
+      policy: The settings.
+      transfers: Leases of the exports and imports in progress.
 
     Raises:
       ValueError: See `CachePolicy.check`.
@@ -63,14 +71,20 @@ class PrefixCache:
         self, capacity: BackendLimits, allocator: Allocator, policy: CachePolicy, overlap: int
     ) -> None:
         policy.check(capacity, overlap)
-        self.allocator, self._policy = allocator, policy
+        self.allocator, self.policy = allocator, policy
         self._page_size, self._unit = capacity.page_size, track_unit(capacity.page_size)
         self._counts = any(program.work is StepKind.COUNT for program in capacity.programs)
         self._interval = policy.track_interval if policy.is_on else 0
         self.tree = RadixCache(allocator, policy.key_lookahead)
         self._standing: dict[int, CacheLease] = {}
+        self.transfers: list[TransferLease] = []
         self._asked, self._answer = None, PrefixMatch()  # the last lookup
         self.num_queried = self.num_hit = 0
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """True if a request can start only after a prefix with a state snapshot."""
+        return self._interval > 0
 
     # Pages
 
@@ -92,10 +106,10 @@ class PrefixCache:
     @property
     def usage(self) -> float:
         """Fraction of the pages that running requests hold, in the pool where it is largest."""
-        pools = zip(self.allocator.pools, self._all_available(), strict=True)
+        pools = zip(self.allocator.pools, self.all_available(), strict=True)
         return max(1.0 - available / max(1, pool.size) for pool, available in pools)
 
-    def _all_available(self) -> list[int]:
+    def all_available(self) -> list[int]:
         """Returns `num_available` of each page pool."""
         windows = (each.pool.num_free + each.num_evictable for each in self.tree.windows)
         return [self.num_available, *windows]
@@ -104,14 +118,17 @@ class PrefixCache:
         """Same as `Allocator.reserve`, but evicts cached pages if needed."""
         if self.allocator.reserve(slot, positions):
             return True
-        pools = self.allocator.pools
-        missing = [pool.num_missing(slot, positions) for pool in pools]
-        if any(map(operator.gt, missing, self._all_available())):
+        missing = [pool.num_missing(slot, positions) for pool in self.allocator.pools]
+        if any(map(operator.gt, missing, self.all_available())):
             return False
-        self.tree.evict(missing[0] - self.allocator.pages.num_free)
-        for cached, lacking in zip(self.tree.windows, missing[1:], strict=True):
-            cached.evict(lacking - cached.pool.num_free)
+        self.make_free(missing)
         return self.allocator.reserve(slot, positions)
+
+    def make_free(self, counts: Sequence[int]) -> None:
+        """Evicts cached pages until each pool has so many free ones; they must be available."""
+        self.tree.evict(counts[0] - self.allocator.pages.num_free)
+        for cached, count in zip(self.tree.windows, counts[1:], strict=True):
+            cached.evict(count - cached.pool.num_free)
 
     # A request gets a slot
 
@@ -129,13 +146,17 @@ class PrefixCache:
         return request, request.length, request.max_cached_tokens, self.tree.num_changes
 
     def _look_up(self, request: Request) -> PrefixMatch:
-        if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
+        if not self.policy.is_on or (request.sampling.has_penalties and not self._counts):
             return self._prefix([], 0)
         most = request.max_cached_tokens // self._page_size
         path = self.tree.path(request.tenant, request.tokens(), request.images)[:most]
-        longest = self.tree.num_restorable(path, needs_snapshot=self._interval > 0)
+        longest = self.num_restorable(path)
         branch = len(path) * self._page_size // self._unit * self._unit if self._interval else 0
         return self._prefix(path[:longest], branch)
+
+    def num_restorable(self, path: Sequence[Node]) -> int:
+        """Returns the pages of the longest prefix of a path from which a request can start."""
+        return self.tree.num_restorable(path, needs_snapshot=self.needs_snapshot)
 
     def _prefix(self, path: Sequence[Node], branch: int) -> PrefixMatch:
         length = len(path) * self._page_size
@@ -156,11 +177,11 @@ class PrefixCache:
         """
         held = zip(self.allocator.pools, (prefix.pages, *prefix.window_pages), strict=True)
         shared = (int(np.count_nonzero(pool.num_owners[pages] > 1)) for pool, pages in held)
-        return list(map(operator.add, self._all_available(), shared))
+        return list(map(operator.add, self.all_available(), shared))
 
     def acquire(self, request: Request, prefix: PrefixMatch) -> None:
         """Locks a prefix for a request that starts with it."""
-        if not self._policy.is_on:
+        if not self.policy.is_on:
             return
         if prefix.node is not None:
             self.tree.lock(prefix.node, None)
@@ -204,12 +225,12 @@ class PrefixCache:
         prefilled.
         """
         tokens, context = request.tokens(), other.request.context
-        most = min(request.max_cached_tokens, len(context) - self._policy.key_lookahead)
+        most = min(request.max_cached_tokens, len(context) - self.policy.key_lookahead)
         differs = np.flatnonzero(tokens[:most] != context[:most])
-        parted = int(differs[0]) if len(differs) else most + self._policy.key_lookahead
+        parted = int(differs[0]) if len(differs) else most + self.policy.key_lookahead
         seen = first_difference(request.images, other.request.images)
         parted = parted if seen is None else min(parted, seen)
-        equal = min(most, parted - self._policy.key_lookahead)
+        equal = min(most, parted - self.policy.key_lookahead)
         unit = self._unit if self._interval else self._page_size
         return max(0, equal) // unit * unit
 
@@ -291,7 +312,7 @@ class PrefixCache:
 
     def skips_draft_kv(self, rows: ScheduledRows) -> bool:
         """Returns True if a step adds tokens without draft extend."""
-        return self._policy.may_skip_draft_kv and rows.shape is not None and rows.shape.is_plain
+        return self.policy.may_skip_draft_kv and rows.shape is not None and rows.shape.is_plain
 
     def on_decode(self, request: Request, num_tokens: int, leaves_hole: bool, saved: bool) -> None:
         """Records a decode step with a gap in the draft KV or a snapshot, after its tokens were
@@ -361,33 +382,14 @@ class PrefixCache:
         if count <= (0 if below is None else below.num_pages):
             return
         pages = self.allocator.pages.page_table[request.slot, :count]
-        whole = self._whole_pages(standing, count)
+        whole = whole_pages(standing, self.policy.draft_reads_kv, self._page_size, count)
+        tenant, images = request.tenant, request.images
         standing.node = self.tree.insert(
-            request.tenant,
-            below,
-            tokens,
-            pages,
-            whole,
-            request.images,
-            is_running=is_running,
+            tenant, below, tokens, pages, whole, images, is_running=is_running
         )
         if windows := self.allocator.windows:
             held = [pool.page_table[request.slot, :count] for pool in windows]
             self.tree.attach_window_pages(request.tenant, below, tokens, held, request.images)
-
-    def _whole_pages(self, standing: CacheLease, count: int) -> list[bool]:
-        """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""
-        if not standing.draft_kv_incomplete:
-            return [True] * count
-        if self._policy.draft_reads_kv:
-            first = standing.draft_kv_gaps[0][0] if standing.draft_kv_gaps else 0
-            return [(page + 1) * self._page_size <= first for page in range(count)]
-        is_whole = [True] * count
-        for start, end in standing.draft_kv_gaps:
-            last = min(count, -(-end // self._page_size))
-            for page in range(start // self._page_size, last):
-                is_whole[page] = False
-        return is_whole
 
     def _hang(self, node: Node | None, at: int, snapshot: int) -> None:
         """Attaches a snapshot to the node that ends at its position, `node` or an ancestor."""
@@ -408,16 +410,22 @@ class PrefixCache:
         """
         nodes = list(self.tree.nodes())
         windows = [each.check(nodes) for each in self.tree.windows]
-        self.allocator.check([[node.page for node in nodes], *windows])
+        pages = [[node.page for node in nodes], *windows]
+        for lease in self.transfers:
+            for of_pool, held in zip(pages, lease.pages, strict=True):
+                of_pool += held.tolist()
+        self.allocator.check(pages)
         held = [snapshot for one in self._standing.values() for snapshot in snapshots_of(one)]
+        held += [lease.snapshot for lease in self.transfers if lease.snapshot]
         self.tree.snapshots.check(held)
-        known = {request.request_id for request in running} if self._policy.is_on else set()
+        known = {request.request_id for request in running} if self.policy.is_on else set()
         assert set(self._standing) == known, "cache entries do not match the running requests"
         for one in self._standing.values():
             path = [] if one.node is None else [node.page for node in one.node.upwards()]
             pages = self.allocator.pages.page_table[one.request.slot, : len(path)]
             assert path[::-1] == pages.tolist(), "a request has locked a page that it does not own"
-        locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
+        holders = (*self._standing.values(), *self.transfers)
+        locks = sum(node.num_pages for one in holders if (node := one.node))
         assert locks == sum(node.num_locks for node in nodes), "pages are locked without a request"
         assert self.tree.num_pages == len(nodes), "the number of cached pages is wrong"
         free = sum(not node.num_locks for node in nodes)

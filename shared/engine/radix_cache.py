@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.allocator import Allocator
-from shared.engine.image_inputs import PromptImage, cache_key
+from shared.engine.image_inputs import CacheKeyImage, cache_key
 from shared.engine.radix_node import Node
 from shared.engine.snapshot_pool import SnapshotPool
 from shared.engine.window_pages import WindowPages
@@ -78,7 +78,7 @@ class RadixCache:
     # Reading
 
     def path(
-        self, salt: str, tokens: Int32[np.ndarray, " T"], images: Sequence[PromptImage] = ()
+        self, salt: str, tokens: Int32[np.ndarray, " T"], images: Sequence[CacheKeyImage] = ()
     ) -> list[Node]:
         """Returns the nodes of the longest cached prefix of a sequence, first to last.
 
@@ -117,7 +117,7 @@ class RadixCache:
         return longest
 
     def _keys(
-        self, tokens: Int32[np.ndarray, " T"], images: Sequence[PromptImage], first: int
+        self, tokens: Int32[np.ndarray, " T"], images: Sequence[CacheKeyImage], first: int
     ) -> Iterator[bytes]:
         """Yields the keys of a sequence's full pages from page `first` on."""
         raw, size = tokens.astype(np.int32, copy=False).tobytes(), 4 * self._page_size
@@ -156,7 +156,7 @@ class RadixCache:
         tokens: Int32[np.ndarray, " T"],
         pages: Int32[np.ndarray, " n"],
         is_whole: Sequence[bool],
-        images: Sequence[PromptImage] = (),
+        images: Sequence[CacheKeyImage] = (),
         *,
         is_running: bool,
     ) -> Node | None:
@@ -208,7 +208,7 @@ class RadixCache:
         below: Node | None,
         tokens: Int32[np.ndarray, " T"],
         pages: Sequence[Int32[np.ndarray, " n"]],
-        images: Sequence[PromptImage] = (),
+        images: Sequence[CacheKeyImage] = (),
     ) -> None:
         """Attaches window pages of a sequence to the nodes below `below` that have none.
 

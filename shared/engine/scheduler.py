@@ -148,10 +148,13 @@ class Scheduler:
         return pool.num_needed(request.length - 1, self._next_positions(request))
 
     def _num_missing(self, pool: PagePool) -> int:
-        """Returns the pages that running requests lack for their widest steps."""
         return sum(
             max(0, self._num_needed(pool, each) - pool.num_held(each.slot)) for each in self.running
         )
+
+    def num_missing_pages(self) -> list[int]:
+        """Returns the pages of each pool that running requests lack for their widest steps."""
+        return [self._num_missing(pool) for pool in self.allocator.pools]
 
     def _prompt_rows(self) -> ScheduledRows | None:
         """Returns count steps for cached tokens first, then prefills."""

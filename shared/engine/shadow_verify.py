@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 from shared.boundary.backend import Backend
 from shared.engine.engine import Engine
+from shared.engine.kv_transfer import KVTransfer
 from shared.engine.metrics import Metrics
 from shared.engine.reference_run import Divergence, ReferenceRunner
 from shared.engine.request import Event, FinishReason, Request
@@ -115,6 +116,11 @@ class ShadowVerifier:
     def metrics(self) -> Metrics:
         """Metrics of the engine, with those of the checks."""
         return self._engine.metrics
+
+    @property
+    def transfer(self) -> KVTransfer | None:
+        """Exports and imports of the engine; see `Engine`."""
+        return self._engine.transfer
 
     @property
     def busy(self) -> bool:

@@ -20,6 +20,28 @@ class CacheUnit(Enum):
 
 
 @dataclass(frozen=True)
+class ColumnSection:
+    """Columns of a cache entry that TP ranks share; an entry is `[rows, columns]`.
+
+    Attributes:
+      size: Number of columns of the whole model.
+      units: Heads or other units of these columns, which ranks divide; units fewer than ranks are
+        replicated, each on consecutive ranks. None if every rank has all columns.
+    """
+
+    size: int
+    units: int | None
+
+    def copies(self, count: int) -> int:
+        """Returns the consecutive ranks, of `count`, that have the same columns."""
+        return count if self.units is None else max(1, count // self.units)
+
+    def share(self, count: int) -> int:
+        """Returns the columns of one of `count` ranks."""
+        return self.size * self.copies(count) // count
+
+
+@dataclass(frozen=True)
 class CacheArraySpec:
     """Specification of one cache array of a layer.
 
@@ -29,6 +51,8 @@ class CacheArraySpec:
       shape: Shape of an entry.
       heads: Axis of `shape` that is sharded over TP ranks; None if every rank has the whole array.
       float32: True if stored in float32 whatever the dtype of the model.
+      ranges: Sizes of consecutive ranges of the sharded axis, if each of them is sharded by itself;
+        empty if the axis is sharded as a whole.
     """
 
     name: str
@@ -36,6 +60,16 @@ class CacheArraySpec:
     shape: tuple[int, ...]
     heads: int | None
     float32: bool = False
+    ranges: tuple[int, ...] = ()
+
+    @property
+    def sections(self) -> tuple[ColumnSection, ...]:
+        """Sections of the columns of an entry: columns begin at the sharded axis."""
+        if self.heads is None:
+            return (ColumnSection(prod(self.shape), None),)
+        per_unit = prod(self.shape[self.heads + 1 :])
+        ranges = self.ranges or (self.shape[self.heads],)
+        return tuple(ColumnSection(units * per_unit, units) for units in ranges)
 
     def piece_bytes(self, item: int) -> int:
         """Returns the bytes of an entry in one layer; `item` is the element size of the model's

@@ -23,6 +23,7 @@ from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.images import EncodeImage
 from shared.boundary.program import LaunchMode, Program, ProgramFeature
+from shared.boundary.transfer_spec import ExportKV, ImportKV
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.reference import ngram
@@ -30,6 +31,7 @@ from shared.reference.commit import commit
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.images import ImageContext, encode
+from shared.reference.kv_transfer import ReferenceTransfer
 from shared.reference.rows import (
     Batch,
     ExtendRows,
@@ -131,6 +133,10 @@ class ReferenceBackend:
         batch = Batch.of(plan, deltas, self.capacity.window_pools)
         if isinstance(plan.work, EncodeImage):
             encode(plan.work, plan.program.blocks, self.capacity.images, self._tower, self.state)
+        elif isinstance(plan.work, ExportKV | ImportKV):
+            step = ReferenceTransfer.of(plan, self.capacity, self.state, self._drafter)
+            for name, values in step.run().items():
+                result_layout(plan.program, self.capacity).fields[name].view(words)[...] = values
         elif len(batch.index):
             if isinstance(plan.work, Prefill | CountPromptTokens):
                 self._start(batch)
@@ -152,7 +158,7 @@ class ReferenceBackend:
                 return tree_fields(self._draft(batch, plan.work.shape))
             case CountPromptTokens():
                 return self._count_prompt(batch, plan.work)
-            case EncodeImage():
+            case _:  # a step without rows
                 return {}
 
     # A row's first step

@@ -15,6 +15,7 @@ from shared.spec import attention, cache_pools, dflash, dflash2, dspark, eagle, 
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.gdn_state import GDNState
 from shared.spec.layers import ImageEmbeds
 from shared.spec.model import Weights
 from shared.spec.standalone import SmallModel
@@ -26,6 +27,16 @@ class ReferenceDrafter(Protocol):
 
     `draft_from` is the first position of each row with complete draft KV.
     """
+
+    @property
+    def kv_pools(self) -> cache_pools.Pools:
+        """Page pools of the draft KV."""
+        ...
+
+    @property
+    def snapshots(self) -> GDNState | None:
+        """Recurrent states by snapshot; None without recurrent states."""
+        ...
 
     def start(self, batch: Batch) -> None:
         """Resets the slots of starting rows, and restores the snapshots that the plan names."""
@@ -108,6 +119,15 @@ class HeadDrafter:
             hidden=np.zeros((slots, drafter.layer.hidden), np.float32),
         )
         self._input_logits = np.zeros((slots, capacity.vocab), np.float32)
+
+    @property
+    def kv_pools(self) -> cache_pools.Pools:
+        """Same as `ReferenceDrafter.kv_pools`."""
+        return (self._kv,)
+
+    @property
+    def snapshots(self) -> None:
+        """No recurrent states."""
 
     def start(self, batch: Batch) -> None:
         """Same as `ReferenceDrafter.start`."""
@@ -213,6 +233,15 @@ class BlockDrafter:
             layer.attention, layer.num_layers, capacity.num_pages, capacity.page_size
         )
 
+    @property
+    def kv_pools(self) -> cache_pools.Pools:
+        """Same as `ReferenceDrafter.kv_pools`."""
+        return (self._kv,)
+
+    @property
+    def snapshots(self) -> None:
+        """No recurrent states."""
+
     def start(self, batch: Batch) -> None:
         """Does nothing: KV of an earlier owner is before every row's context."""
 
@@ -271,11 +300,16 @@ class StandaloneDrafter:
         self._small, self._width = small, capacity.max_width
         self._kv = cache_pools.new_pools(config, capacity.num_pages, capacity.page_size)
         self._state = cache_pools.new_state(config, capacity.num_slots)
-        self._snapshots = cache_pools.new_state(config, capacity.num_snapshots)
+        self.snapshots = cache_pools.new_state(config, capacity.num_snapshots)
+
+    @property
+    def kv_pools(self) -> cache_pools.Pools:
+        """Same as `ReferenceDrafter.kv_pools`."""
+        return self._kv
 
     def start(self, batch: Batch) -> None:
         """Same as `ReferenceDrafter.start`."""
-        self._state = batch.restored(self._state, self._snapshots)
+        self._state = batch.restored(self._state, self.snapshots)
 
     def prefill(
         self,
@@ -292,7 +326,7 @@ class StandaloneDrafter:
                 first += len(piece)
                 if batch.snapshots.save[b] and first == batch.snapshots.save_at[b]:
                     save, slot = batch.snapshots.save[b : b + 1], batch.slots[b : b + 1]
-                    put(self._snapshots, save, take(self._state, slot))
+                    put(self.snapshots, save, take(self._state, slot))
 
     def _prefill_piece(
         self,
@@ -347,7 +381,7 @@ class StandaloneDrafter:
         )
         passed &= batch.snapshots.save != 0
         put(self._state, batch.slots, state)
-        put(self._snapshots, batch.snapshots.save[passed], take(saved, passed))
+        put(self.snapshots, batch.snapshots.save[passed], take(saved, passed))
 
 
 def takes_snapshot(save_after: int, length: int) -> bool:

@@ -188,7 +188,7 @@ def test_preempted_request_resumes_from_cached_pages():
     for kind in ("plain model", "off"):
         engine = make("plain model", num_pages=60, overlap=0)
         if kind == "off":
-            engine.cache._policy = NO_CACHE
+            engine.cache.policy = NO_CACHE
         asked = [request(tokens(n, 60), max_tokens=60, stop_token_ids=()) for n in range(3)]
         serve(engine, *asked)
         assert engine.scheduler.num_preemptions

@@ -21,6 +21,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.random_traffic import TrafficMachine, plain_text
 from tests.support.run_engine import Outcome, drive
 from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
+from tests.support.toy_transfer import with_transfer
 
 UNIT = 64
 """Interval of state snapshots in tokens, with pages of 4 tokens."""
@@ -61,8 +62,12 @@ def make(
     window_pages: int | None = None,
     overlap: int = 1,
     any_shape: bool = False,
+    step_bytes: int = 160,
 ) -> Engine:
-    """An engine on a toy backend; each window pool has `num_pages` pages by default."""
+    """An engine on a toy backend; each window pool has `num_pages` pages by default.
+
+    A step of KV transfer has few pages, so that a record takes several.
+    """
     num_snapshots, policy, windows = KINDS[kind]
     capacity = toy_capacity(
         num_pages=num_pages,
@@ -72,6 +77,7 @@ def make(
         context_length=1024 if num_pages > 200 else 256,
         window_pools=tuple(WindowPool(window, window_pages or num_pages) for window in windows),
     )
+    capacity = with_transfer(capacity, step_bytes)
     chain = StaticController(capacity, nodes=4, depth=3, width=1)
     return Engine(
         ToyBackend(capacity, policy.key_lookahead if policy.may_skip_draft_kv else None),
@@ -79,6 +85,7 @@ def make(
         overlap=overlap,
         chunked_prefill_size=128,
         cache=policy,
+        transfer_fingerprint=kind,
     )
 
 

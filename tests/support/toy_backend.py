@@ -19,10 +19,12 @@ import numpy as np
 
 from shared.boundary.backend import BackendLimits, CountPromptTokens, Prefill, StepPlan, StepResult
 from shared.boundary.program import LaunchMode, Program, ProgramFeature, StepKind
+from shared.boundary.transfer_spec import ExportKV, ImportKV
 from shared.boundary.window_pools import WindowPool
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Logprobs, PromptLogprobs
+from tests.support import toy_transfer
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -166,6 +168,9 @@ class ToyBackend:
         drafts = np.zeros((B, plan.program.shape.nodes), np.int32)
         parents = np.repeat(np.arange(drafts.shape[1], dtype=np.int32)[None] - 1, B, axis=0)
         num_nodes = np.full(B, W, np.int32)
+        words = None
+        if isinstance(plan.work, ExportKV | ImportKV):
+            words = toy_transfer.run(plan, self._memory, self._snapshots)
         for row in np.flatnonzero(plan.slots):
             if isinstance(plan.work, CountPromptTokens):
                 self._count(plan, row)
@@ -196,7 +201,13 @@ class ToyBackend:
             logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
             scores=self._scores(plan) if plan.program.has(ProgramFeature.PROMPT_LOGPROBS) else None,
             device_seconds=None,
+            words=words,
         )
+
+    @property
+    def _memory(self) -> list[list[np.ndarray]]:
+        """Memory of the pages, and of the pages of each window pool."""
+        return [[self._pages, self._draft_pages], *([pages] for pages in self._window_pages)]
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs:
         """Returns scores of following tokens: minus the id and a thousandth of the position."""

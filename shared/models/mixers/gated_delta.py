@@ -41,9 +41,10 @@ class GatedDeltaConfig:
         """Cache arrays: the recurrent state, and the latest convolution inputs, per slot."""
         state = (self.num_value_heads, self.key_size, self.value_size)
         window = (self.conv_width - 1, self.channels)
+        ranges = tuple(section.size for section in self._channel_sections)
         return (
             CacheArraySpec("recurrent", CacheUnit.SLOT, state, heads=0, float32=True),
-            CacheArraySpec("window", CacheUnit.SLOT, window, heads=1),
+            CacheArraySpec("window", CacheUnit.SLOT, window, heads=1, ranges=ranges),
         )
 
     @property

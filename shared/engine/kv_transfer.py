@@ -1,0 +1,252 @@
+"""Export and import of cached prefixes: a transferred prefix is a prefix-cache hit of another
+server.
+
+An export copies what the prefix cache keeps of a sequence into a `TransferRecord`. An import
+allocates pages, writes a record into them, and then inserts them into the radix cache as a request
+does at its end. A request with these tokens then starts after them and prefills the rest itself, so
+its bits are those of a local hit. Both are jobs, which run in the engine's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import BackendLimits
+from shared.boundary.kv_transfer import (
+    VERSION,
+    HeaderArray,
+    TransferHeader,
+    TransferImage,
+    TransferRecord,
+    TransferRejected,
+    header_arrays,
+)
+from shared.boundary.program import StepKind
+from shared.engine.cache_entry import TransferLease
+from shared.engine.image_inputs import CacheKeyImage, overlapping
+from shared.engine.page_pool import NO_PAGES, PagePool
+from shared.engine.prefix_cache import PrefixCache
+from shared.engine.radix_node import NO_SNAPSHOT, Node
+from shared.engine.transfer_jobs import (
+    ExportJob,
+    ImportJob,
+    TransferContext,
+    TransferJob,
+    TransferPrograms,
+    TransferStep,
+    TransferSteps,
+)
+
+Tokens = Sequence[int] | Int32[np.ndarray, " T"]
+
+
+class KVTransfer:
+    """Exports and imports of an engine.
+
+    Args:
+      capacity: Limits of the backend, with the entries of KV transfer.
+      cache: Prefix cache.
+      fingerprint: Hex digest of everything that two servers must have in common to exchange
+        records.
+      num_reserved: Returns the pages of each pool that running requests may still need.
+    """
+
+    def __init__(
+        self,
+        capacity: BackendLimits,
+        cache: PrefixCache,
+        fingerprint: str,
+        num_reserved: Callable[[], Sequence[int]],
+    ) -> None:
+        self._capacity, self._cache = capacity, cache
+        self._context = TransferContext(capacity, cache)
+        self.fingerprint, self._num_reserved = fingerprint, num_reserved
+        self._exports = TransferPrograms.of(capacity, StepKind.EXPORT_KV)
+        self._imports = TransferPrograms.of(capacity, StepKind.IMPORT_KV)
+        self._jobs: list[TransferJob] = []
+
+    @property
+    def num_exported(self) -> int:
+        """Tokens of the records of completed exports."""
+        return self._context.num_exported
+
+    @property
+    def num_imported(self) -> int:
+        """Tokens of the records of completed imports, cached ones included."""
+        return self._context.num_imported
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is open."""
+        self._jobs = [job for job in self._jobs if job.is_open]
+        return bool(self._jobs)
+
+    def match(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> int:
+        """Returns the cached tokens after which a request with these tokens could start now."""
+        path = self._path(tokens, tenant, images)
+        page_size = self._capacity.page_size
+        most = (len(tokens) - 1) // page_size  # a request prefills at least one token
+        return self._cache.num_restorable(path[:most]) * page_size
+
+    def begin_export(
+        self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]
+    ) -> ExportJob | None:
+        """Begins to export the longest cached prefix of a sequence after which a request can start.
+
+        Returns:
+          The job; None if there is no such prefix.
+        """
+        path = self._path(tokens, tenant, images)
+        path = path[: self._cache.num_restorable(path)]
+        if not path:
+            return None
+        snapshot = path[-1].snapshot if self._cache.needs_snapshot else NO_SNAPSHOT
+        header = self._header(path, tokens, tenant, images, has_snapshot=bool(snapshot))
+        windows = self._cache.tree.window_pages(path)
+        tables = [np.array([node.page for node in path], np.int32)]
+        tables += [_at_end(pages, len(path)) for pages in windows]
+        lease = TransferLease(path[-1], (NO_PAGES, *windows), pinned=snapshot)
+        for pool, pages in zip(self._pools, lease.pages, strict=True):
+            pool.share(pages)  # else window pages could be evicted
+        self._context.open(lease)
+        steps = TransferSteps(self._exports, tables, 0, snapshot)
+        job = ExportJob(self._context, header, lease, steps)
+        self._jobs.append(job)
+        return job
+
+    def begin_import(self, record: TransferRecord) -> ImportJob:
+        """Begins to import a record; pages that are cached already are not written again.
+
+        Raises:
+          TransferRejected: The record does not match this server ("version", "fingerprint",
+            "arrays", "tokens"), no request could start after it ("not_restorable"), the prefix
+            cache is disabled ("no_cache"), or pages ("no_pages") or snapshots ("no_snapshots") are
+            in use.
+        """
+        header = record.header
+        self._check(header)
+        path = self._cache.tree.path(header.tenant, header.tokens, header.images)
+        if len(path) == header.num_pages == self._cache.num_restorable(path):
+            tables = self._nothing
+            steps = TransferSteps(self._imports, tables, 0, NO_SNAPSHOT)
+            job = ImportJob(self._context, record, TransferLease(None, tables), steps, tables)
+            job.is_done = True
+            return job
+        lease = self._allocate(header, path)
+        tables = [_at_end(pages, header.num_pages) for pages in lease.pages]
+        first = header.num_pages - max(map(len, lease.pages))
+        steps = TransferSteps(self._imports, tables, first, lease.snapshot)
+        self._jobs.append(job := ImportJob(self._context, record, lease, steps, tables))
+        return job
+
+    def next_step(self) -> TransferStep | None:
+        """Returns the next step of the oldest job that has one; None if no job has."""
+        job = next((job for job in self._jobs if job.has_step), None)
+        return None if job is None else job.next_step()
+
+    def cancel_all(self) -> None:
+        """Cancels all jobs."""
+        for job in self._jobs:
+            job.cancel()
+
+    @property
+    def _nothing(self) -> tuple[Int32[np.ndarray, " n"], ...]:
+        """No pages in any pool."""
+        return tuple(NO_PAGES for _ in self._pools)
+
+    @property
+    def _pools(self) -> tuple[PagePool, ...]:
+        return self._cache.allocator.pools
+
+    def _path(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> list[Node]:
+        return self._cache.tree.path(tenant, np.asarray(tokens, np.int32), images)
+
+    def _header(
+        self,
+        path: Sequence[Node],
+        tokens: Tokens,
+        tenant: str,
+        images: Sequence[CacheKeyImage],
+        *,
+        has_snapshot: bool,
+    ) -> TransferHeader:
+        page_size, count = self._capacity.page_size, len(path)
+        end = count * page_size + self._cache.policy.key_lookahead
+        named = overlapping(images, 0, end)
+        return TransferHeader(
+            version=VERSION,
+            fingerprint=self.fingerprint,
+            tenant=tenant,
+            tokens=np.array(tokens[:end], np.int32),
+            images=tuple(TransferImage(x.first, x.end - x.first, x.digest) for x in named),
+            page_size=page_size,
+            num_pages=count,
+            is_whole=tuple(node.is_whole for node in path),
+            has_snapshot=has_snapshot,
+            arrays=self._arrays(count, has_snapshot=has_snapshot),
+        )
+
+    def _arrays(self, num_pages: int, *, has_snapshot: bool) -> tuple[HeaderArray, ...]:
+        windows = [pool.num_restored(num_pages) for pool in self._pools[1:]]
+        return header_arrays(self._context.spec, num_pages, windows, has_snapshot=has_snapshot)
+
+    def _check(self, header: TransferHeader) -> None:
+        """Checks that a record is one of this server's model, and that it can be used."""
+        if header.version != VERSION:
+            raise TransferRejected(
+                "version", f"version {VERSION} is required, got {header.version}"
+            )
+        if header.fingerprint != self.fingerprint:
+            raise TransferRejected(
+                "fingerprint",
+                "the record is of a server with another model, drafter, dtype or page size; start "
+                "both with the same files and flags",
+            )
+        if not self._cache.policy.is_on:
+            raise TransferRejected("no_cache", "an import requires the prefix cache")
+        arrays = self._arrays(header.num_pages, has_snapshot=header.has_snapshot)
+        if (header.page_size, header.arrays) != (self._capacity.page_size, arrays):
+            raise TransferRejected("arrays", "the record has other arrays than this server")
+        wanted = header.num_tokens + self._cache.policy.key_lookahead
+        if len(header.tokens) != wanted or header.tokens.max() >= self._capacity.vocab:
+            raise TransferRejected("tokens", f"the record must have {wanted} tokens of the model")
+        if self._cache.needs_snapshot and not header.has_snapshot:
+            raise TransferRejected("not_restorable", "the record has no state snapshot")
+
+    def _allocate(self, header: TransferHeader, path: Sequence[Node]) -> TransferLease:
+        """Locks the cached part of a record, and allocates pages and a snapshot for the rest."""
+        lease = TransferLease(path[-1] if path else None, self._nothing)
+        self._context.open(lease)
+        try:
+            lease.pages = self._take_pages(header.num_pages, len(path))
+            lease.snapshot = self._take_snapshot() if header.has_snapshot else NO_SNAPSHOT
+        except TransferRejected:
+            self._context.close(lease)
+            raise
+        return lease
+
+    def _take_pages(self, num_pages: int, num_cached: int) -> tuple[Int32[np.ndarray, " n"], ...]:
+        counts = [num_pages - num_cached]
+        counts += [pool.num_restored(num_pages) for pool in self._pools[1:]]
+        spare = np.array(self._cache.all_available()) - self._num_reserved()
+        if (spare < counts).any():
+            raise TransferRejected(
+                "no_pages", f"{counts} pages are required, and {spare.tolist()} are available"
+            )
+        self._cache.make_free(counts)
+        return tuple(pool.take(count) for pool, count in zip(self._pools, counts, strict=True))
+
+    def _take_snapshot(self) -> int:
+        if snapshot := self._cache.tree.snapshots.allocate():
+            return snapshot
+        raise TransferRejected("no_snapshots", "all state snapshots are in use")
+
+
+def _at_end(pages: Int32[np.ndarray, " n"], count: int) -> Int32[np.ndarray, " count"]:
+    """Returns a page table of `count` pages that ends with these; 0 before them."""
+    table = np.zeros(count, np.int32)
+    table[count - len(pages) :] = pages
+    return table

@@ -1,0 +1,313 @@
+"""Jobs of KV transfer: an export or an import of one prefix, step by step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import BackendLimits, StepPlan, StepResult
+from shared.boundary.buffers import empty_plan
+from shared.boundary.kv_transfer import TransferHeader, TransferRecord
+from shared.boundary.program import Program, StepKind
+from shared.boundary.transfer_spec import ImportKV
+from shared.engine.cache_entry import TransferLease
+from shared.engine.prefix_cache import PrefixCache
+from shared.engine.radix_node import NO_SNAPSHOT
+
+CANCELLED = "cancelled"
+"""Failure of a job that was cancelled."""
+
+
+@dataclass(frozen=True)
+class TransferStep:
+    """A step to submit.
+
+    Attributes:
+      plan: Its plan.
+      end: Function to call with its result.
+    """
+
+    plan: StepPlan
+    end: Callable[[StepResult], None]
+
+
+@dataclass(frozen=True)
+class TransferPrograms:
+    """Programs of one of the two kinds.
+
+    Attributes:
+      pages: Program of pages.
+      layers: Programs of the layers of a snapshot, in order.
+    """
+
+    pages: Program
+    layers: tuple[Program, ...]
+
+    @classmethod
+    def of(cls, capacity: BackendLimits, work: StepKind) -> TransferPrograms:
+        """Returns the programs of a kind."""
+        found = [program for program in capacity.programs if program.work is work]
+        layers = sorted((p for p in found if p.blocks), key=lambda p: p.blocks.start)
+        return cls(next(p for p in found if not p.blocks), tuple(layers))
+
+
+class TransferSteps:
+    """Steps of a job: pages from a first one on, then the layers of a snapshot.
+
+    Args:
+      programs: Programs of the kind.
+      tables: Pages of the record in each page pool, by page of the sequence; 0 where the pool has
+        none.
+      first: First page of the sequence to transfer.
+      snapshot: Snapshot to transfer; 0 for none.
+    """
+
+    def __init__(
+        self,
+        programs: TransferPrograms,
+        tables: Sequence[Int32[np.ndarray, " P"]],
+        first: int,
+        snapshot: int,
+    ) -> None:
+        self._tables, self._snapshot = tables, snapshot
+        size, end = programs.pages.pages, len(tables[0])
+        self._left = deque((programs.pages, start) for start in range(first, end, size))
+        self._left.extend((program, 0) for program in programs.layers if snapshot)
+        self._num_flying = 0
+
+    @property
+    def num_left(self) -> int:
+        """Steps to submit."""
+        return len(self._left)
+
+    @property
+    def are_done(self) -> bool:
+        """True once the results of all steps are known."""
+        return not (self._left or self._num_flying)
+
+    def next_plan(self, capacity: BackendLimits) -> tuple[StepPlan, range]:
+        """Returns the next plan without its words, and its pages, empty for layers."""
+        program, first = self._left.popleft()
+        self._num_flying += 1
+        plan = empty_plan(program, capacity)
+        pages = range(first, min(first + program.pages, len(self._tables[0])))
+        for row, table in zip(plan.page_tables, self._tables, strict=True):
+            row[0, : len(pages)] = table[pages.start : pages.stop]
+        if program.blocks:
+            is_import = isinstance(plan.work, ImportKV)
+            (plan.snapshots.save if is_import else plan.snapshots.restore)[0] = self._snapshot
+        return plan, pages
+
+    def end(self) -> None:
+        """Records that the result of a step is known."""
+        self._num_flying -= 1
+
+
+class TransferContext:
+    """Shared context of the jobs of an engine.
+
+    Args:
+      capacity: Limits of the backend, with the entries of KV transfer.
+      cache: Prefix cache.
+
+    Attributes:
+      num_exported, num_imported: Tokens of the records of completed jobs.
+    """
+
+    def __init__(self, capacity: BackendLimits, cache: PrefixCache) -> None:
+        assert capacity.transfer is not None  # otherwise there are no programs
+        self.capacity, self.cache, self.spec = capacity, cache, capacity.transfer
+        self.num_exported = self.num_imported = 0
+
+    def open(self, lease: TransferLease) -> None:
+        """Locks the path of a lease, and pins its snapshot of the tree."""
+        if lease.node is not None:
+            self.cache.tree.lock(lease.node, None)
+        if lease.pinned:
+            self.cache.tree.snapshots.pin(lease.pinned)
+        self.cache.transfers.append(lease)
+
+    def close(self, lease: TransferLease) -> None:
+        """Releases everything that a lease holds."""
+        tree = self.cache.tree
+        self.cache.transfers.remove(lease)
+        for pool, pages in zip(self.cache.allocator.pools, lease.pages, strict=True):
+            pool.release(pages)
+        if lease.snapshot:
+            tree.snapshots.free(lease.snapshot)
+        if lease.pinned:
+            tree.snapshots.unpin(lease.pinned)
+        if lease.node is not None:
+            tree.unlock(lease.node)
+
+
+class TransferJob:
+    """An export or import in progress.
+
+    Attributes:
+      header: Header of its record.
+      is_done: True once all its steps have ended.
+      failed: Reason if it ended before; else None.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        header: TransferHeader,
+        lease: TransferLease,
+        steps: TransferSteps,
+    ) -> None:
+        self.header, self.is_done = header, False
+        self.failed: str | None = None
+        self._context, self._lease, self._steps = context, lease, steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the record."""
+        return self.header.num_tokens
+
+    @property
+    def is_open(self) -> bool:
+        """True while it holds pages or snapshots."""
+        return not self.is_done and self.failed is None
+
+    @property
+    def has_step(self) -> bool:
+        """True if a step can be submitted."""
+        return self.is_open and self._steps.num_left > 0
+
+    def cancel(self) -> None:
+        """Ends the job and releases what it holds; does nothing once it has ended.
+
+        Steps take effect in the order of submission, so its pages may be reused at once.
+        """
+        if self.is_open:
+            self.failed = CANCELLED
+            self._context.close(self._lease)
+
+    def next_step(self) -> TransferStep:
+        """Returns its next step."""
+        plan, pages = self._steps.next_plan(self._context.capacity)
+        self._fill(plan, pages)
+        return TransferStep(plan, partial(self._end_step, plan.program, pages))
+
+    def _end_step(self, program: Program, pages: range, result: StepResult) -> None:
+        self._steps.end()
+        if not self.is_open:
+            return
+        self._take(program, pages, result)
+        if self._steps.are_done:
+            self.end()
+
+    def end(self) -> None:
+        """Completes the job after its last step."""
+        self._finish()
+        self.is_done = True
+        self._context.close(self._lease)
+
+    def _fill(self, plan: StepPlan, pages: range) -> None:
+        """Writes the words of a step's pages, or of its layers."""
+
+    def _take(self, program: Program, pages: range, result: StepResult) -> None:
+        """Reads the words of a step's pages, or of its layers."""
+
+    def _finish(self) -> None:
+        """Completes the job while it still holds its pages."""
+
+
+class ExportJob(TransferJob):
+    """An export; it locks its pages and pins its snapshot until its record is complete.
+
+    Attributes:
+      record: The record; None until the job is done.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        header: TransferHeader,
+        lease: TransferLease,
+        steps: TransferSteps,
+    ) -> None:
+        super().__init__(context, header, lease, steps)
+        self.record: TransferRecord | None = None
+        self._arrays: list[list[Int32[np.ndarray, "n words"]]] = [[] for _ in header.sections]
+
+    def _take(self, program: Program, pages: range, result: StepResult) -> None:
+        words, spec = result.words, self._context.spec
+        assert words is not None  # those of an export
+        if words.layers is not None:
+            self._arrays[spec.section_of(program.blocks)].append(words.layers)
+            return
+        assert words.pages is not None
+        for section, held in enumerate((words.pages, *words.windows)):
+            _, places = span_of(self.header, section, pages)
+            if places.start < places.stop:
+                self._arrays[section].append(held[places])
+
+    def _finish(self) -> None:
+        self.record = TransferRecord(self.header, tuple(map(tuple, self._arrays)))
+        self._context.num_exported += self.num_tokens
+
+
+class ImportJob(TransferJob):
+    """An import; its pages enter the radix cache after its last step."""
+
+    def __init__(
+        self,
+        context: TransferContext,
+        record: TransferRecord,
+        lease: TransferLease,
+        steps: TransferSteps,
+        tables: Sequence[Int32[np.ndarray, " P"]],
+    ) -> None:
+        super().__init__(context, record.header, lease, steps)
+        self._record, self._tables = record, tables
+
+    def _fill(self, plan: StepPlan, pages: range) -> None:
+        assert isinstance(plan.work, ImportKV)
+        words, spec, layers = plan.work.words, self._context.spec, plan.program.blocks
+        if words.layers is not None:
+            local = spec.local_layers(layers)
+            self._copy(spec.section_of(layers), local, words.layers)
+            return
+        assert words.pages is not None
+        for section, held in enumerate((words.pages, *words.windows)):
+            entries, places = span_of(self.header, section, pages)
+            self._copy(section, entries, held[places])
+
+    def _copy(self, section: int, entries: slice, into: Int32[np.ndarray, "n words"]) -> None:
+        first = 0
+        for part in self._record.entries(section, entries.start, entries.stop):
+            into[first : first + len(part)] = part
+            first += len(part)
+
+    def _finish(self) -> None:
+        header, tree = self.header, self._context.cache.tree
+        tenant, tokens, images = header.tenant, header.tokens, header.images
+        pages, *windows = self._tables
+        node = tree.insert(tenant, None, tokens, pages, header.is_whole, images, is_running=False)
+        if windows:
+            tree.attach_window_pages(tenant, None, tokens, windows, images)
+        if self._lease.snapshot:
+            assert node is not None  # of the last page
+            tree.snapshots.attach(self._lease.snapshot, node)
+            self._lease.snapshot = NO_SNAPSHOT
+        self._context.num_imported += self.num_tokens
+
+
+def span_of(header: TransferHeader, section: int, pages: range) -> tuple[slice, slice]:
+    """Returns the entries of a section for some pages of the sequence, and their places among
+    these.
+
+    A window pool has the last pages of the record only.
+    """
+    start = header.num_pages - header.sections[section][0]
+    first = min(max(pages.start, start), pages.stop)
+    entries = slice(max(0, first - start), max(0, pages.stop - start))
+    return entries, slice(first - pages.start, pages.stop - pages.start)

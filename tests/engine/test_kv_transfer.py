@@ -1,0 +1,350 @@
+"""KV transfer between engines on the toy backend: a transferred prefix is a cache hit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from shared.boundary.kv_transfer import TransferHeader, TransferRecord, TransferRejected
+from shared.boundary.transfer_spec import TRANSFERS
+from shared.engine.engine import Engine
+from shared.engine.transfer_jobs import CANCELLED, ImportJob
+from tests.support.cached_traffic import (
+    KINDS,
+    CachedTraffic,
+    give_back_all,
+    make,
+    request,
+    serve,
+    tokens,
+)
+from tests.support.run_engine import checked_step, drive
+
+PROMPT = 200
+HIT = {kind: 192 if "hybrid" in kind else 196 for kind in KINDS}
+"""Tokens of a prompt of 200 that a request can skip, in pages of 4 tokens; states are at 64."""
+
+
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        checked_step(engine)
+
+
+def exported(engine: Engine, prompt: list[int], tenant: str = "") -> TransferRecord:
+    job = engine.transfer.begin_export(prompt, tenant, ())
+    assert job is not None
+    finish(engine)
+    assert job.is_done
+    return job.record
+
+
+def received(record: TransferRecord) -> TransferRecord:
+    """The record after a transfer of its bytes."""
+    header = TransferHeader.from_fields(record.header.to_fields())
+    body = b"".join(record.parts())
+    assert len(body) == record.num_bytes
+    return TransferRecord.checked(header, body, record.checksum())
+
+
+def imported(engine: Engine, record: TransferRecord) -> ImportJob:
+    job = engine.transfer.begin_import(record)
+    finish(engine)
+    assert job.is_done
+    return job
+
+
+def filled(kind: str, prompt: list[int], **how) -> Engine:
+    engine = make(kind, **how)
+    serve(engine, request(prompt))
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_imported_prefix_is_cache_hit(kind, overlap):
+    prompt = tokens(1, PROMPT)
+    source, sink = filled(kind, prompt), make(kind, overlap=overlap)
+    assert sink.transfer.match(prompt, "", ()) == 0
+    record = received(exported(source, prompt))
+    assert record.num_tokens == imported(sink, record).num_tokens >= HIT[kind] > 0
+    assert sink.transfer.match(prompt, "", ()) == HIT[kind]
+    again = request(prompt)
+    serve(sink, again)
+    assert again.cached_tokens == HIT[kind]
+    assert sink.backend.num_fed == PROMPT - HIT[kind]
+    assert source.metrics.snapshot()["kv_transfer_exported_tokens_total"] == record.num_tokens
+    assert sink.metrics.snapshot()["kv_transfer_imported_tokens_total"] == record.num_tokens
+    for engine in (source, sink):
+        give_back_all(engine.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_record_is_equal_for_any_step_size(kind):
+    prompt = tokens(1, PROMPT)
+    few, many = (exported(filled(kind, prompt, step_bytes=n), prompt) for n in (32, 1 << 20))
+    assert b"".join(few.parts()) == b"".join(many.parts())
+    sink = make(kind, step_bytes=96)
+    imported(sink, many)
+    assert b"".join(exported(sink, prompt).parts()) == b"".join(many.parts())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_import_extends_cached_prefix(kind):
+    """Pages that are cached are not written again, and none is cached twice."""
+    prompt = tokens(1, PROMPT)
+    record = exported(filled(kind, prompt), prompt)
+    sink = filled(kind, prompt[:100])
+    imported(sink, record)
+    again = request(prompt)
+    serve(sink, again)
+    assert again.cached_tokens == HIT[kind]
+    give_back_all(sink.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_import_beside_same_prompt_frees_duplicates(kind):
+    prompt = tokens(1, PROMPT)
+    record = exported(filled(kind, prompt), prompt)
+    sink = make(kind)
+    job = sink.transfer.begin_import(record)
+    serve(sink, request(prompt), request(prompt, seed32=5))
+    assert job.is_done
+    give_back_all(sink.cache)
+
+
+def test_import_of_cached_record_takes_no_step():
+    prompt = tokens(1, PROMPT)
+    source = filled("hybrid", prompt)
+    job = source.transfer.begin_import(exported(source, prompt))
+    assert job.is_done
+    assert not source.busy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cancel_after_any_step_leaks_nothing(kind):
+    prompt = tokens(1, PROMPT)
+    source = filled(kind, prompt)
+    record = exported(source, prompt)
+    for direction in ("export", "import"):
+        for steps in range(20):
+            engine = source if direction == "export" else make(kind, overlap=2)
+            transfer = engine.transfer
+            job = (
+                transfer.begin_export(prompt, "", ())
+                if direction == "export"
+                else transfer.begin_import(record)
+            )
+            for _ in range(steps):
+                checked_step(engine)
+            job.cancel()
+            engine.cache.check([])
+            finish(engine)
+            assert job.is_done or job.failed == CANCELLED
+            engine.cache.check([])
+            assert not engine.cache.transfers
+            if direction == "import":
+                again = request(prompt)
+                serve(engine, again)
+                assert again.cached_tokens == (HIT[kind] if job.is_done else 0)
+                give_back_all(engine.cache)
+
+
+def test_closed_engine_cancels_jobs():
+    prompt = tokens(1, PROMPT)
+    source = filled("hybrid", prompt)
+    job = source.transfer.begin_export(prompt, "", ())
+    source.close()
+    assert job.failed == CANCELLED
+    assert not source.cache.transfers
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "windowed hybrid"])
+def test_export_pins_pages_and_snapshot(kind):
+    """Other prompts need all snapshots and pages meanwhile."""
+    prompt = tokens(1, PROMPT)
+    want = exported(filled(kind, prompt), prompt)
+    source = filled(kind, prompt, step_bytes=32, overlap=0)
+    job = source.transfer.begin_export(prompt, "", ())
+    drive(source, crowd_of(24))
+    assert job.is_done
+    assert b"".join(job.record.parts()) == b"".join(want.parts())
+    other = filled(kind, prompt)
+    drive(other, crowd_of(24))
+    assert other.transfer.begin_export(prompt, "", ()) is None, "the crowd was too small"
+
+
+def crowd_of(count: int) -> list:
+    return [request(tokens(30 + n, 300)) for n in range(count)]
+
+
+def test_transfer_steps_alternate_with_others():
+    prompt = tokens(1, PROMPT)
+    record = exported(filled("hybrid", prompt), prompt)
+    sink, kinds = make("hybrid", step_bytes=32), []
+    submit = sink.backend.submit
+
+    def recorded(plan):
+        kinds.append(plan.program.work in TRANSFERS)
+        return submit(plan)
+
+    sink.backend.submit = recorded
+    running = request(tokens(9, 20), max_tokens=400)
+    sink.add(running)
+    checked_step(sink)
+    job = sink.transfer.begin_import(record)
+    while not job.is_done:
+        checked_step(sink)
+    assert sum(kinds) > 20
+    assert (True, True) not in list(pairwise(kinds))
+    finish(sink)
+
+
+def test_record_depends_on_tenant():
+    prompt = tokens(1, PROMPT)
+    engine = make("head")
+    serve(engine, request(prompt, tenant="a"))
+    assert engine.transfer.begin_export(prompt, "", ()) is None
+    sink = make("head")
+    imported(sink, exported(engine, prompt, "a"))
+    assert sink.transfer.match(prompt, "", ()) == 0
+    assert sink.transfer.match(prompt, "a", ()) == HIT["head"]
+
+
+def test_incomplete_draft_kv_travels_with_record():
+    prompt = tokens(1, PROMPT)
+    source = make("head")
+    serve(source, request(prompt, max_draft_tokens=0))
+    path = source.cache.tree.path("", np.array(prompt, np.int32))
+    path[20].is_whole = False
+    record = received(exported(source, prompt))
+    assert [i for i, whole in enumerate(record.header.is_whole) if not whole] == [20]
+    sink = make("head")
+    imported(sink, record)
+    path = sink.cache.tree.path("", np.array(prompt, np.int32))
+    assert [i for i, node in enumerate(path) if not node.is_whole] == [20]
+
+
+def test_sequence_without_restorable_prefix_is_not_exported():
+    engine = make("hybrid")
+    assert engine.transfer.begin_export(tokens(1, 100), "", ()) is None
+    serve(engine, request(tokens(1, 60)))
+    assert engine.cache.num_pages > 0
+    assert engine.transfer.begin_export(tokens(1, 60), "", ()) is None
+
+
+# Rejected records
+
+
+def changed(record: TransferRecord, **fields) -> TransferRecord:
+    return replace(record, header=replace(record.header, **fields))
+
+
+CHANGES = {
+    "version": ("version", lambda h: {"version": 2}),
+    "fingerprint": ("fingerprint", lambda h: {"fingerprint": "other"}),
+    "page size": ("arrays", lambda h: {"page_size": 8}),
+    "array": ("arrays", lambda h: {"arrays": h.arrays[1:]}),
+    "few tokens": ("tokens", lambda h: {"tokens": h.tokens[:-1]}),
+    "token": ("tokens", lambda h: {"tokens": h.tokens + 97}),
+    "snapshot": (
+        "not_restorable",
+        lambda h: {"has_snapshot": False, "arrays": h.arrays[:-1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_import_rejects_record_with_reason(change):
+    prompt = tokens(1, PROMPT)
+    record = exported(filled("hybrid", prompt), prompt)
+    reason, fields = CHANGES[change]
+    sink = make("hybrid")
+    with pytest.raises(TransferRejected) as caught:
+        sink.transfer.begin_import(changed(record, **fields(record.header)))
+    assert caught.value.reason == reason
+    assert not sink.busy
+    give_back_all(sink.cache)
+
+
+def test_import_is_rejected_without_pages_or_snapshots():
+    prompt = tokens(1, PROMPT)
+    record = exported(filled("hybrid", prompt), prompt)
+    small = make("hybrid", num_pages=40)
+    with pytest.raises(TransferRejected) as caught:
+        small.transfer.begin_import(record)
+    assert caught.value.reason == "no_pages"
+    give_back_all(small.cache)
+    sink = make("hybrid")
+    held = [sink.cache.tree.snapshots.allocate() for _ in range(15)]
+    with pytest.raises(TransferRejected) as caught:
+        sink.transfer.begin_import(record)
+    assert caught.value.reason == "no_snapshots"
+    for snapshot in held:
+        sink.cache.tree.snapshots.free(snapshot)
+    give_back_all(sink.cache)
+
+
+def test_import_leaves_pages_of_running_requests():
+    """Otherwise an import could preempt a request, which then waits for the import."""
+    prompt = tokens(1, PROMPT)
+    record = exported(filled("plain model", prompt), prompt)
+    sink = make("plain model", num_pages=66)
+    sink.add(request(tokens(9, 60), max_tokens=100))
+    checked_step(sink)
+    with pytest.raises(TransferRejected) as caught:
+        sink.transfer.begin_import(record)
+    assert caught.value.reason == "no_pages"
+    finish(sink)
+    imported(sink, record)
+    assert sink.transfer.match(prompt, "", ()) == HIT["plain model"]
+
+
+class TransferTraffic(CachedTraffic):
+    """Requests with common prefixes, exports, imports and cancellations at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs, self.records, self.reasons = [], [], set()
+
+    @rule(which=st.integers(0, 100), tenant=st.sampled_from(("", "other")))
+    def export(self, which, tenant):
+        text = self.texts[which % len(self.texts)]
+        job = self.engine.transfer.begin_export(text, tenant, ())
+        if job is not None:
+            self.jobs.append(job)
+
+    @rule(which=st.integers(0, 100))
+    def import_record(self, which):
+        self.records += [each.record for each in self.jobs if getattr(each, "record", None)]
+        self.jobs = [each for each in self.jobs if each.is_open]
+        if not self.records:
+            return
+        try:
+            job = self.engine.transfer.begin_import(self.records[which % len(self.records)])
+        except TransferRejected as error:
+            self.reasons.add(error.reason)
+            return
+        self.jobs.append(job)
+
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which):
+        if self.jobs:
+            self.jobs.pop(which % len(self.jobs)).cancel()
+
+    @rule()
+    def evict(self):
+        self.engine.cache.tree.evict(1000)
+
+    @invariant()
+    def only_lack_of_room_is_a_reason(self):
+        assert self.reasons <= {"no_pages", "no_snapshots"}
+
+
+TestTransferTraffic = TransferTraffic.TestCase
+TestTransferTraffic.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
