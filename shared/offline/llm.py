@@ -204,7 +204,7 @@ class LLM:
     @python_words()
     def _begin(self, prompt: TokenizedPrompt, params: SamplingParams) -> OutputStream:
         """Submits the requests of a prompt to the engine."""
-        sampling = make_sampling(params, len(prompt.tokens), self._facts)
+        sampling = make_sampling(params.fields, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
         sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
         check(prompt.tokens, sampling, self._facts.limits)

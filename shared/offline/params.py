@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from shared.offline.values import as_json, items_of, number, token_ids, truth, whole_number
+from shared.server.protocol.sampling_fields import SAME_NAMES, SamplingFields
 from shared.text.grammar_worker import OutputFormat
 from shared.text.tokenizer import is_text
 
@@ -63,8 +64,6 @@ class SamplingParams:
       ValueError: A field is invalid; one sentence that names the field.
     """
 
-    DEFAULT_TOKENS: ClassVar[int | None] = None
-
     n: int = 1
     temperature: float | None = None
     top_p: float | None = None
@@ -114,29 +113,16 @@ class SamplingParams:
         return OutputFormat(kind=_FORMS[name], value=value)
 
     @property
-    def max_tokens_field(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the output."""
-        return "max_tokens", self.max_tokens
-
-    @property
-    def logprobs_field(self) -> tuple[str, int | None]:
-        """Name and value of the field that requests logprobs."""
-        return "logprobs", self.logprobs
-
-    @property
-    def prompt_logprobs_field(self) -> tuple[str, int | None]:
-        """Name and value of the field that requests logprobs of the prompt."""
-        return "prompt_logprobs", self.prompt_logprobs
-
-    @property
-    def returns_trace(self) -> bool:
-        """True if the result has a trace of every step."""
-        return bool(self.return_trace)
-
-    @property
-    def max_drafts(self) -> int | None:
-        """Most draft tokens of a step."""
-        return self.max_draft_tokens
+    def fields(self) -> SamplingFields:
+        """Sampling fields in the form that requests share."""
+        return SamplingFields(
+            **{name: getattr(self, name) for name in SAME_NAMES},
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            max_drafts=self.max_draft_tokens,
+            returns_trace=bool(self.return_trace),
+        )
 
 
 def _bounded(name: str, value: Any) -> int | float | None:

@@ -11,7 +11,6 @@ from shared.offline.messages import (
     read_tools,
     read_variables,
 )
-from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.chat_messages import AssistantMessage, TextMessage, ToolMessage
 from shared.server.protocol.openai_types import ChatPrompt
 from shared.text.tool_messages import read_functions
@@ -32,7 +31,7 @@ CALL = {"id": "1", "type": "function", "function": FUNCTION}
     ],
 )
 def test_for_template_equals_server_messages(message):
-    over_http = conversation_of(ChatPrompt.model_validate({"messages": [message]}))
+    over_http = ChatPrompt.model_validate({"messages": [message]}).to_chat().conversation
     assert [for_template(message)] == over_http.messages
 
 

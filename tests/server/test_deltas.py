@@ -10,13 +10,10 @@ import pytest
 from shared.engine.request import Event, FinishReason
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import TokenNames
-from shared.server.completions.responses import (
-    ChatForm,
-    ChoiceFormat,
-    CompletionForm,
-    ResponseWriter,
-)
+from shared.server.completions.openai_serializer import ChatForm, OpenAISerializer
+from shared.server.completions.output import GenerationOutput
 from shared.server.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCallDelta
+from shared.server.protocol.openai_types import ChatRequest
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
@@ -54,11 +51,12 @@ class TagParser:
         return Delta(tool_calls=(part,))
 
 
-def new_answer(
-    form: ChoiceFormat, parsers: list[OutputParser], stops: tuple[str, ...] = ()
-) -> ResponseWriter:
-    return ResponseWriter(
-        form=form,
+REQUEST = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+
+
+def new_output(parsers: list[OutputParser], stops: tuple[str, ...] = ()) -> GenerationOutput:
+    return GenerationOutput(
+        id_prefix="",
         model="m",
         num_prompt_tokens=1,
         num_image_tokens=0,
@@ -76,10 +74,11 @@ def new_answer(
         ],
         choices_of_prompt=1,
         names=TokenNames(BYTES),
-        shows_tokens=False,
-        shows_logprobs=False,
-        shows_trace=False,
     )
+
+
+def chat_of(output: GenerationOutput) -> OpenAISerializer:
+    return OpenAISerializer(ChatForm(), REQUEST.to_generation(), output)
 
 
 def events(text: str, size: int) -> Iterator[Event]:
@@ -95,9 +94,9 @@ def total(pieces: list[ChoiceUpdate]) -> Delta:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_chat_response_separates_reasoning_content_and_calls(size):
-    answer = new_answer(ChatForm(), [TagParser()])
-    pieces = [answer.take(0, event) for event in events(TEXT, size)]
-    message = answer.whole([total(pieces)])["choices"][0]["message"]
+    output = new_output([TagParser()])
+    pieces = [output.take(0, event) for event in events(TEXT, size)]
+    message = chat_of(output).whole([total(pieces)])["choices"][0]["message"]
     function = {"name": "get", "arguments": "42"}
     assert message == {
         "role": "assistant",
@@ -108,9 +107,10 @@ def test_chat_response_separates_reasoning_content_and_calls(size):
 
 
 def test_chat_stream_sends_tool_call_deltas():
-    answer = new_answer(ChatForm(), [TagParser()])
-    pieces = [answer.take(0, event) for event in events(TEXT, 1)]
-    shown = [answer.chunk(0, piece) for piece in pieces if answer.matters(0, piece)]
+    output = new_output([TagParser()])
+    pieces = [output.take(0, event) for event in events(TEXT, 1)]
+    serializer = chat_of(output)
+    shown = [event.data for piece in pieces for event in serializer.update(0, piece)]
     parts = [c["tool_calls"][0] for c in deltas(shown) if "tool_calls" in c]
     begun = {"name": "get", "arguments": ""}
     assert parts == [
@@ -127,22 +127,22 @@ def deltas(chunks: list[dict]) -> list[dict]:
 
 
 def test_parser_held_text_is_sent_at_end():
-    answer = new_answer(CompletionForm(), [TagParser()])
-    pieces = [answer.take(0, event) for event in events("a<b", 1)]
+    output = new_output([TagParser()])
+    pieces = [output.take(0, event) for event in events("a<b", 1)]
     assert [piece.delta.text for piece in pieces] == ["a", "", "<b"]
 
 
 def test_stop_string_truncates_parser_input():
-    answer = new_answer(ChatForm(), [TagParser()], stops=("{get}",))
-    pieces = [answer.take(0, event) for event in events(TEXT, 100)]
+    output = new_output([TagParser()], stops=("{get}",))
+    pieces = [output.take(0, event) for event in events(TEXT, 100)]
     assert total(pieces) == Delta("So: ", "let me see")
     assert pieces[-1].finish_reason == "stop"
 
 
 def test_passthrough_parser_omits_reasoning_and_tool_fields():
-    answer = new_answer(ChatForm(), [PassthroughParser()])
-    pieces = [answer.take(0, event) for event in events(TEXT, 2)]
-    message = answer.whole([total(pieces)])["choices"][0]["message"]
+    output = new_output([PassthroughParser()])
+    pieces = [output.take(0, event) for event in events(TEXT, 2)]
+    message = chat_of(output).whole([total(pieces)])["choices"][0]["message"]
     assert message == {"role": "assistant", "content": TEXT}
 
 
@@ -164,11 +164,11 @@ class Unwalkable(list):
         raise AssertionError("all choices were iterated for one event")
 
 
-def test_response_writer_ended_without_iterating_choices():
-    answer = new_answer(CompletionForm(), [PassthroughParser() for _ in range(3)])
-    answer.choices = Unwalkable(answer.choices)
+def test_output_ended_without_iterating_choices():
+    output = new_output([PassthroughParser() for _ in range(3)])
+    output.choices = Unwalkable(output.choices)
     for index in (2, 0, 1):
-        assert not answer.ended
+        assert not output.ended
         for event in events("ab", 1):
-            answer.take(index, event)
-    assert answer.ended
+            output.take(index, event)
+    assert output.ended

@@ -18,7 +18,7 @@ import jsonschema
 import openai
 import pytest
 
-from shared.server.api.request_parsing import parse
+from shared.server.api.request_parsing import parse_request
 from shared.server.completions.grammars import held_calls
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.grammar import Compiler
@@ -270,7 +270,7 @@ def test_allowed_tools_auto_grammar_excludes_other_tools():
     """Checks the grammar itself, because a random model rarely writes a call."""
     names = ["weather", "news"]
     asked = {"messages": USER, "tools": [*map(tool, names)], "tool_choice": allowed("auto", "news")}
-    request = parse(json.dumps(asked).encode(), ChatRequest)
+    request = parse_request(json.dumps(asked).encode(), ChatRequest)
     calls = held_calls(request, "hermes")
     assert calls is not None
     tools = [CallableFunction(name=name, schema=schema) for name, schema in calls.tools]

@@ -73,7 +73,7 @@ async def longest_gap(work: Awaitable[None]) -> float:
 def test_image_decoder_pool_preserves_request_order():
     async def work(opener: ImageDecoderPool) -> None:
         turned = url_of(stored(rgb().rotate(90, expand=True)))
-        first, second = await opener.open(sent(GOOD, turned))
+        first, second = await opener.open(sent(GOOD, turned), "messages")
         assert (first.height, first.width, first.rgb) == (40, 48, PATTERN.tobytes())
         assert (second.height, second.width) == (48, 40)
 
@@ -88,7 +88,7 @@ def test_image_decoder_pool_limits_low_detail_size():
         opener = ImageDecoderPool(config)
         url = url_of(large)
         both = [ImagePart("a", url), ImagePart("b", url, is_low=True)]
-        assert [each.height for each in await opener.open(both)] == [1024, 512]
+        assert [each.height for each in await opener.open(both, "messages")] == [1024, 512]
         await opener.close()
 
     asyncio.run(asyncio.wait_for(work(), 120))
@@ -98,13 +98,13 @@ def test_image_decoder_pool_rejects_invalid_without_blocking():
     async def refused(opener: ImageDecoderPool, name: str) -> None:
         url, words = REFUSED[name]
         with pytest.raises(ApiError) as error:
-            await opener.open(sent(GOOD, url))
+            await opener.open(sent(GOOD, url), "messages")
         assert words in str(error.value)
         assert (error.value.status, error.value.param) == (400, "place 1")
 
     async def all_of_them(opener: ImageDecoderPool) -> None:
         refusals = (refused(opener, name) for name in REFUSED)
-        *_, (good,) = await asyncio.gather(*refusals, opener.open(sent(GOOD)))
+        *_, (good,) = await asyncio.gather(*refusals, opener.open(sent(GOOD), "messages"))
         assert good.rgb == PATTERN.tobytes()
 
     async def work(opener: ImageDecoderPool) -> None:
@@ -216,13 +216,13 @@ def test_unsent_pixels_of_disconnected_client_are_dropped(monkeypatch):
 
 def test_image_decoder_pool_limits_bytes_and_time(monkeypatch):
     async def work(opener: ImageDecoderPool) -> None:
-        await opener.open(sent(GOOD, GOOD))
+        await opener.open(sent(GOOD, GOOD), "messages")
         monkeypatch.setattr(images, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
         with pytest.raises(ApiError, match="more than 11519 bytes of pixels"):
-            await opener.open(sent(GOOD, GOOD))
+            await opener.open(sent(GOOD, GOOD), "messages")
         monkeypatch.setattr(images, "MAX_S", 0.0)
         with pytest.raises(ApiError, match="takes longer than 0 s"):
-            await opener.open(sent(GOOD))
+            await opener.open(sent(GOOD), "messages")
         await asyncio.sleep(0.1)  # until the timed-out worker ends
 
     with_opener(work)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shared.server.api.request_parsing import parse
-from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.chat_template import ChatTemplate, TemplateError
@@ -27,7 +26,7 @@ def asked(**fields: Any) -> ChatRequest:
 
 
 def rendered(source: str, **fields: Any) -> str:
-    return ChatTemplate(source, {}).render(conversation_of(asked(**fields)))
+    return ChatTemplate(source, {}).render(asked(**fields).to_chat().conversation)
 
 
 OFF: dict[str, Any] = {"type": "disabled"}

@@ -225,7 +225,7 @@ def test_parsers_under_grammar_accept_only_grammar_calls(fields, strict, is_held
     facts: Any = SimpleNamespace(reasoning_parser="qwen3", tool_call_parser="qwen3_coder")
     bare = ELEMENTS.removeprefix("<tool_call>\n")
     for text in (bare, f"<think>hm {ELEMENTS}"):
-        parser = Parsers(facts).new(request, "")
+        parser = Parsers(facts).new(request.to_generation(), "")
         parsed = parser.push(text) + parser.flush(was_cut=False)
         assert bool(parsed.tool_calls) is not is_held
 

@@ -9,7 +9,6 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.server.api.request_parsing import parse
-from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.chat_template import ChatTemplate, Conversation
 
@@ -55,7 +54,7 @@ JOINING = {
 def rendered(source: str, messages: list[dict[str, Any]], **more: Any) -> str:
     """Returns the prompt text of a request's messages."""
     request = parse(json.dumps({"messages": messages, **more}).encode(), ChatRequest)
-    return ChatTemplate(source, {}).render(conversation_of(request))
+    return ChatTemplate(source, {}).render(request.to_chat().conversation)
 
 
 @pytest.mark.parametrize("way", READING)

@@ -168,19 +168,20 @@ def test_stop_string_matcher_independent_of_chunks(seed: int):
     stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(3, 6))) for _ in range(3))
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     want = text[: min(ends)[1]] if ends else text
-    finder, got, rest, ended = StopStringMatcher(stops), "", text, False
-    while rest and not ended:
+    finder, got, rest, matched = StopStringMatcher(stops), "", text, None
+    while rest and not matched:
         size = rng.randint(1, 5)
-        given_text, ended = finder.push(rest[:size], armed=True)
+        given_text, matched = finder.push(rest[:size], armed=True)
         got, rest = got + given_text, rest[size:]
-    assert (got if ended else got + finder.flush(), ended) == (want, bool(ends))
+    first = text[min(ends)[1] : min(ends)[0]] if ends else None
+    assert (got if matched else got + finder.flush(), matched) == (want, first)
 
 
 def test_stop_string_matcher_holds_back_partial_match():
     finder = StopStringMatcher(("STOP",))
-    assert finder.push("go ST", armed=True) == ("go ", False)
-    assert finder.push("ST", armed=True) == ("ST", False)
-    assert finder.push("OP!", armed=True) == ("", True)
+    assert finder.push("go ST", armed=True) == ("go ", None)
+    assert finder.push("ST", armed=True) == ("ST", None)
+    assert finder.push("OP!", armed=True) == ("", "STOP")
 
 
 def test_stop_string_truncates_tokens_text_and_statistics():

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import base64
 import hmac
-import json
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.process.address import is_local
+from shared.server.api.error_responses import error_response
 from shared.server.protocol.errors import ApiError
 
 MAX_HEAD_BYTES = 1 << 14
@@ -132,11 +131,10 @@ async def refuse(
     error: ApiError, scope: Scope, receive: Receive, send: Send, challenge: str | None = None
 ) -> None:
     """Sends an error response; `challenge` is the value of WWW-Authenticate."""
-    headers = {"connection": "close"}  # the client may still be sending a body
+    answer = error_response(error, scope)
+    answer.headers["connection"] = "close"  # the client may still be sending a body
     if challenge is not None:
-        headers["www-authenticate"] = challenge
-    body = json.dumps(error.to_json())
-    answer = Response(body, error.status, headers, media_type="application/json")
+        answer.headers["www-authenticate"] = challenge
     await answer(scope, receive, send)
 
 

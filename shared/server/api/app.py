@@ -23,10 +23,12 @@ from shared.server.api.access_middleware import (
     HostMiddleware,
 )
 from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
+from shared.server.api.error_responses import error_response
 from shared.server.api.openapi import Route, document
 from shared.server.api.origins import Origins
 from shared.server.api.request_log import RequestLog
-from shared.server.api.routes import Routes, json_response
+from shared.server.api.routes import Routes
+from shared.server.api.streaming import json_response
 from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
 from shared.server.api.transport import BodyLimit
 from shared.server.completions.chat_renderer import Renderer
@@ -49,11 +51,9 @@ DOCUMENT_PATH = "/openapi.json"
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    response = json_response(error.to_json(), error.status)
+    response = error_response(error, request.scope)
     if error.status == 413:  # the client may still be sending the body
         response.headers["connection"] = "close"
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(error.retry_after_s)
     return response
 
 
@@ -62,7 +62,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     target = f"{request.method} {request.url.path}"
     message = f"{target:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
-    response = json_response(ApiError(error.status_code, message).to_json(), error.status_code)
+    response = error_response(ApiError(error.status_code, message), request.scope)
     response.headers.update(error.headers or {})  # 405: the allowed methods
     return response
 
@@ -72,9 +72,8 @@ async def _on_client_left(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    return json_response(
-        ApiError(500, "internal server error; the server log has the reason").to_json(), 500
-    )
+    reason = "internal server error; the server log has the reason"
+    return error_response(ApiError(500, reason), request.scope)
 
 
 _ON_ERRORS = {

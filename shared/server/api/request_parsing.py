@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shared.options.unsupported_fields import BOTH, CHAT, COMPLETIONS, UNSUPPORTED_FIELDS
+from shared.options.unsupported_fields import BOTH, UNSUPPORTED_FIELDS
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import Strict
+from shared.server.protocol.generation_request import GenerationRequest
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from shared.server.protocol.structured import AllowedChoice
 
@@ -42,10 +43,15 @@ def parse(body: bytes, kind: type[Body]) -> Body:
       ApiError: Status 400; names the invalid field.
     """
     fields = _read_object(body)
-    advice = _take_unsupported(fields, CHAT if kind is ChatRequest else COMPLETIONS)
+    advice = _take_unsupported(fields, kind.ENDPOINT)
     request = _checked(fields, kind).with_advice(advice)
     _check_together(request)
     return request
+
+
+def parse_request(body: bytes, kind: type[Body]) -> GenerationRequest:
+    """Parses the body of a request to the form that all APIs share; raises as `parse`."""
+    return parse(body, kind).to_generation()
 
 
 def parse_plain(body: bytes, kind: type[Checked]) -> Checked:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request
@@ -16,24 +15,31 @@ from starlette.responses import Response
 from shared import VERSION
 from shared.options import capabilities
 from shared.server.api.access_middleware import MAX_HEAD_BYTES
-from shared.server.api.request_parsing import Body, parse
-from shared.server.api.transport import MAX_BODY_BYTES, EventStream, read_json, watch_client
-from shared.server.completions.generation import Generation, Generator
+from shared.server.api.request_parsing import Body, parse_request
+from shared.server.api.streaming import json_response, respond
+from shared.server.api.transport import MAX_BODY_BYTES, read_json
+from shared.server.completions.generation import Generator
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
+from shared.server.completions.openai_serializer import ChatForm, CompletionForm, OpenAISerializer
+from shared.server.completions.output import GenerationOutput
 from shared.server.completions.prompts import check_model
-from shared.server.completions.responses import (
-    SSE_DONE,
-    ChatForm,
-    ChoiceFormat,
-    CompletionForm,
-    sse,
-)
+from shared.server.completions.serializer import Serializer
 from shared.server.completions.traces import MAX_TRACES
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.engine_link.server_metrics import ServerMetrics
-from shared.server.parsing.delta import Delta
-from shared.server.protocol.errors import ApiError
+from shared.server.protocol.errors import VERSION_HEADER, ApiError
+from shared.server.protocol.generation_request import GenerationRequest
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+
+NewSerializer = Callable[[GenerationRequest, GenerationOutput], Serializer]
+
+
+def _of_completions(request: GenerationRequest, output: GenerationOutput) -> Serializer:
+    return OpenAISerializer(CompletionForm(), request, output)
+
+
+def _of_chat(request: GenerationRequest, output: GenerationOutput) -> Serializer:
+    return OpenAISerializer(ChatForm(), request, output)
 
 
 class Routes:
@@ -52,20 +58,25 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._answer(request, CompletionRequest, CompletionForm())
+        return await self._answer(request, CompletionRequest, _of_completions)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answer(request, ChatRequest, ChatForm())
+        return await self._answer(request, ChatRequest, _of_chat)
 
-    async def models(self) -> Response:
-        """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model()]})
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models; in Anthropic's format if `anthropic-version` is sent."""
+        if VERSION_HEADER not in request.headers:
+            return json_response({"object": "list", "data": [self._model()]})
+        name, card = self._client.facts.model_name, self._anthropic_model()
+        page = {"data": [card], "has_more": False, "first_id": name, "last_id": name}
+        return json_response(page)
 
-    async def model(self, name: str) -> Response:
-        """GET /v1/models/NAME."""
+    async def model(self, name: str, request: Request) -> Response:
+        """GET /v1/models/NAME; in Anthropic's format if `anthropic-version` is sent."""
         check_model(name, self._client.facts.model_name)
-        return json_response(self._model())
+        is_anthropic = VERSION_HEADER in request.headers
+        return json_response(self._anthropic_model() if is_anthropic else self._model())
 
     async def trace(self, request_id: str) -> Response:
         """GET /v1/requests/ID/trace: step trace of a running or finished request."""
@@ -140,56 +151,24 @@ class Routes:
             "tp_size": facts.ranks,
         }
 
-    async def _answer(self, request: Request, kind: type[Body], form: ChoiceFormat) -> Response:
+    def _anthropic_model(self) -> dict[str, Any]:
+        facts = self._client.facts
+        began = datetime.fromtimestamp(self._began, UTC).isoformat().replace("+00:00", "Z")
+        return {
+            "type": "model",
+            "id": facts.model_name,
+            "display_name": facts.model_name,
+            "created_at": began,
+            "lifecycle": "active",
+            "max_input_tokens": facts.limits.context_length,
+            "max_tokens": facts.limits.max_request_tokens,
+        }
+
+    async def _answer(
+        self, request: Request, kind: type[Body], new_serializer: NewSerializer
+    ) -> Response:
         sent = await read_json(request)
-        body = await self._work.do(len(sent), parse, sent, kind)
-        generation = await self._generator.start(body, form, request.headers, len(sent))
-        usage_last = bool(body.stream_options and body.stream_options.include_usage)
-        with contextlib.ExitStack() as ends:
-            ends.callback(generation.close)
-            with watch_client(generation, request.receive):
-                if not body.stream:
-                    return json_response(await _whole(generation))
-                events = _events(generation, usage_last)
-                first = await anext(events)
-            ends.pop_all()  # the stream closes it
-        return EventStream(generation, _put_back(first, events))
-
-
-async def _whole(generation: Generation) -> dict[str, Any]:
-    messages = [Delta()] * len(generation.answer.choices)
-    async for index, piece in generation.pieces():
-        messages[index] += piece.delta
-    return generation.answer.whole(messages)
-
-
-async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
-    """Yields the events of a stream; an error after the first event is sent as an event."""
-    answer, begun = generation.answer, False
-    try:
-        async for index, piece in generation.pieces():
-            if not answer.matters(index, piece):
-                continue
-            chunk = answer.chunk(index, piece)
-            if answer.ended and not usage_last:
-                chunk |= answer.totals()
-            yield sse(chunk)
-            begun = True
-        if usage_last:
-            yield sse(answer.usage_chunk())
-    except ApiError as error:
-        if not begun:
-            raise
-        yield sse(error.to_json())
-    yield SSE_DONE
-
-
-async def _put_back(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
-
-
-def json_response(content: dict[str, Any], status: int = 200) -> Response:
-    """Returns a JSON response."""
-    return Response(json.dumps(content), status, media_type="application/json")
+        asked = await self._work.do(len(sent), parse_request, sent, kind)
+        generation = await self._generator.start(asked, request.headers, len(sent))
+        serializer = new_serializer(asked, generation.output)
+        return await respond(request, generation, serializer, asked.stream)

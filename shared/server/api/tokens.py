@@ -89,7 +89,8 @@ class TokenRoutes:
 
     async def _tokens(self, body: TokenizeText | TokenizeChat, num_bytes: int) -> list[int]:
         if isinstance(body, TokenizeChat):
-            return (await self._reader.read_chat(body, num_bytes)).tokens
+            chat = await self._work.do(num_bytes, body.to_chat)
+            return (await self._reader.read_chat(chat, num_bytes)).tokens
         return (await self._reader.read_prompt(body.prompt, body.add_special_tokens)).tokens
 
     def _check_tokens(self, tokens: list[int]) -> None:

@@ -88,7 +88,7 @@ class StopStringMatcher:
         self._lengths = [0] * len(stops)
         self._held = ""
 
-    def push(self, text: str, armed: bool) -> tuple[str, bool]:
+    def push(self, text: str, armed: bool) -> tuple[str, str | None]:
         """Adds text.
 
         Args:
@@ -96,18 +96,19 @@ class StopStringMatcher:
           armed: A stop string that ends within `text` ends the output.
 
         Returns:
-          Characters that belong to the output, and True if the output ends with them.
+          Characters that belong to the output, and the stop string if the output ends with them.
         """
         if not self._stops:
-            return text, False
+            return text, None
         self._held += text
         for position, char in enumerate(text, start=len(self._held) - len(text)):
             matched = self._advance(char)
             if matched and armed:
-                return self._held[: position + 1 - matched], True
+                begin = position + 1 - matched
+                return self._held[:begin], self._held[begin : position + 1]
         end = len(self._held) - max(self._lengths)
         given, self._held = self._held[:end], self._held[end:]
-        return given, False
+        return given, None
 
     def flush(self) -> str:
         """Returns the text that was held back for a possible stop string."""
@@ -157,6 +158,8 @@ class Choice:
       tokens: All tokens so far.
       logprobs: Logprobs of all tokens; empty if not requested.
       finish_reason: Set at the end.
+      stop_string: Stop string that ended the output; None without one.
+      num_reasoning_tokens: Tokens before the first content or call, if there is any reasoning.
       cached_tokens: Prompt tokens found in the prefix cache.
     """
 
@@ -172,7 +175,11 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None
+    num_reasoning_tokens: int = 0
     cached_tokens: int = 0
+    _has_reasoning: bool = False
+    _has_content: bool = False
     _num_characters: int = 0
     _texts: list[str] = field(default_factory=list)
 
@@ -187,7 +194,7 @@ class Choice:
         self.cached_tokens = event.cached_tokens
         if event.accepted is not None:
             self.speculation.histogram[event.accepted] += 1
-        begin, text = len(self.tokens), ""
+        begin, text, delta = len(self.tokens), "", Delta()
         if self.prompt_text is not None and not begin:
             self.prompt = self.prompt_text.entries(event.scores)
         self._texts = []
@@ -195,19 +202,33 @@ class Choice:
             self._note(event, index)
             is_last = index == len(event.tokens) - 1 and event.finish_reason is FinishReason.STOP
             # If a grammar ends the output, its last token is part of the text.
-            given, ended = self._read(token, is_last and token in self.stop_ids)
+            given, self.stop_string = self._read(token, is_last and token in self.stop_ids)
             text += given
-            if ended:
+            if self.stop_string is not None:
                 self.finish_reason = "stop"
-                return self._piece(text, begin)
+                return self._piece(delta, text, begin)
+            if not self._has_content:  # by token, to count those of the reasoning
+                delta, text = delta + self._parse(text), ""
         if event.finish_reason:
             text += self._flush()
             self.finish_reason = event.finish_reason.value
-        return self._piece(text, begin)
+        return self._piece(delta, text, begin)
 
-    def _piece(self, text: str, begin: int) -> ChoiceUpdate:
-        """Returns the update from token number `begin`."""
-        delta = Delta(self.echo) + self.parser.push(text)
+    def _parse(self, text: str) -> Delta:
+        """Returns the increment of a text, and counts the tokens of the reasoning."""
+        delta = self.parser.push(text)
+        if not self._has_content:
+            self._has_reasoning |= bool(delta.reasoning)
+            self._has_content = bool(delta.text or delta.tool_calls)
+            count = len(self.tokens) - self._has_content
+            self.num_reasoning_tokens = count if self._has_reasoning else 0
+        return delta
+
+    def _piece(self, parsed: Delta, text: str, begin: int) -> ChoiceUpdate:
+        """Returns the update from token number `begin`, of parsed and further text."""
+        delta = Delta(self.echo) + parsed
+        if text:
+            delta += self._parse(text)
         self.echo = ""
         if self.finish_reason:
             delta += self.parser.flush(was_cut=self.finish_reason == "length")
@@ -224,10 +245,10 @@ class Choice:
             logprob, best = event.logprobs[index]
             self.logprobs.append(ScoredToken(token, logprob, best, self._num_characters))
 
-    def _read(self, token: int, is_stop_token: bool) -> tuple[str, bool]:
+    def _read(self, token: int, is_stop_token: bool) -> tuple[str, str | None]:
         if self.detokenizer is None or is_stop_token:
             self._texts.append("")
-            return "", False
+            return "", None
         armed = len(self.tokens) >= self.min_tokens
         text = self.detokenizer.push(token)
         self._texts.append(text)

@@ -8,15 +8,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
-from shared.engine.checks import check
+from shared.engine.checks import OWN_NAMES, check
 from shared.engine.request import Event, FinishReason, InvalidRequestError, SamplingParams
-from shared.options.unsupported_fields import CHAT, COMPLETIONS
 from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.logprobs import PromptText, TokenNames, offsets_in
+from shared.server.completions.output import GenerationOutput
 from shared.server.completions.parsers import Parsers
 from shared.server.completions.prompts import PromptReader, ReadPrompt, check_model
-from shared.server.completions.responses import ChoiceFormat, ResponseWriter
 from shared.server.completions.sampling import make_sampling
 from shared.server.completions.traces import Traces
 from shared.server.engine_link.engine_client import (
@@ -34,7 +33,7 @@ from shared.server.engine_link.engine_client import (
 from shared.server.engine_link.request_end import RequestObserver, RequestSummary
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.generation_request import ChatInput, GenerationRequest
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
@@ -46,19 +45,19 @@ class Generation:
     """Generation of all choices of one HTTP request.
 
     Attributes:
-      answer: Writer of the response.
+      output: Output so far.
       request: Validated request.
     """
 
     def __init__(
         self,
         submission: Submission,
-        answer: ResponseWriter,
-        request: CompletionRequest | ChatRequest,
+        output: GenerationOutput,
+        request: GenerationRequest,
         arrival: RequestContext,
         watchers: Sequence[RequestObserver],
     ) -> None:
-        self.answer = answer
+        self.output = output
         self.request = request
         self._submission = submission
         self._arrival, self._watchers = arrival, watchers
@@ -71,7 +70,7 @@ class Generation:
     def close(self) -> None:
         """Aborts running choices, and reports the end of the request once."""
         self._submission.close()
-        self.answer.close("abort")
+        self.output.close("abort")
         if not self._is_closed:
             self._is_closed = True
             end = self._end()
@@ -79,26 +78,26 @@ class Generation:
                 watcher.on_request_end(end)
 
     def _end(self) -> RequestSummary:
-        answer, arrival = self.answer, self._arrival
-        speculation, cut_short = answer.speculation, "error" if self._has_failed else "abort"
+        output, arrival = self.output, self._arrival
+        speculation, cut_short = output.speculation, "error" if self._has_failed else "abort"
         return RequestSummary(
-            request_id=answer.name,
-            endpoint=CHAT if isinstance(self.request, ChatRequest) else COMPLETIONS,
-            model=answer.model,
-            prompt_tokens=answer.num_prompt_tokens,
-            cached_tokens=answer.num_cached_tokens,
-            image_tokens=answer.num_image_tokens,
-            output_tokens=answer.num_output_tokens,
+            request_id=output.name,
+            endpoint=self.request.endpoint,
+            model=output.model,
+            prompt_tokens=output.num_prompt_tokens,
+            cached_tokens=output.num_cached_tokens,
+            image_tokens=output.num_image_tokens,
+            output_tokens=output.num_output_tokens,
             verify_steps=speculation.verify_steps,
             accept_length=speculation.accept_length,
-            finish_reasons=tuple(choice.finish_reason or cut_short for choice in answer.choices),
+            finish_reasons=tuple(choice.finish_reason or cut_short for choice in output.choices),
             began_ns=arrival.began_ns,
             first_token_s=arrival.times.first_token_s,
             total_s=time.monotonic() - arrival.times.began,
             headers=arrival.headers,
-            request=self.request,
-            outputs=[choice.tokens for choice in answer.choices],
-            ignored=answer.ignored,
+            request=self.request.body,
+            outputs=[choice.tokens for choice in output.choices],
+            ignored=output.ignored,
         )
 
     async def next(self) -> tuple[int, ChoiceUpdate]:
@@ -112,12 +111,12 @@ class Generation:
             index, event = await self._next_event()
             if event.finish_reason is FinishReason.REFUSED:
                 reason = event.error or "the engine rejected the request"
-                raise ApiError(400, reason, self.request.grammar_field)
+                raise ApiError(400, reason, self.request.name("grammar"))
             if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, event.error or "the engine aborted the request")
         except (EngineLost, RequestRejected, SlowClientError, ApiError) as error:
             self._has_failed = True
-            self.answer.close("error")
+            self.output.close("error")
             raise self._api_error(error) from error
         return index, self._take(index, event)
 
@@ -128,8 +127,7 @@ class Generation:
         if isinstance(error, EngineLost):
             return ApiError(503, str(error), code="engine_lost")
         if isinstance(error, RequestRejected):
-            names = self.request.names
-            return ApiError(400, str(error), error.field and names.get(error.field, error.field))
+            return ApiError(400, str(error), error.field and self.request.name(error.field))
         most = f"{MAX_UNREAD_EVENTS} steps of each choice"
         message = f"the client is too slow: more than {most} are unread"
         return ApiError(408, message, code="slow_reader")
@@ -141,19 +139,19 @@ class Generation:
         """
         while True:
             index, event = await self._submission.next()
-            if self.answer.choices[index].finish_reason is None:
+            if self.output.choices[index].finish_reason is None:
                 return index, event
 
     def _take(self, index: int, event: Event) -> ChoiceUpdate:
-        piece = self.answer.take(index, event)
+        piece = self.output.take(index, event)
         was_cut = len(piece.tokens) < len(event.tokens)
         if piece.finish_reason and (was_cut or not event.finish_reason):
-            self._submission.finish(index, len(self.answer.choices[index].tokens))
+            self._submission.finish(index, len(self.output.choices[index].tokens))
         return piece
 
     async def pieces(self) -> AsyncIterator[tuple[int, ChoiceUpdate]]:
         """Yields all updates until every choice has ended; raises the errors of `next`."""
-        while not self.answer.ended:
+        while not self.output.ended:
             yield await self.next()
 
 
@@ -200,8 +198,7 @@ class Generator:
 
     async def start(
         self,
-        request: CompletionRequest | ChatRequest,
-        form: ChoiceFormat,
+        request: GenerationRequest,
         headers: Mapping[str, str],
         num_bytes: int,
     ) -> Generation:
@@ -209,7 +206,6 @@ class Generator:
 
         Args:
           request: Validated body.
-          form: Format of the endpoint.
           headers: HTTP headers.
           num_bytes: Length of the body.
 
@@ -222,24 +218,24 @@ class Generator:
             raise ApiError(
                 400,
                 "stop requires a tokenizer, and the model folder has none; use stop_token_ids",
-                "stop",
+                request.name("stop"),
             )
-        self._parsers.check(request)
-        ignored = (*request.ignored, *self._reader.ignored(request))
+        self._parsers.check(request.chat)
+        ignored = (*request.ignored, *self._reader.ignored(request.chat))
         if ignored and self._facts.strict_fields:
             reason = f"{ignored[0]} has no effect here and the server was started with"
             raise ApiError(400, f"{reason} --strict-fields; remove the field", ignored[0])
         texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
-        owner = (request.user or "", request.priority or 0)
+        owner = (request.user, request.priority)
         prompts = [
             SubmittedPrompt(
                 text.tokens, self._sampling(request, text, grammar), seeds, *owner, text.images
             )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
-        answer = ResponseWriter(
-            form=form,
+        output = GenerationOutput(
+            id_prefix=request.id_prefix,
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
             num_image_tokens=sum(image.count for text in texts for image in text.images),
@@ -251,17 +247,16 @@ class Generator:
             ],
             choices_of_prompt=request.num_choices,
             names=self._names,
-            shows_tokens=bool(request.return_token_ids),
-            shows_logprobs=request.logprobs_field[1] is not None,
-            shows_trace=bool(request.trace),
-            num_echoed=request.echoed_logprobs,
-            num_of_prompt=request.prompt_logprobs,
             ignored=ignored,
         )
         submission = self._submit(prompts, arrival)
         if prompts[0].sampling.traces:
-            answer.follow(self.traces, self._facts.drafter)
-        return Generation(submission, answer, request, arrival, self._watchers)
+            output.follow(self.traces, self._facts.drafter)
+        return Generation(submission, output, request, arrival, self._watchers)
+
+    def check_tools(self, chat: ChatInput) -> None:
+        """Rejects tools if the server has no tool-call parser; raises as `start`."""
+        self._parsers.check(chat)
 
     def _submit(self, prompts: list[SubmittedPrompt], arrival: RequestContext) -> Submission:
         try:
@@ -276,19 +271,19 @@ class Generator:
             raise refusal from error
 
     def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt: ReadPrompt, grammar: str | None
+        self, request: GenerationRequest, prompt: ReadPrompt, grammar: str | None
     ) -> SamplingParams:
         limits = self._facts.limits
-        sampling = make_sampling(request, len(prompt.tokens), self._facts)
+        sampling = make_sampling(request.sampling, len(prompt.tokens), self._facts)
         sampling = replace(sampling, grammar=grammar)
         try:
-            check(prompt.tokens, sampling, limits, request.names, prompt.images)
+            check(prompt.tokens, sampling, limits, {**OWN_NAMES, **request.names}, prompt.images)
         except InvalidRequestError as refusal:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling
 
     async def _prompt_text(
-        self, request: CompletionRequest | ChatRequest, prompt: SubmittedPrompt, text: str
+        self, request: GenerationRequest, prompt: SubmittedPrompt, text: str
     ) -> PromptText | None:
         """Returns the text of a prompt for prompt logprobs; None if not requested."""
         if prompt.sampling.prompt_logprobs is None:
@@ -301,7 +296,7 @@ class Generator:
 
     def _choice(
         self,
-        request: CompletionRequest | ChatRequest,
+        request: GenerationRequest,
         prompt: SubmittedPrompt,
         text: str,
         prompt_text: PromptText | None,
@@ -317,16 +312,14 @@ class Generator:
             prompt_text,
         )
 
-    def _echo(
-        self, request: CompletionRequest | ChatRequest, prompt: SubmittedPrompt, text: str
-    ) -> str:
+    def _echo(self, request: GenerationRequest, prompt: SubmittedPrompt, text: str) -> str:
         """Returns the echoed prompt of a choice."""
-        if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
+        if not request.echo or self.tokenizer is None:
             return ""
         return text or self.tokenizer.decode(prompt.tokens)
 
 
-def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:
+def _seeds(request: GenerationRequest, num_prompts: int) -> list[list[int]]:
     """Returns a seed for each choice of each prompt.
 
     The seed of a request applies to every prompt alike, so that a prompt has the same output in a

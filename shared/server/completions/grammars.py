@@ -9,7 +9,7 @@ from shared.process.ipc_messages import ServerInfo
 from shared.server.engine_link.workers import WorkerPool
 from shared.server.parsing.reasoning import thinking_after
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.generation_request import GenerationRequest
 from shared.text.grammar_worker import DEADLINE_S, GrammarRequest, ToolCallSpec
 from shared.text.worker import WorkerError, pack
 
@@ -36,7 +36,7 @@ class GrammarChecks(WorkerPool):
         self._kept: OrderedDict[bytes, str] = OrderedDict()
         self._num_bytes = 0
 
-    async def settle(self, request: CompletionRequest | ChatRequest, prompt: str) -> str | None:
+    async def settle(self, request: GenerationRequest, prompt: str) -> str | None:
         """Returns the grammar of a request's outputs; None without structured output.
 
         Args:
@@ -49,7 +49,7 @@ class GrammarChecks(WorkerPool):
         spec = self._grammar_request(request, prompt)
         if spec is None:
             return None
-        field = request.grammar_field
+        field = request.name("grammar")
         if not self._facts.limits.structured_outputs:
             raise ApiError(400, f"{field}: {NO_GRAMMARS}", field)
         message = spec.pack()
@@ -72,38 +72,36 @@ class GrammarChecks(WorkerPool):
             oldest, text = self._kept.popitem(last=False)
             self._num_bytes -= len(oldest) + len(text)
 
-    def _grammar_request(
-        self, request: CompletionRequest | ChatRequest, prompt: str
-    ) -> GrammarRequest | None:
+    def _grammar_request(self, request: GenerationRequest, prompt: str) -> GrammarRequest | None:
         form, lead = request.form, None
-        calls = None
-        if isinstance(request, ChatRequest):
-            calls = held_calls(request, self._facts.tool_call_parser)
-            if self._facts.reasoning_parser is not None:
-                lead = thinking_after(prompt, self._facts.reasoning_parser, request.begun)
+        calls = held_calls(request, self._facts.tool_call_parser)
+        if request.chat and self._facts.reasoning_parser is not None:
+            lead = thinking_after(prompt, self._facts.reasoning_parser, request.chat.begun)
         if form is None and calls is None:
             return None
         is_forced = calls is not None and calls.free is None
         return GrammarRequest(form=None if is_forced else form, calls=calls, lead=lead)
 
 
-def held_calls(request: ChatRequest, style: str | None) -> ToolCallSpec | None:
+def held_calls(request: GenerationRequest, style: str | None) -> ToolCallSpec | None:
     """Returns the constraint on tool calls; None without one.
 
     Args:
-      request: Validated chat request.
+      request: Validated request.
       style: Format of the model's tool calls; None: unsupported.
     """
-    tools = request.callable_tools
-    if not tools or style is None or not request.constrains_tool_calls:
+    if request.chat is None or style is None or not request.constrains_tool_calls:
         return None
-    free = None if request.requires_tool_call else "text" if request.form is None else "answer"
+    tools = request.chat.tools
+    if not tools.functions:
+        return None
+    free = None if tools.requires_call else "text" if request.form is None else "answer"
     return ToolCallSpec(
         style=style,
         tools=[
-            (tool.function.name, tool.function.arguments_schema(request.requires_tool_call))
-            for tool in tools
+            (function.name, function.arguments_schema(tools.requires_call))
+            for function in tools.functions
         ],
-        many=request.max_tool_calls is None,
+        many=tools.max_calls is None,
         free=free,
     )

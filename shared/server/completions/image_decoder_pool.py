@@ -73,8 +73,12 @@ class ImageDecoderPool(WorkerPool):
             for each, first in zip(opened, firsts, strict=True)
         )
 
-    async def open(self, sent: Sequence[ImagePart]) -> list[OpenedImage]:
+    async def open(self, sent: Sequence[ImagePart], field: str) -> list[OpenedImage]:
         """Decodes the images of a request one after the other, so that a request uses one worker.
+
+        Args:
+          sent: Images.
+          field: Field of the request with the conversation, for errors.
 
         Raises:
           ApiError: Together the images take too long or too much memory, or one is invalid (see
@@ -82,12 +86,12 @@ class ImageDecoderPool(WorkerPool):
         """
         try:
             async with self._turns, asyncio.timeout(MAX_S):
-                return await self._open_all(sent)
+                return await self._open_all(sent, field)
         except TimeoutError:
             reason = f"decoding the images of the request takes longer than {MAX_S:g} s"
-            raise ApiError(400, reason, "messages") from None
+            raise ApiError(400, reason, field) from None
 
-    async def _open_all(self, sent: Sequence[ImagePart]) -> list[OpenedImage]:
+    async def _open_all(self, sent: Sequence[ImagePart], field: str) -> list[OpenedImage]:
         opened: list[OpenedImage] = []
         for each in sent:
             try:
@@ -97,5 +101,5 @@ class ImageDecoderPool(WorkerPool):
             opened.append(unpack_image(answer))
             if sum(len(image.rgb) for image in opened) > MAX_BYTES:
                 reason = f"the images of the request have more than {MAX_BYTES} bytes of pixels"
-                raise ApiError(400, f"{reason}; send fewer or smaller ones", "messages")
+                raise ApiError(400, f"{reason}; send fewer or smaller ones", field)
         return opened

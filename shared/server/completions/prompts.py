@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,18 +15,14 @@ from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.body_thread import BodyParsingThread
-from shared.server.protocol.chat_messages import for_template
-from shared.server.protocol.content import ImagePart, images_in
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import MAX_CHOICES
-from shared.server.protocol.openai_types import ChatPrompt, ChatRequest, CompletionRequest
-from shared.text.chat_template import Conversation
+from shared.server.protocol.generation_request import ChatInput, GenerationRequest
 from shared.text.template_worker import pack_conversation
 from shared.text.tokenizer import Tokenizer
 from shared.text.worker import WorkerError
 
 _ADVICE = {field.name: field for field in UNSUPPORTED_FIELDS if field.is_of_template}
-_FIELD_OF = {"arguments": "chat_template_kwargs"}  # API names of a template's inputs
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,7 @@ class PromptReader:
         self._opener, self._work = opener, work
         self._max_choices = min(MAX_CHOICES, max_open_requests or MAX_CHOICES)
 
-    async def read(
-        self, request: CompletionRequest | ChatRequest, num_bytes: int
-    ) -> list[ReadPrompt]:
+    async def read(self, request: GenerationRequest, num_bytes: int) -> list[ReadPrompt]:
         """Returns all prompts of a request.
 
         Args:
@@ -82,12 +75,13 @@ class PromptReader:
         Raises:
           ApiError: A prompt is invalid; names the field.
         """
-        if isinstance(request, ChatRequest):
+        if request.chat is not None:
             self._check_choices(request.num_choices, "n")
-            return [await self.read_chat(request, num_bytes)]
-        field = "prompt" if len(request.prompt) > 1 else "n"
-        self._check_choices(len(request.prompt) * request.num_choices, field)
-        return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
+            return [await self.read_chat(request.chat, num_bytes)]
+        prompts = request.prompts
+        field = "prompt" if len(prompts) > 1 else "n"
+        self._check_choices(len(prompts) * request.num_choices, field)
+        return [await self.read_prompt(prompt, with_special=True) for prompt in prompts]
 
     def _check_choices(self, count: int, field: str) -> None:
         """Rejects more choices than an idle server could run."""
@@ -95,19 +89,20 @@ class PromptReader:
             message = f"{field} requests {count} choices, at most {self._max_choices} are supported"
             raise ApiError(400, message, field)
 
-    def ignored(self, request: CompletionRequest | ChatRequest) -> list[str]:
-        """Returns the optional template inputs of a request that its chat template does not read.
+    def ignored(self, chat: ChatInput | None) -> list[str]:
+        """Returns the optional template inputs that the chat template does not read.
 
         Raises:
-          ApiError: The model has no template for the request.
+          ApiError: The model has no template for the conversation.
         """
-        if not isinstance(request, ChatRequest) or self._renderer is None:
+        if chat is None or self._renderer is None:
             return []
+        advice, has_tools = chat.conversation.advice, bool(chat.conversation.tools)
         try:
-            unread = self._renderer.templates.unread(request.advice, bool(request.usable_tools))
+            unread = self._renderer.templates.unread(advice, has_tools)
         except WorkerError as error:
-            raise ApiError(400, str(error), error.part) from error
-        return [name for name in unread if _has_effect(name, request.advice.get(name))]
+            raise ApiError(400, str(error), chat.name(error.part)) from error
+        return [chat.name(name) for name in unread if _has_effect(name, advice.get(name))]
 
     async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
         """Tokenizes a plain prompt; raises the errors of `read`.
@@ -125,36 +120,37 @@ class PromptReader:
         encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
         return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
 
-    async def read_chat(self, request: ChatPrompt, num_bytes: int) -> ReadPrompt:
+    async def read_chat(self, chat: ChatInput, num_bytes: int) -> ReadPrompt:
         """Renders and tokenizes a conversation; raises the errors of `read`."""
+        field = chat.name("messages")
         if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template; use /v1/completions"
-            raise ApiError(400, message, "messages")
-        sent, packed = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
+            raise ApiError(400, message, field)
+        packed = await self._work.do(num_bytes, self._packed, chat, self._tokenizer)
         try:
             text = await self._renderer.render(packed)
         except WorkerError as error:
-            raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
-        self._check_length(text, "messages", self._tokenizer)
+            raise ApiError(400, str(error), chat.name(error.part)) from error
+        self._check_length(text, field, self._tokenizer)
         tokens = await asyncio.to_thread(self._tokenizer.encode_more, text)
         if self._opener is None:
             return ReadPrompt(tokens, text)
-        return await self._with_images(ReadPrompt(tokens, text), sent, self._opener)
+        return await self._with_images(ReadPrompt(tokens, text), chat, self._opener)
 
-    def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[ImagePart], bytes]:
-        """Returns the images and the packed conversation; raises the errors of `read`."""
-        sent = images_in(message.content for message in request.messages)
+    def _packed(self, chat: ChatInput, tokenizer: Tokenizer) -> bytes:
+        """Returns the packed conversation; raises the errors of `read`."""
+        sent = chat.images
         if sent and self._opener is None:
             reason = (
                 "is an image, and the served model does not support image input; send text only"
             )
             raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
-        conversation = conversation_of(request)
-        self._check_texts(conversation, tokenizer)
-        return sent, pack_conversation(conversation)
+        self._check_texts(chat, tokenizer)
+        return pack_conversation(chat.conversation)
 
-    def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
+    def _check_texts(self, chat: ChatInput, tokenizer: Tokenizer) -> None:
         """Rejects text that contains the placeholder of images."""
+        conversation = chat.conversation
         token = self._limits.image_token
         name = None if token is None else tokenizer.bytes_of(token)
         if name is None:
@@ -162,21 +158,21 @@ class PromptReader:
         given = [*conversation.messages, conversation.tools, conversation.arguments]
         if any(name.decode() in json.dumps(each, ensure_ascii=False) for each in given):
             reason = f"a text contains {name.decode()}, the placeholder of images"
-            raise ApiError(400, f"{reason}; remove it", "messages")
+            raise ApiError(400, f"{reason}; remove it", chat.name("messages"))
 
     async def _with_images(
-        self, prompt: ReadPrompt, sent: Sequence[ImagePart], opener: ImageDecoderPool
+        self, prompt: ReadPrompt, chat: ChatInput, opener: ImageDecoderPool
     ) -> ReadPrompt:
         """Adds images at the placeholders of a prompt; raises the errors of `read`."""
-        token = self._limits.image_token
+        token, sent, field = self._limits.image_token, chat.images, chat.name("messages")
         assert token is not None, "a vision-language model has an image token"
         places = [at for at, each in enumerate(prompt.tokens) if each == token]
         if len(places) != len(sent):
             reason = f"the chat template wrote {len(places)} image placeholders"
-            raise ApiError(400, f"{reason} for {len(sent)} images", "messages")
+            raise ApiError(400, f"{reason} for {len(sent)} images", field)
         if not sent:
             return prompt
-        opened = await opener.open(sent)
+        opened = await opener.open(sent, field)
         counts = list(map(opener.num_tokens, opened))
         grown = accumulate(counts, lambda rows, count: rows + count - 1, initial=0)
         firsts = [place + more for place, more in zip(places, grown, strict=False)]
@@ -192,19 +188,6 @@ class PromptReader:
 
 def _has_effect(name: str, value: Any) -> bool:
     return name not in _ADVICE or _ADVICE[name].refuses(value)
-
-
-def conversation_of(request: ChatPrompt) -> Conversation:
-    """Returns the inputs of the chat template for a request."""
-    continues, begins = bool(request.continue_final_message), request.add_generation_prompt
-    return Conversation(
-        messages=list(map(for_template, request.messages)),
-        tools=[tool.model_dump(exclude_unset=True) for tool in request.usable_tools],
-        arguments=request.chat_template_kwargs or {},
-        advice=request.advice,
-        add_generation_prompt=not continues if begins is None else begins,
-        continue_final_message=continues,
-    )
 
 
 def check_model(name: str | None, served: str) -> None:

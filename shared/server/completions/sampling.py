@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
-
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import ServerInfo
+from shared.server.protocol.sampling_fields import SamplingFields
 
 # Lower temperatures are greedy: dividing logits by them would exceed the range of float32.
 MIN_TEMPERATURE = 1e-5
 # Keeps one token, same as every smaller top_p, but is not rounded to 0, which would keep none.
 MIN_TOP_P = 1e-6
-
-
-class SamplingFields(Protocol):
-    """Sampling fields of a request; None: the model's default.
-
-    `DEFAULT_TOKENS` is the default of `max_tokens`; None: up to the context length.
-    """
-
-    DEFAULT_TOKENS: ClassVar[int | None]
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    min_tokens: int | None
-    stop_token_ids: list[int] | None
-    ignore_eos: bool | None
-    logit_bias: dict[int, float]
-
-    @property
-    def returns_trace(self) -> bool:
-        """True if the response includes a step trace."""
-        ...
-
-    @property
-    def max_tokens_field(self) -> tuple[str, int | None]:
-        """Name of the field that limits the output tokens, and its value."""
-        ...
-
-    @property
-    def logprobs_field(self) -> tuple[str, int | None]:
-        """Name of the field that requests logprobs, and the number of top tokens or None."""
-        ...
-
-    @property
-    def prompt_logprobs_field(self) -> tuple[str, int | None]:
-        """Name of the field with the most prompt logprobs, and the number or None."""
-        ...
-
-    @property
-    def max_drafts(self) -> int | None:
-        """Maximum draft tokens per step; None: no limit."""
-        ...
 
 
 def make_sampling(request: SamplingFields, prompt_tokens: int, facts: ServerInfo) -> SamplingParams:
@@ -85,8 +39,8 @@ def make_sampling(request: SamplingFields, prompt_tokens: int, facts: ServerInfo
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(dict.fromkeys((*eos_ids, *(request.stop_token_ids or [])))),
         logit_bias=request.logit_bias,
-        logprobs=request.logprobs_field[1],
-        prompt_logprobs=request.prompt_logprobs_field[1],
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         max_draft_tokens=request.max_drafts,
         traces=facts.trace_all_requests or request.returns_trace,
     )
@@ -97,7 +51,7 @@ def _value(given: float | None, default: float) -> float:
 
 
 def _max_tokens(request: SamplingFields, room: int) -> int:
-    _, given = request.max_tokens_field
+    given = request.max_tokens
     if given is not None:
-        return given
-    return room if request.DEFAULT_TOKENS is None else min(room, request.DEFAULT_TOKENS)
+        return min(given, room) if request.is_clamped and room > 0 else given
+    return room if request.default_tokens is None else min(room, request.default_tokens)

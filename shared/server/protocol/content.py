@@ -24,7 +24,7 @@ LOW = "low"
 _DETAILS = (None, "auto", "high", "original", LOW)
 """Values of `detail`: `low` bounds the size of an image, the others use the model's settings."""
 
-_FOR_TEMPLATE = {"type": "image"}
+FOR_TEMPLATE = {"type": "image"}
 """Image part in the form that chat templates read; they only write the placeholder."""
 
 _OTHER = {
@@ -202,4 +202,4 @@ def without_images(content: str | list[Any]) -> str | list[Any]:
     """Returns a message's content for chat templates, with placeholders for images."""
     if isinstance(content, str):
         return content
-    return [_FOR_TEMPLATE if part["type"] == IMAGE else part for part in content]
+    return [FOR_TEMPLATE if part["type"] == IMAGE else part for part in content]

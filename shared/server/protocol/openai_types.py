@@ -6,9 +6,15 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
 
-from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
-from shared.server.protocol.chat_messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
-from shared.server.protocol.content import check_image_count
+from shared.options.unsupported_fields import CHAT, COMPLETIONS, UNSUPPORTED_FIELDS
+from shared.server.protocol.chat_messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Message,
+    Tool,
+    for_template,
+)
+from shared.server.protocol.content import check_image_count, images_in
 from shared.server.protocol.fields import (
     BIAS_SCHEMA,
     ID_FORMAT,
@@ -25,6 +31,12 @@ from shared.server.protocol.fields import (
     read_prompt,
     read_stops,
 )
+from shared.server.protocol.generation_request import (
+    ChatInput,
+    GenerationRequest,
+    ToolUse,
+)
+from shared.server.protocol.sampling_fields import SAME_NAMES, SamplingFields
 from shared.server.protocol.structured import (
     AllowedChoice,
     NamedTool,
@@ -35,7 +47,7 @@ from shared.server.protocol.structured import (
     ToolChoice,
     form_of,
 )
-from shared.text.chat_template import text_of
+from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import OutputFormat
 
 TEMPLATE_ADVICE = tuple(field.name for field in UNSUPPORTED_FIELDS if field.is_of_template)
@@ -70,11 +82,13 @@ class SpeculativeOptions(Strict):
         return self.max_draft_tokens
 
 
-class GenerationRequest(Strict):
-    """Fields of both generation endpoints."""
+class OpenAIRequest(Strict):
+    """Fields of both OpenAI-compatible generation endpoints."""
 
     DEFAULT_TOKENS: ClassVar[int | None] = None  # default of max_tokens; None: up to the context
     PROMPT: ClassVar[str]  # name of the field with the prompt
+    ENDPOINT: ClassVar[str]
+    ID_PREFIX: ClassVar[str]  # start of response ids
 
     model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -120,11 +134,6 @@ class GenerationRequest(Strict):
     def ignored(self) -> tuple[str, ...]:
         """Fields without effect on this request, apart from inputs of the chat template."""
         return self._advice
-
-    @property
-    def returns_trace(self) -> bool:
-        """True if the response includes a step trace."""
-        return bool(self.trace)
 
     def with_advice(self, names: tuple[str, ...]) -> Self:
         """Sets the ignored fields (`unsupported_fields`) of the body; returns itself."""
@@ -197,17 +206,54 @@ class GenerationRequest(Strict):
         asked["prompt_logprobs"] = self.prompt_logprobs_field[0]
         return {"prompt": self.PROMPT, "grammar": self.grammar_field, **asked}
 
-    @property
-    def max_drafts(self) -> int | None:
-        """Maximum draft tokens per step; None: no limit."""
-        return self.speculative.max_drafts if self.speculative else None
+    def to_generation(self) -> GenerationRequest:
+        """Returns the request in the form that all APIs share."""
+        return GenerationRequest(
+            endpoint=self.ENDPOINT,
+            id_prefix=self.ID_PREFIX,
+            body=self,
+            model=self.model,
+            sampling=self._sampling(),
+            names=self.names,
+            stop=self.stop,
+            form=self.form,
+            seed=self.seed,
+            num_choices=self.num_choices,
+            user=self.user or "",
+            priority=self.priority or 0,
+            ignored=self.ignored,
+            stream=bool(self.stream),
+            includes_usage=bool(self.stream_options and self.stream_options.include_usage),
+            echoed_logprobs=self.echoed_logprobs,
+            returned_prompt_logprobs=self.prompt_logprobs,
+            returns_token_ids=bool(self.return_token_ids),
+            returns_trace=bool(self.trace),
+            **self._input(),
+        )
+
+    def _sampling(self) -> SamplingFields:
+        return SamplingFields(
+            **{name: getattr(self, name) for name in SAME_NAMES},
+            max_tokens=self.max_tokens_field[1],
+            default_tokens=self.DEFAULT_TOKENS,
+            logprobs=self.logprobs_field[1],
+            prompt_logprobs=self.prompt_logprobs_field[1],
+            max_drafts=self.speculative.max_drafts if self.speculative else None,
+            returns_trace=bool(self.trace),
+        )
+
+    def _input(self) -> dict[str, Any]:
+        """Returns the fields of the request's input: `chat`, or `prompts` and `echo`."""
+        raise NotImplementedError
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions."""
 
     DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's default
     PROMPT: ClassVar[str] = "prompt"
+    ENDPOINT: ClassVar[str] = COMPLETIONS
+    ID_PREFIX: ClassVar[str] = "cmpl-"
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt), PROMPT_SCHEMA]
     # 0 evaluates the prompt without generating tokens.
@@ -230,6 +276,9 @@ class CompletionRequest(GenerationRequest):
         """`logprobs`, which is a number in this endpoint."""
         return "logprobs", self.logprobs
 
+    def _input(self) -> dict[str, Any]:
+        return {"prompts": self.prompt, "echo": bool(self.echo)}
+
 
 class ChatPrompt(Strict):
     """Fields that the chat template renders to a prompt."""
@@ -248,11 +297,6 @@ class ChatPrompt(Strict):
     continue_final_message: bool | None = None
 
     @property
-    def begun(self) -> str:
-        """Start of the output: the last message, if it is to be continued."""
-        return text_of(vars(self.messages[-1])) if self.continue_final_message else ""
-
-    @property
     def usable_tools(self) -> list[Tool]:
         """Tools that the chat template lists."""
         return self.tools or []
@@ -262,11 +306,36 @@ class ChatPrompt(Strict):
         """Optional inputs of the chat template, by the names in `unsupported_fields`."""
         return {}
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """Constraints on tool calls."""
+        return ToolUse(functions=[tool.function for tool in self.usable_tools])
 
-class ChatRequest(GenerationRequest, ChatPrompt):
+    def to_chat(self) -> ChatInput:
+        """Returns the conversation in the form that all APIs share."""
+        continues, begins = bool(self.continue_final_message), self.add_generation_prompt
+        conversation = Conversation(
+            messages=list(map(for_template, self.messages)),
+            tools=[tool.model_dump(exclude_unset=True) for tool in self.usable_tools],
+            arguments=self.chat_template_kwargs or {},
+            advice=self.advice,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+        )
+        return ChatInput(
+            conversation=conversation,
+            images=images_in(message.content for message in self.messages),
+            tools=self.tool_use,
+            names={"arguments": "chat_template_kwargs"},
+        )
+
+
+class ChatRequest(OpenAIRequest, ChatPrompt):
     """Body of /v1/chat/completions."""
 
     PROMPT: ClassVar[str] = "messages"
+    ENDPOINT: ClassVar[str] = CHAT
+    ID_PREFIX: ClassVar[str] = "chatcmpl-"
 
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = None
@@ -302,12 +371,6 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return choice == "required" or isinstance(choice, NamedTool) or is_required
 
     @property
-    def constrains_tool_calls(self) -> bool:
-        """True if a grammar constrains the tool calls."""
-        is_strict = any(tool.function.strict for tool in self.callable_tools)
-        return is_strict or self._names_calls or self.form is not None
-
-    @property
     def _names_calls(self) -> bool:
         """True if `tool_choice` requires a call or restricts the functions."""
         return self.requires_tool_call or isinstance(self.tool_choice, AllowedChoice)
@@ -321,14 +384,6 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return {choice.function.name} if isinstance(choice, NamedTool) else None
 
     @property
-    def callable_tools(self) -> list[Tool]:
-        """Tools that the output may call."""
-        names = self.chosen_names
-        if names is None:
-            return self.usable_tools
-        return [tool for tool in self.usable_tools if tool.function.name in names]
-
-    @property
     def grammar_field(self) -> str:
         """Name of the field that requests a grammar, for errors."""
         if self.requires_tool_call:
@@ -336,10 +391,20 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return next(iter(self.forms), "tool_choice" if self._names_calls else "tools")
 
     @property
-    def max_tool_calls(self) -> int | None:
-        """Maximum tool calls per choice; None: no limit."""
+    def tool_use(self) -> ToolUse:
+        """Constraints on tool calls."""
+        names = self.chosen_names
+        functions = [tool.function for tool in self.usable_tools]
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
-        return 1 if is_one else None
+        return ToolUse(
+            functions=[each for each in functions if names is None or each.name in names],
+            requires_call=self.requires_tool_call,
+            restricts_calls=self._names_calls,
+            max_calls=1 if is_one else None,
+        )
+
+    def _input(self) -> dict[str, Any]:
+        return {"chat": self.to_chat()}
 
     @property
     def max_tokens_field(self) -> tuple[str, int | None]:
