@@ -106,7 +106,8 @@ def _listening(family: int, address: tuple) -> socket.socket | None:
     """
     listener = None
     try:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio disables Nagle's algorithm only for sockets with an explicit protocol.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
