@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ from shared.process.signals import block_stop_signals
 
 FOLLOWER = "shared.process.tp.worker"
 GPUS = "CUDA_VISIBLE_DEVICES"
-PR_SET_PDEATHSIG = 1
 REAP_S = 1.0  # the end of a process is seen at its socket before it can be waited for
 
 
@@ -139,16 +137,6 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def set_parent_death_signal() -> None:
-    """Requests SIGKILL for this process when the thread that started it ends
-    (`PR_SET_PDEATHSIG`).
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended meanwhile
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def gpu_of(environment: Mapping[str, str], on_host: int, rank: int) -> str | None:

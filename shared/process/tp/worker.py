@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Int32
 
+from shared import children
 from shared.boundary.backend import Backend, StepFuture
 from shared.boundary.buffers import plan_in
 from shared.boundary.program import Program
@@ -34,7 +35,6 @@ from shared.process.device import Device
 from shared.process.model_check import check_worker
 from shared.process.start import Platform, ValidatedStartup, plan_start
 from shared.process.tp.digest import digest_of
-from shared.process.tp.launchers import set_parent_death_signal
 from shared.process.tp.plan_broadcast import EXCHANGE_S
 from shared.process.tp.shm_ring_buffer import Reader
 from shared.process.tp.worker_connection import BEAT_S, Link, LinkEndedError, boot
@@ -231,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
     how.add_argument("--fd", type=int, help="of a socket that was inherited")
     how.add_argument("--connect", help="host:port to call, with the word that stdin holds")
     flags = parser.parse_args(argv)
-    set_parent_death_signal()
+    children.set_parent_death_signal()
     connection = socket.socket(fileno=flags.fd) if flags.fd else _call(flags.connect)
     rank = Rank(Link(connection), flags.rank, flags.count)
     try:
