@@ -7,6 +7,7 @@ from typing import Any
 
 from shared.process.launch import launch
 
+SERVE = "jax_impl.serve"
 GPU_SHARE = "0.95"
 """Fraction of GPU memory that JAX reserves at its first use, unless the environment sets another;
 the default of JAX is 0.75."""
@@ -22,7 +23,7 @@ def platform() -> Any:
 def main(argv: Sequence[str]) -> int:
     """Runs the server until it is stopped; returns the exit code of the process."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)
-    return launch(argv, platform, packages=("jax", "jaxlib"))
+    return launch(argv, platform, packages=("jax", "jaxlib"), serve_module=SERVE)
 
 
 if __name__ == "__main__":

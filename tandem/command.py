@@ -1,4 +1,4 @@
-"""The command `tandem`: `serve`, `bench` and `env`."""
+"""The command `tandem`: `serve`, `route`, `bench` and `env`."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ from tandem import backends, environment
 EXIT_REFUSED = 2
 USAGE = """\
 usage: tandem serve [--backend torch|jax] [FLAG ...]  serve a model; --help lists the flags
+       tandem route --servers URL[,URL ...]           route to running servers; see --help
        tandem bench PROGRAM [FLAG ...]                run a benchmark; `tandem bench` lists them
        tandem env                                     print the versions of this installation
        tandem --version
@@ -40,6 +41,11 @@ def serve(argv: Sequence[str]) -> int:
     if not {"-h", "--help"} & {*flags} and (fault := backends.fault(given.backend)):
         return _refuse(fault)
     return import_module(f"{given.backend}_impl.serve").main(flags)
+
+
+def route(argv: Sequence[str]) -> int:
+    """Routes requests to running servers."""
+    return import_module("shared.router.starting").main(argv)
 
 
 def run_bench(argv: Sequence[str]) -> int:
@@ -71,7 +77,7 @@ def programs() -> list[str]:
     return [".".join(path.parts).removesuffix(".__main__") for path in paths]
 
 
-COMMANDS = {"serve": serve, "bench": run_bench, "env": print_environment}
+COMMANDS = {"serve": serve, "route": route, "bench": run_bench, "env": print_environment}
 
 
 def _print(text: str) -> int:

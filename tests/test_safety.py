@@ -59,6 +59,10 @@ ALLOWED = {
     ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
     ("shared/cluster/transfer/record_client.py", "socket.create_connection"): "fetches a record",
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
+    ("shared/router/starting.py", "import_module"): "imports Ray where it is chosen",
+    ("shared/router/upstream.py", "urllib"): "splits the URL of a server",
+    ("shared/options/router.py", "urllib"): "the same of a flag",
+    ("shared/cluster/ray_serve.py", "urllib"): "checks the health of its own server",
     ("shared/text/json_schema_refs.py", "urllib"): "the same of a pointer",
     ("shared/images/data_url.py", "urllib"): "the same of a data URL",
 }

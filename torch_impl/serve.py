@@ -7,6 +7,7 @@ from typing import Any
 from shared.process.launch import launch
 
 MODULE = "torch_impl.platform"
+SERVE = "torch_impl.serve"
 
 
 def platform() -> Any:
@@ -18,7 +19,7 @@ def platform() -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the server until it is stopped; returns the exit code of the process."""
-    return launch(argv, platform, rank_module=MODULE, packages=("torch",))
+    return launch(argv, platform, rank_module=MODULE, packages=("torch",), serve_module=SERVE)
 
 
 if __name__ == "__main__":

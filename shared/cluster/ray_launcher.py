@@ -34,6 +34,7 @@ ROOM_S = 60.0
 
 ANSWER_S = 2.0
 GPUS = "CUDA_VISIBLE_DEVICES"
+FLAG = "--distributed-executor-backend ray"
 
 
 class _Place:
@@ -124,7 +125,7 @@ class RayLauncher:
             if self._is_own:
                 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise ConfigError(connection_fault(error)) from error
+            raise ConfigError(connection_fault(error, FLAG)) from error
 
     def _reserve(self, count: int, with_gpus: bool) -> None:
         each = {"CPU": 1.0, **({"GPU": 1.0} if with_gpus else {})}

@@ -61,6 +61,29 @@ def parse(argv: Sequence[str]) -> Options:
     return Options.from_values(values | {name: kinds[name](name, given[name]) for name in given})
 
 
+def words_of(options: Options, **changes: Any) -> list[str]:
+    """Returns a command line with the flags that were set explicitly.
+
+    Args:
+      options: Options of a command line and its config file.
+      changes: Values of other flags, or None to remove a flag.
+    """
+    names = options.explicit_flags | {"fp8_activations"}  # set by `--quantization w8a8_fp8`
+    given = {
+        name: getattr(part, name)
+        for part in map(vars(options).get, PARTS)
+        for name in names
+        if hasattr(part, name)
+    }
+    words = []
+    for name, value in (given | changes).items():
+        if value is True:
+            words.append(spelling(name))
+        elif value is not None and value is not False:
+            words.append(f"{spelling(name)}={value}")
+    return words
+
+
 def _expanded(argv: Iterable[str]) -> Iterator[str]:
     """Yields the words of a command line, with each `@FILE` replaced by its words."""
     for word in argv:

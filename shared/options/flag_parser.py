@@ -4,7 +4,7 @@ import argparse
 import platform
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import Field, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -41,9 +41,14 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"{flag_names} {fault}; --help lists the flags")
 
 
-def make_parser() -> FlagParser:
-    """Returns the parser of the server's command line."""
-    prog = _program()
+def make_parser(prog: str | None = None, names: Collection[str] | None = None) -> FlagParser:
+    """Returns the parser of a command line.
+
+    Args:
+      prog: Command in the help; None: the command of a server that started this process.
+      names: Fields with an accepted flag; None: all.
+    """
+    prog = prog or _program()
     parser = FlagParser(
         prog=prog,
         usage="%(prog)s [--model-path MODEL] [--flag VALUE ...] [@FILE ...]",
@@ -54,12 +59,12 @@ def make_parser() -> FlagParser:
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
-    add_flags(parser)
+    add_flags(parser, names)
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags to a parser."""
+def add_flags(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Adds the flags of these fields to a parser, or all flags."""
     group = parser.add_argument_group("Command line")
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     group.add_argument(
@@ -83,7 +88,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, part in PARTS.items():
         group = parser.add_argument_group(HEADINGS[name])
         for item in fields(part):
-            _add(group, item)
+            if names is None or item.name in names:
+                _add(group, item)
 
 
 def help_of(item: "Field[Any]") -> str:

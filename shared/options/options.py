@@ -13,7 +13,8 @@ from shared.options.engine import EngineConfig
 from shared.options.flags import check_rules, flag, raise_fault, spelling
 from shared.options.ngram import DEVICE, HOST, NEEDS_HOST, NgramConfig
 from shared.options.observing import ObservingOptions
-from shared.options.ranks import RankOptions
+from shared.options.ranks import RAY, RankOptions
+from shared.options.router import RouterOptions
 from shared.options.server import ServerOptions
 from shared.options.speculative import SpeculativeConfig
 
@@ -119,6 +120,7 @@ class Options:
     observing: ObservingOptions
     engine: EngineConfig
     ranks: RankOptions
+    router: RouterOptions
     speculative: SpeculativeConfig
     ngram: NgramConfig
     adaptive: AdaptiveConfig
@@ -139,6 +141,18 @@ class Options:
             made[part] = made_of(**{name: values[name] for name in names})
         raise_fault(made["adaptive"].drafter_fault(made["speculative"].drafts))
         return cls(**made, explicit_flags=frozenset(values))._with_ngram_backend()
+
+    def replicas_fault(self) -> str | None:
+        """Returns the first fault of the options of replicas, for a server."""
+        router = self.router
+        if router.servers is not None:
+            return "--servers is a flag of `tandem route`; use that command, or remove the flag"
+        if router.replicas == 1 or self.ranks.distributed_executor_backend != RAY:
+            return router.launcher_fault()
+        return (
+            "--distributed-executor-backend ray is not supported with --replicas: each replica "
+            "starts its ranks on its own host; give --replica-launcher ray for several hosts"
+        )
 
     @property
     def flags_of_host_index(self) -> tuple[str, ...]:
@@ -166,6 +180,7 @@ PARTS = {
     "observing": ObservingOptions,
     "engine": EngineConfig,
     "ranks": RankOptions,
+    "router": RouterOptions,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,
     "adaptive": AdaptiveConfig,
@@ -177,6 +192,7 @@ HEADINGS = {
     "observing": "Log and traces",
     "engine": "Engine limits",
     "ranks": "Tensor parallelism",
+    "router": "Replicas and router",
     "speculative": "Speculative decoding",
     "ngram": "NGRAM drafter",
     "adaptive": "Adaptive speculation",

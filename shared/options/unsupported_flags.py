@@ -34,8 +34,15 @@ ALWAYS = frozenset(
 
 NEUTRAL = {
     **dict.fromkeys(
-        ("--dp-size", "--dp", "--data-parallel-size", "--pp-size", "--pp")
-        + ("--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes", "--stream-interval"),
+        (
+            "--pp-size",
+            "--pp",
+            "--pipeline-parallel-size",
+            "--ep-size",
+            "--ep",
+            "--nnodes",
+            "--stream-interval",
+        ),
         ("1",),
     ),
     **dict.fromkeys(("--node-rank", "--base-gpu-id"), ("0",)),
@@ -58,8 +65,15 @@ def asks_for_nothing(name: str, value: str | None) -> bool:
 
 UNSUPPORTED_FLAGS = {
     **dict.fromkeys(
-        ("--dp-size", "--dp", "--pp-size", "--pp", "--pipeline-parallel-size")
-        + ("--data-parallel-size", "--ep-size", "--ep", "--nnodes", "--enable-expert-parallel")
+        (
+            "--pp-size",
+            "--pp",
+            "--pipeline-parallel-size",
+            "--ep-size",
+            "--ep",
+            "--nnodes",
+            "--enable-expert-parallel",
+        )
         + ("--node-rank", "--dist-init-addr", "--enable-dp-attention"),
         OTHER_WAYS,
     ),

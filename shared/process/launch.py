@@ -43,6 +43,7 @@ def launch(
     platform: Callable[[], Any],
     rank_module: str | None = None,
     packages: Sequence[str] = (),
+    serve_module: str | None = None,
 ) -> int:
     """Runs a server until it is stopped.
 
@@ -53,6 +54,7 @@ def launch(
       rank_module: Module whose `PLATFORM` the process of another rank uses; None if one process has
         all devices.
       packages: Packages that `platform` will import.
+      serve_module: Module that runs this command line, for the processes of replicas.
 
     Returns:
       The exit code: 0 after a signal, 2 for an invalid configuration, else 1.
@@ -64,12 +66,17 @@ def launch(
         raise_fault(_packages_fault(packages))
         raise_fault(options.observing.exporter_fault())
         raise_fault(options.ranks.launcher_fault())
+        raise_fault(options.replicas_fault())
         for part in PARTS:
             check_files(getattr(options, part))
         places = find_models(options)
         listeners = open_listeners(options.server)
-        serving = import_module("shared.process.serving")
-        serve = serving.start_serving(options, places, listeners, platform, rank_module)
+        if options.router.replicas > 1:
+            starting = import_module("shared.router.starting")
+            serve = starting.start_replicas(options, places, listeners, serve_module)
+        else:
+            serving = import_module("shared.process.serving")
+            serve = serving.start_serving(options, places, listeners, platform, rank_module)
     except ValueError as error:  # ConfigError, CheckpointError, errors of configs and backends
         return _refused(str(error))
     except ModuleNotFoundError as error:

@@ -6,6 +6,8 @@ import pytest
 
 from shared.cluster.connecting import connection_fault
 
+FLAG = "--distributed-executor-backend ray"
+
 
 class AuthenticationError(Exception):
     """Same name as the error of Ray."""
@@ -37,7 +39,7 @@ VERSIONS = RuntimeError("Version mismatch: The cluster was started with:\n    Ra
     ],
 )
 def test_connection_fault_names_each_cause(error, sentence):
-    found = connection_fault(error)
+    found = connection_fault(error, FLAG)
     assert found.startswith(sentence)
     assert "\n" not in found
 
@@ -46,7 +48,7 @@ def test_connection_fault_distinguishes_rejected_from_absent_ray():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         error = ConnectionError(f"Failed to connect to Ray cluster at 127.0.0.1:{port}")
-        found = connection_fault(error)
+        found = connection_fault(error, FLAG)
         assert f"the Ray at 127.0.0.1:{port} runs and did not accept this process" in found
         assert "RAY_AUTH_TOKEN" in found
-    assert f"no Ray runs at 127.0.0.1:{port}; start one" in connection_fault(error)
+    assert f"no Ray runs at 127.0.0.1:{port}; start one" in connection_fault(error, FLAG)

@@ -17,8 +17,8 @@ NEXTN = ["--speculative-algorithm", "NEXTN"]
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
 
 REFUSED = {
-    "--dp-size 2": "--dp-size is not supported",
-    "--dp=2": "--dp is not supported",
+    "--pp-size 2": "--pp-size is not supported",
+    "--pp=2": "--pp is not supported",
     "--tp-size 0": "--tp-size must be 1 to 64, got 0",
     "--distributed-executor-backend slurm": (
         "--distributed-executor-backend must be one of mp, ray, got slurm"
@@ -162,8 +162,8 @@ def test_unsupported_flag_reasons_deny_no_supported_dtype():
 
 @pytest.mark.parametrize(
     "line",
-    ["--kv-cache-dtype fp8", "--kv-cache-dtype=fp8", "--dp-size 2", "--kv-cache-dtype"]
-    + ["--enable-metrics=1", "--nnodes 2", "--dp-size"],
+    ["--kv-cache-dtype fp8", "--kv-cache-dtype=fp8", "--pp-size 2", "--kv-cache-dtype"]
+    + ["--enable-metrics=1", "--nnodes 2", "--pp-size"],
 )
 def test_neutral_flag_rejects_effective_value(line):
     with pytest.raises(
@@ -246,6 +246,8 @@ def test_parse_flags_set_their_fields():
         "speculative_adaptive_config": "shapes.json",
         "speculative_adaptive_trace": "steps.jsonl",
         **{"tp_size": 2, "distributed_executor_backend": "ray"},
+        **{"replicas": 3, "replica_launcher": "ray", "servers": "http://a:1,http://b:2"},
+        **{"routing_policy": "least_load", "health_check_interval": 2, "health_check_timeout": 4},
         **{"max_image_tokens": 512, "mm_encoder_cache_tokens": 4096},
         "speculative_token_map": "map.json",
         "speculative_ngram_backend": "device",

@@ -108,7 +108,7 @@ WRONG = {
         "a.json",
         '{"allowed_hosts": [["a"]]}',
     ): "--allowed-hosts must be a string, or a list of strings",
-    ("a.json", '{"dp_size": 2}'): "--dp-size is not supported: ",
+    ("a.json", '{"pp_size": 2}'): "--pp-size is not supported: ",
     ("a.json", '{"config": "b.json"}'): "--config must be given on the command line",
     ("a.json", '{"help": true}'): "unknown flag --help",
     ("a.json", "[]"): "it must be an object",
@@ -130,7 +130,7 @@ def test_config_file_rejects_invalid_content(tmp_path, name, text):
 
 
 def test_config_file_accepts_neutral_flags(tmp_path):
-    text = '{"enable_metrics": true, "kv-cache-dtype": "auto", "dp_size": 1, "port": 1}'
+    text = '{"enable_metrics": true, "kv-cache-dtype": "auto", "pp_size": 1, "port": 1}'
     assert parse(config(tmp_path, "a.json", text)) == parse(["--port", "1"])
     with pytest.raises(ConfigError, match="unknown flag --enable-metrics"):
         parse(config(tmp_path, "a.json", '{"enable_metrics": false}'))

@@ -146,7 +146,8 @@ def _app(
     app = _with_routes(served, facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
-    return _gated(BodyLimit(app), facts, names, origins)
+    keys = (facts.api_key, facts.admin_api_key) if facts.api_key is not None else ()
+    return gated(BodyLimit(app), keys, names, origins)
 
 
 def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
@@ -278,12 +279,22 @@ def _page_routes() -> Iterator[Route]:
     )
 
 
-def _gated(
-    app: ASGIApp, facts: ServerInfo, names: Collection[str] | None, origins: Collection[str]
+def gated(
+    app: ASGIApp,
+    keys: Collection[str | None],
+    names: Collection[str] | None,
+    origins: Collection[str],
 ) -> ASGIApp:
-    """Wraps an application with the middleware that runs before routing."""
-    if facts.api_key is not None:
-        app = ApiKeyMiddleware(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+    """Wraps an application with the middleware that runs before routing.
+
+    Args:
+      app: The application.
+      keys: Valid API keys, without those that are None; empty if no key is required.
+      names: Allowed host names; None for any.
+      origins: Allowed origins.
+    """
+    if keys:
+        app = ApiKeyMiddleware(app, [key for key in keys if key])
     if origins:
         app = Origins(app, origins)
     if names is not None:

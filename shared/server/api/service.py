@@ -39,18 +39,22 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Uvicorn server without signal handlers, with a callback when it listens."""
 
-    def __init__(self, app: ASGIApp, room: ConnectionLimit, on_start: Callable[[], None]) -> None:
-        super().__init__(HttpConfig(app, room, GRACE_S))
+    def __init__(
+        self, app: ASGIApp, room: ConnectionLimit, grace_s: int, on_start: Callable[[], None]
+    ) -> None:
+        super().__init__(HttpConfig(app, room, grace_s))
         self._on_start = on_start
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leaves signal handlers as they are."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and calls `on_start`."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(MAX_WAITING)  # asyncio's backlog also limits accepts per wake-up
@@ -72,9 +76,9 @@ class Service:
         watchers = (self._tracing,) if self._tracing else ()
         has_admin = bool(listeners.admin)
         apps = make_apps(client, tokenizer, renderer, opener, grammars, watchers, has_admin)
-        rooms = _rooms(listeners)
+        rooms = connection_limits(listeners)
         self._servers = [
-            _HttpServer(app, room, self._greet)
+            HttpServer(app, room, GRACE_S, self._greet)
             for app, room in zip((apps.clients, apps.admin), rooms, strict=True)
             if app is not None
         ]
@@ -117,14 +121,14 @@ class Service:
         if not all(server.started for server in self._servers):
             return
         model = self._client.facts.model_name
-        clients, admin = map(_urls, (self._listeners.clients, self._listeners.admin))
+        clients, admin = map(urls_of, (self._listeners.clients, self._listeners.admin))
         message = f"{model} is served at {' and '.join(clients)}"
         if admin:
             message += f", metrics and admin routes at {' and '.join(admin)}"
         logs.log_always(message)
 
 
-def _rooms(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
+def connection_limits(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
     """Returns the connection limits; the admin listener stays reachable when clients use theirs."""
     num_free, clients, admin = descriptors.num_free(), len(listeners.clients), len(listeners.admin)
     admins = num_free // ADMIN_SHARE if admin else 0
@@ -138,7 +142,8 @@ def _tracing(endpoint: str | None) -> ClosableWatcher | None:
     return import_module("shared.server.api.tracing").Tracing.to_collector(endpoint)
 
 
-def _urls(listeners: Sequence[socket.socket]) -> list[str]:
+def urls_of(listeners: Sequence[socket.socket]) -> list[str]:
+    """Returns the URL of each listening socket."""
     names = (listener.getsockname()[:2] for listener in listeners)
     return [f"http://[{h}]:{p}" if ":" in h else f"http://{h}:{p}" for h, p in names]
 

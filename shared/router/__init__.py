@@ -1,0 +1,1 @@
+"""Router: forwards requests to replicas of a server, by cached prefix and load."""
