@@ -15,7 +15,7 @@ from shared.offline.results import CompletionOutput, RequestOutput, StreamChunk
 from shared.server.completions.choice import Choice, ChoiceUpdate
 from shared.server.completions.logprobs import TokenNames
 from shared.server.completions.traces import step_json
-from shared.server.parsing.delta import Delta
+from shared.text.parsing.delta import Delta
 
 
 @dataclass(frozen=True)

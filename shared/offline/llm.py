@@ -38,12 +38,12 @@ from shared.process.tp.startup import tp_startup
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import PromptText, TokenNames
 from shared.server.completions.sampling import make_sampling
-from shared.server.parsing.output_parser import OutputBuilder
-from shared.server.parsing.reasoning import is_open_after, thinking_after
-from shared.server.parsing.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import GrammarRequest, ToolCallSpec
+from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.parsing.reasoning import is_open_after, thinking_after
+from shared.text.text_parsers import new_parser
 from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
 from shared.text.tool_call_grammar import arguments_schema
 from shared.text.tool_messages import read_functions

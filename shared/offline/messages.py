@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.offline.values import as_json, items_of
-from shared.server.parsing.json_tool_call import read_object
+from shared.text.call_formats.json_calls import read_object
 from shared.text.tokenizer import is_text
 
 Message = dict[str, Any]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.server.completions.logprobs import ScoredToken
-from shared.server.parsing.delta import ToolCallDelta
+from shared.text.parsing.delta import ToolCallDelta
 
 
 @dataclass(frozen=True, kw_only=True)

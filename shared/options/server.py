@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
+from shared.text.call_formats.registry import ALIASES, FORMATS
 
 ANY = "*"
 """Wildcard for all host names and all origins."""
@@ -11,7 +12,7 @@ ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+")
 
 REASONING_PARSERS = ("qwen3", "deepseek-r1")
-TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
+TOOL_CALL_PARSERS = tuple(FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class ServerOptions:
         "template",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
         metavar="NAME",
-        values={"qwen25": "qwen", "llama3_json": "llama3"},
+        values=dict(ALIASES),
     )
     strict_fields: bool = flag(
         False,

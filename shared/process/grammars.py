@@ -15,7 +15,7 @@ from shared.engine.grammar import Grammar, GrammarState
 from shared.engine.request import InvalidRequestError, Request
 from shared.options.flags import ConfigError
 from shared.options.options import Options
-from shared.text.delimiters import marks_of
+from shared.text.call_formats.registry import marks_of
 from shared.text.tokenizer_files import TokenizerFiles
 from shared.text.worker import WorkerError
 

@@ -34,7 +34,7 @@ from shared.models.image_processor import ImageProcessorConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
 from shared.spec.logprobs import PromptLogprobs
-from shared.text.delimiters import marks_of
+from shared.text.call_formats.registry import marks_of
 from shared.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("<I")

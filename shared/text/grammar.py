@@ -21,20 +21,17 @@ from llguidance.numpy import fill_next_token_bitmask
 from shared.models.file_kind import TOKENIZER_FILE
 from shared.models.model_folder import ModelFolder
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH, UNFOLLOWED
+from shared.text.grammar_source import (
+    MAX_GRAMMAR_BYTES,
+    OF_TEXTS,
+    TOO_LARGE,
+    InvalidGrammarError,
+    checked,
+    literal,
+    serialized,
+    with_settings,
+)
 from shared.text.tokenizer_files import TokenizerFiles
-from shared.text.worker import WorkerError
-
-MAX_GRAMMAR_BYTES = 1 << 18
-JSON_SPACES = r"[ ]?|\n[ ]{0,32}"
-"""White space between parts of JSON: none, a space, or a line break and an indentation.
-
-Without a bound a model may write white space forever.
-"""
-
-_OF_TEXTS = {"whitespace_pattern": JSON_SPACES}
-_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Separators of JSON in calls: those of `tojson` in chat templates, with which models are trained,
-because clients never receive this white space."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -51,25 +48,18 @@ _OF_LIMITS = re.compile("too many|current row has", re.IGNORECASE)
 """Matches the library's message when an output exceeds a limit."""
 
 
-class InvalidGrammarError(WorkerError):
-    """Error of an invalid grammar; one sentence."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, "grammar")
-
-
 def of_schema(schema: dict[str, Any]) -> str:
     """Returns the grammar of JSON that matches a schema.
 
     Raises:
       GrammarRefused: The grammar is too large.
     """
-    return serialized([{"json_schema": _with_settings(schema, _OF_TEXTS)}])
+    return serialized([{"json_schema": with_settings(schema, OF_TEXTS)}])
 
 
 def of_regex(regex: str) -> str:
     """Returns the grammar of the full matches of a regular expression; raises as `of_schema`."""
-    return _checked(LLMatcher.grammar_from_regex(regex))
+    return checked(LLMatcher.grammar_from_regex(regex))
 
 
 def of_choices(choices: Sequence[str]) -> str:
@@ -84,7 +74,7 @@ def of_lark(grammar: str) -> str:
       GrammarRefused: The grammar is invalid, or too large.
     """
     if len(grammar) > MAX_GRAMMAR_BYTES:  # before it is read at all
-        raise InvalidGrammarError(_TOO_LARGE)
+        raise InvalidGrammarError(TOO_LARGE)
     try:
         lark = any_to_lark(grammar)
     except Exception as error:  # the library raises plain Exception
@@ -104,35 +94,6 @@ def with_prefix(lead: str, grammar: str) -> str:
     first, *others = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: lead @behind\n{lead}\n"}
     return serialized([start, {**first, "name": "behind"}, *others])
-
-
-def literal(text: str) -> str:
-    """Returns a string as a Lark literal."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def schema_rule(name: str, schema: dict[str, Any]) -> str:
-    """Returns a rule of JSON that matches a schema, with the separators of calls."""
-    return f"{name}: %json {json.dumps(_with_settings(schema, _OF_CALLS))}"
-
-
-def serialized(grammars: Sequence[dict[str, Any]]) -> str:
-    """Returns the input of `Compiler.compile`; raises as `of_schema`."""
-    return _checked(json.dumps({"grammars": grammars}))
-
-
-def _with_settings(schema: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema with settings of the library; unknown keywords are errors."""
-    return {**schema, "x-guidance": {**settings, "lenient": False}}
-
-
-def _checked(grammar: str) -> str:
-    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-        raise InvalidGrammarError(_TOO_LARGE)
-    return grammar
-
-
-_TOO_LARGE = f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
 
 
 class _ShownTexts:

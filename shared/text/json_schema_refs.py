@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from shared.text.grammar import InvalidGrammarError
+from shared.text.grammar_source import InvalidGrammarError
 
 MAX_DEPTH = 64
 _TOO_DEEP = f"a schema nests references more than {MAX_DEPTH} deep"

@@ -95,7 +95,7 @@ ELSEWHERE = {
     **dict.fromkeys(("guided_choice", "guided_grammar"), FORMS),
     "stream": f"{HTTP}_api.py::test_completion_stream_equals_whole_response",
     "stream_options": f"{HTTP}_api.py::test_include_usage_sends_separate_last_event",
-    "tools": "tests/server/test_tool_calls.py::test_tool_call_parser_independent_of_chunks",
+    "tools": "tests/text/test_tool_calls.py::test_tool_call_parser_independent_of_chunks",
     "tool_choice": f"{HTTP}_tools.py::test_tool_choice_none_omits_tools_from_prompt",
     "parallel_tool_calls": (f"{HTTP}_tools.py::test_parallel_tool_calls_false_returns_one_call"),
     "chat_template_kwargs": (f"{HTTP}_tools.py::test_reasoning_opened_by_template_is_separated"),
@@ -105,7 +105,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
-        "tests/server/test_reasoning_effort.py::test_reasoning_advice_reaches_template_variables",
+        "tests/text/test_reasoning_effort.py::test_reasoning_advice_reaches_template_variables",
     ),
     **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message"),

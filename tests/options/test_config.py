@@ -28,7 +28,7 @@ REFUSED = {
     "--shadow-verify-rate 1.5": "--shadow-verify-rate must be 0.0 to 1.0, got 1.5",
     "--shadow-verify-rate nan": "--shadow-verify-rate must be 0.0 to 1.0, got nan",
     "--reasoning-parser no": "--reasoning-parser must be one of auto, none, qwen3, deepseek-r1",
-    "--tool-call-parser no": "--tool-call-parser must be one of auto, none, hermes, qwen,",
+    "--tool-call-parser no": "--tool-call-parser must be one of auto, none, hermes, qwen3_coder,",
     "--speculative-ngram-min-bfs-breadth 1": (
         "--speculative-ngram-min-bfs-breadth requires an n-gram drafter"
     ),

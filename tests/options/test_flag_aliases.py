@@ -31,7 +31,7 @@ PEERS = {
     "--dp-size 2": "--replicas 2",
     "--generation-config vllm": "--sampling-defaults openai",
     "--guided-decoding-backend guidance": "--grammar-backend llguidance",
-    "--tool-call-parser qwen25": "--tool-call-parser qwen",
+    "--tool-call-parser qwen25": "--tool-call-parser hermes",
     "--tool-call-parser llama3_json": "--tool-call-parser llama3",
     "--reasoning-parser deepseek_r1": "--reasoning-parser deepseek-r1",
     "--speculative-algorithm mtp --speculative-use-rejection-sampling": (

@@ -73,7 +73,7 @@ def test_unknown_tool_call_template_reported_with_flag(folder: Path):
     (reason,) = options.reasons
     assert reason == (
         "--tool-call-parser none: the chat template writes calls in a form that no parser reads; "
-        "give --tool-call-parser (hermes, qwen, qwen3_coder or llama3) to choose one"
+        "give --tool-call-parser (hermes, qwen3_coder or llama3) to choose one"
     )
 
 

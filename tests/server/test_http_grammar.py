@@ -21,9 +21,10 @@ import pytest
 from shared.server.api.request_parsing import parse_request
 from shared.server.completions.grammars import held_calls
 from shared.server.protocol.openai_types import ChatRequest
+from shared.text.call_formats.call_format import CallableFunction
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
-from shared.text.tool_call_grammar import CallableFunction, grammar_of
+from shared.text.tool_call_grammar import grammar_of
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,

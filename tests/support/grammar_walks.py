@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shared.engine.grammar import Grammar, GrammarState
-from shared.text.delimiters import CALL, PARAMETER_END, THINK_END
+from shared.text.call_formats.qwen3_coder import PARAMETER_END
+from shared.text.delimiters import CALL, THINK_END
 
 ENDINGS = [
     text.encode() for text in (THINK_END, CALL, f"\n{PARAMETER_END}\n", '"', "}", "]", "\n", "0")

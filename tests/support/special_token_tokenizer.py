@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer
 
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
-from shared.text.delimiters import marks_of
+from shared.text.call_formats.registry import marks_of
 from tests.support.http_fixtures import byte_tokenizer
 
 MARKS = {mark for name in TOOL_CALL_PARSERS for mark in marks_of(name, REASONING_PARSERS[0])}

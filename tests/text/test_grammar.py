@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from shared.text.call_formats.call_format import CallableFunction
 from shared.text.delimiters import CALL, CALL_END, PYTHON_TAG, THINK_END
 from shared.text.grammar import (
     MAX_GRAMMAR_BYTES,
@@ -28,7 +29,7 @@ from shared.text.grammar import (
 )
 from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
-from shared.text.tool_call_grammar import CallableFunction, grammar_of
+from shared.text.tool_call_grammar import grammar_of
 from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
 from tests.support.special_token_tokenizer import MARKS, marked_tokenizer
 
@@ -176,8 +177,8 @@ def test_call_grammar_applies_after_open_reasoning():
 @pytest.mark.parametrize(
     ("style", "free", "lead", "text", "mark"),
     [
-        *((style, None, None, "", CALL) for style in ("hermes", "qwen", "qwen3_coder")),
-        *((style, "text", None, "Hm. ", CALL) for style in ("hermes", "qwen", "qwen3_coder")),
+        *((style, None, None, "", CALL) for style in ("hermes", "qwen3_coder")),
+        *((style, "text", None, "Hm. ", CALL) for style in ("hermes", "qwen3_coder")),
         ("hermes", None, None, TAGGED.removesuffix(CALL_END), CALL_END),
         ("qwen3_coder", "text", None, ELEMENTS.removesuffix(CALL_END), CALL_END),
         ("hermes", None, "open", "hm", THINK_END),

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.output_parser import OutputBuilder
+from shared.text.call_formats.registry import FORMATS
 from shared.text.delimiters import CALL, THINK, THINK_END
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
-from shared.text.tool_call_grammar import STYLES
+from shared.text.parsing.output_parser import OutputBuilder
 from tests.support.call_schemas import SCHEMAS
 from tests.support.conversations import count_refused
 from tests.support.grammar_walks import walk
@@ -26,7 +26,6 @@ TOOLS = [("trip", SCHEMA), ("node", SCHEMAS["recursive"])]
 SEEDS = range(3)
 BEGINNINGS = {
     "hermes": f"{CALL}\n",
-    "qwen": f"{CALL}\n",
     "qwen3_coder": f"{CALL}\n",
     "llama3": '{"name":',
 }
@@ -53,7 +52,7 @@ def text_of(tokenizer: RealTokenizer, request: GrammarRequest, seed: int, begun:
 
 @pytest.mark.parametrize("lead", [None, "open", "maybe"])
 @pytest.mark.parametrize("free", [None, "text", "answer"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", FORMATS)
 def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lead):
     """The output begins with the token of the call's delimiter if the tokenizer has one."""
     calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from models.make_random import chat_template
-from shared.server.parsing.output_parser import OutputBuilder
-from shared.server.parsing.text_parsers import new_parser
 from shared.text import template_probe
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
+from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.template_probe import reasoning_parser_of, tool_call_parser_of
+from shared.text.text_parsers import new_parser
 from tests.support.family_templates import TEMPLATES
 
 CODER = """

@@ -15,9 +15,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from shared.engine.request import Event, FinishReason
 from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import ScoredToken, TokenNames, for_completion
-from shared.server.parsing.delta import PassthroughParser
+from shared.text.call_formats.registry import marks_of
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
-from shared.text.delimiters import marks_of
+from shared.text.parsing.delta import PassthroughParser
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
 from tests.support.special_token_tokenizer import marked_tokenizer

@@ -10,11 +10,13 @@ import jsonschema
 import pytest
 
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.output_parser import OutputBuilder
+from shared.text.call_formats.call_format import CallableFunction
+from shared.text.call_formats.registry import FORMATS
 from shared.text.grammar import CompiledGrammar, Compiler, InvalidGrammarError
 from shared.text.json_schema_refs import standalone
+from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.tokenizer import Tokenizer
-from shared.text.tool_call_grammar import STYLES, CallableFunction, grammar_of
+from shared.text.tool_call_grammar import grammar_of
 from tests.support.call_schemas import SCHEMAS
 from tests.support.grammar_walks import walk
 from tests.support.http_fixtures import END, byte_tokenizer
@@ -40,7 +42,7 @@ def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", FORMATS)
 def test_call_grammar_outputs_parse_as_valid_calls(style, name):
     schema = SCHEMAS[name]
     shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
@@ -133,7 +135,6 @@ SPACED = {"properties": {"a": {"type": "array"}, "b": {"type": "object"}}, "requ
 BETWEEN_TAGS = "<tool_call>\n{}\n</tool_call>"
 CALL_OF = {
     "hermes": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
-    "qwen": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
     "llama3": '{"name": "f", "parameters": {}}',
 }
 

@@ -15,8 +15,8 @@ from shared.server.api.transport import EventStream, watch_client
 from shared.server.completions.choice import ChoiceUpdate
 from shared.server.completions.generation import Generation
 from shared.server.completions.serializer import Serializer, StreamEvent
-from shared.server.parsing.delta import Delta
 from shared.server.protocol.errors import ApiError
+from shared.text.parsing.delta import Delta
 
 KEEP_ALIVE_S = 5.0
 """Seconds without an event after which a stream begins, and between events that keep it open."""

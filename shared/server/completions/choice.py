@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.engine.request import Event, FinishReason
 from shared.server.completions.logprobs import PromptText, ScoredToken
-from shared.server.parsing.delta import Delta, OutputParser
+from shared.text.parsing.delta import Delta, OutputParser
 from shared.text.tokenizer import Detokenizer
 
 

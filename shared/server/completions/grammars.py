@@ -7,10 +7,10 @@ from collections import OrderedDict
 from shared.engine.checks import NO_GRAMMARS
 from shared.process.ipc_messages import ServerInfo
 from shared.server.engine_link.workers import WorkerPool
-from shared.server.parsing.reasoning import thinking_after
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import GenerationRequest
 from shared.text.grammar_worker import DEADLINE_S, GrammarRequest, ToolCallSpec
+from shared.text.parsing.reasoning import thinking_after
 from shared.text.worker import WorkerError, pack
 
 MAX_KEPT_BYTES = 1 << 23

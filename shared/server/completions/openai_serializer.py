@@ -16,10 +16,10 @@ from shared.server.completions.logprobs import (
 )
 from shared.server.completions.output import GenerationOutput
 from shared.server.completions.serializer import StreamEvent
-from shared.server.parsing.delta import Delta, ToolCallDelta
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import GenerationRequest
 from shared.server.protocol.response_types import STREAM_END
+from shared.text.parsing.delta import Delta, ToolCallDelta
 
 
 class ChoiceFormat(Protocol):

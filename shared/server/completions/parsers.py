@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shared.process.ipc_messages import ServerInfo
-from shared.server.parsing.delta import OutputParser, PassthroughParser
-from shared.server.parsing.output_parser import OutputBuilder
-from shared.server.parsing.reasoning import is_open_after
-from shared.server.parsing.text_parsers import new_parser
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import ChatInput, GenerationRequest
+from shared.text.parsing.delta import OutputParser, PassthroughParser
+from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.parsing.reasoning import is_open_after
+from shared.text.text_parsers import new_parser
 
 
 class Parsers:

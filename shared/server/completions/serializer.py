@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shared.server.completions.choice import ChoiceUpdate
-from shared.server.parsing.delta import Delta
 from shared.server.protocol.errors import ApiError
+from shared.text.parsing.delta import Delta
 
 
 @dataclass(frozen=True)

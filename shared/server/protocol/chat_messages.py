@@ -18,10 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from shared.server.parsing.json_object import JsonObject
-from shared.server.parsing.json_tool_call import read_object
 from shared.server.protocol.content import AnswerContent, Content, without_images
 from shared.server.protocol.fields import Nested, Strict, Text, check_depth
+from shared.text.call_formats.json_calls import read_object
+from shared.text.parsing.json_object import JsonObject
 from shared.text.tokenizer import is_text
 from shared.text.tool_call_grammar import arguments_schema
 

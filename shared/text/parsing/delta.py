@@ -56,6 +56,11 @@ class OutputParser(Protocol):
         """True if the output has a tool call and the arguments of every call are complete."""
         ...
 
+    @property
+    def num_malformed_calls(self) -> int:
+        """Calls that began with a tag and were returned as text, in whole or in part."""
+        ...
+
     def push(self, text: str) -> Delta:
         """Returns the parsed increment and holds back ambiguous text."""
         ...
@@ -73,6 +78,7 @@ class PassthroughParser:
     """Parser for models without reasoning and tool calls: the whole output is content."""
 
     has_whole_calls = False
+    num_malformed_calls = 0
 
     def push(self, text: str) -> Delta:
         """Returns the text unchanged."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shared.server.parsing.delta import Delta, ToolCallDelta
+from shared.text.parsing.delta import Delta, ToolCallDelta
 
 Result = TypeVar("Result")
 ParserStep = Generator[None, str, Result]
@@ -32,6 +32,8 @@ class OutputBuilder:
       are_calls_constrained: A grammar constrains the calls, so only its tags begin one.
       num_calls: Calls that have begun.
       num_whole: Calls with complete arguments.
+      num_malformed: Calls that began with a tag and were returned as text, in whole or in part.
+      new_id: Returns an id for a call that has none.
       is_thinking: Text is reasoning, until a call begins.
       was_cut: The text ended at `max_tokens`.
     """
@@ -45,7 +47,8 @@ class OutputBuilder:
         """Args: `max_calls` is the maximum number of calls of a choice; None: no limit."""
         self.tools = tools
         self.are_calls_constrained = are_calls_constrained
-        self.num_calls = self.num_whole = 0
+        self.num_calls = self.num_whole = self.num_malformed = 0
+        self.new_id = lambda: f"call_{uuid.uuid4().hex}"
         self.is_thinking = False
         self.was_cut = False
         self._max_calls = max_calls
@@ -72,9 +75,13 @@ class OutputBuilder:
         if not (self.was_cut and self._follows_call):
             self.add_text(tag)
 
-    def begin(self, name: str) -> None:
-        """Begins a call of a function."""
-        self._calls[self.num_calls] = _Call(f"call_{uuid.uuid4().hex}", name)
+    def note_malformed(self) -> None:
+        """Counts a malformed call, unless the text or the limit of calls ended it."""
+        self.num_malformed += not (self.was_cut or self.num_calls == self._max_calls)
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Begins a call of a function, with the id that the model wrote, or a new one."""
+        self._calls[self.num_calls] = _Call(call_id or self.new_id(), name)
         self.num_calls += 1
         self.is_thinking, self._follows_call = False, True
 
@@ -185,11 +192,25 @@ class TextCursor:
                 return ""
         return held
 
+    def expect_any(self, tags: tuple[str, ...]) -> ParserStep[str]:
+        """Reads white space and the first of the tags that follows; see `expect`."""
+        for tag in tags:
+            if held := (yield from self.expect(tag)):
+                return held
+        return ""
+
     def give_up(self, text: str, output: OutputBuilder) -> None:
         """Adds text that is no call as text; white space at its end is put back."""
         words = text.rstrip()
         output.add_text(words)
         self.put_back(text[len(words) :])
+
+    def give_up_tag(self, text: str, output: OutputBuilder) -> None:
+        """Adds a tag that no call follows as text, at the end of the output as a partial tag."""
+        if self.ended and not self._back:
+            output.add_partial_tag(text)
+        else:
+            self.give_up(text, output)
 
     def close(self, tag: str, output: OutputBuilder) -> ParserStep[None]:
         """Reads the closing tag of a call, which may be missing or incomplete."""
@@ -232,6 +253,11 @@ class TextReader:
     def has_whole_calls(self) -> bool:
         """Same as `OutputParser.has_whole_calls`."""
         return self._said.num_whole == self._said.num_calls > 0
+
+    @property
+    def num_malformed_calls(self) -> int:
+        """Same as `OutputParser.num_malformed_calls`."""
+        return self._said.num_malformed
 
     def push(self, text: str) -> Delta:
         """Returns the parsed output of a text."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
-from shared.text.grammar import InvalidGrammarError
+from shared.text.grammar_source import InvalidGrammarError
 from shared.text.json_schema_refs import resolve_pointer
 
 MAX_STEPS = 1 << 12  # schemas and enumerated values that are evaluated for one value

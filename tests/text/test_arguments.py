@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.arguments import from_json, read_argument, to_json
-from shared.server.parsing.delta import Delta
-from shared.server.parsing.output_parser import OutputBuilder
-from shared.server.parsing.text_schema import ParameterSchemas
-from shared.server.parsing.tool_call_parsers import FORMATS
+from shared.text.call_formats.registry import FORMATS
+from shared.text.parsing.arguments import from_json, read_argument, to_json
+from shared.text.parsing.delta import Delta
+from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.parsing.text_schema import ParameterSchemas
 
 WORD = {"type": "string"}
 OPTIONAL = {"anyOf": [WORD, {"type": "null"}]}

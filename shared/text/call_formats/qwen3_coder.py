@@ -1,87 +1,41 @@
-"""Tool-call parsers, one for each format.
-
-A parser receives one character at a time, so its output does not depend on chunk borders. It
-emits output as soon as it is certain. Text that turns out to be no call is content.
-
-A JSON call begins once its name and the start of its arguments are read. If it breaks off later,
-the arguments end there and the rest is text. An XML-style call is emitted when it is complete,
-because its arguments are JSON only then; if it breaks off, all of it is text. A partial tag right
-after a complete call is dropped if `max_tokens` cut it: see `OutputBuilder.add_partial_tag`.
-"""
+"""XML elements in `<tool_call>`: Qwen3 Coder, Qwen3.5."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from shared.server.parsing.arguments import argument_json, to_json
-from shared.server.parsing.json_tool_call import read_json_call
-from shared.server.parsing.output_parser import (
-    OutputBuilder,
-    ParserStep,
-    ReadAll,
-    ReadCall,
-    TextCursor,
+from shared.text.call_formats.call_format import (
+    Call,
+    CallableFunction,
+    CallFormat,
+    any_of,
 )
-from shared.server.parsing.text_schema import ParameterSchemas
-from shared.text.delimiters import (
-    CALL,
-    CALL_END,
-    FUNCTION_END,
-    PARAMETER_END,
-    PYTHON_TAG,
-    THINK_END,
-)
+from shared.text.call_formats.typed_parameters import ParameterTags, parameter_rules, written_value
+from shared.text.delimiters import CALL, CALL_END, THINK_END
+from shared.text.grammar_source import literal
+from shared.text.parsing import arguments as values
+from shared.text.parsing.output_parser import OutputBuilder, ParserStep, TextCursor
+from shared.text.parsing.text_schema import ParameterSchemas
 
+FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _HEADER = re.compile(
     r"\s*(<tool_call>\s*)?(<function=[^<>\n]+>\s*(<parameter=[^<>\n]+>\s*|<[^<>\n]*)?|<[^<>\n]*)?"
 )
+_TAGS = ParameterTags(
+    begin=_PARAMETER, after_key=">\n", before_end="\n", end=PARAMETER_END, separator="\n"
+)
 
 
-def read_tagged(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
-    """Parses `<tool_call>{"name": ..., "arguments": ...}</tool_call>` (Hermes, Qwen)."""
-    while lead := (yield from source.up_to((CALL,), output)):
-        yield from _read_tagged_call(source, output, lead)
-
-
-def _read_tagged_call(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
-    if (yield from read_json_call(source, output, lead)):
-        yield from source.close(CALL_END, output)
-        return True
-    return False
-
-
-def read_bare(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
-    """Parses `{"name": ..., "parameters": ...}` (Llama 3): the whole text, or several after `;`."""
-    lead = yield from source.skip_space()
-    if (yield from source.expect(PYTHON_TAG)):
-        lead += PYTHON_TAG
-    while (yield from read_json_call(source, output, lead)):
-        lead = yield from source.skip_space()
-        if not (yield from source.expect(";")):
-            break
-        lead += ";"
-    yield from source.rest(output)
-
-
-def read_elements(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
-    """Parses `<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`.
-
-    Qwen3 Coder and Qwen3.5 write this format.
+def read_calls(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+    """Parses one function.
 
     Models omit tags. A call may begin with `<function=NAME>`, and a missing closing tag of a value
     or a call is inferred from a later tag. A grammar allows neither, so with constrained calls only
     the tags that the grammar requires are recognised.
     """
-    tags = (CALL,) if output.are_calls_constrained else (CALL, _FUNCTION)
-    while lead := (yield from source.up_to(tags, output)):
-        yield from _read_function(source, output, lead)
-
-
-def _read_function(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
     if lead.endswith(_FUNCTION):
         lead = lead.removesuffix(_FUNCTION)
         source.put_back(_FUNCTION)
@@ -115,7 +69,7 @@ def _read_arguments(
         text = (yield from _read_value(source, output, missing)) if key else None
         if text is None:
             return None
-        entries.append(f"{to_json(key)}: {argument_json(text, key, schemas)}")
+        entries.append(f"{values.to_json(key)}: {values.argument_json(text, key, schemas)}")
     is_whole = (yield from source.expect(FUNCTION_END)) or (yield from source.expect(CALL_END))
     return f"{{{', '.join(entries)}}}" if is_whole else None
 
@@ -195,23 +149,40 @@ def _trimmed(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-@dataclass(frozen=True)
-class CallFormat:
-    """Format of tool calls.
-
-    Attributes:
-      read: Parses the content.
-      read_call: Parses a call after `CALL`, which may also occur within the reasoning; None: the
-        format has no tag, so calls within the reasoning are not recognised.
-    """
-
-    read: ReadAll
-    read_call: ReadCall | None
+def rules(tools: Sequence[CallableFunction], many: bool) -> list[str]:
+    """Returns the rules of a call after its opening tag."""
+    inner = f"inner: {literal(chr(10))} ({any_of('f', tools)}) {literal(chr(10) + CALL_END)}"
+    made = [inner]
+    for number, tool in enumerate(tools):
+        begin, end = literal(f"{_FUNCTION}{tool.name}>\n"), literal(FUNCTION_END)
+        made.append(f"f_{number}: {begin} p_{number} {end}")
+    return made + parameter_rules(tools, _TAGS)
 
 
-FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat(read_tagged, _read_tagged_call),
-    "qwen": CallFormat(read_tagged, _read_tagged_call),
-    "qwen3_coder": CallFormat(read_elements, _read_function),
-    "llama3": CallFormat(read_bare, None),
-}
+def write(calls: Sequence[Call]) -> str:
+    """Returns the text of calls."""
+    return "\n".join(map(_written, calls))
+
+
+def _written(call: Call) -> str:
+    name, arguments = call
+    values = "".join(
+        f"{_PARAMETER}{key}>\n{written_value(value)}\n{PARAMETER_END}\n"
+        for key, value in arguments.items()
+    )
+    return f"{CALL}\n{_FUNCTION}{name}>\n{values}{FUNCTION_END}\n{CALL_END}"
+
+
+FORMAT = CallFormat(
+    name="qwen3_coder",
+    description="XML elements in <tool_call>",
+    aliases=("qwen3_xml",),
+    markers=(CALL, _FUNCTION),
+    openings=(CALL,),
+    loose_openings=(_FUNCTION,),
+    marks=(CALL, CALL_END, FUNCTION_END, PARAMETER_END),
+    read_calls=read_calls,
+    rules=rules,
+    separator=r"\n{0,2}",
+    write=write,
+)

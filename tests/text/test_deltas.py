@@ -12,8 +12,8 @@ from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, 
 from shared.server.completions.logprobs import TokenNames
 from shared.server.completions.openai_serializer import ChatForm, OpenAISerializer
 from shared.server.completions.output import GenerationOutput
-from shared.server.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCallDelta
 from shared.server.protocol.openai_types import ChatRequest
+from shared.text.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCallDelta
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
@@ -41,6 +41,8 @@ class TagParser:
     @property
     def has_whole_calls(self) -> bool:
         return self._calls > 0
+
+    num_malformed_calls = 0
 
     def _delta(self, found: re.Match[str]) -> Delta:
         reasoning, call, text = found.groups()

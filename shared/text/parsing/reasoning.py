@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from shared.server.parsing.output_parser import OutputBuilder, ParserStep, ReadCall, TextCursor
-from shared.text.delimiters import CALL, THINK, THINK_END
+from shared.text.delimiters import THINK, THINK_END
+from shared.text.parsing.output_parser import OutputBuilder, ParserStep, ReadCall, TextCursor
 
 ALWAYS_OPEN = "deepseek-r1"
 """Parser of models whose output begins in reasoning without an opening tag."""
 
 
 def read_reasoning(
-    source: TextCursor, output: OutputBuilder, is_open: bool, read_call: ReadCall | None
+    source: TextCursor,
+    output: OutputBuilder,
+    is_open: bool,
+    openings: tuple[str, ...],
+    read_call: ReadCall,
 ) -> ParserStep[None]:
     """Parses reasoning at the start of a text; the rest of the text is content.
 
@@ -22,28 +26,28 @@ def read_reasoning(
       source: Reads the text.
       output: Receives reasoning and calls.
       is_open: The text begins within the reasoning; an opening tag may follow all the same.
-      read_call: Parses a call after `<tool_call>`; None: only the content can have calls.
+      openings: Tags of calls; none if only the content can have calls.
+      read_call: Parses calls after a tag.
     """
     if not (yield from source.expect(THINK)) and not is_open:
         return
     yield from source.skip_space()
     output.is_thinking = True
-    tags = (THINK_END,) if read_call is None else (THINK_END, CALL)
-    while lead := (yield from source.up_to(tags, output)):
-        if read_call is None or lead.endswith(THINK_END):
+    while lead := (yield from source.up_to((THINK_END, *openings), output)):
+        if lead.endswith(THINK_END):
             output.is_thinking = False
             yield from source.skip_space()
             return
         if (yield from read_call(source, output, lead)):
-            yield from _read_more_calls(source, output, read_call)
+            yield from _read_more_calls(source, output, openings, read_call)
             return
 
 
 def _read_more_calls(
-    source: TextCursor, output: OutputBuilder, read_call: ReadCall
+    source: TextCursor, output: OutputBuilder, openings: tuple[str, ...], read_call: ReadCall
 ) -> ParserStep[None]:
     """Parses further calls after a call within the reasoning, and then the closing tag."""
-    while lead := (yield from source.expect(CALL)):
+    while lead := (yield from source.expect_any(openings)):
         if not (yield from read_call(source, output, lead)):
             return
     if (yield from source.expect(THINK_END)):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shared.options.server import REASONING_PARSERS
 from shared.server.completions.parsers import new_parser
-from shared.server.parsing.delta import Delta, OutputParser
-from shared.server.parsing.output_parser import OutputBuilder
-from shared.server.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
+from shared.text.parsing.delta import Delta, OutputParser
+from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
 
 QWEN_OPEN = "<|im_start|>assistant\n<think>\n"
 QWEN_CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from shared.server.parsing.text_schema import ParameterSchemas, TooMuchWork
+from shared.text.parsing.text_schema import ParameterSchemas, TooMuchWork
 
 MAX_LITERAL = 1 << 15  # characters of a Python literal; parsing takes about 50 ms
 

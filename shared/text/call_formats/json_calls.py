@@ -1,0 +1,164 @@
+"""Calls written as JSON objects with a name and arguments, alone or in a list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shared.text.call_formats.call_format import Call, CallableFunction, object_schema, to_json
+from shared.text.grammar_source import literal, schema_rule
+from shared.text.parsing import arguments as values
+from shared.text.parsing.json_object import JsonObject
+from shared.text.parsing.output_parser import OutputBuilder, ParserStep, TextCursor
+
+_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_MORE_MEMBERS = re.compile(r'(?:\s*,\s*"(?:id|type)"\s*:\s*"[^"\\]*")*\s*\}')
+
+
+def read_json_call(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+    """Parses a tool call written as a JSON object with a name and arguments.
+
+    The arguments are streamed if the name precedes them, as models are trained to write it. Else
+    the call is added when the object is complete.
+
+    Args:
+      source: Reads the text.
+      output: Receives the call, or the text.
+      lead: Text before the object; added as text if there is no call.
+
+    Returns:
+      True if there was a call. Other text is added as text, or put back into `source`.
+    """
+    scan, held = JsonObject(), lead + (yield from source.skip_space())
+    has_begun = is_arguing = False
+    while not scan.ended:
+        char = yield from source.next()
+        if not char and not has_begun and scan.depth < 2:
+            output.add_partial_tag(held)
+            return False
+        if not char or not scan.take(char):
+            source.put_back(char)
+            source.give_up(held, output)
+            return False
+        opens = not has_begun and char == "{" and scan.depth == 2
+        if opens and _begin(held.removeprefix(lead), output):
+            has_begun, is_arguing, held = True, True, ""
+        if is_arguing:
+            output.add_arguments(char)
+            is_arguing = scan.depth > 1
+            if not is_arguing:
+                output.end_call()
+        else:
+            held += char
+    if has_begun and _MORE_MEMBERS.fullmatch(held):
+        return True
+    if not has_begun and _add_whole_call(held.removeprefix(lead), output):
+        return True
+    output.add_text(held)
+    return has_begun
+
+
+def read_call_list(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+    """Parses a list of calls in brackets; the arguments are those of `read_json_call`."""
+    bracket = yield from source.expect("[")
+    if not bracket:
+        source.give_up_tag(lead + (yield from source.skip_space()), output)
+        return False
+    lead, has_call = lead + bracket, False
+    while (yield from read_json_call(source, output, lead)):
+        has_call = True
+        if not (lead := (yield from source.expect(","))):
+            yield from source.close("]", output)
+            return True
+    return has_call
+
+
+def read_json_arguments(
+    source: TextCursor, output: OutputBuilder, name: str, call_id: str = ""
+) -> ParserStep[bool]:
+    """Begins a call at the opening brace that follows, and streams its arguments.
+
+    Returns:
+      True if the arguments are complete; False if they break off, and the rest is text.
+    """
+    scan = JsonObject()
+    output.begin(name, call_id)
+    while not scan.ended:
+        char = yield from source.next()
+        if not char or not scan.take(char):
+            source.put_back(char)
+            return False
+        output.add_arguments(char)
+    output.end_call()
+    return True
+
+
+def function_rules(tools: Sequence[CallableFunction], key: str, more: str = "") -> Iterator[str]:
+    """Yields rules `f_0`, `f_1`, ... of JSON objects with a name and arguments.
+
+    Args:
+      tools: Functions that may be called.
+      key: Key of the arguments.
+      more: Rule of further members; "": none.
+    """
+    for number, tool in enumerate(tools):
+        head = f'{{"name": {to_json(tool.name)}, "{key}": '
+        yield f"f_{number}: {literal(head)} a_{number} {more} {literal('}')}"
+    yield from argument_rules(tools)
+
+
+def argument_rules(tools: Sequence[CallableFunction]) -> Iterator[str]:
+    """Yields rules `a_0`, `a_1`, ... of JSON arguments."""
+    for number, tool in enumerate(tools):
+        yield schema_rule(f"a_{number}", object_schema(tool))
+
+
+def written_object(call: Call, key: str) -> str:
+    """Returns a call as a JSON object."""
+    name, arguments = call
+    return f'{{"name": {to_json(name)}, "{key}": {to_json(arguments)}}}'
+
+
+def written_list(calls: Sequence[Call]) -> str:
+    """Returns calls as a JSON list."""
+    return f"[{', '.join(written_object(call, 'arguments') for call in calls)}]"
+
+
+def _begin(header: str, output: OutputBuilder) -> bool:
+    """Starts a call if the header is complete and the function may be called."""
+    parts = _HEADER.fullmatch(header)
+    if not parts or not output.allows_call(parts[1]):
+        return False
+    output.begin(parts[1])
+    return True
+
+
+def _add_whole_call(text: str, output: OutputBuilder) -> bool:
+    """Adds the call of a complete object; returns False if the object is not a call."""
+    call = read_object(text)
+    if call is None:  # nested too deeply
+        return False
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON within JSON, as OpenAI writes it
+        arguments = read_object(arguments)
+    if not (
+        call.keys() <= _KEYS
+        and output.allows_call(call.get("name"))
+        and isinstance(arguments, dict)
+    ):
+        return False
+    output.begin(call["name"])
+    output.add_arguments(values.to_json(arguments))
+    output.end_call()
+    return True
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object of a text; None if the text is not one."""
+    try:
+        value = values.from_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,25 @@
+"""Registry of tool-call formats: a new format adds its module here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.text.call_formats import hermes, llama3, qwen3_coder
+from shared.text.call_formats.call_format import CallFormat
+from shared.text.delimiters import THINK, THINK_END
+
+_MODULES = (hermes, qwen3_coder, llama3)
+
+FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for module in _MODULES}
+"""Formats by their name, the value of `--tool-call-parser`."""
+
+ALIASES: Mapping[str, str] = {
+    alias: name for name, each in FORMATS.items() for alias in each.aliases
+}
+"""Names of formats by other values of the flag."""
+
+
+def marks_of(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
+    """Returns the delimiters that the parsers of a server read; none without a parser."""
+    of_calls = () if tool_call_parser is None else FORMATS[tool_call_parser].marks
+    return (*of_calls, *(() if reasoning_parser is None else (THINK, THINK_END)))
