@@ -25,7 +25,7 @@ from tests.support.random_requests import (
     servers,
 )
 from tests.support.random_serving import Backends, check, serve
-from tests.support.tiny_models import EXPERTS
+from tests.support.tiny_models import EXPERTS, LATENT, WITH_MTP
 
 ANY = {"drafters": DRAFTERS, "page_sizes": PAGE_SIZES, "families": FAMILIES, "rules": RULES}
 MANY = [("reference", 500, n) for n in range(2, 22)] + [("torch", 100, n) for n in range(2, 7)]
@@ -46,8 +46,8 @@ IN_JAX = [
 EXAMPLES = 10
 """Loads of one draw of hypothesis, which begins with small ones: some 25 requests."""
 
-MOST_USED = ("qwen2", "qwen3_5_moe")
-"""Families of windows and of experts that a default run serves at random: one of each kind."""
+MOST_USED = ("qwen2", "qwen3_5_moe", "deepseek_v3")
+"""Families of windows, experts and latent attention that a default run serves at random."""
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,19 @@ def test_random_requests_with_sliding_window_equal_plain_output(family, backends
 @pytest.mark.parametrize("family", families(EXPERTS))
 def test_random_requests_with_moe_equal_plain_output(family, backends):
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("exact",)
+    if family in WITH_MTP:
+        drafters = ("NEXTN", *drafters)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 6, servers("torch", **any_of))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize("rule", ["exact", "rejection", "block"])
+def test_random_requests_with_latent_attention_on_jax(family, rule, backends):
+    drafters = ("NEXTN", "none") if rule == "exact" else ("NEXTN",)
+    few = {"page_sizes": (16,), "families": (family,), "rules": (rule,)}
+    serve_at_random(backends, 200, 7, servers("jax", drafters=drafters, **few))
 
 
 @pytest.mark.matrix

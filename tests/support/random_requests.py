@@ -18,6 +18,7 @@ from shared.engine.request import SamplingParams
 from shared.options.ngram import MATCH_TYPES, SCOPES
 from shared.spec.draft_tree import TreeShape
 from tests.support.tiny_heads import BLOCK_SIZE
+from tests.support.tiny_models import WITH_MTP
 
 BATCH, OVERLAP, CONTEXT, CHUNK = 4, 2, 144, 64
 VOCAB = 272
@@ -179,10 +180,12 @@ def servers(
 ) -> Server:
     """Ways to start one framework."""
     drafter = draw(st.sampled_from(drafters))
+    if drafter.startswith("NEXTN"):
+        families = tuple(name for name in families if name in WITH_MTP)
     rule = "exact" if drafter.endswith(WITH_COPIES) else draw(st.sampled_from(rules))
     return Server(
         framework=framework,
-        family=HYBRID if drafter.startswith("NEXTN") else draw(st.sampled_from(families)),
+        family=draw(st.sampled_from(families)),
         drafter=drafter,
         shape=draw(st.sampled_from((*shapes_of(drafter, rule), None))),
         rule=rule,

@@ -45,7 +45,7 @@ from tests.support.random_requests import (
 )
 from tests.support.ranks import MAKERS
 from tests.support.run_engine import Outcome, checked_step
-from tests.support.tiny_models import WITH_MTP, tiny_model
+from tests.support.tiny_models import HYBRIDS, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
 from tests.support.window_capacity import with_fewer_pages, with_window_pools
@@ -109,7 +109,7 @@ def drafter_of(family: str, drafter: str):
 @lru_cache
 def divided_drafter_of(family: str, drafter: str):
     """Same as `drafter_of`, with a number of heads that four ranks divide."""
-    delta = DIVIDED_DELTA if family in WITH_MTP else {}
+    delta = DIVIDED_DELTA if family in HYBRIDS else {}
     return _drafter(family, drafter, DIVIDED_HEADS, DIVIDED_HEADS | delta)
 
 
@@ -134,7 +134,7 @@ def capacity_of(server: Server) -> BackendLimits:
         page_size=server.page_size,
         num_pages=1,
         num_slots=1 + BATCH,
-        num_snapshots=SNAPSHOTS if server.family in WITH_MTP and server.caches else 1,
+        num_snapshots=SNAPSHOTS if server.family in HYBRIDS and server.caches else 1,
         programs=_programs(server, 1),
         overlap=OVERLAP,
         context_length=CONTEXT,
@@ -254,7 +254,7 @@ class JoinedInTurns(MergedDraftController):
 
 
 def engine_of(server: Server, backend: Watched) -> Engine:
-    kept = policy_of(server.own_drafter, is_hybrid=server.family in WITH_MTP)
+    kept = policy_of(server.own_drafter, is_hybrid=server.family in HYBRIDS)
     return Engine(
         backend,
         controller_of(server, backend.capacity),

@@ -238,7 +238,9 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", *DIVIDED.values())
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", *DIVIDED.values())
+"""Families with a recurrent state."""
+WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRIDS)
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
