@@ -1,0 +1,65 @@
+"""Outputs of long prompts over chunk sizes, batches, prefix hits and preemption, on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.steps.text_independence import WAYS, difference, fault_of, main
+from tests.support.tiny_models import LATENT, write_tiny
+
+LONG = 8192
+"""Context length of the tiny models here, of which tests use half."""
+
+
+def tiny(folder: Path, family: str) -> Path:
+    write_tiny(folder, family, 3)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    scaling = {"rope_scaling": config["rope_scaling"] | {"factor": LONG / 512}}
+    config |= scaling if family == "deepseek_v3" else {}
+    path.write_text(json.dumps(config | {"max_position_embeddings": LONG}))
+    return folder
+
+
+def lines(folder: Path, backend: str, drafts: list[str], tokens: int, output: int) -> list[dict]:
+    out = folder / "found.json"
+    words = ["--model", str(folder), "--load-format", "auto", "--dtype", "float32"]
+    words += ["--backend", backend, "--input", str(tokens), "--output", str(output)]
+    flags = "--page-size 4 --chunked-prefill-size 256"
+    assert main([*words, "--out", str(out), "--flags", flags, "--drafts", *drafts]) == 0
+    return json.loads(out.read_text())["lines"]
+
+
+def test_latent_outputs_are_equal_in_all_ways(tmp_path: Path):
+    found = lines(tiny(tmp_path, "deepseek_v3"), "torch", ["NEXTN:S=3"], 100, 60)
+    ways = [way for group in WAYS for way in group]
+    assert [line["way"] for line in found] == [way.name for way in ways]
+    for way, line in zip(ways, found, strict=True):
+        assert line["cached_tokens"] if way.hits else True
+        assert line["preemptions"] if way.preempts else True
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_long_latent_outputs_are_equal(backend: str, family: str, tmp_path: Path):
+    """Prompts are longer than the original context of YaRN."""
+    folder = tiny(tmp_path, family)
+    assert len(lines(folder, backend, ["none", "NEXTN:S=3"], LONG // 2, 150)) == 10
+
+
+def test_difference_names_first_other_token():
+    assert difference([[1, 2], [3]], [[1, 2], [3]]) is None
+    assert difference([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == "request 1 differs at token 1"
+    assert difference([[1, 2]], [[1, 2, 3]]) == "request 0 differs at token 2"
+
+
+def test_fault_of_requires_hits_and_preemptions():
+    ways = {way.name: way for group in WAYS for way in group}
+    nothing = {"cached_tokens": 0, "preemptions": 0}
+    assert fault_of(ways["batch"], nothing) is None
+    assert fault_of(ways["prefix hits"], nothing) == "no prefix hit"
+    assert fault_of(ways["few pages"], nothing) == "no preemption; raise --output"
