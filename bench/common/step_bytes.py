@@ -66,7 +66,7 @@ def step_products(blueprint: BackendSpec, shape: TreeShape, batch: int, context:
         drafts.sizes.model
     )
     each += _target_head(own, is_tied, blueprint)
-    passes, width = (1, shape.nodes) if drafts.block else (shape.depth, shape.width)
+    passes, width = (1, drafts.block.size) if drafts.block else (shape.depth, shape.width)
     return made + passes * batch * width * each
 
 

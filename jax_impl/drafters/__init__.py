@@ -234,18 +234,44 @@ class Ranking(NamedTuple):
             places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
             _, (drafts, processed) = scan(body, None, places)
             return drafts.T, None, jnp.moveaxis(processed, 0, 1)
-        request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
-        positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
-        seen = sampling.counts_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
-            params = self.sampling.rows(request)
-            given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = lm_head.rank(*given, False, self.columns, self.vocabulary)
-            weights = ranked.weights.reshape(B, S) if is_weighed else None
-            return ranked.ids.reshape(B, S), weights, None
+            ids, weights = self.block(scored, S)
+            return ids[:, :, 0], weights[:, :, 0] if is_weighed else None, None
+        request, positions, seen = self._slots(S)
         given = (seen, positions, self.sampling, request, None, self.vocabulary)
         ids = lm_head.choose(scored, *given).ids
         return ids.reshape(B, S), None, None
+
+    def block(
+        self, scored: Projection, S: int
+    ) -> tuple[Int[jax.Array, "B S width"], Float[jax.Array, "B S width"]]:
+        """Returns the best tokens of S consecutive positions and the log weights of their edges.
+
+        Args:
+          scored: See `chain`.
+        """
+        request, positions, seen = self._slots(S)
+        ranked = lm_head.rank(
+            scored,
+            seen,
+            positions,
+            self.sampling.rows(request),
+            positions,
+            TARGET_STREAM,
+            self.width,
+            False,
+            self.columns,
+            self.vocabulary,
+        )
+        shape = (len(self.lengths), S, self.width)
+        return ranked.ids.reshape(shape), ranked.weights.reshape(shape)
+
+    def _slots(self, S: int) -> tuple[Int[jax.Array, " BS"], Int[jax.Array, " BS"], TokenCounts]:
+        """Returns request, position and token counts of S consecutive positions of each request."""
+        request = jnp.repeat(jnp.arange(len(self.lengths), dtype=jnp.int32), S)
+        place = jnp.arange(1, S + 1, dtype=jnp.int32)
+        positions = (self.lengths[:, None] + place).reshape(-1)
+        return request, positions, sampling.counts_alone(self.counts, self.slots[request])
 
 
 class ExtendRows(NamedTuple):

@@ -32,7 +32,7 @@ from jax_impl.ops.gemm.linear import product, rmsnorm_linear
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
-from jax_impl.ops.trees import draft_tree, verify_budget
+from jax_impl.ops.trees import best_prefixes, draft_tree, verify_budget
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.config import DraftConfig, DraftStateSizes
 from shared.drafts.dflash_config import BlockConfig
@@ -102,7 +102,9 @@ class BlockDrafter(NamedTuple):
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
-        """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
+        """Drafts a chain or tree of the block's first slots; writes the block's KV past the
+        lengths.
+        """
         newest, block = requests.newest, _block_of(self.weights.config)
         rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
         embed = embedding(self.target, self.weights)
@@ -110,7 +112,13 @@ class BlockDrafter(NamedTuple):
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
         taken = hidden[:, first : first + shape.depth]
         scored = head(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
-        rank = own_ranking(self.target, self.weights, rank)
+        rank, memory = own_ranking(self.target, self.weights, rank), memory._replace(kv=(kv,))
+        if shape.width > 1:
+            ids, edges = (x[:, :, None] for x in rank.block(scored, shape.depth))
+            grown = best_prefixes.grow(
+                newest, ids, edges, None, requests.max_drafts, requests.can_draft, shape.nodes
+            )
+            return DraftTrees(*grown, None), memory
         drafts, edges, processed = self._chosen(
             scored, newest, hidden, shape.depth, rank, is_weighed
         )
@@ -118,7 +126,7 @@ class BlockDrafter(NamedTuple):
             drafts, newest, requests.max_drafts, requests.can_draft
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
-        return DraftTrees(tokens, parents, num_nodes, weights, processed), memory._replace(kv=(kv,))
+        return DraftTrees(tokens, parents, num_nodes, weights, processed), memory
 
     def _chosen(
         self,

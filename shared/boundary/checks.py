@@ -84,7 +84,7 @@ def _check_program(
     if drafts.block is not None:
         own = shape.drafter
         if not own.is_plain:
-            drafts.block.check_shape(own.nodes, own.width, own.scratch)
+            drafts.block.check_shape(own.depth, own.width, own.scratch)
 
 
 def _check_encoding(program: Program, capacity: BackendLimits) -> None:

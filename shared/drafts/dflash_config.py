@@ -56,26 +56,26 @@ class BlockConfig:
         """Returns the part of a class; None if the head has none."""
         return next((part for part in self.parts if isinstance(part, of)), None)
 
-    def check_shape(self, nodes: int, width: int, scratch: int) -> None:
-        """Checks that a draft shape is a chain of the block's first draft tokens.
+    def check_shape(self, depth: int, width: int, scratch: int) -> None:
+        """Checks that a draft shape has no more levels than a block drafts.
 
         Args:
-          nodes, width: Nodes and width of the tree.
+          depth, width: Levels and width of the tree.
           scratch: Positions past the length that are reserved for the step. The whole block is
             written, however few of its draft tokens are used.
 
         Raises:
-          ValueError: It is not such a chain, or the block exceeds its scratch positions.
+          ValueError: It has more levels, or the block exceeds its scratch positions.
         """
-        if width != 1 or nodes > self.nodes:
+        if depth >= self.nodes:
             raise ValueError(
-                f"a head with blocks of {self.size} tokens drafts chains of at most "
-                f"{self.nodes} nodes, got {nodes} nodes and width {width}"
+                f"a head with blocks of {self.size} tokens drafts at most {self.nodes - 1} levels, "
+                f"got {depth}"
             )
         if scratch < self.size:
             raise ValueError(
                 f"a head with blocks of {self.size} tokens writes {self.size} positions past the "
-                f"length, but a shape of {nodes} nodes reserves {scratch}"
+                f"length, but a shape of {depth} levels and width {width} reserves {scratch}"
             )
 
     def with_window(self, window: int) -> "BlockConfig":

@@ -59,6 +59,19 @@ class AdaptiveConfig:
         )
 
 
+def most_nodes(steps: int, topk: int, is_block: bool) -> int:
+    """Returns the maximum number of nodes of a draft tree, root included.
+
+    Args:
+      steps, topk: S and k.
+      is_block: True for a block head, which has the candidates of all prefixes; other drafters
+        expand k nodes of a level.
+    """
+    if is_block:
+        return min(1 + sum(topk**level for level in range(1, steps + 1)), MOST_NODES)
+    return min(1 + topk + (steps - 1) * topk**2, MOST_NODES)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Candidate draft shape.
@@ -79,7 +92,7 @@ class Candidate:
     block: int = 0
 
     def __post_init__(self) -> None:
-        most = min(1 + self.topk + (self.steps - 1) * self.topk**2, MOST_NODES)
+        most = most_nodes(self.steps, self.topk, bool(self.block))
         if not self.steps < self.nodes <= most:
             raise ConfigError(
                 f"{CONFIG_FLAG}: draft_tokens must be {self.steps + 1} to {most} with steps "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.drafts.kinds import BLOCK_KINDS, Form
+from shared.drafts.kinds import BLOCK_KINDS, DFLASH, Form
 from shared.models.sentence_list import sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
@@ -41,7 +41,13 @@ def _lacks_nodes(s: RuleContext) -> bool:
 
 def _breaks_block(s: RuleContext) -> bool:
     given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
-    return s.block is not None and _differ(given, (s.block - 1, s.block))
+    is_chain = s.block is not None and s.draft.topk == 1
+    return is_chain and _differ(given, ((s.block or 1) - 1, s.block or 1))
+
+
+def _exceeds_block(s: RuleContext) -> bool:
+    """Returns True for a tree of more levels than a block."""
+    return s.block is not None and s.draft.topk > 1 and s.num_steps >= s.block
 
 
 def _is_shaped_twice(s: RuleContext) -> bool:
@@ -60,7 +66,7 @@ def _names_other_drafts(s: RuleContext) -> bool:
     most = NAIVE_SHAPE[0] if s.draft.has_form(Form.TOKEN) else MOST_STEPS
     if s.drafts_blocks:
         most = (s.block or 1) - 1
-    has_trees = s.draft.has_form(Form.TREE)
+    has_trees = s.draft.has_form(Form.TREE) or s.algorithm == DFLASH.name
     return any(
         each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
     )
@@ -75,12 +81,12 @@ _NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eigh
 
 DRAFT_SHAPE_RULES = (
     Rule(
-        applies=lambda s: s.drafts_blocks and s.draft.topk > 1,
+        applies=lambda s: s.drafts_blocks and s.draft.topk > 1 and s.algorithm != DFLASH.name,
         reason="--speculative-eagle-topk {k} is not supported with --speculative-algorithm "
         "{algorithm}, which drafts chains",
         hint="remove the flag",
         example=Example(
-            drafter="DFLASH",
+            drafter="DFLASH2",
             flags=flags_of("--speculative-eagle-topk 2 --speculative-num-draft-tokens 6"),
         ),
     ),
@@ -99,6 +105,13 @@ DRAFT_SHAPE_RULES = (
         "model, which drafts chains of {block} nodes",
         hint="remove them",
         example=Example(drafter="DFLASH", flags=flags_of("--speculative-num-draft-tokens 3")),
+    ),
+    Rule(
+        applies=_exceeds_block,
+        reason="--speculative-num-steps {S} exceeds the block of the draft model, which drafts "
+        "{block_levels} levels",
+        hint="lower it, or remove the flag",
+        example=None,
     ),
     Rule(
         applies=_shapes_naive,
@@ -139,7 +152,7 @@ DRAFT_SHAPE_RULES = (
             _shapes_itself(s)
             and s.draft.topk > 1
             and not _lacks_nodes(s)
-            and not s.draft.num_steps < s.draft.num_draft_tokens <= s.max_nodes
+            and not s.num_steps < s.draft.num_draft_tokens <= s.max_nodes
         ),
         reason="--speculative-num-draft-tokens must be {chain} to {most} with "
         "--speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}",

@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.drafts.kinds import KINDS, DrafterKind, Form
 from shared.models.config import ModelConfig
-from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig
+from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig, most_nodes
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.options import Options
@@ -65,8 +65,15 @@ class RuleContext:
     @property
     def max_nodes(self) -> int:
         """Maximum number of nodes of a tree with S and k."""
-        k = self.draft.topk
-        return min(1 + k + (self.draft.num_steps - 1) * k * k, MOST_NODES)
+        is_block = self.block is not None and self.draft.topk > 1
+        return most_nodes(self.num_steps, self.draft.topk, is_block)
+
+    @property
+    def num_steps(self) -> int:
+        """S; of a tree over a block that leaves it open, the levels of the block."""
+        if self.block is None or self.draft.topk == 1:
+            return self.draft.num_steps
+        return self.draft.settled(self.model.drafts_trees, self.block).num_steps
 
     @property
     def num_copies(self) -> int:
@@ -101,16 +108,17 @@ class RuleContext:
             "mtp_tensors": f"{self.model.mtp.prefixes[0]}*" if self.model.mtp else None,
             "head_kind": self.head_kind,
             "head": KINDS[self.head_kind].described if self.head_kind else None,
-            "S": self.draft.num_steps,
+            "S": self.num_steps,
             "k": self.draft.topk,
             "N": self.draft.num_draft_tokens,
-            "chain": self.draft.num_steps + 1,
+            "chain": self.num_steps + 1,
             "most": self.max_nodes,
             "simulated": self.draft.speculative_simulate_accept_length,
             "levels": self.num_levels,
             "overlap": self.options.engine.overlap_depth,
             "grammars": self.options.engine.grammar_backend,
             "block": self.block,
+            "block_levels": (self.block or 1) - 1,
             "window": self.draft.speculative_draft_window_size,
             "ngram_flag": self.ngram_flag,
             "adaptive_flag": self.adaptive_flag,
@@ -141,6 +149,7 @@ WORDS = {
     "overlap": "N",
     "grammars": "NAME",
     "block": "B",
+    "block_levels": "B - 1",
     "window": "N",
     "ngram_flag": "--speculative-ngram-*",
     "adaptive_flag": "--speculative-adaptive-*",

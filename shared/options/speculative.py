@@ -48,14 +48,15 @@ class SpeculativeConfig:
     )
     speculative_num_steps: int | None = flag(
         None,
-        "S, depth of the draft chain or tree (default: 3; 5 for a Llama model with a draft head)",
+        "S, depth of the draft chain or tree (default: 3; 5 for a Llama model with a draft head; "
+        "the block of a block head)",
         low=1,
         high=16,
     )
     speculative_eagle_topk: int | None = flag(
         None,
-        "k, number of nodes expanded per level of the draft tree (default: 1, a chain; 4 for a "
-        "Llama model with a draft head)",
+        "k, number of nodes expanded per level of the draft tree; of a block head, candidates per "
+        "slot (default: 1, a chain; 4 for a Llama model with a draft head)",
         low=1,
         high=16,
     )
@@ -160,8 +161,15 @@ class SpeculativeConfig:
         if is_open and drafts_trees and has_trees:
             shape = TREE_SHAPE
         if block is not None:
-            shape = (block - 1, 1, block)
+            shape = self._block_shape(block)
         return replace(self, **dict(zip(_SHAPE_FIELDS, shape, strict=True)))
+
+    def _block_shape(self, block: int) -> tuple[int, int, int]:
+        """Returns S, k and N over a block: its whole chain, or a tree of its levels."""
+        if self.topk == 1:
+            return block - 1, 1, block
+        nodes = self.num_draft_tokens
+        return self.speculative_num_steps or min(block, nodes) - 1, self.topk, nodes
 
     @property
     def drafts(self) -> bool:

@@ -337,7 +337,9 @@ def decode_shapes(settled: ResolvedConfig, batch: int) -> list[TreeShape]:
         return [plain]
     if settled.candidates:
         return [plain, *(_shape(each, batch) for each in settled.candidates)]
-    drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
+    block = settled.block if draft.topk > 1 else 0  # the nodes of its chain cover the block
+    own = Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens, block=block)
+    drafting = _shape(own, batch)
     if draft.joins_copies:
         joined = [merged_shape(settled, own, batch) for own in (plain, drafting)]
         is_measured = settled.options.adaptive.speculative_adaptive

@@ -27,6 +27,7 @@ class ResolvedConfig:
       overlap: Maximum steps in flight while the next is planned.
       draft: Drafter with its shape.
       candidates: Draft shapes of adaptive speculation.
+      block: Nodes of the chain of a block head; 0 for other drafters.
       reduced_buckets: True for reduced buckets, because each program takes seconds to compile on a
         CPU.
     """
@@ -42,6 +43,7 @@ class ResolvedConfig:
     overlap: int
     draft: SpeculativeConfig
     candidates: tuple[Candidate, ...]
+    block: int
     reduced_buckets: bool
 
 
@@ -93,6 +95,7 @@ def resolve(
         overlap=engine.steps_in_flight,
         draft=draft,
         candidates=candidates,
+        block=block or 0,
         reduced_buckets=are_few,
     )
 

@@ -268,13 +268,22 @@ class BlockDrafter:
         config, weights = self._drafter.head.config, self._drafter.head.weights
         chain = CHAINS.get(config.kind)
 
+        def slots(
+            hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
+        ) -> dflash.Candidates:
+            ids, edges = rank.block(scored)
+            return ids[:, :, None], edges[:, :, None], None
+
         def choose(
             hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
         ) -> dflash.Chain:
             if chain is not None:
                 return chain(config, weights, requests.newest, hidden, scored, rank)
-            return rank.chain(scored)
+            ids, edges = rank.block(scored)
+            return ids[:, :, 0], edges[:, :, 0]
 
+        if shape.width > 1:
+            return Trees.drafted_as(self._drafter.grow(self._kv, requests, shape, slots))
         return Trees.drafted_as(self._drafter.draft(self._kv, requests, shape.depth, choose))
 
     def extend(

@@ -252,18 +252,18 @@ class PenaltyRanking:
         seen = TokenCounts(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
         return self._ranked(logits, seen, level)
 
-    def chain(
+    def block(
         self, logits: Float[np.ndarray, "B S vocab"]
-    ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
-        """Returns draft tokens of S consecutive positions, independent of each other; see
-        `dflash.Choose`.
+    ) -> tuple[Int[np.ndarray, "B S width"], Float[np.ndarray, "B S width"]]:
+        """Returns the best tokens of S consecutive positions, independent of each other, and the
+        log weights of their edges; see `dflash.Choose`.
         """
         B, S, _ = logits.shape
         no_path = np.zeros((B, 0), np.int32)
         seen = TokenCounts(self.counts, self.slots, no_path, no_path.astype(bool))
         ranked = [self._ranked(logits[:, level, None], seen, level) for level in range(S)]
-        ids, edges = (np.stack(parts, axis=1) for parts in zip(*ranked, strict=True))
-        return ids[:, :, 0, 0], edges[:, :, 0, 0]
+        ids, edges = (np.concatenate(parts, axis=1) for parts in zip(*ranked, strict=True))
+        return ids, edges
 
     def _ranked(
         self, logits: Float[np.ndarray, "B k vocab"], seen: TokenCounts, level: int

@@ -1,10 +1,13 @@
-"""DFlash: a small draft model that fills a block of mask tokens in one pass and drafts a chain.
+"""DFlash: a small draft model that fills a block of mask tokens in one pass.
 
 It reads the target through injected keys and values: one context row per committed token with known
 hidden states, computed from those alone. The block is the newest token followed by masks. Its rows
 attend to the context and to each other, and the logits of slot j predict the token at slot j's own
 position. The block's KV is stored past the request's length and is overwritten before it counts as
 context.
+
+The drafts are a chain of one token per slot, or a tree of several (`shared.spec.best_prefixes`).
+The block of a JetSpec head is causal: its rows do not attend to later rows.
 
 Source: DFlash, arXiv:2602.06036.
 """
@@ -19,10 +22,11 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dflash2 import ConvConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
-from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
+from shared.spec import best_prefixes, convolution, draft_tree, layers, linear, model, verify_budget
 from shared.spec.attention import AttentionRows
 from shared.spec.attention_layer import Heads, write_kv
 from shared.spec.cache_pools import KV
+from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import HeadWeights, embedding
 from shared.spec.linear import NormedStream
 from shared.spec.model import Hidden, Weights
@@ -40,6 +44,17 @@ DSpark and DFlash2 select one token after the other. DFlash selects all at once:
 slot do not depend on earlier draft tokens, and penalties do not either, because that would
 serialise S selections over the vocabulary. Accepted tokens are the target's choice in any case.
 """
+
+
+Candidates = tuple[
+    Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"] | None
+]
+"""Candidates of the slots of a block: tokens, log weights and lists; see `best_prefixes.grow`."""
+
+RankSlots = Callable[
+    [Float[np.ndarray, "B size hidden"], Float[np.ndarray, "B S vocab"]], Candidates
+]
+"""Ranks the candidates of each slot; the arguments are those of `Choose`."""
 
 
 def context(
@@ -215,6 +230,26 @@ class BlockHeadDrafter:
         drafts, edges = choose(hidden, self.scores(hidden, depth))
         chains = draft_tree.chains(drafts, requests.newest, requests.max_drafts, requests.can_draft)
         return (*chains, verify_budget.chain_weights(edges))
+
+    def grow(self, kv: KV, requests: DraftRequests, shape: TreeShape, rank: RankSlots) -> Tree:
+        """Drafts a tree of the best prefixes for each request; does not change the pools.
+
+        Args:
+          kv, requests: See `draft`.
+          shape: Shape of the trees.
+          rank: Ranks the candidates of the first `depth` draft tokens.
+        """
+        hidden = self.filled(kv, requests)
+        tokens, edges, lists = rank(hidden, self.scores(hidden, shape.depth))
+        return best_prefixes.grow(
+            newest=requests.newest,
+            tokens=tokens,
+            edges=edges,
+            lists=lists,
+            max_drafts=requests.max_drafts,
+            can_draft=requests.can_draft,
+            nodes=shape.nodes,
+        )
 
     def filled(self, kv: KV, requests: DraftRequests) -> Float[np.ndarray, "B size hidden"]:
         """Computes the hidden states of each request's block; does not change the pools."""

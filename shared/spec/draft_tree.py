@@ -30,7 +30,7 @@ class TreeShape:
       width: k, nodes that a level expands, and children of each.
       rows: R, flat verify rows of the whole batch (the verify budget).
       block: Positions past the length that a block drafter writes, if they may exceed the nodes of
-        the tree; else 0.
+        the tree; else 0. Required for a tree over a block, which `shared.spec.best_prefixes` grows.
       grown: Shape of the drafter's own tree if n-gram drafts are merged into it (plain if there is
         no drafter). N and S are then those of the merged tree, and k is the drafter's, or 1. None
         without merging.
@@ -93,9 +93,13 @@ class TreeShape:
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidates before the best are kept: k + (S - 1) k^2 of a dynamic tree."""
+        """Number of candidates before the best are kept: k + (S - 1) k^2 of a dynamic tree, and all
+        prefixes of a tree over a block.
+        """
         if self.grown is not None:
             return self.grown.nodes - 1 + self.copied
+        if self.block:
+            return sum(self.width**level for level in range(1, self.depth + 1))
         return self.width + max(self.depth - 1, 0) * self.width**2
 
     @property
@@ -117,7 +121,9 @@ class TreeShape:
         """Positions past the length that a step may write, in the target's or the draft KV."""
         if self.grown is not None:
             return max(self.nodes, self.grown.scratch)
-        return max(self.nodes, self.width * (self.depth - 1) + 1, self.block)
+        if self.block:
+            return max(self.nodes, self.block)
+        return max(self.nodes, self.width * (self.depth - 1) + 1)
 
 
 def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,42 @@ def test_dflash_rejects_conflicting_shape_flags(flag, message):
     assert message in refused
 
 
+TREE = "--speculative-eagle-topk 2 --speculative-num-draft-tokens"
+
+
+@pytest.mark.parametrize(
+    ("flag", "shape"),
+    [
+        (f"{TREE} 8", (8, 3, 2)),
+        (f"{TREE} 3", (3, 2, 2)),  # a path has at most two nodes
+        (f"{TREE} 15", (15, 3, 2)),  # more than other drafters have candidates
+        (f"{TREE} 5 --speculative-num-steps 2", (5, 2, 2)),
+    ],
+)
+def test_dflash_tree_flags_set_shape(flag, shape):
+    options = parse([*DFLASH, *flag.split()])
+    given = {"model": TARGET, "has_mtp": False, "head_kind": "DFLASH", "block": 4}
+    assert not refusals(RuleContext(options=options, **given))
+    planned = plan(options, TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
+    drafted = {(s.nodes, s.depth, s.width, s.block) for s in planned.capacity.shapes}
+    assert drafted - {(1, 0, 0, 0)} == {(*shape, 4)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (f"{TREE} 16", "must be 4 to 15 with --speculative-num-steps 3"),
+        (f"{TREE} 8 --speculative-num-steps 4", "exceeds the block .* drafts 3 levels"),
+        ("--speculative-eagle-topk 2", "requires the size of the draft tree"),
+    ],
+)
+def test_dflash_rejects_invalid_tree_flags(flag, message):
+    options = parse([*DFLASH, *flag.split()])
+    given = {"model": TARGET, "has_mtp": False, "head_kind": "DFLASH", "block": 4}
+    (refused,) = refusals(RuleContext(options=options, **given))
+    assert re.search(message, refused)
+
+
 def test_dflash_accepts_matching_shape_flags():
     same = ["--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"]
     with_flags, without = (
@@ -286,13 +323,13 @@ def test_dflash_accepts_matching_shape_flags():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (TreeShape.chain(4, 4), "chains of at most 4 nodes, got 5"),
-        (TreeShape(4, 2, 2, 16), "chains of at most 4 nodes, got 4 nodes and width 2"),
+        (TreeShape.chain(4, 4), "at most 3 levels, got 4"),
+        (TreeShape(8, 4, 2, 32, 4), "at most 3 levels, got 4"),
         (TreeShape.chain(2, 4), "positions past the length, .* reserves 3"),
     ],
     ids=str,
 )
-def test_backend_rejects_shapes_other_than_dflash_chain(shape, message, framework):
+def test_backend_rejects_shapes_beyond_block(shape, message, framework):
     capacity: BackendLimits = capacity_of("qwen3", 16, (shape,))
     with pytest.raises(ValueError, match=message):
         make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), capacity, HEAD)

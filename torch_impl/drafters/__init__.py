@@ -219,7 +219,7 @@ class Ranking:
         Returns:
           Draft tokens, log edge weights or None, and processed logits of sampled drafts or None.
         """
-        B, device = len(self.lengths), self.lengths.device
+        B = len(self.lengths)
         if self.is_sampled:
             logits = lm_head.scores(scored).unflatten(0, (B, S))
             no_path = self.lengths.new_zeros(B, 1, 0)
@@ -227,19 +227,45 @@ class Ranking:
             laws = [ranked.processed for ranked in levels if ranked.processed is not None]
             drafts = torch.cat([ranked.ids[:, 0] for ranked in levels], dim=1)
             return drafts, None, torch.stack(laws, 1)
-        request = torch.arange(B, device=device).repeat_interleave(S)
-        place = torch.arange(1, S + 1, dtype=torch.int32, device=device)
-        positions = (self.lengths[:, None] + place).flatten()
-        seen = sampling.counts_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
-            params = self.sampling.rows(request)
-            given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = lm_head.rank(*given, False, self.columns, self.vocabulary)
-            weights = ranked.weights.view(B, S) if is_weighed else None
-            return ranked.ids.view(B, S), weights, None
+            ids, weights = self.block(scored, S)
+            return ids[:, :, 0], weights[:, :, 0] if is_weighed else None, None
+        request, positions, seen = self._slots(S)
         given = (seen, positions, self.sampling, request, None, self.vocabulary)
         ids = lm_head.choose(scored, *given).ids
         return ids.view(B, S), None, None
+
+    def block(
+        self, scored: Projection, S: int
+    ) -> tuple[Int[Tensor, "B S width"], Float[Tensor, "B S width"]]:
+        """Returns the best tokens of S consecutive positions and the log weights of their edges.
+
+        Args:
+          scored: See `chain`.
+        """
+        request, positions, seen = self._slots(S)
+        ranked = lm_head.rank(
+            scored,
+            seen,
+            positions,
+            self.sampling.rows(request),
+            positions,
+            TARGET_STREAM,
+            self.width,
+            False,
+            self.columns,
+            self.vocabulary,
+        )
+        shape = (len(self.lengths), S, self.width)
+        return ranked.ids.view(shape), ranked.weights.view(shape)
+
+    def _slots(self, S: int) -> tuple[Int[Tensor, " BS"], Int[Tensor, " BS"], TokenCounts]:
+        """Returns request, position and token counts of S consecutive positions of each request."""
+        device = self.lengths.device
+        request = torch.arange(len(self.lengths), device=device).repeat_interleave(S)
+        place = torch.arange(1, S + 1, dtype=torch.int32, device=device)
+        positions = (self.lengths[:, None] + place).flatten()
+        return request, positions, sampling.counts_alone(self.counts, self.slots[request])
 
 
 @dataclass(frozen=True)

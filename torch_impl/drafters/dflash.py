@@ -45,7 +45,7 @@ from torch_impl.ops.gemm.linear import product, rmsnorm_linear
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary
-from torch_impl.ops.trees import draft_tree, verify_budget
+from torch_impl.ops.trees import best_prefixes, draft_tree, verify_budget
 
 SELECTIONS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
     DSPARK.name: dspark.selection,
@@ -113,7 +113,9 @@ class BlockDrafter:
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
+        """Drafts a chain or tree of the block's first slots; writes the block's KV past the
+        lengths.
+        """
         newest, block = requests.newest, _block_of(self.weights)
         rows = block_rows(block, requests.lengths, requests.draft_from, requests.page_table)
         embed, kv = embedding(self.target, self.weights), memory.kv[0]
@@ -122,6 +124,12 @@ class BlockDrafter:
         hidden = filled[:, first : first + shape.depth]
         scored = head(self.target, self.weights, hidden.flatten(0, 1))
         rank = own_ranking(self.target, self.weights, rank)
+        if shape.width > 1:
+            ids, edges = (x[:, :, None] for x in rank.block(scored, shape.depth))
+            grown = best_prefixes.grow(
+                newest, ids, edges, None, requests.max_drafts, requests.can_draft, shape.nodes
+            )
+            return DraftTrees(*grown, None)
         drafts, edges, processed = self._chosen(
             scored, newest, filled, shape.depth, rank, is_weighed
         )

@@ -1,0 +1,116 @@
+"""Trees over block heads: JAX = torch = the specification, and speculation = plain decoding.
+
+Requests and comparisons are those of `tests/device/test_cross_backend.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from tests.support import cells
+from tests.support.block_cells import oracle_of
+from tests.support.block_tree_cells import KINDS, SIZE, Backends, assert_cell, tree
+from tests.support.cells import GREEDY, SAMPLED, requests_of
+from tests.support.drafter_cases import Fewer
+from tests.support.run_engine import drive
+from tests.support.tree_cells import cell
+
+SMALL, LARGE, SHARED = tree(3, 2, 8), tree(SIZE - 1, 4, 24), tree(SIZE - 1, 4, 24, 0.5)
+DEFAULT = {
+    ("qwen3", "DFLASH"): (LARGE,),
+    ("qwen3_5", "JETSPEC"): (SMALL, SHARED),
+}
+CELLS = [
+    cell(family, kind, shape, sampling, "mixed", overlap, 16)
+    for (family, kind), shapes in DEFAULT.items()
+    for shape in shapes
+    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
+]
+FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+SHAPES = (
+    *(tree(7, 2, 8), tree(7, 2, 64), tree(4, 4, 16)),
+    *(tree(7, 8, 32), tree(7, 16, 64)),
+)
+MATRIX = [
+    cell(family, kind, shape, sampling, "mixed", overlap, page_size)
+    for family, kind in product(FAMILIES, KINDS)
+    for shape in SHAPES
+    for sampling, overlap, page_size in ((GREEDY, 1, 16), (SAMPLED, 2, 16), (SAMPLED, 0, 1))
+]
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends(DEFAULT)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def all_backends() -> Iterator[Backends]:
+    made = Backends(dict.fromkeys(product(FAMILIES, KINDS), SHAPES))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_block_trees_match_plain_output(cell, backends):
+    names = ("reference", "torch") if cell.overlap == 2 else ("torch",)
+    jax = ("jax",) if cell.shape is SHARED else ()  # one compiled program
+    assert_cell(cell, backends, (*names, *jax))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", MATRIX, ids=str)
+def test_block_trees_full_matrix_match(cell, all_backends):
+    assert_cell(cell, all_backends, ("torch", "jax"))
+
+
+@pytest.mark.parametrize(("family", "kind"), DEFAULT)
+def test_block_tree_accepted_to_different_depths(family, kind, backends):
+    """Else the matrix would prove little about it."""
+    shape = DEFAULT[family, kind][0]
+    served = backends.served("torch", cell(family, kind, shape, SAMPLED, "mixed", 2, 16))
+    accepted = {count for outcome in served.values() for count in outcome.accepted}
+    assert {0, 1, 2, 3} <= accepted, accepted
+
+
+REFERENCE = pytest.param("reference", marks=pytest.mark.matrix)
+
+
+@pytest.mark.parametrize("framework", [REFERENCE, "torch"])
+def test_unequal_block_trees_preserve_plain_output(framework, backends):
+    """Each request has its own limit of draft tokens, so the trees of a batch differ in size."""
+    each = cell("qwen3", "DFLASH", LARGE, SAMPLED, "mixed", 1, 16)
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_draft_tokens=most))
+        for request, most in zip(requests_of(each), (23, 0, 5, 1, 12, 2), strict=True)
+    ]
+    engine = _engine_of(backends.get(framework, each))
+    served = drive(engine, requests)
+    cells.compare(each, {framework: served}, oracle_of("qwen3"))
+    assert not any(served[1].accepted)
+    assert max(served[3].accepted) == 1
+
+
+@pytest.mark.parametrize("framework", [REFERENCE, "torch"])
+def test_block_trees_resume_after_preemption(framework, backends):
+    each = cell("qwen3", "DFLASH", LARGE, SAMPLED, "mixed", 1, 1)
+    engine = _engine_of(Fewer(backends.get(framework, each), 1 + 210))
+    crowded = drive(engine, requests_of(each))
+    assert engine.scheduler.num_preemptions
+    cells.compare(each, {"crowded": crowded}, oracle_of("qwen3"))
+
+
+def _engine_of(backend) -> Engine:
+    controller = StaticController(
+        backend.capacity, nodes=LARGE.nodes, depth=LARGE.depth, width=LARGE.width
+    )
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
