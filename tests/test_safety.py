@@ -57,6 +57,8 @@ ALLOWED = {
     ("shared/process/tp/worker.py", "import_module"): "names a backend, by the command line",
     ("shared/process/tp/worker.py", "socket.create_connection"): "calls the engine's process",
     ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
+    ("shared/process/disaggregation/prefill_client.py", "http.client"): "calls `--prefill-servers`",
+    ("shared/process/disaggregation/prefill_client.py", "http.client.HTTPConnection"): "the same",
     ("shared/cluster/transfer/record_client.py", "socket.create_connection"): "fetches a record",
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
     ("shared/router/starting.py", "import_module"): "imports Ray where it is chosen",

@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.offline.values import number, truth, whole_number
 from shared.options.command_line import parse
+from shared.options.disaggregation import DisaggregationOptions
 from shared.options.flags import ConfigError, spelling, spellings, switches, usual_value
 from shared.options.observing import ObservingOptions
 from shared.options.options import PARTS, Options
@@ -23,7 +24,11 @@ DEFAULT_LOG_LEVEL = "warning"
 """Default log level of `LLM`, at which the startup prints no progress."""
 
 OF_A_SERVER = (
-    {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
+    {
+        item.name
+        for part in (ServerOptions, ObservingOptions, DisaggregationOptions)
+        for item in fields(part)
+    }
     | {"speculative_ngram_external_corpus_path"}
 ) - {"sampling_defaults", "reasoning_parser", "tool_call_parser", "log_level"}
 """Options that have no meaning without the HTTP server."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from shared.models.formats.names import ENCODINGS, FP8
 from shared.options.adaptive import AdaptiveConfig, Candidate
+from shared.options.disaggregation import DisaggregationOptions
 from shared.options.engine import EngineConfig
 from shared.options.flags import check_rules, flag, raise_fault, spelling
 from shared.options.ngram import DEVICE, HOST, NEEDS_HOST, NgramConfig
@@ -121,6 +122,7 @@ class Options:
     engine: EngineConfig
     ranks: RankOptions
     router: RouterOptions
+    disaggregation: DisaggregationOptions
     speculative: SpeculativeConfig
     ngram: NgramConfig
     adaptive: AdaptiveConfig
@@ -181,6 +183,7 @@ PARTS = {
     "engine": EngineConfig,
     "ranks": RankOptions,
     "router": RouterOptions,
+    "disaggregation": DisaggregationOptions,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,
     "adaptive": AdaptiveConfig,
@@ -193,6 +196,7 @@ HEADINGS = {
     "engine": "Engine limits",
     "ranks": "Tensor parallelism",
     "router": "Replicas and router",
+    "disaggregation": "Disaggregated prefill",
     "speculative": "Speculative decoding",
     "ngram": "NGRAM drafter",
     "adaptive": "Adaptive speculation",

@@ -100,6 +100,11 @@ class RuleContext:
         names = [item.name for item in fields(NgramConfig)]
         return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
+    @property
+    def unused_transfer_flag(self) -> str | None:
+        """First explicit flag of disaggregated prefill without effect in the server's mode."""
+        return self.options.disaggregation.unused_flag(self.options.explicit_flags)
+
     def words(self) -> dict[str, Any]:
         """Returns the placeholders of the rules' sentences."""
         return {
@@ -129,6 +134,8 @@ class RuleContext:
             "copies": self.options.ngram.speculative_ngram_num_draft_tokens,
             "both": self.draft.speculative_algorithm,
             "context": self.options.model.context_length,
+            "transfer_mode": self.options.disaggregation.disaggregation_mode,
+            "transfer_flag": self.unused_transfer_flag,
             "model_context": self.model.context_length,
         }
 
@@ -160,6 +167,8 @@ WORDS = {
     "copies": "C",
     "both": "NAME+NGRAM",
     "context": "N",
+    "transfer_mode": "MODE",
+    "transfer_flag": "--remote-prefill-*",
     "model_context": "own",
 }
 """Placeholders of the sentences on the page of the rules."""

@@ -6,6 +6,7 @@ lists fields of requests. No field that chooses tokens is unsupported.
 """
 
 from shared.drafts.kinds import NGRAM
+from shared.options.disaggregation_rules import DISAGGREGATION_RULES
 from shared.options.draft_model_rules import DRAFT_MODEL_RULES
 from shared.options.draft_shape_rules import DRAFT_SHAPE_RULES
 from shared.options.ngram_rules import NGRAM_RULES
@@ -146,6 +147,7 @@ RULES = (
     ),
     *MAP_RULES,
     *NGRAM_RULES,
+    *DISAGGREGATION_RULES,
 )
 
 

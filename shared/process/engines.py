@@ -46,8 +46,14 @@ NGRAM_DISABLED = (
 )
 
 
-def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
-    """Returns the engine of a backend that was built from a memory plan."""
+def make_engine(backend: Backend, memory: MemoryPlan, transfer_fingerprint: str = "") -> Engine:
+    """Returns the engine of a backend that was built from a memory plan.
+
+    Args:
+      backend: The backend.
+      memory: Its memory plan.
+      transfer_fingerprint: See `shared.engine.engine.Engine`.
+    """
     settled = memory.settled
     return Engine(
         backend,
@@ -61,6 +67,7 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
         overlap=settled.overlap,
         chunked_prefill_size=settled.prefill_chunk_size,
         cache=cache_policy(memory),
+        transfer_fingerprint=transfer_fingerprint,
     )
 
 

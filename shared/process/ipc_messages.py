@@ -5,11 +5,12 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
 - engine to server: `facts` (a `ServerInfo`), `step` (rows of one step), `refused` (id, message,
   field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
   and on request), `corpora` (ticket, tokens by name, and message and field of an error), `drain`
-  (maximum seconds), `end` (message, True for a failure).
+  (maximum seconds), `kv_ticket` (id, fields of a ticket or None, and reason and message of an
+  error), `end` (message, True for a failure).
 - server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, images),
   `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
-  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (all responses are
-  sent).
+  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `kv_transfer` (fields of `add`;
+  a `kv_ticket` follows), `drained` (all responses are sent).
 
 The pixels of an `add` are not part of its frame, because packing a large frame blocks everything
 else. They are sent before it, per image: a frame `bytes` (their number), and then those bytes.
@@ -32,6 +33,7 @@ from shared.engine.image_inputs import PromptImage
 from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
 from shared.models.image_processor import ImageProcessorConfig
 from shared.models.sampling import SamplingDefaults
+from shared.options.flags import NONE
 from shared.options.observing import ObservingOptions
 from shared.spec.logprobs import PromptLogprobs
 from shared.text.call_formats.registry import marks_of
@@ -71,6 +73,9 @@ class ServerInfo:
       ranks: Number of tensor-parallel ranks.
       silence_s: Seconds without a message after which the engine counts as frozen.
       images: Image processor config; None for a text-only model.
+      disaggregation_mode: Role in disaggregated prefill, same as the flag.
+      serves_kv_transfer: True if other servers may request KV cache.
+      transfer_secret: Secret that they send; None if they need none.
     """
 
     model_name: str
@@ -96,6 +101,9 @@ class ServerInfo:
     ranks: int = 1
     silence_s: float = math.inf
     images: ImageProcessorConfig | None = None
+    disaggregation_mode: str = NONE
+    serves_kv_transfer: bool = False
+    transfer_secret: str | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:

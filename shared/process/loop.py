@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import logs
 from shared.process.address import Listeners
 from shared.process.corpora import CorpusHandler
+from shared.process.disaggregation.kv_transfers import KVTransfers
 from shared.process.grammars import GrammarQueue
 from shared.process.ipc_messages import (
     FrameReader,
@@ -104,6 +105,7 @@ def run(
     watchdog: Watchdog,
     drain_timeout_s: float,
     grammars: GrammarQueue | None = None,
+    transfers: KVTransfers | None = None,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server process; ends both processes.
 
@@ -118,6 +120,7 @@ def run(
       watchdog: Ends both processes if a step hangs.
       drain_timeout_s: See above.
       grammars: Grammar compiler; None without structured output.
+      transfers: Transfers of KV cache with other servers; None without disaggregated prefill.
 
     Returns:
       The exit code: 0 after a signal, 2 if the server rejected the configuration, else 1.
@@ -131,7 +134,7 @@ def run(
     link.send(facts.to_message())
     watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child, stop))
     try:
-        _Loop(engine, link, CorpusHandler(index), watchdog, grammars).run(stop)
+        _Loop(engine, link, CorpusHandler(index), watchdog, grammars, transfers).run(stop)
         reason, failed = stop.reason, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
@@ -139,6 +142,9 @@ def run(
         watchdog.claim_end()
         reason, failed = f"the engine failed: {type(error).__name__}: {error}", True
         log.exception(reason)
+    finally:
+        if transfers is not None:
+            transfers.close()
     link.farewell(["end", reason, failed])
     _end_child(child)
     with watchdog.watched():
@@ -170,12 +176,13 @@ class _EngineLink:
         self._reader = FrameReader()
         self._unsent = bytearray()
 
-    def wait(self, timeout_s: float, other: socket.socket) -> None:
-        """Waits for a message, for room to send, or for `other` to become readable."""
+    def wait(self, timeout_s: float, others: Sequence[socket.socket]) -> None:
+        """Waits for a message, for room to send, or for one of `others` to become readable."""
         writers = [self._socket] if self._unsent else []
-        readable, _, _ = select.select([self._socket, other], writers, [], timeout_s)
-        if other in readable:
-            other.recv(RECEIVE_BYTES)
+        readable, _, _ = select.select([self._socket, *others], writers, [], timeout_s)
+        for other in others:
+            if other in readable:
+                other.recv(RECEIVE_BYTES)
         self._flush()
 
     def read(self) -> Iterator[list[Any]]:
@@ -239,13 +246,15 @@ class _Loop:
         corpora: CorpusHandler,
         watchdog: Watchdog,
         grammars: GrammarQueue | None,
+        transfers: KVTransfers | None,
     ) -> None:
         self._engine, self._link, self._grammars = engine, link, grammars
+        self._transfers = transfers
         self._corpora, self._watchdog = corpora, watchdog
         self._drains, self._is_drained = False, False
         self._next_beat = 0.0
         self._handlers = {
-            "add": self._add,
+            "add": partial(self._receive, self._add),
             "abort": self._abort,
             "finish": engine.finish,
             "metrics": self._metrics,
@@ -254,6 +263,8 @@ class _Loop:
             "corpus_list": self._corpora.list,
             "drained": self._end_drain,
         }
+        if transfers is not None:
+            self._handlers["kv_transfer"] = partial(self._receive, transfers.export)
 
     def run(self, stop: StopSignals) -> None:
         """Runs until stopped.
@@ -261,9 +272,12 @@ class _Loop:
         Raises:
           _ServerEnded: The server process has ended.
         """
+        wakes = [stop.readable]
+        if self._transfers is not None:
+            wakes.append(self._transfers.readable)
         while not (stop.ends or self._is_drained):
             self._beat()
-            self._link.wait(self._patience_s(), stop.readable)
+            self._link.wait(self._patience_s(), wakes)
             if stop.drains and not self._drains:
                 self._drains = True
                 self._link.send(["drain", stop.drain_timeout_s])
@@ -274,10 +288,20 @@ class _Loop:
             if self._grammars is not None:
                 for request, refusal in self._grammars.ready():
                     self._add_ready(request, refusal)
+            if self._transfers is not None:
+                self._advance_transfers(self._transfers)
             if self._engine.busy:
                 with self._watchdog.watched():
                     events = self._engine.step()
+                if self._transfers is not None:
+                    events = self._transfers.without_exports(events)
                 self._send(events)
+
+    def _advance_transfers(self, transfers: KVTransfers) -> None:
+        for request in transfers.ready():
+            self._add_to_engine(request)
+        for message in transfers.messages():
+            self._link.send(message)
 
     def _beat(self) -> None:
         """Sends a metrics snapshot as a heartbeat."""
@@ -300,28 +324,44 @@ class _Loop:
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
-    def _add(self, *fields: Any) -> None:
+    @staticmethod
+    def _receive(take: Callable[[Request], None], *fields: Any) -> None:
+        """Calls a function with each request of a message."""
         for request in requests_of(*fields):
-            if self._grammars is not None and request.sampling.grammar is not None:
-                self._grammars.ask(request)
-            else:
-                self._add_ready(request, None)
+            take(request)
+
+    def _add(self, request: Request) -> None:
+        if self._grammars is not None and request.sampling.grammar is not None:
+            self._grammars.ask(request)
+        else:
+            self._add_ready(request, None)
 
     def _add_ready(self, request: Request, refusal: InvalidRequestError | None) -> None:
-        """Adds a request to the engine, or sends its error."""
+        """Adds a request to the engine or to those that wait for KV cache, or sends its error."""
+        if refusal is not None:
+            self._refuse(request, refusal)
+        elif self._transfers is None or not self._transfers.take(request):
+            self._add_to_engine(request)
+
+    def _add_to_engine(self, request: Request) -> None:
         try:
-            if refusal is not None:
-                raise refusal
             self._engine.add(request)
         except InvalidRequestError as error:
-            self._link.send(["refused", request.request_id, str(error), error.field])
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: InvalidRequestError) -> None:
+        self._link.send(["refused", request.request_id, str(error), error.field])
 
     def _abort(self, request_id: int) -> None:
-        if self._grammars is None or not self._grammars.drop(request_id):
+        queues = (self._grammars, self._transfers)
+        if not any(queue is not None and queue.drop(request_id) for queue in queues):
             self._engine.abort(request_id)
 
     def _metrics(self) -> None:
-        self._link.send(["metrics", self._engine.metrics.snapshot()])
+        snapshot = self._engine.metrics.snapshot()
+        if self._transfers is not None:
+            snapshot |= self._transfers.snapshot()
+        self._link.send(["metrics", snapshot])
 
 
 def _start_server(

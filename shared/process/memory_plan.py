@@ -17,6 +17,7 @@ from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import StepKind
 from shared.boundary.shm_allgather import shm_buffer_bytes
 from shared.boundary.tp_group import TPGroup
+from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
@@ -33,6 +34,7 @@ from shared.options.options import Options
 from shared.process.buckets import ProgramCosts, capacity_for, captured_step_kinds, pages_for
 from shared.process.device import Device
 from shared.process.image_startup import VisionEncoder, image_pool
+from shared.process.kv_transfer_plan import num_exported_states, with_transfer
 from shared.process.memory_plan_entry import MemoryPlanEntry
 from shared.process.page_pools import page_lines, window_pools
 from shared.process.resolved_config import ResolvedConfig, resolve
@@ -97,7 +99,7 @@ class MemoryPlan:
 CPU_TOTAL_TOKENS = 32768
 
 PROMPTS, DECODING = (
-    (StepKind.PREFILL, StepKind.COUNT, StepKind.ENCODE),
+    (StepKind.PREFILL, StepKind.COUNT, StepKind.ENCODE, *TRANSFERS),
     (StepKind.DECODE, StepKind.DRAFT),
 )
 
@@ -167,14 +169,15 @@ class PageCountSearch:
         settled = self.settled
         has_cache = not settled.options.engine.disable_radix_cache
         capacity = capacity_for(settled, pages, self.model, self.device, self.costs, self.images)
+        capacity = replace(
+            capacity,
+            num_snapshots=1 + self._num_snapshots(),
+            window_pools=window_pools(capacity, self.model, has_cache=has_cache),
+        )
         return BackendSpec(
             config=self.model,
             drafts=self.drafts,
-            capacity=replace(
-                capacity,
-                num_snapshots=1 + self._num_snapshots(),
-                window_pools=window_pools(capacity, self.model, has_cache=has_cache),
-            ),
+            capacity=with_transfer(capacity, settled, self.model, self.drafts),
             dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
             captured=captured_step_kinds(settled.options),
@@ -186,7 +189,8 @@ class PageCountSearch:
         state_bytes = self._state_bytes()
         if self.settled.options.engine.disable_radix_cache or not state_bytes:
             return 0
-        wanted = STATES_OF_A_REQUEST * self.settled.max_running_requests
+        states = STATES_OF_A_REQUEST + num_exported_states(self.settled.options)
+        wanted = states * self.settled.max_running_requests
         return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
 
     def _state_bytes(self) -> int:

@@ -13,8 +13,14 @@ from shared.engine.checks import RequestLimits
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.address import Listeners, admin_host, host_names
+from shared.process.disaggregation.kv_transfers import (
+    KVTransfers,
+    open_record_listeners,
+    transfer_notes,
+)
 from shared.process.engines import make_engine, with_shadow_verify
 from shared.process.ipc_messages import ServerInfo
+from shared.process.kv_transfer_plan import fingerprint_of
 from shared.process.model_files import local_models
 from shared.process.model_places import ModelPlace
 from shared.process.progress import console_of, loading_progress, preparing_progress
@@ -23,6 +29,7 @@ from shared.process.startup_report import report_plan, start_notes
 from shared.process.tp.startup import TPStartup, tp_startup
 from shared.process.tp.workers import RankError
 from shared.process.watchdog import EXIT_FAILED, Watchdog, WatchedBackend
+from shared.process.weight_files_digest import weight_files_digest
 
 
 def start_serving(
@@ -48,17 +55,18 @@ def start_serving(
     """
     console = console_of(options.observing)
     watchdog = Watchdog(options.server.watchdog_timeout)
+    records = open_record_listeners(options)
     options = local_models(options, places, console)
     try:
         with tp_startup(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             report_plan(console, start.memory)
-            for note in (*ranked.notes, *start_notes(start)):
+            for note in (*ranked.notes, *start_notes(start), *transfer_notes(options, records)):
                 logs.info(note)
             backend = ready(start, ranked, console)
             watchdog.ranks_progress = ranked.progress_report
             named = WatchedBackend(backend, watchdog)
-            engine = make_engine(named, start.memory)
+            engine = make_engine(named, start.memory, transfer_fingerprint(start))
             engine.metrics.show(ranked.gauges)
             if start.memory.blueprint.on_gpu:
                 engine.metrics.show(fallback_gauges(start.fallback_ops))
@@ -71,8 +79,22 @@ def start_serving(
         logs.info(note)
     facts, drain_s = server_info(start, listeners), options.server.graceful_shutdown_timeout
     index = engine.controller.index
+    transfers = None
+    if engine.transfer is not None:
+        chunk = start.memory.settled.prefill_chunk_size
+        transfers = KVTransfers.of_options(options, records, served, engine.transfer, chunk)
     gc_freeze.freeze_gc()
-    return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
+    return partial(
+        loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars, transfers
+    )
+
+
+def transfer_fingerprint(start: ValidatedStartup) -> str:
+    """Returns the fingerprint of KV transfer; empty for a server without it."""
+    blueprint = start.memory.blueprint
+    if blueprint.capacity.transfer is None:
+        return ""
+    return fingerprint_of(blueprint, weight_files_digest(start))
 
 
 def ready(start: ValidatedStartup, ranked: TPStartup, console: Console) -> Backend:
@@ -114,4 +136,7 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         observing=options.observing,
         ranks=memory.blueprint.ranks.count,
         images=capacity.images and capacity.images.processor,
+        disaggregation_mode=options.disaggregation.disaggregation_mode,
+        serves_kv_transfer=options.disaggregation.mode.serves,
+        transfer_secret=options.disaggregation.secret(),
     )

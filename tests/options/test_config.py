@@ -251,6 +251,13 @@ def test_parse_flags_set_their_fields():
         **{"max_image_tokens": 512, "mm_encoder_cache_tokens": 4096},
         "speculative_token_map": "map.json",
         "speculative_ngram_backend": "device",
+        "disaggregation_mode": "peer",
+        "prefill_servers": "http://10.0.0.2:8000",
+        "disaggregation_transfer_backend": "tcp",
+        "disaggregation_transfer_port": 0,
+        "disaggregation_secret_file": "secret",
+        **{"disaggregation_buffer_mib": 64, "disaggregation_ticket_timeout": 5},
+        **{"remote_prefill_min_tokens": 64, "remote_prefill_timeout": 5},
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}

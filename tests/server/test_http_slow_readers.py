@@ -24,7 +24,7 @@ from shared.server.api import connection
 from shared.server.api.app import make_apps
 from shared.server.api.connection import ConnectionLimit, HttpConfig
 from shared.server.completions.grammars import GrammarChecks
-from shared.server.engine_link import engine_client
+from shared.server.engine_link import submission
 from shared.server.engine_link.engine_client import EngineClient
 from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import COMPLETIONS, post_head
@@ -135,7 +135,7 @@ async def read_to_end(asking: socket.socket) -> bytes:
 
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch):
-    monkeypatch.setattr(engine_client, "MAX_UNREAD_EVENTS", MOST_UNREAD)
+    monkeypatch.setattr(submission, "MAX_UNREAD_EVENTS", MOST_UNREAD)
     monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", STALL_S)
 
 

@@ -19,8 +19,10 @@ from shared.server.completions import image_decoder_pool as images
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link import chunked_write as pieces
 from shared.server.engine_link import engine_client
-from shared.server.engine_link.engine_client import EngineClient, QueueFull, SubmittedPrompt
+from shared.server.engine_link.engine_client import EngineClient
+from shared.server.engine_link.engine_errors import QueueFull
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
+from shared.server.engine_link.submission import SubmittedPrompt
 from shared.server.protocol.content import ImagePart
 from shared.server.protocol.errors import ApiError
 from tests.support.engine_info import facts_of

@@ -33,7 +33,7 @@ from shared.cluster.transfer.ticket import RecordAddress, Ticket, boot_id
 AUTO, SHM, TCP = BACKENDS = ("auto", "shm", "tcp")
 RECEIVE_BYTES = 1 << 20  # the checksum of a part is computed while it is in the processor's cache
 MAX_IDLE_CONNECTIONS = 4
-CONNECT_S = 3.0
+CONNECT_S = 2.0
 LOOK_S = 0.05
 
 

@@ -25,7 +25,7 @@ REPLY = struct.Struct("<BQI")
 """Reply: 1 for a record or 0 for an unknown ticket, bytes of the body, its CRC-32 on TCP."""
 
 MAX_CONNECTIONS = 64
-HANDSHAKE_S, IDLE_S, SEND_S, END_S = 5.0, 120.0, 60.0, 2.0
+HANDSHAKE_S, IDLE_S, SEND_S, END_S = 5.0, 120.0, 60.0, 0.5
 """Limits: handshake, time between two records of a connection, one record, end of all threads."""
 
 

@@ -78,6 +78,11 @@ class RecordStore:
         return self._num_bytes
 
     @property
+    def num_free(self) -> int:
+        """Bytes that further records may have."""
+        return self._max_bytes - self._num_bytes
+
+    @property
     def num_records(self) -> int:
         """Number of records."""
         return len(self._records)

@@ -19,7 +19,8 @@ from shared.engine.request import InvalidRequestError
 from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.transport import read_json
-from shared.server.engine_link.engine_client import EngineClient, EngineLost, RequestRejected
+from shared.server.engine_link.engine_client import EngineClient
+from shared.server.engine_link.engine_errors import EngineLost, RequestRejected
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import ID_SCHEMA, Strict, Text, is_id_list
 from shared.text.tokenizer import Tokenizer, is_text

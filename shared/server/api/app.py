@@ -24,6 +24,7 @@ from shared.server.api.access_middleware import (
 )
 from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
 from shared.server.api.error_responses import error_response
+from shared.server.api.kv_transfer import KVTransferRequest, KVTransferRoutes
 from shared.server.api.openapi import Route, document
 from shared.server.api.origins import Origins
 from shared.server.api.request_log import RequestLog
@@ -37,7 +38,8 @@ from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.prompts import PromptReader
 from shared.server.engine_link.body_thread import BodyParsingThread
-from shared.server.engine_link.engine_client import ClientLeft, EngineClient
+from shared.server.engine_link.engine_client import EngineClient
+from shared.server.engine_link.engine_errors import ClientLeft
 from shared.server.engine_link.request_end import RequestObserver
 from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.server.protocol import response_types as answers
@@ -127,6 +129,8 @@ def make_apps(
     routes = Routes(generator, metrics, opener, work)
     tokens = TokenRoutes(facts, reader, tokenizer, work)
     model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
+    if facts.serves_kv_transfer:
+        model = (*model, _transfer_route(KVTransferRoutes(client, metrics, work)))
     admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
     names, origins = facts.host_names, facts.allowed_origins
     if not has_admin_listener:
@@ -146,7 +150,8 @@ def _app(
     app = _with_routes(served, facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
-    keys = (facts.api_key, facts.admin_api_key) if facts.api_key is not None else ()
+    keys = (facts.api_key, facts.admin_api_key, facts.transfer_secret)
+    keys = () if facts.api_key is None else keys
     return gated(BodyLimit(app), keys, names, origins)
 
 
@@ -264,6 +269,18 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
         handler=admin.list_corpora,
         answer=answers.CorpusList,
         errors=(503,),
+    )
+
+
+def _transfer_route(routes: KVTransferRoutes) -> Route:
+    """Route of disaggregated prefill."""
+    return Route(
+        path="/kv_transfer",
+        method="POST",
+        handler=routes.transfer,
+        bodies=(KVTransferRequest,),
+        answer=answers.KVTicket,
+        errors=(404, 503),
     )
 
 

@@ -26,7 +26,8 @@ from shared.server.api.connection import ConnectionLimit, HttpConfig
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
-from shared.server.engine_link.engine_client import End, EngineClient, EngineLost
+from shared.server.engine_link.engine_client import End, EngineClient
+from shared.server.engine_link.engine_errors import EngineLost
 from shared.server.engine_link.request_end import ClosableWatcher
 from shared.text.tokenizer import Tokenizer
 

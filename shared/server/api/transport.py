@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,11 +13,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.server.api.connection import LINGER_S
 from shared.server.completions.generation import Generation
-from shared.server.engine_link.engine_client import ClientLeft
+from shared.server.engine_link.engine_errors import ClientLeft
 from shared.server.protocol.errors import ApiError
 
 MAX_BODY_BYTES = 8 << 20
 MAX_DROPPED = 2 * MAX_BODY_BYTES  # read and dropped after a body is rejected
+
+
+class ClientWork(Protocol):
+    """Work for one HTTP request."""
+
+    def client_left(self) -> None:
+        """Ends the work because the client disconnected."""
+        ...
 
 
 async def read_json(request: Request) -> bytes:
@@ -114,8 +123,8 @@ class EventStream(Response):
 
 
 @contextlib.contextmanager
-def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
-    """Ends the generation when the client disconnects; frameworks do so for streams only."""
+def watch_client(generation: ClientWork, receive: Receive) -> Iterator[None]:
+    """Ends the work of a request when the client disconnects; frameworks do so for streams only."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.engine.checks import OWN_NAMES, check
@@ -18,20 +19,21 @@ from shared.server.completions.parsers import Parsers
 from shared.server.completions.prompts import PromptReader, ReadPrompt, check_model
 from shared.server.completions.sampling import make_sampling
 from shared.server.completions.traces import Traces
-from shared.server.engine_link.engine_client import (
-    MAX_UNREAD_EVENTS,
-    ClientLeft,
+from shared.server.engine_link.engine_client import EngineClient
+from shared.server.engine_link.engine_errors import (
     Draining,
-    EngineClient,
     EngineLost,
     QueueFull,
     RequestRejected,
     SlowClientError,
-    Submission,
-    SubmittedPrompt,
 )
 from shared.server.engine_link.request_end import RequestObserver, RequestSummary
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
+from shared.server.engine_link.submission import (
+    MAX_UNREAD_EVENTS,
+    Submission,
+    SubmittedPrompt,
+)
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import ChatInput, GenerationRequest
 from shared.spec.gumbel_noise import derive_seed
@@ -65,7 +67,7 @@ class Generation:
 
     def client_left(self) -> None:
         """Ends the generation because the client disconnected."""
-        self._submission.put(ClientLeft())
+        self._submission.client_left()
 
     def close(self) -> None:
         """Aborts running choices, and reports the end of the request once."""
@@ -249,7 +251,8 @@ class Generator:
             names=self._names,
             ignored=ignored,
         )
-        submission = self._submit(prompts, arrival)
+        with submission_errors():
+            submission = self.client.submit(prompts, arrival.times)
         if prompts[0].sampling.traces:
             output.follow(self.traces, self._facts.drafter)
         return Generation(submission, output, request, arrival, self._watchers)
@@ -257,18 +260,6 @@ class Generator:
     def check_tools(self, chat: ChatInput) -> None:
         """Rejects tools if the server has no tool-call parser; raises as `start`."""
         self._parsers.check(chat)
-
-    def _submit(self, prompts: list[SubmittedPrompt], arrival: RequestContext) -> Submission:
-        try:
-            return self.client.submit(prompts, arrival.times)
-        except EngineLost as error:
-            raise ApiError(503, str(error), code="engine_lost") from error
-        except Draining as error:
-            refusal = ApiError(503, str(error), code="draining", retry_after_s=error.seconds)
-            raise refusal from error
-        except QueueFull as error:
-            refusal = ApiError(503, str(error), code="queue_full", retry_after_s=RETRY_S)
-            raise refusal from error
 
     def _sampling(
         self, request: GenerationRequest, prompt: ReadPrompt, grammar: str | None
@@ -317,6 +308,23 @@ class Generator:
         if not request.echo or self.tokenizer is None:
             return ""
         return text or self.tokenizer.decode(prompt.tokens)
+
+
+@contextlib.contextmanager
+def submission_errors() -> Iterator[None]:
+    """Converts errors of `EngineClient.submit` to error responses.
+
+    Raises:
+      ApiError: Status 503.
+    """
+    try:
+        yield
+    except EngineLost as error:
+        raise ApiError(503, str(error), code="engine_lost") from error
+    except Draining as error:
+        raise ApiError(503, str(error), code="draining", retry_after_s=error.seconds) from error
+    except QueueFull as error:
+        raise ApiError(503, str(error), code="queue_full", retry_after_s=RETRY_S) from error
 
 
 def _seeds(request: GenerationRequest, num_prompts: int) -> list[list[int]]:

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.image_inputs import PromptImage
-from shared.engine.request import Event, SamplingParams
 from shared.process.ipc_messages import (
     FrameReader,
     ServerInfo,
@@ -25,56 +23,21 @@ from shared.process.ipc_messages import (
 )
 from shared.process.signals import stop_reason
 from shared.server.engine_link.chunked_write import write_in_pieces
+from shared.server.engine_link.engine_errors import (
+    Draining,
+    EngineLost,
+    NoRecordError,
+    QueueFull,
+    RequestRejected,
+)
 from shared.server.engine_link.server_metrics import TokenTimes
+from shared.server.engine_link.submission import Submission, SubmittedPrompt, Ticket
 
 RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # interval of the check that the engine still sends messages
 MAX_OPEN_IMAGE_BYTES = 1 << 30
 """Maximum bytes of image data of all queued and running requests."""
-
-MAX_UNREAD_EVENTS = 4096
-"""Maximum unread steps per choice before a slow client's request is aborted."""
-
-
-class EngineLost(Exception):
-    """The engine process has exited or is exiting; the message is the reason."""
-
-
-class RequestRejected(Exception):
-    """The engine cannot serve the request; the message is the reason.
-
-    Attributes:
-      field: The invalid field of prompt or sampling parameters, or None.
-    """
-
-    def __init__(self, reason: str, field: str | None) -> None:
-        super().__init__(reason)
-        self.field = field
-
-
-class QueueFull(Exception):
-    """The queue of requests is full."""
-
-
-class Draining(Exception):
-    """The server is shutting down and accepts no new requests.
-
-    Attributes:
-      seconds: Maximum seconds until it has stopped.
-    """
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__("the server is shutting down and accepts no new requests")
-        self.seconds = seconds
-
-
-class ClientLeft(Exception):
-    """The client closed its connection."""
-
-
-class SlowClientError(Exception):
-    """The client has too many unread events, so its request was aborted."""
 
 
 @dataclass(frozen=True)
@@ -90,87 +53,6 @@ class End:
     reason: str
     failed: bool
     is_frozen: bool = False
-
-
-@dataclass(frozen=True)
-class SubmittedPrompt:
-    """Prompt with its sampling parameters and one seed per choice.
-
-    Attributes:
-      seeds32: Seed of each choice.
-      tenant: User name, for fair scheduling and n-gram storage.
-      images: Images with their positions in the prompt.
-    """
-
-    tokens: list[int]
-    sampling: SamplingParams
-    seeds32: list[int]
-    tenant: str
-    priority: int
-    images: tuple[PromptImage, ...] = ()
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of image data, which the engine holds until the choices have finished."""
-        return sum(image.pixels.nbytes for image in self.images)
-
-
-class Submission:
-    """All choices of one HTTP request; choices are numbered prompt by prompt.
-
-    Args:
-      client: Connection to the engine.
-      ids: Request id of each choice, consecutive.
-      times: Recorder of token times.
-      image_bytes: Bytes of image data that the engine holds.
-    """
-
-    def __init__(
-        self, client: EngineClient, ids: range, times: TokenTimes, image_bytes: int
-    ) -> None:
-        self._client, self._ids, self._times = client, ids, times
-        self.image_bytes = image_bytes
-        self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
-
-    async def next(self) -> tuple[int, Event]:
-        """Returns the number of a choice and its next event, which may arrive after `finish`.
-
-        Raises:
-          EngineLost, RequestRejected, ClientLeft, SlowClientError: No further event will follow.
-        """
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return self._ids.index(item.request_id), item
-
-    def put(self, item: Event | Exception) -> None:
-        """Queues an event, or the exception that ends the events."""
-        self._queue.put_nowait(item)
-
-    def came(self, event: Event) -> None:
-        """Handles an event of the engine."""
-        if event.tokens:
-            self._times.came(event.request_id)
-        if self._queue.qsize() >= MAX_UNREAD_EVENTS * len(self._ids):
-            self._drop_reader()
-        else:
-            self.put(event)
-
-    def _drop_reader(self) -> None:
-        """Aborts the request of a slow client, so that its queue stays bounded."""
-        self.close()
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self.put(SlowClientError())
-
-    def finish(self, choice: int, num_tokens: int) -> None:
-        """Ends a choice after `num_tokens` tokens, because a stop string ended its text."""
-        self._client.finish(self._ids[choice], num_tokens)
-
-    def close(self) -> None:
-        """Aborts every open choice."""
-        for request_id in self._ids:
-            self._client.abort(request_id)
 
 
 class EngineClient:
@@ -211,6 +93,7 @@ class EngineClient:
             "metrics": self._take_metrics,
             "corpora": self._take_corpora,
             "drain": self._take_drain,
+            "kv_ticket": self._take_ticket,
             "end": self._take_end,
         }
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
@@ -250,6 +133,18 @@ class EngineClient:
         """Submits prompts to the engine.
 
         Raises:
+          EngineLost, Draining, QueueFull: See `_submit`; none of the prompts was sent.
+        """
+        return self._submit("add", prompts, times)
+
+    def submit_transfer(self, prompt: SubmittedPrompt, times: TokenTimes) -> Submission:
+        """Requests a KV cache record of a prompt; raises the errors of `submit`."""
+        return self._submit("kv_transfer", [prompt], times)
+
+    def _submit(self, kind: str, prompts: list[SubmittedPrompt], times: TokenTimes) -> Submission:
+        """Sends a message of a kind for each prompt.
+
+        Raises:
           EngineLost: The engine has exited.
           Draining: The server is shutting down.
           QueueFull: The prompts exceed the limit of open requests; none of them was sent.
@@ -274,7 +169,7 @@ class EngineClient:
             images = list(map(image_to_field, prompt.images))
             owner = (prompt.tenant, prompt.priority)
             pixels = [image.pixels for image in prompt.images]
-            message = ["add", prompt.tokens, sampling, choices, *owner, images]
+            message = [kind, prompt.tokens, sampling, choices, *owner, images]
             self._send(message, pixels, submission)
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
@@ -419,6 +314,13 @@ class EngineClient:
         submission = self._submissions.pop(request_id, None)
         if submission:
             submission.put(RequestRejected(reason, field))
+
+    def _take_ticket(
+        self, request_id: int, ticket: Ticket | None, reason: str, message: str
+    ) -> None:
+        submission = self._submissions.pop(request_id, None)
+        if submission:
+            submission.put(NoRecordError(reason, message) if ticket is None else ticket)
 
     def _take_corpora(
         self, ticket: int, held: dict[str, int], reason: str | None, field: str | None

@@ -60,6 +60,21 @@ HELP = {
     "ngram_index_entries": "N-grams that are stored.",
     "ngram_corpora": "External corpora that are stored.",
     "ngram_corpus_tokens": "Tokens of all external corpora.",
+    # Disaggregated prefill, --disaggregation-mode.
+    "kv_transfer_records_total": "Transferred KV cache records, by direction (sent or received) "
+    "and backend.",
+    "kv_transfer_bytes_total": "Bytes of transferred KV cache records, by direction and backend.",
+    "kv_transfer_seconds_total": "Seconds of the transfers of KV cache records, without the "
+    "prefill, by direction and backend.",
+    "kv_transfer_failures_total": "Transfers without a result, by reason; the prompt is prefilled "
+    "locally then.",
+    "kv_transfer_exported_tokens_total": "Tokens of exported KV cache records.",
+    "kv_transfer_imported_tokens_total": "Tokens of imported KV cache records, those that were "
+    "cached already included.",
+    "kv_transfer_held_records": "KV cache records that other servers have not fetched yet.",
+    "kv_transfer_held_bytes": "Bytes of these records.",
+    "kv_transfer_waiting_requests": "Requests that wait for the KV cache of their prompt.",
+    "kv_transfer_received_bytes": "Bytes of received KV cache records that are not imported yet.",
     # Shadow verification, --shadow-verify-rate.
     "shadow_verify_requests_total": "Requests selected for shadow verification, by result: match, "
     "mismatch, dropped (queue full or interrupted too often) or skipped (not comparable).",

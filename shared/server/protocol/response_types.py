@@ -384,6 +384,27 @@ class ServerVersion(ResponseModel):
     version: str
 
 
+class KVAddress(ResponseModel):
+    """Address of a KV cache record.
+
+    `host` is empty: it is the host of the HTTP request. `socket_name` is an abstract Unix socket.
+    """
+
+    boot_id: str
+    socket_name: str
+    host: str
+    port: int
+
+
+class KVTicket(ResponseModel):
+    """Ticket of a KV cache record, which can be fetched once; `header` describes the record."""
+
+    ticket_id: str
+    address: KVAddress
+    num_bytes: int
+    header: dict[str, Any]
+
+
 class CorpusList(ResponseModel):
     """Number of tokens of each external corpus."""
 

@@ -1,0 +1,1 @@
+"""Disaggregated prefill in the engine process: serves and fetches KV cache records."""

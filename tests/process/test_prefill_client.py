@@ -1,0 +1,201 @@
+"""Client of prefill servers: selection, failover, and rejected responses."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from shared.boundary.kv_transfer import TransferRecord, TransferRejected
+from shared.cluster.transfer.counters import TransferCounters
+from shared.cluster.transfer.deadline import Deadline
+from shared.cluster.transfer.errors import TransferError
+from shared.cluster.transfer.record_client import RecordClient
+from shared.cluster.transfer.record_server import RecordServer
+from shared.cluster.transfer.record_store import RecordStore
+from shared.options.disaggregation import ServerAddress
+from shared.process.disaggregation.prefill_client import PrefillClient, PrefillServers
+from shared.process.disaggregation.prompt_key import PromptKey
+from tests.support.fake_transfers import FINGERPRINT, record_of
+from tests.support.polling import wait_until
+
+PREFIX = PromptKey(tuple(range(20)), "tenant", ())
+KEY = "0123456789abcdef"
+
+
+class Prefiller:
+    """An HTTP server that replies with a ticket for a record, or with the status of a test.
+
+    Attributes:
+      status: Status of the response.
+      record: Record of the ticket.
+      bodies: Bodies of all requests.
+      waits: Time at which it replies.
+    """
+
+    def __init__(self) -> None:
+        self.status, self.record = 200, record_of(PREFIX.tokens, PREFIX.tenant)
+        self.bodies: list[dict] = []
+        self.keys: list[str | None] = []
+        self.waits = threading.Event()
+        self.waits.set()
+        self.store = RecordStore(1 << 20, 30.0)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.records = RecordServer(self.store, [listener], b"", TransferCounters())
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                owner.reply(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = ServerAddress("127.0.0.1", self._http.server_address[1], False)
+        threading.Thread(target=self._http.serve_forever, args=[0.05], daemon=True).start()
+
+    def reply(self, handler: BaseHTTPRequestHandler) -> None:
+        self.bodies.append(json.loads(handler.rfile.read(int(handler.headers["Content-Length"]))))
+        self.keys.append(handler.headers["Authorization"])
+        self.waits.wait(10)
+        record = self.record
+        published = self.store.publish(b"", record.header.to_fields(), record.parts())
+        ticket = self.records.ticket(published[0], published[1])
+        handler.send_response(self.status)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(ticket.to_fields()).encode())
+
+    def close(self) -> None:
+        self.waits.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self.records.close()
+
+
+@pytest.fixture
+def prefillers() -> Iterator[list[Prefiller]]:
+    made = [Prefiller(), Prefiller()]
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def fetch(prefillers) -> Iterator[Callable[..., TransferRecord]]:
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters())
+    addresses = [each.address for each in prefillers]
+    client = PrefillClient(addresses, records, KEY, FINGERPRINT)
+
+    def run(deadline: Deadline | None = None) -> TransferRecord:
+        record, memory = client.fetch(PREFIX, deadline or Deadline(10))
+        memory.release()
+        return record
+
+    yield run
+    assert records.num_bytes == 0
+    records.close()
+
+
+def _reason(fetch: Callable[..., TransferRecord], deadline: Deadline | None = None) -> str:
+    with pytest.raises((TransferError, TransferRejected)) as error:
+        fetch(deadline)
+    return error.value.reason
+
+
+def test_fetch_returns_record_of_prefix(prefillers, fetch):
+    assert b"".join(fetch().parts()) == b"".join(prefillers[0].record.parts())
+    bodies = [body for each in prefillers for body in each.bodies]
+    assert bodies == [{"tokens": list(PREFIX.tokens), "tenant": "tenant"}]
+    assert {key for each in prefillers for key in each.keys} == {f"Bearer {KEY}"}
+
+
+def test_equal_prefixes_select_same_server(prefillers, fetch):
+    for _ in range(3):
+        fetch()
+    assert sorted(len(each.bodies) for each in prefillers) == [0, 3]
+
+
+@pytest.mark.parametrize(("status", "reason"), [(404, "not_cached"), (503, "busy")])
+def test_unable_server_is_followed_by_next(prefillers, fetch, status, reason):
+    for each in prefillers:
+        each.status = status
+    assert _reason(fetch) == reason
+    assert [len(each.bodies) for each in prefillers] == [1, 1]
+    for each in prefillers:
+        each.status = 200
+        fetch()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(401, "rejected"), (599, "rejected"), (413, "too_large")],
+)
+def test_rejected_prompt_is_not_sent_again(prefillers, fetch, status, reason):
+    for each in prefillers:
+        each.status = status
+    assert _reason(fetch) == reason
+    assert sum(len(each.bodies) for each in prefillers) == 1
+
+
+def test_unreachable_servers_are_skipped_later(prefillers, fetch):
+    for each in prefillers:
+        each._http.shutdown()
+        each._http.server_close()
+    assert _reason(fetch) == "unreachable"
+    assert _reason(fetch) == "unreachable"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (record_of(range(1, 21), "tenant"), "tokens"),
+        (record_of(PREFIX.tokens, "other"), "tokens"),
+        (record_of([*PREFIX.tokens, 20, 21, 22, 23], "tenant"), "tokens"),
+    ],
+    ids=["other tokens", "other tenant", "longer"],
+)
+def test_record_of_another_prompt_is_rejected(prefillers, fetch, record, reason):
+    for each in prefillers:
+        each.record = record
+    assert _reason(fetch) == reason
+
+
+def test_record_of_other_weights_is_rejected(prefillers):
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters())
+    client = PrefillClient([prefillers[0].address], records, None, "cd" * 32)
+    with pytest.raises(TransferRejected, match="another model") as error:
+        client.fetch(PREFIX, Deadline(10))
+    assert error.value.reason == "fingerprint"
+    assert records.num_bytes == 0
+
+
+def test_silent_server_ends_at_deadline(prefillers, fetch):
+    for each in prefillers:
+        each.waits.clear()
+    assert _reason(fetch, Deadline(0.3)) == "timeout"
+
+
+def test_cancel_ends_request_at_once(prefillers, fetch):
+    for each in prefillers:
+        each.waits.clear()
+    deadline, reasons = Deadline(30), list[str]()
+    thread = threading.Thread(target=lambda: reasons.append(_reason(fetch, deadline)))
+    thread.start()
+    assert wait_until(lambda: any(each.bodies for each in prefillers))
+    deadline.cancel()
+    thread.join(5)
+    assert reasons == ["cancelled"]
+
+
+def test_busiest_server_is_tried_last():
+    """Each of two servers may have 1.25 times the mean of open requests, rounded up."""
+    servers = PrefillServers([ServerAddress(f"10.0.0.{n}", 80, False) for n in range(2)])
+    first = servers.order(b"prefix")[0]
+    with servers.counted(first), servers.counted(first):
+        assert servers.order(b"prefix")[0] != first
+    assert servers.order(b"prefix")[0] == first

@@ -1,0 +1,283 @@
+"""Prefill and decode servers in processes of their own: equal output, faults, aborts and leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http_fixtures import Server, serving
+from tests.support.polling import wait_until
+from tests.support.tiny_models import write_tiny
+
+SECRET = "0123456789abcdef"
+PAGE, VOCAB = 16, 272
+TIMEOUT_S = 3
+IMPORTED = "kv_transfer_imported_tokens_total"
+IDLE = {
+    "num_requests_running": 0,
+    "num_requests_waiting": 0,
+    "request_slots_free": 4,
+    "kv_cache_usage_perc": 0,
+    "kv_transfer_held_bytes": 0,
+    "kv_transfer_waiting_requests": 0,
+    "kv_transfer_received_bytes": 0,
+}
+"""Metrics of an idle server; a server has those of its mode."""
+
+
+def _command(folder: Path, more: str) -> list[str]:
+    words = ["-m", "tests.support.serve_reference", "--port", "0", "--model-path", str(folder)]
+    words += ["--speculative-algorithm", "NEXTN", "--max-running-requests", "4"]
+    return [*words, "--page-size", str(PAGE), "--max-total-tokens", "4096", *more.split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    write_tiny(made / "model", "qwen3_5", seed=1)
+    (made / "secret").write_text(SECRET)
+    return made
+
+
+def _prefill_server(folder: Path) -> contextlib.AbstractContextManager[Server]:
+    secret = f"--disaggregation-secret-file {folder / 'secret'}"
+    return serving(_command(folder / "model", f"--disaggregation-mode prefill {secret}"))
+
+
+def _decode_server(
+    folder: Path, url: str, backend: str = "auto"
+) -> contextlib.AbstractContextManager[Server]:
+    more = (
+        f"--disaggregation-mode decode --prefill-servers {url} "
+        f"--disaggregation-transfer-backend {backend} "
+        f"--disaggregation-secret-file {folder / 'secret'} "
+        f"--remote-prefill-min-tokens 32 --remote-prefill-timeout {TIMEOUT_S}"
+    )
+    return serving(_command(folder / "model", more))
+
+
+@pytest.fixture(scope="module")
+def prefill(folder) -> Iterator[Server]:
+    with _prefill_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def decode(folder, prefill) -> Iterator[Server]:
+    with _decode_server(folder, prefill.url) as running:
+        yield running
+
+
+def prompt_of(seed: int, count: int = 100) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCAB) for _ in range(count)]
+
+
+def _cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def _output(answer: dict[str, Any]) -> tuple[Any, Any]:
+    """Tokens, and verify steps with accept lengths."""
+    choices = [choice["token_ids"] for choice in answer["choices"]]
+    return choices, answer["speculative"]
+
+
+def _metrics(server: Server) -> dict[str, float]:
+    return {name.removeprefix("tandem:"): value for name, value in server.metrics().items()}
+
+
+def _failures(server: Server) -> dict[str, float]:
+    name = 'kv_transfer_failures_total{reason="'
+    found = _metrics(server).items()
+    return {key.removeprefix(name)[:-2]: value for key, value in found if key.startswith(name)}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_transferred_prompt_keeps_output(prefill, decode, temperature):
+    fields = {"max_tokens": 24, "temperature": temperature, "seed": 5, "return_token_ids": True}
+    prompt = prompt_of(temperature)
+    before = _metrics(decode)[IMPORTED]
+    remote = decode.complete(prompt, **fields)
+    assert _metrics(decode)[IMPORTED] - before == _cached(remote) == 64
+    assert _output(remote) == _output(prefill.complete(prompt, **fields))
+    assert remote["speculative"]["verify_steps"] > 0
+
+
+def test_kv_transfer_requires_secret(prefill):
+    body = {"tokens": prompt_of(50)}
+    for key in ({}, {"authorization": "Bearer wrong"}):
+        response = httpx.post(prefill.url + "/kv_transfer", json=body, headers=key, timeout=60)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def _ticket(server: Server, **body: Any) -> httpx.Response:
+    key = {"authorization": f"Bearer {SECRET}"}
+    return httpx.post(server.url + "/kv_transfer", json=body, headers=key, timeout=60)
+
+
+def test_kv_transfer_responds_with_ticket(prefill):
+    ticket = _ticket(prefill, tokens=prompt_of(51), tenant="a").json()
+    assert ticket["header"]["tenant"] == "a"
+    assert ticket["header"]["num_pages"] * PAGE == 64
+    assert ticket["num_bytes"] > 0
+    assert _metrics(prefill)["kv_transfer_held_bytes"] >= ticket["num_bytes"]
+
+
+IMAGE = {"first": 0, "height": 8, "width": 8, "pixels": "AAAA"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tokens": []}, "tokens"),
+        ({"tokens": [VOCAB]}, "tokens"),
+        ({"tokens": [5] * 5000}, "tokens"),
+        ({"tokens": [5], "tenant": 1}, "tenant"),
+        (
+            {"tokens": [5], "images": [{"first": 0, "height": 8, "width": 8, "pixels": "AAAA"}]},
+            "images",
+        ),
+        ({"tokens": [5], "more": 1}, "more"),
+    ],
+    ids=["empty", "unknown token", "too long", "tenant", "image", "field"],
+)
+def test_kv_transfer_rejects_invalid_body(prefill, body, param):
+    response = _ticket(prefill, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_decode_server_has_no_kv_transfer(decode):
+    assert _ticket(decode, tokens=[5]).status_code == 404
+
+
+def test_short_prompt_is_not_transferred(decode):
+    before = _metrics(decode)[IMPORTED]
+    decode.complete(prompt_of(52, 31), max_tokens=1)
+    assert _metrics(decode)[IMPORTED] == before
+
+
+def test_requests_with_aborts_leak_nothing(prefill, decode):
+    """Clients disconnect after random times; the others receive the right text."""
+    _send_with_aborts(prefill, decode, 30)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_many_aborts_leak_nothing(prefill, folder, backend):
+    with _decode_server(folder, prefill.url, backend) as decode:
+        _send_with_aborts(prefill, decode, 500)
+        sent = f'kv_transfer_records_total{{direction="received",backend="{backend}"}}'
+        assert _metrics(decode)[sent] > 0
+
+
+def _send_with_aborts(prefill: Server, decode: Server, count: int) -> None:
+    prompts = [prompt_of(1000 + number) for number in range(20)]
+    fields = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    right = [_output(prefill.complete(prompt, **fields))[0] for prompt in prompts]
+    rng, segments = random.Random(0), set(Path("/dev/shm").iterdir())
+    decode.complete(prompt_of(999), **fields)
+    before = [_descriptors(server) for server in (prefill, decode)]
+    patience = [rng.choice((0.02, 0.1, 0.3, None, None)) for _ in range(count)]
+
+    def send(number: int) -> list[Any] | None:
+        """Returns the output; None if the client has disconnected."""
+        prompt, wait_s = prompts[number % 20], patience[number]
+        if wait_s is not None:  # a prompt that no other client has sent
+            prompt = [*prompt[:50], *prompt_of(number, 50)]
+        body = {"prompt": prompt, **fields}
+        try:
+            response = httpx.post(decode.url + "/v1/completions", json=body, timeout=wait_s or 60)
+        except httpx.TimeoutException:
+            return None
+        assert response.status_code == 200, response.text
+        return None if wait_s is not None else _output(response.json())[0]
+
+    with ThreadPoolExecutor(12) as threads:
+        found = list(threads.map(send, range(count)))
+    whole = [number for number in range(count) if patience[number] is None]
+    assert [found[number] for number in whole] == [right[number % 20] for number in whole]
+    for server in (prefill, decode):
+        _check_idle(server)
+    assert set(Path("/dev/shm").iterdir()) <= segments
+    after = [_descriptors(server) for server in (prefill, decode)]
+    # Each side may keep idle connections.
+    assert all(now <= old + 12 for now, old in zip(after, before, strict=True)), (before, after)
+
+
+def _descriptors(server: Server) -> int:
+    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in server.pids())
+
+
+def _check_idle(server: Server) -> None:
+    """Asserts that a server holds no slot, no page outside its cache, and no record."""
+    wanted = {name: IDLE[name] for name in IDLE.keys() & _metrics(server).keys()}
+
+    def is_idle() -> bool:
+        return wanted.items() <= _metrics(server).items()
+
+    assert wait_until(is_idle, 40), _metrics(server)
+
+
+def _complete_locally(server: Server, reason: str, seed: int, within_s: float = 20.0) -> None:
+    """Asserts that a prompt is prefilled locally for a reason, in bounded time."""
+    began = time.monotonic()
+    answer = server.complete(prompt_of(seed), max_tokens=2)
+    assert time.monotonic() - began < within_s
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert _cached(answer) == 0
+    assert _failures(server).get(reason) == 1, _failures(server)
+
+
+@pytest.mark.matrix
+def test_lost_prefill_server_loses_no_request(folder):
+    """A prefill server is stopped by SIGSTOP, then killed."""
+    with _prefill_server(folder) as prefill, _decode_server(folder, prefill.url) as decode:
+        assert _cached(decode.complete(prompt_of(0), max_tokens=2)) == 64
+        for pid in prefill.pids():
+            os.kill(pid, signal.SIGSTOP)
+        _complete_locally(decode, "timeout", 1)
+        for pid in prefill.pids():
+            os.kill(pid, signal.SIGKILL)
+        prefill.process.wait(10)
+        _complete_locally(decode, "unreachable", 2)
+        assert decode.process.poll() is None
+    assert any("prefilled locally" in line for line in decode.lines)
+
+
+@pytest.mark.matrix
+def test_killed_decode_server_frees_records(folder, prefill):
+    with _decode_server(folder, prefill.url) as decode:
+        body = {"prompt": prompt_of(70, 1500), "max_tokens": 2}
+        with ThreadPoolExecutor(1) as thread:
+            sent = thread.submit(
+                lambda: httpx.post(decode.url + "/v1/completions", json=body, timeout=60)
+            )
+            assert wait_until(lambda: _metrics(prefill)["num_requests_running"] > 0)
+            pids = decode.pids()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(httpx.HTTPError):
+                sent.result()
+        decode.process.wait(10)
+    _check_idle(prefill)
+
+
+@pytest.mark.matrix
+def test_other_weights_lead_to_local_prefill(folder, tmp_path):
+    write_tiny(tmp_path / "model", "qwen3_5", seed=2)
+    (tmp_path / "secret").write_text(SECRET)
+    with _prefill_server(tmp_path) as other, _decode_server(folder, other.url) as decode:
+        _complete_locally(decode, "fingerprint", 3)

@@ -1,0 +1,88 @@
+"""Engine side of KV transfer without an engine: jobs end when a test ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.boundary.kv_transfer import (
+    VERSION,
+    HeaderArray,
+    TransferHeader,
+    TransferRecord,
+    TransferRejected,
+)
+from shared.engine.image_inputs import CacheKeyImage
+
+PAGE = 4
+FINGERPRINT = "ab" * 32
+
+
+def record_of(tokens: Sequence[int], tenant: str = "") -> TransferRecord:
+    """Returns a record of all full pages of some tokens."""
+    count = len(tokens) // PAGE
+    array = HeaderArray("kv", "target pages 0", "float32", (PAGE, 2), 0, count)
+    header = TransferHeader(
+        version=VERSION,
+        fingerprint=FINGERPRINT,
+        tenant=tenant,
+        tokens=np.array(tokens[: count * PAGE], np.int32),
+        images=(),
+        page_size=PAGE,
+        num_pages=count,
+        is_whole=(True,) * count,
+        has_snapshot=False,
+        arrays=(array,),
+    )
+    words = np.arange(header.num_bytes // 4, dtype=np.int32).reshape(count, -1)
+    return TransferRecord(header, ((words,),))
+
+
+class FakeJob:
+    """A job that a test ends."""
+
+    def __init__(self, record: TransferRecord, is_done: bool = False) -> None:
+        self.header, self.is_done = record.header, is_done
+        self.failed: str | None = None
+        self._record = record
+
+    @property
+    def record(self) -> TransferRecord | None:
+        return self._record if self.is_done else None
+
+    def cancel(self) -> None:
+        self.failed = "cancelled"
+
+
+class FakeTransfer:
+    """`KVTransfer` with a number of cached tokens for all prompts.
+
+    Attributes:
+      num_cached: Result of `match`, and tokens of exports.
+      rejects: Reason of rejected imports; None to accept them.
+      jobs: All jobs.
+    """
+
+    fingerprint = FINGERPRINT
+
+    def __init__(self) -> None:
+        self.num_cached, self.jobs = 0, list[FakeJob]()
+        self.rejects: str | None = None
+
+    def match(self, tokens: Sequence[int], tenant: str, images: Sequence[CacheKeyImage]) -> int:
+        return self.num_cached
+
+    def begin_import(self, record: TransferRecord) -> FakeJob:
+        if self.rejects is not None:
+            raise TransferRejected(self.rejects, "rejected by the test")
+        self.jobs.append(FakeJob(record))
+        return self.jobs[-1]
+
+    def begin_export(
+        self, tokens: Sequence[int], tenant: str, images: Sequence[CacheKeyImage]
+    ) -> FakeJob | None:
+        if not self.num_cached:
+            return None
+        self.jobs.append(FakeJob(record_of(tokens[: self.num_cached], tenant)))
+        return self.jobs[-1]
