@@ -262,6 +262,7 @@ class Plan:
       image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
       window_page_tables: Pages of each row in the window pools, by sliding window.
+      kv: Words of an import, by field; empty in other steps.
     """
 
     slots: Int[jax.Array, " B"]
@@ -280,6 +281,7 @@ class Plan:
     image: ImageToEncode | None
     texts: NgramScopes | None
     window_page_tables: WindowPageTables
+    kv: Fields
 
     def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int[jax.Array, "B P"]]:
         """Returns the page table of each KV pool of the target."""
@@ -312,6 +314,7 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
         window_page_tables={
             pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
         },
+        kv={name: words for name, words in at.items() if name.startswith("kv_")},
     )
 
 

@@ -8,10 +8,12 @@ from jax_impl.decode import decode
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.draft import draft
 from jax_impl.encode_image import encode
+from jax_impl.kv_transfer import transfer
 from jax_impl.prefill import count_tokens, prefill
 from jax_impl.step_context import Step, StepContext
-from shared.boundary.buffers import SCORES
+from shared.boundary.buffers import has_plan_rows
 from shared.boundary.program import Program, StepKind
+from shared.boundary.transfer_spec import TRANSFERS
 
 WORK = {
     StepKind.PREFILL: prefill,
@@ -29,6 +31,8 @@ def step(
     plan = read_plan(words, program, context.capacity)
     if program.work is StepKind.ENCODE:
         state, fields = encode(context, state, plan, program)
+    elif program.work in TRANSFERS:
+        state, fields = transfer(context, state, plan, program)
     else:
         state, fields = WORK[program.work](Step.of(context, state, plan, program), state)
     return _end(context, state, plan, fields, program)
@@ -40,7 +44,7 @@ def _end(
     """Finishes a step of any kind; returns the result buffer."""
     is_row = plan.slots != 0
     fields = {
-        name: value if name in SCORES else _rows_only(is_row, value)
+        name: _rows_only(is_row, value) if has_plan_rows(name) else value
         for name, value in fields.items()
     }
     # Slot 0 is never reset: without this, padded rows would grow its length without bound.

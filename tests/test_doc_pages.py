@@ -20,7 +20,12 @@ USER_PAGES += ("tensor_parallelism", "training_drafts", "training_reference")
 INTERNALS = ("architecture", "backend_interface", "dependencies", "drafter_internals", "kernels/*")
 INTERNALS += ("model_execution", "numerics", "numerics/*", "scheduler_and_cache", "server")
 INTERNALS += ("shadow_verification", "invariants", "invariants/*", "contributing_*")
-INTERNALS += ("multimodal_internals", "ngram_internals", "quantization_internals")
+INTERNALS += (
+    "kv_transfer_internals",
+    "multimodal_internals",
+    "ngram_internals",
+    "quantization_internals",
+)
 INTERNALS += ("structured_output_internals", "tensor_parallelism_internals")
 FIGURES = ("kernels/measurements", "rejected_experiments", "rejected_experiments/*")
 MAX_SENTENCE_WORDS = 30

@@ -8,10 +8,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from shared.boundary.program import Program, StepKind
+from shared.boundary.transfer_spec import TRANSFERS
 from torch_impl.decode import decode
 from torch_impl.device_state import Fields, pack, read_plan
 from torch_impl.draft import draft
 from torch_impl.encode_image import encode
+from torch_impl.kv_transfer import transfer
 from torch_impl.prefill import count_tokens, prefill
 from torch_impl.step_context import Step, StepContext
 
@@ -34,6 +36,8 @@ def step(
     plan = read_plan(words, program, context.capacity)
     if program.work is StepKind.ENCODE:
         fields = encode(context, plan, program)
+    elif program.work in TRANSFERS:
+        fields = transfer(context, plan, program)
     else:
         fields = WORK[program.work](Step.of(context, plan, program))
     result = _end(context, fields, program)

@@ -75,6 +75,11 @@ class TransferArray:
         return sum(section.size for section in self.sections)
 
     @property
+    def rows(self) -> int:
+        """Number of its rows in an entry."""
+        return prod(self.shape) // self.columns
+
+    @property
     def words(self) -> int:
         """Number of int32 words in an entry."""
         return prod(self.shape) * ITEM_BYTES.get(self.dtype, WORD_BYTES) // WORD_BYTES
@@ -87,6 +92,14 @@ Arrays = tuple[TransferArray, ...]
 def entry_words(arrays: Arrays) -> int:
     """Returns the int32 words of an entry."""
     return sum(array.words for array in arrays)
+
+
+def word_spans(arrays: Arrays) -> Iterator[tuple[TransferArray, slice]]:
+    """Yields each array of an entry, and the range of its words."""
+    first = 0
+    for array in arrays:
+        yield array, slice(first, first + array.words)
+        first += array.words
 
 
 @dataclass(frozen=True)
@@ -201,13 +214,20 @@ class TransferSpec:
                 for first in range(pool.layers.start, pool.layers.stop, size):
                     yield _program(work, 0, range(first, min(first + size, pool.layers.stop)))
 
+    def arrays_by_field(self, program: Program) -> dict[str, Arrays]:
+        """Returns the arrays of each field of words; fields of pages are in the order of the page
+        tables.
+        """
+        if program.blocks:
+            return {"kv_layers": self.arrays_of(program.blocks)}
+        windows = {f"kv_window_pages_{i}": arrays for i, arrays in enumerate(self.windows)}
+        return {"kv_pages": self.pages, **windows}
+
     def fields(self, program: Program) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns the arrays of words of an import's plan and of an export's result."""
-        if layers := program.blocks:
-            return [("kv_layers", (len(layers), entry_words(self.arrays_of(layers))))]
-        sizes = {"kv_pages": self.pages}
-        sizes |= {f"kv_window_pages_{i}": arrays for i, arrays in enumerate(self.windows)}
-        return [(name, (program.pages, entry_words(arrays))) for name, arrays in sizes.items()]
+        """Returns the fields of words in an import's plan and in an export's result."""
+        count = len(program.blocks) or program.pages
+        each = self.arrays_by_field(program).items()
+        return [(name, (count, entry_words(arrays))) for name, arrays in each]
 
 
 @dataclass(frozen=True)
@@ -223,6 +243,11 @@ class TransferWords:
     pages: Int32[np.ndarray, "n words"] | None
     windows: tuple[Int32[np.ndarray, "n words"], ...]
     layers: Int32[np.ndarray, "n words"] | None
+
+    @property
+    def all_pages(self) -> list[Int32[np.ndarray, "n words"]]:
+        """Pages of each pool, in the order of the page tables; empty in a step of layers."""
+        return [] if self.pages is None else [self.pages, *self.windows]
 
     @classmethod
     def of(cls, at: dict[str, np.ndarray]) -> TransferWords:

@@ -91,12 +91,12 @@ def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) 
 
 
 def _transfer_bytes(program: Program, blueprint: BackendSpec) -> int:
-    """Returns the bytes of an export or import: the words, the entries in the order of the pools,
-    and those of one rank or a copy.
+    """Returns the bytes of an export or import: the entries in the order of the pools, gathered,
+    as words, and the words in the result or the plan.
     """
     spec = blueprint.capacity.transfer
     assert spec is not None  # otherwise the program does not exist
-    return 3 * 4 * sum(rows * words for _, (rows, words) in spec.fields(program))
+    return 4 * 4 * sum(rows * words for _, (rows, words) in spec.fields(program))
 
 
 def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:

@@ -244,8 +244,7 @@ class ExportJob(TransferJob):
         if words.layers is not None:
             self._arrays[spec.section_of(program.blocks)].append(words.layers)
             return
-        assert words.pages is not None
-        for section, held in enumerate((words.pages, *words.windows)):
+        for section, held in enumerate(words.all_pages):
             _, places = span_of(self.header, section, pages)
             if places.start < places.stop:
                 self._arrays[section].append(held[places])
@@ -276,8 +275,7 @@ class ImportJob(TransferJob):
             local = spec.local_layers(layers)
             self._copy(spec.section_of(layers), local, words.layers)
             return
-        assert words.pages is not None
-        for section, held in enumerate((words.pages, *words.windows)):
+        for section, held in enumerate(words.all_pages):
             entries, places = span_of(self.header, section, pages)
             self._copy(section, entries, held[places])
 

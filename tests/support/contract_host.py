@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.transfer_spec import ImportKV, TransferSpec
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
@@ -30,6 +33,9 @@ from tests.support.tiny_models import tiny_model
 BATCH = 4
 PREFILL_TOKENS = 192
 PAGE_SIZE = 4
+TRANSFER_PAGES = 4
+"""Pages of an export or import step."""
+
 PLAIN = TreeShape.plain(BATCH)
 CHAIN = TreeShape.chain(3, BATCH)
 SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
@@ -80,6 +86,8 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
             }
         )
 
+    transfer = TransferSpec.of(config, DrafterSpec.of_mtp(config), "float32", PAGE_SIZE, ())
+    transfer = replace(transfer, step_bytes=TRANSFER_PAGES * transfer.page_bytes)
     return BackendLimits(
         page_size=PAGE_SIZE,
         num_pages=321,
@@ -95,6 +103,7 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
             program(StepKind.DECODE, TREE, host_draft=True, mask=True),
             program(StepKind.DRAFT, CHAIN),
             program(StepKind.COUNT, PLAIN, tokens=PREFILL_TOKENS),
+            *transfer.programs(),
         ),
         overlap=2,
         context_length=200,
@@ -104,6 +113,7 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
         max_logprobs=3,
         accept_rule="exact",
         max_scores=2,
+        transfer=transfer,
     )
 
 
@@ -233,6 +243,29 @@ class Host:
         trees.tokens[0, : len(nodes)] = nodes
         trees.parents[0, : len(nodes)] = [0, *parents]
         trees.num_nodes[0], trees.forced[0] = len(nodes), forced
+        return plan
+
+    def transfer_plan(self, work: StepKind, pages: Sequence[int], snapshot: int = 0) -> StepPlan:
+        """An export or import of pages, or of a snapshot if there are no pages."""
+        programs = (p for p in self.capacity.programs if p.work is work)
+        plan = empty_plan(next(p for p in programs if bool(p.blocks) != bool(pages)), self.capacity)
+        plan.page_table[0, : len(pages)] = pages
+        named = plan.snapshots.save if work is StepKind.IMPORT_KV else plan.snapshots.restore
+        named[0] = snapshot
+        return plan
+
+    def export(self, pages: Sequence[int], snapshot: int = 0) -> np.ndarray:
+        """The words of pages, or of the layers of a snapshot."""
+        words = self.run(self.transfer_plan(StepKind.EXPORT_KV, pages, snapshot)).words
+        assert words is not None
+        return words.layers if words.pages is None else words.pages[: len(pages)]
+
+    def import_plan(self, words: np.ndarray, pages: Sequence[int], snapshot: int = 0) -> StepPlan:
+        plan = self.transfer_plan(StepKind.IMPORT_KV, pages, snapshot)
+        assert isinstance(plan.work, ImportKV)
+        into = plan.work.words.pages if pages else plan.work.words.layers
+        assert into is not None
+        into[: len(words)] = words
         return plan
 
     def run(self, plan: StepPlan) -> StepResult:

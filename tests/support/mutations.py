@@ -31,9 +31,12 @@ from tests.support.planted_faults import (
     counts_of_the_last_owner,
     deeper_drafts_go_before_their_parents,
     depth_taken_for_the_node_number,
+    export_reads_first_snapshot,
     failed_rows_rank_as_their_roots,
     full_page_rewritten,
     holes_in_draft_memory_read,
+    import_leaves_out_states,
+    import_writes_next_pages,
     late_row_kept,
     leaked_page,
     length_off_by_one,
@@ -241,6 +244,19 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         ),
         "reach: holes in draft memory are read": Mutation(
             holes_in_draft_memory_read, "test_gaps_in_draft_kv_are_never_read", _on_a_host()
+        ),
+    },
+    "boundary/test_transfer_contract": {
+        "transfer: an import writes the next pages": Mutation(
+            import_writes_next_pages, "test_import_writes_only_named_pages", _on_a_host()
+        ),
+        "transfer: an export reads the first snapshot": Mutation(
+            export_reads_first_snapshot, "test_export_reads_no_unnamed_snapshot", _on_a_host()
+        ),
+        "transfer: an import leaves out states": Mutation(
+            import_leaves_out_states,
+            "test_imported_prefix_continues_as_original",
+            _on_a_host(shape=CHAIN),
         ),
     },
     "engine/test_engine": {

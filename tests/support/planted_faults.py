@@ -27,6 +27,7 @@ from shared.spec import (
     gated_delta,
     gdn_state,
     grammar_bitmask,
+    kv_transfer,
     sampling,
     slot_state,
     verify_budget,
@@ -381,3 +382,20 @@ def masks_by_the_row_before(patch: Patch) -> None:
 def matcher_left_at_a_draft(patch: Patch) -> None:
     """A walk over a tree that does not come back."""
     patch.setattr(TextMatcher, "rollback", lambda matcher: None)
+
+
+# KV transfer
+
+
+def import_writes_next_pages(patch: Patch) -> None:
+    healthy = kv_transfer.with_pages
+    patch.setattr(kv_transfer, "with_pages", lambda kv, pages, words: healthy(kv, pages + 1, words))
+
+
+def export_reads_first_snapshot(patch: Patch) -> None:
+    healthy = kv_transfer.layer_words
+    patch.setattr(kv_transfer, "layer_words", lambda states, snapshot: healthy(states, 1))
+
+
+def import_leaves_out_states(patch: Patch) -> None:
+    patch.setattr(kv_transfer, "with_layers", lambda states, snapshot, words: states)

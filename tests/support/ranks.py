@@ -33,7 +33,10 @@ def assert_same_bits(got: StepResult, want: StepResult, what: str) -> None:
 
 def arrays_of(result: Any) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays of a result, and of the records in it, with their names."""
-    named = result._asdict() if isinstance(result, tuple) else vars(result)
+    if isinstance(result, tuple):
+        named = result._asdict() if hasattr(result, "_asdict") else dict(enumerate(result))
+    else:
+        named = vars(result)
     for name, value in named.items():
         if isinstance(value, np.ndarray):
             yield name, value
