@@ -106,10 +106,8 @@ def _owner(state: DeviceState, array: TransferArray) -> _Owner:
 def _entries(
     spec: TransferSpec, plan: Plan, program: Program, place: int, arrays: Arrays
 ) -> Iterator[tuple[TransferArray, slice, _PoolPages | _SnapshotLayers]]:
-    """Yields each array with the range of its words and its entries in the state.
-
-    Args:
-      place: Place of the page table that the arrays use.
+    """Yields each array with the range of its words and its entries in the state; pages are those
+    of the page table at `place`.
     """
     named = plan.save if program.work is StepKind.IMPORT_KV else plan.restore
     for array, span in word_spans(arrays):

@@ -77,10 +77,8 @@ def _entries(
     place: int,
     arrays: Arrays,
 ) -> Iterator[tuple[TransferArray, slice, _PoolPages | _SnapshotLayers]]:
-    """Yields each array with the range of its words and its entries in the state.
-
-    Args:
-      place: Place of the page table that the arrays use.
+    """Yields each array with the range of its words and its entries in the state; pages are those
+    of the page table at `place`.
     """
     is_import = program.work is StepKind.IMPORT_KV
     for array, span in word_spans(arrays):
