@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, BackendLimits, BackendSpec, StepFuture, StepPlan
 from shared.boundary.program import ProgramFeature, StepKind
+from shared.boundary.transfer_spec import TransferSpec
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.command_line import parse
@@ -192,11 +193,14 @@ def started(
     narrow: Callable[[BackendLimits], BackendLimits],
     rank_module: str = TORCH,
     wait: Callable[[], None] = lambda: None,
+    has_transfer: bool = False,
 ) -> Served:
     """Starts an engine of any programs, and warms it up; see `start`.
 
     Args:
-      narrow: Which of a server's programs are made ready.
+      framework, flags, rank_module, wait: See `start`.
+      narrow: Returns the programs of a server that are made ready.
+      has_transfer: Adds the programs of KV transfer, beyond the memory plan.
     """
     gc_freeze.unfreeze_gc()
     module = rank_module if framework == "torch" else None
@@ -205,6 +209,7 @@ def started(
         begun = ranks.prepare()
         memory, blueprint = begun.memory, begun.memory.blueprint
         capacity, clock = narrow(blueprint.capacity), [time.perf_counter()]
+        capacity = _with_transfer(capacity, blueprint) if has_transfer else capacity
         blueprint = replace(blueprint, capacity=capacity)
         narrowed = replace(begun, memory=replace(memory, blueprint=blueprint))
         # Processes of ranks call a program by its number among all that there are.
@@ -214,7 +219,7 @@ def started(
         backend.prepare(capacity.programs, lambda program: None)
         clock.append(time.perf_counter())
     last = LastStep(backend, capacity)
-    engine = engines.make_engine(last, memory)
+    engine = engines.make_engine(last, memory, transfer_fingerprint="in process")
     wait()
     _warm_up(engine, capacity)
     gc_freeze.freeze_gc()
@@ -229,6 +234,13 @@ def started(
         load_s=clock[1] - clock[0],
         prepare_s=clock[2] - clock[1],
     )
+
+
+def _with_transfer(capacity: BackendLimits, blueprint: BackendSpec) -> BackendLimits:
+    windows = [pool.window for pool in capacity.window_pools]
+    config, drafts, size = blueprint.config, blueprint.drafts, capacity.page_size
+    spec = TransferSpec.of(config, drafts, blueprint.dtype, size, windows)
+    return replace(capacity, transfer=spec, programs=(*capacity.programs, *spec.programs()))
 
 
 def one_bucket(
