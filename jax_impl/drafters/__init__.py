@@ -21,6 +21,9 @@ from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 
+Lists = tuple[Int[jax.Array, "B S P K"], Float[jax.Array, "B S P K"], Int[jax.Array, "B S P K"]]
+"""Candidates of the slots of a block: tokens, log weights and lists; see `best_prefixes.grow`."""
+
 
 class DraftRequests(NamedTuple):
     """Requests of a step that drafts; see `shared.spec.tree_growth.DraftRequests`.
@@ -248,7 +251,7 @@ class Ranking(NamedTuple):
         """Returns the best tokens of S consecutive positions and the log weights of their edges.
 
         Args:
-          scored: See `chain`.
+          scored, S: See `chain`.
         """
         request, positions, seen = self._slots(S)
         ranked = lm_head.rank(
@@ -265,6 +268,20 @@ class Ranking(NamedTuple):
         )
         shape = (len(self.lengths), S, self.width)
         return ranked.ids.reshape(shape), ranked.weights.reshape(shape)
+
+    def lists(
+        self,
+        logits: Float[jax.Array, "B P share"],
+        some: Int[jax.Array, "B P"],
+        level: Int[jax.Array, ""] | int,
+    ) -> tuple[
+        Int[jax.Array, "B P width"], Float[jax.Array, "B P width"], Int[jax.Array, "B P width"]
+    ]:
+        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
+        ranked = self.of_scores(logits, jnp.zeros((*some.shape, 0), jnp.int32), level)
+        is_same = ranked.ids[..., None] == some[:, None, None]
+        edges = jnp.where(is_same.any(axis=3), ranked.weights, -jnp.inf)
+        return ranked.ids, edges, is_same.argmax(axis=3).astype(jnp.int32)
 
     def _slots(self, S: int) -> tuple[Int[jax.Array, " BS"], Int[jax.Array, " BS"], TokenCounts]:
         """Returns request, position and token counts of S consecutive positions of each request."""

@@ -45,6 +45,13 @@ SELECTIONS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
 }
 """Selections of draft tokens one after the other, by kind; other kinds select all at once."""
 
+RANKINGS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
+    DSPARK.name: dspark.ranking,
+    DFLASH2.name: dflash2.ranking,
+}
+"""Rankings of the candidates of a tree after each token before, by kind; other kinds have one list
+per slot."""
+
 
 class BlockDrafter(NamedTuple):
     """Drafter with a block head.
@@ -53,17 +60,21 @@ class BlockDrafter(NamedTuple):
       select: Selects the draft tokens from the newest token, the hidden states of all slots, the
         logits of the draft tokens, the ranking and `is_weighed`; see `Ranking.chain`. None if all
         are selected at once.
+      lists: Ranks the candidates of a tree, with the arguments of `select` but the last. None if
+        the candidates of a slot do not depend on the token before.
     """
 
     target: Model
     weights: BlockWeights
     select: Callable[..., Any] | None
+    lists: Callable[..., Any] | None
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Builds the drafter from its target and the weights of its head."""
-        bind = SELECTIONS.get(weights.config.kind)
-        return cls(model, weights, bind and bind(weights))
+        kind = weights.config.kind
+        select, lists = SELECTIONS.get(kind), RANKINGS.get(kind)
+        return cls(model, weights, select and select(weights), lists and lists(weights))
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -114,9 +125,9 @@ class BlockDrafter(NamedTuple):
         scored = head(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
         rank, memory = own_ranking(self.target, self.weights, rank), memory._replace(kv=(kv,))
         if shape.width > 1:
-            ids, edges = (x[:, :, None] for x in rank.block(scored, shape.depth))
+            ids, edges, lists = self._candidates(scored, newest, hidden, shape.depth, rank)
             grown = best_prefixes.grow(
-                newest, ids, edges, None, requests.max_drafts, requests.can_draft, shape.nodes
+                newest, ids, edges, lists, requests.max_drafts, requests.can_draft, shape.nodes
             )
             return DraftTrees(*grown, None), memory
         drafts, edges, processed = self._chosen(
@@ -127,6 +138,23 @@ class BlockDrafter(NamedTuple):
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
         return DraftTrees(tokens, parents, num_nodes, weights, processed), memory
+
+    def _candidates(
+        self,
+        scored: Projection,
+        newest: Int[jax.Array, " B"],
+        filled: Float[jax.Array, "B size hidden"],
+        S: int,
+        rank: Ranking,
+    ) -> tuple[
+        Int[jax.Array, "B S P K"], Float[jax.Array, "B S P K"], Int[jax.Array, "B S P K"] | None
+    ]:
+        """Ranks the candidates of a tree; see `best_prefixes.grow`."""
+        if self.lists is None:
+            ids, edges = rank.block(scored, S)
+            return ids[:, :, None], edges[:, :, None], None
+        logits = lm_head.scores(scored).reshape(len(newest), S, -1)
+        return self.lists(newest, filled, logits, rank)
 
     def _chosen(
         self,

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.drafters import Ranking
+from jax_impl.drafters import Lists, Ranking
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm.linear import Matrix, product, product_float32
 from jax_impl.ops.sampling import vocab_parallel
 from shared.drafts.dflash2 import SelectorConfig
 from shared.spec.dflash2 import NEVER
+from shared.spec.tree_growth import MAX_LISTS
 
 
 class SelectorWeights(NamedTuple):
@@ -48,18 +49,19 @@ class SelectorWeights(NamedTuple):
 
 def pairs(
     selector: SelectorWeights,
-    previous: Int[jax.Array, " B"],
+    previous: Int[jax.Array, "B P"],
     projected: Float[jax.Array, "B rank"],
     ids: Int[jax.Array, "B k"],
-) -> Float[jax.Array, "B k"]:
-    """Scores candidate tokens given the previous token.
+) -> Float[jax.Array, "B P k"]:
+    """Scores candidate tokens given each previous token.
 
     One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
     reads its own scores.
     """
-    (B, k), before = ids.shape, selector.before[previous] * projected
+    (B, k), P = ids.shape, previous.shape[1]
+    before = (selector.before[previous] * projected[:, None]).reshape(B * P, -1)
     every = product_float32(before, Matrix.plain(selector.after[ids.reshape(-1)]))
-    return every.reshape(B, B, k)[jnp.arange(B), jnp.arange(B)]
+    return every.reshape(B, P, B, k)[jnp.arange(B), :, jnp.arange(B)]
 
 
 def chain(
@@ -90,7 +92,7 @@ def chain(
     def body(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
         previous, drafts = carry
         level, of_values, some, of_slot = at
-        own = of_values + pairs(selector, previous, of_slot, some)
+        own = of_values + pairs(selector, previous[:, None], of_slot, some)[:, 0]
         logits = nothing.at[jnp.arange(B)[:, None], some].set(own)
         logits = vocab_parallel.part(logits, rank.vocabulary)
         ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
@@ -106,6 +108,43 @@ def chain(
     return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None
 
 
+def lists(
+    selector: SelectorWeights,
+    weights: BlockWeights,
+    newest: Int[jax.Array, " B"],
+    hidden: Float[jax.Array, "B size hidden"],
+    scored: Float[jax.Array, "B S share"],
+    rank: Ranking,
+) -> Lists:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree."""
+    block = weights.config.block
+    assert block is not None  # required for DFlash2
+    (B, S, _), first = scored.shape, block.first_slot
+    P, slots = min(selector.config.candidates, MAX_LISTS), hidden[:, first : first + S]
+    values, ids = rank.candidates(scored, P)
+    projected = product(slots.reshape(B * S, -1), selector.hidden).reshape(B, S, -1)
+    nothing = jnp.full((B, P, rank.counts.shape[1]), NEVER, scored.dtype)
+    rows, before = jnp.arange(B)[:, None, None], jnp.arange(P)[:, None]
+
+    def body(previous: jax.Array, at: tuple) -> tuple[jax.Array, tuple]:
+        level, of_values, some, of_slot = at
+        own = of_values[:, None] + pairs(selector, previous, of_slot, some)
+        logits = nothing.at[rows, before, some[:, None]].set(own)
+        logits = vocab_parallel.part(logits, rank.vocabulary)
+        return some, rank.lists(logits, some, level)
+
+    levels = jnp.arange(S, dtype=jnp.int32)
+    by_level = (jnp.moveaxis(x, 1, 0) for x in (values, ids, projected))
+    begun = jnp.repeat(newest[:, None], P, axis=1)
+    _, (tokens, edges, places) = scan(body, begun, (levels, *by_level))
+    return jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(edges, 0, 1), jnp.moveaxis(places, 0, 1)
+
+
 def selection(weights: BlockWeights) -> Callable[..., Any]:
     """Returns `chain` of a head, see `BlockDrafter.select`."""
     return partial(chain, SelectorWeights.of(weights), weights)
+
+
+def ranking(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `lists` of a head, see `BlockDrafter.lists`."""
+    return partial(lists, SelectorWeights.of(weights), weights)

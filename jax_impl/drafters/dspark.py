@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.drafters import Ranking
+from jax_impl.drafters import Lists, Ranking
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, product_float32
+from jax_impl.ops.sampling import vocab_parallel
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.models.stacks import BIAS
+from shared.spec.dflash2 import NEVER
+from shared.spec.tree_growth import MAX_LISTS
 
 
 class MarkovWeights(NamedTuple):
@@ -143,6 +146,45 @@ def chain(
     return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None
 
 
+def lists(
+    markov: MarkovWeights,
+    weights: BlockWeights,
+    newest: Int[jax.Array, " B"],
+    hidden: Float[jax.Array, "B size hidden"],
+    scored: Float[jax.Array, "B S share"],
+    rank: Ranking,
+) -> Lists:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree."""
+    block, vocab = weights.config.block, weights.config.draft_vocab
+    assert block is not None  # required for DSpark
+    factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
+    (B, S, _), first, P = scored.shape, block.first_slot, min(MAX_LISTS, vocab)
+    state = jnp.zeros((B * P, markov.config.rank), hidden.dtype)
+    _, ids = rank.candidates(scored, P)
+    nothing, rows = jnp.zeros((B, vocab), scored.dtype), jnp.arange(B)[:, None]
+
+    def body(previous: jax.Array, at: tuple) -> tuple[jax.Array, tuple]:
+        level, of_slot, of_scores, own = at
+        mixed = mix(markov, previous.reshape(-1), jnp.repeat(of_slot, P, axis=0), state)
+        added = product_float32(mixed.factors, markov.lm_head, factor).reshape(B, P, -1)
+        chosen = nothing.at[rows, own].set(1)
+        is_candidate = vocab_parallel.part(chosen, rank.vocabulary)[:, None] > 0
+        logits = jnp.where(is_candidate, of_scores[:, None] + added, NEVER)
+        some = own if rank.columns is None else rank.columns[own]
+        return some, rank.lists(logits, some, level)
+
+    levels = jnp.arange(S, dtype=jnp.int32)
+    by_level = (jnp.moveaxis(x, 1, 0) for x in (hidden[:, first : first + S], scored, ids))
+    begun = jnp.repeat(newest[:, None], P, axis=1)
+    _, (tokens, edges, places) = scan(body, begun, (levels, *by_level))
+    return jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(edges, 0, 1), jnp.moveaxis(places, 0, 1)
+
+
 def selection(weights: BlockWeights) -> Callable[..., Any]:
     """Returns `chain` of a head, see `BlockDrafter.select`."""
     return partial(chain, MarkovWeights.of(weights), weights)
+
+
+def ranking(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `lists` of a head, see `BlockDrafter.lists`."""
+    return partial(lists, MarkovWeights.of(weights), weights)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.drafts.kinds import BLOCK_KINDS, DFLASH, Form
+from shared.drafts.kinds import BLOCK_KINDS, Form
 from shared.models.sentence_list import sentence_list
 from shared.options.adaptive import MOST_STEPS
 from shared.options.rule_context import Example, Rule, RuleContext, flags_of
@@ -66,7 +66,7 @@ def _names_other_drafts(s: RuleContext) -> bool:
     most = NAIVE_SHAPE[0] if s.draft.has_form(Form.TOKEN) else MOST_STEPS
     if s.drafts_blocks:
         most = (s.block or 1) - 1
-    has_trees = s.draft.has_form(Form.TREE) or s.algorithm == DFLASH.name
+    has_trees = s.draft.has_form(Form.TREE, Form.BLOCK)
     return any(
         each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
     )
@@ -77,19 +77,7 @@ def _simulates_more(s: RuleContext) -> bool:
     return len(s.draft.accept_rates or ()) > s.num_levels
 
 
-_NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight")
-
 DRAFT_SHAPE_RULES = (
-    Rule(
-        applies=lambda s: s.drafts_blocks and s.draft.topk > 1 and s.algorithm != DFLASH.name,
-        reason="--speculative-eagle-topk {k} is not supported with --speculative-algorithm "
-        "{algorithm}, which drafts chains",
-        hint="remove the flag",
-        example=Example(
-            drafter="DFLASH2",
-            flags=flags_of("--speculative-eagle-topk 2 --speculative-num-draft-tokens 6"),
-        ),
-    ),
     Rule(
         applies=lambda s: (
             s.block is not None and (s.draft.speculative_draft_window_size or s.block) < s.block
@@ -188,9 +176,8 @@ DRAFT_SHAPE_RULES = (
     Rule(
         applies=_names_other_drafts,
         reason="--speculative-adaptive-config contains shapes that --speculative-algorithm "
-        f"{{algorithm}} does not support: trees with NGRAM, NAIVE_EAGLE, "
-        f"{sentence_list(BLOCK_KINDS, 'and')}, more than one step with NAIVE_EAGLE, and more than "
-        f"a block with the last {_NUMBERS[len(BLOCK_KINDS)]}",
+        "{algorithm} does not support: trees with NGRAM and NAIVE_EAGLE, more than one step with "
+        f"NAIVE_EAGLE, and more than a block with {sentence_list(BLOCK_KINDS)}",
         hint="remove these shapes",
         example=None,
     ),

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.drafts.dspark_config import RNN, MarkovConfig
 from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
 from shared.options.adaptive import Candidate, default_candidates
+from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.options.speculative import SpeculativeConfig
 from shared.process.device import Device
@@ -73,12 +76,17 @@ def resolve(
       drafts: Drafter on the device.
       device: The device.
       are_compiled: True if each program is compiled at startup.
+
+    Raises:
+      ConfigError: The head drafts no trees.
     """
     are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], options.engine
     block = drafts.block.nodes if drafts.block else None
     draft = options.speculative.settled(model.drafts_trees, block)
     candidates = _candidates(options, draft, block, are_few)
+    if drafts.block is not None and any(k > 1 for k in (draft.topk, *(c.topk for c in candidates))):
+        _check_trees(drafts.block)
     page_size = engine.page_size or defaults.page_size
     copies = options.ngram.num_copies if draft.joins_copies else 0
     deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
@@ -98,6 +106,16 @@ def resolve(
         block=block or 0,
         reduced_buckets=are_few,
     )
+
+
+def _check_trees(block: BlockConfig) -> None:
+    """Raises `ConfigError` for a head that drafts no trees."""
+    markov = block.part(MarkovConfig)
+    if markov is not None and markov.kind == RNN:
+        raise ConfigError(
+            "--speculative-eagle-topk above 1 is not supported with a DSPARK head of "
+            "markov_head_type rnn, which has a state for each path; remove the flag"
+        )
 
 
 def _interval(page_size: int, in_flight: int) -> int:

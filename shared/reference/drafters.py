@@ -221,6 +221,7 @@ class HeadDrafter:
 
 
 CHAINS = {DSPARK.name: dspark.chain, DFLASH2.name: dflash2.chain}
+LISTS = {DSPARK.name: dspark.lists, DFLASH2.name: dflash2.lists}
 """Selections of draft tokens one after the other, by kind; other kinds select all at once."""
 
 
@@ -266,11 +267,13 @@ class BlockDrafter:
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         config, weights = self._drafter.head.config, self._drafter.head.weights
-        chain = CHAINS.get(config.kind)
+        chain, lists = CHAINS.get(config.kind), LISTS.get(config.kind)
 
         def slots(
             hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
         ) -> dflash.Candidates:
+            if lists is not None:
+                return lists(config, weights, requests.newest, hidden, scored, rank.lists)
             ids, edges = rank.block(scored)
             return ids[:, :, None], edges[:, :, None], None
 

@@ -265,6 +265,20 @@ class PenaltyRanking:
         ids, edges = (np.concatenate(parts, axis=1) for parts in zip(*ranked, strict=True))
         return ids, edges
 
+    def lists(
+        self, logits: Float[np.ndarray, "B P vocab"], some: Int[np.ndarray, "B P"], level: int
+    ) -> tuple[
+        Int[np.ndarray, "B P width"], Float[np.ndarray, "B P width"], Int[np.ndarray, "B P width"]
+    ]:
+        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
+        no_path = np.zeros((logits.shape[0] * logits.shape[1], 0), np.int32)
+        slots = np.repeat(self.slots, logits.shape[1])
+        seen = TokenCounts(self.counts, slots, no_path, no_path.astype(bool))
+        ids, edges = self._ranked(logits, seen, level)
+        is_same = ids[..., None] == some[:, None, None]
+        edges = np.where(is_same.any(axis=3), edges, np.float32(-np.inf))
+        return ids, edges, is_same.argmax(axis=3).astype(np.int32)
+
     def _ranked(
         self, logits: Float[np.ndarray, "B k vocab"], seen: TokenCounts, level: int
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:

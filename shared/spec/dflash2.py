@@ -15,7 +15,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import SelectorConfig
 from shared.spec import layers
 from shared.spec.eagle import HeadWeights
-from shared.spec.tree_growth import Rank
+from shared.spec.tree_growth import MAX_LISTS, Rank, RankLists
 
 NEVER = -1e30
 """Logit of a token that is not a candidate. Its probability is 0 next to any candidate, but the
@@ -32,22 +32,22 @@ def candidates(
 
 def pairs(
     weights: HeadWeights,
-    previous: Int[np.ndarray, " B"],
+    previous: Int[np.ndarray, "B P"],
     projected: Float[np.ndarray, "B rank"],
     ids: Int[np.ndarray, "B k"],
-) -> Float[np.ndarray, "B k"]:
-    """Computes the pair scores of candidates with the previous token.
+) -> Float[np.ndarray, "B P k"]:
+    """Computes the pair scores of candidates with each previous token.
 
     Args:
       weights: Weights of the head.
-      previous: Token before the draft token of each slot.
+      previous: Tokens before the draft token of each slot.
       projected: Projections of the slots' hidden states, which weight the elements of a pair.
       ids: The candidates.
 
     Source: DFlash2, z-lab; the equations are those of its model.
     """
-    before = weights["selector.before"][previous] * projected
-    return np.einsum("br,bkr->bk", before, weights["selector.after"][ids])
+    before = weights["selector.before"][previous] * projected[:, None]
+    return np.einsum("bpr,bkr->bpk", before, weights["selector.after"][ids])
 
 
 def chain(
@@ -76,10 +76,43 @@ def chain(
         values, ids = candidates(scored[:, level], selector.candidates)
         projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
         logits = np.full_like(scored[:, level], NEVER)
-        candidate_logits = values + pairs(weights, previous, projected, ids)
+        candidate_logits = values + pairs(weights, previous[:, None], projected, ids)[:, 0]
         np.put_along_axis(logits, ids, candidate_logits, axis=1)
         chosen, ranked = rank(logits[:, None], drafts[:, None])
         previous = chosen[:, 0, 0]
         drafts = np.concatenate([drafts, previous[:, None]], axis=1)
         edges.append(ranked[:, 0, 0])
     return drafts, np.stack(edges, axis=1)
+
+
+def lists(
+    config: DraftConfig,
+    weights: HeadWeights,
+    newest: Int[np.ndarray, " B"],
+    hidden: Float[np.ndarray, "B size hidden"],
+    scored: Float[np.ndarray, "B S vocab"],
+    rank: RankLists,
+) -> tuple[Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"]]:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree.
+
+    A pair score depends on two tokens alone, so the best prefixes of this distribution are exact.
+
+    Args:
+      config, weights, newest, hidden, scored: See `chain`.
+      rank: Ranks the candidates of a slot.
+    """
+    assert config.block is not None  # both are required for DFlash2
+    selector = config.block.part(SelectorConfig)
+    assert selector is not None
+    first, count = config.block.first_slot, min(selector.candidates, MAX_LISTS)
+    previous, ranked = np.repeat(newest[:, None], count, axis=1), []
+    for level in range(scored.shape[1]):
+        values, ids = candidates(scored[:, level], count)
+        projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
+        own = values[:, None] + pairs(weights, previous, projected, ids)
+        logits = np.full((*own.shape[:2], scored.shape[2]), NEVER, scored.dtype)
+        np.put_along_axis(logits, np.broadcast_to(ids[:, None], own.shape), own, axis=2)
+        ranked.append(rank(logits, ids, level))
+        previous = ids
+    tokens, edges, places = (np.stack([x[i] for x in ranked], axis=1) for i in range(3))
+    return tokens, edges, places

@@ -18,10 +18,11 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.spec import layers
+from shared.spec.dflash2 import NEVER, candidates
 from shared.spec.eagle import HeadWeights
 from shared.spec.model import Hidden
 from shared.spec.sampling import over_tokens
-from shared.spec.tree_growth import Rank
+from shared.spec.tree_growth import MAX_LISTS, Rank, RankLists
 
 Rows = Float[np.ndarray, "B rank"]
 
@@ -135,6 +136,42 @@ def chain(
         drafts = np.concatenate([drafts, previous[:, None]], axis=1)
         edges.append(edge)
     return drafts, np.stack(edges, axis=1)
+
+
+def lists(
+    config: DraftConfig,
+    weights: HeadWeights,
+    newest: Int[np.ndarray, " B"],
+    hidden: Float[np.ndarray, "B size hidden"],
+    scored: Float[np.ndarray, "B S vocab"],
+    rank: RankLists,
+) -> tuple[Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"]]:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree.
+
+    The candidates of a slot are the best tokens of its own logits; their logits have the bias of
+    the token before. The confidence head is not used: it predicts the acceptance of one path. A
+    recurrent Markov head is not supported, because its state depends on the whole path.
+
+    Args:
+      config, weights, newest, hidden, scored: See `chain`.
+      rank: Ranks the candidates of a slot.
+    """
+    (block, markov), (B, S, vocab) = _of(config), scored.shape
+    count = min(MAX_LISTS, config.draft_vocab)
+    state = np.zeros((B * count, markov.rank), hidden.dtype)
+    previous, ranked = np.repeat(newest[:, None], count, axis=1), []
+    for level in range(S):
+        _, ids = candidates(scored[:, level], count)
+        of_slot = np.repeat(hidden[:, block.first_slot + level], count, axis=0)
+        mixed = mix(markov, weights, previous.reshape(-1), of_slot, state)
+        added = bias(config, weights, mixed.factors).reshape(B, count, vocab)
+        is_candidate = np.zeros((B, 1, vocab), bool)
+        np.put_along_axis(is_candidate, ids[:, None], True, axis=2)
+        logits = np.where(is_candidate, scored[:, level, None] + added, np.float32(NEVER))
+        ranked.append(rank(logits, ids, level))
+        previous = ids
+    tokens, edges, places = (np.stack([x[i] for x in ranked], axis=1) for i in range(3))
+    return tokens, edges, places
 
 
 def _of(config: DraftConfig) -> tuple[BlockConfig, MarkovConfig]:

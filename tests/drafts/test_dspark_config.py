@@ -10,12 +10,16 @@ from safetensors.numpy import load_file, save_file
 from shared.drafts.checkpoint import check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.dspark_config import MarkovConfig
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
+from shared.process.device import Device
+from shared.process.resolved_config import resolve
 from tests.support.tiny_heads import (
     cyclic,
     tiny_block_config,
@@ -151,3 +155,17 @@ def test_speculative_algorithm_must_match_head_kind():
         (refused,) = refusals(setup)
         assert f"give --speculative-algorithm {kind}" in refused
         assert not refusals(replace(setup, head_kind=algorithm))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_markov_head_rejects_trees(kind):
+    flags = "--speculative-algorithm DSPARK --speculative-draft-model-path head"
+    tree = "--speculative-eagle-topk 2 --speculative-num-draft-tokens 8"
+    options = parse(f"{flags} {tree}".split())
+    drafts = DrafterSpec.of_head(parsed(**KINDS[kind]))
+    device = Device("cpu", "CPU", 8 << 30)
+    if kind != "rnn":
+        assert resolve(options, TARGET, drafts, device, False).draft.num_draft_tokens == 8
+        return
+    with pytest.raises(ConfigError, match="markov_head_type rnn"):
+        resolve(options, TARGET, drafts, device, False)

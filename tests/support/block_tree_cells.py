@@ -10,13 +10,18 @@ from tests.support import cells
 from tests.support.block_cells import model_of, oracle_of
 from tests.support.cells import BATCH
 from tests.support.equality import assert_few_excused
-from tests.support.tiny_heads import tiny_block_config, tiny_block_head
+from tests.support.tiny_heads import (
+    tiny_block_config,
+    tiny_block_head,
+    tiny_pair_head,
+    tiny_spark_head,
+)
 from tests.support.tree_cells import TreeCell
 
 SIZE = 8
 """Rows of a block, and nodes of its chain."""
 
-KINDS = ("DFLASH", "JETSPEC")
+KINDS = ("DFLASH", "JETSPEC", "DFLASH2", "DSPARK", "DSPARK-gated")
 
 
 def tree(depth: int, width: int, nodes: int, share: float = 1.0) -> TreeShape:
@@ -26,7 +31,12 @@ def tree(depth: int, width: int, nodes: int, share: float = 1.0) -> TreeShape:
 
 @lru_cache
 def head_of(family: str, kind: str) -> DraftHead:
-    config, _ = model_of(family)
+    config, weights = model_of(family)
+    if kind.startswith("DSPARK"):
+        how = "gated" if kind == "DSPARK-gated" else "vanilla"
+        return tiny_spark_head(config, weights, 4, block_size=SIZE - 1, markov_head_type=how)
+    if kind == "DFLASH2":
+        return tiny_pair_head(config, 4, block_size=SIZE)
     if kind == "JETSPEC":
         own = tiny_block_config(config)["dflash_config"] | {"causal_head": True}
         return tiny_block_head(config, 4, block_size=SIZE, dflash_config=own)

@@ -21,6 +21,9 @@ from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import RankedCandidates, Sampling, TokenCounts
 from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 
+Lists = tuple[Int[Tensor, "B S P K"], Float[Tensor, "B S P K"], Int[Tensor, "B S P K"]]
+"""Candidates of the slots of a block: tokens, log weights and lists; see `best_prefixes.grow`."""
+
 
 @dataclass(frozen=True)
 class DraftRequests:
@@ -241,7 +244,7 @@ class Ranking:
         """Returns the best tokens of S consecutive positions and the log weights of their edges.
 
         Args:
-          scored: See `chain`.
+          scored, S: See `chain`.
         """
         request, positions, seen = self._slots(S)
         ranked = lm_head.rank(
@@ -258,6 +261,15 @@ class Ranking:
         )
         shape = (len(self.lengths), S, self.width)
         return ranked.ids.view(shape), ranked.weights.view(shape)
+
+    def lists(
+        self, logits: Float[Tensor, "B P share"], some: Int[Tensor, "B P"], level: int
+    ) -> tuple[Int[Tensor, "B P width"], Float[Tensor, "B P width"], Int[Tensor, "B P width"]]:
+        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
+        ranked = self.of_scores(logits, some.new_zeros((*some.shape, 0)), level)
+        is_same = ranked.ids[..., None] == some[:, None, None]
+        edges = torch.where(is_same.any(dim=3), ranked.weights, -torch.inf)
+        return ranked.ids, edges, is_same.int().argmax(dim=3).int()
 
     def _slots(self, S: int) -> tuple[Int[Tensor, " BS"], Int[Tensor, " BS"], TokenCounts]:
         """Returns request, position and token counts of S consecutive positions of each request."""

@@ -53,6 +53,13 @@ SELECTIONS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
 }
 """Selections of draft tokens one after the other, by kind; other kinds select all at once."""
 
+RANKINGS: dict[str, Callable[[BlockWeights], Callable[..., Any]]] = {
+    DSPARK.name: dspark.ranking,
+    DFLASH2.name: dflash2.ranking,
+}
+"""Rankings of the candidates of a tree after each token before, by kind; other kinds have one list
+per slot."""
+
 
 @dataclass(frozen=True)
 class BlockDrafter:
@@ -63,19 +70,24 @@ class BlockDrafter:
       select: Selects the draft tokens from the newest token, the hidden states of all slots, the
         logits of the draft tokens, the ranking and `is_weighed`; see `Ranking.chain`. None if all
         are selected at once.
+      lists: Ranks the candidates of a tree, with the arguments of `select` but the last. None if
+        the candidates of a slot do not depend on the token before.
     """
 
     target: Model
     weights: BlockWeights
     frequencies: Float[Tensor, " half"]
     select: Callable[..., Any] | None
+    lists: Callable[..., Any] | None
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Builds the drafter from its target and the weights of its head."""
-        device, bind = model.weights.embed.device, SELECTIONS.get(weights.config.kind)
+        kind, device = weights.config.kind, model.weights.embed.device
+        select, lists = SELECTIONS.get(kind), RANKINGS.get(kind)
         frequencies = rotary_frequencies(weights.config.layer.attention, device)
-        return cls(model, weights, frequencies, bind and bind(weights))
+        select, lists = select and select(weights), lists and lists(weights)
+        return cls(model, weights, frequencies, select, lists)
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -125,9 +137,9 @@ class BlockDrafter:
         scored = head(self.target, self.weights, hidden.flatten(0, 1))
         rank = own_ranking(self.target, self.weights, rank)
         if shape.width > 1:
-            ids, edges = (x[:, :, None] for x in rank.block(scored, shape.depth))
+            ids, edges, lists = self._candidates(scored, newest, filled, shape.depth, rank)
             grown = best_prefixes.grow(
-                newest, ids, edges, None, requests.max_drafts, requests.can_draft, shape.nodes
+                newest, ids, edges, lists, requests.max_drafts, requests.can_draft, shape.nodes
             )
             return DraftTrees(*grown, None)
         drafts, edges, processed = self._chosen(
@@ -138,6 +150,21 @@ class BlockDrafter:
         )
         weights = None if edges is None else verify_budget.chain_weights(edges)
         return DraftTrees(tokens, parents, num_nodes, weights, processed)
+
+    def _candidates(
+        self,
+        scored: Projection,
+        newest: Int[Tensor, " B"],
+        filled: Float[Tensor, "B size hidden"],
+        S: int,
+        rank: Ranking,
+    ) -> tuple[Int[Tensor, "B S P K"], Float[Tensor, "B S P K"], Int[Tensor, "B S P K"] | None]:
+        """Ranks the candidates of a tree; see `best_prefixes.grow`."""
+        if self.lists is None:
+            ids, edges = rank.block(scored, S)
+            return ids[:, :, None], edges[:, :, None], None
+        logits = lm_head.scores(scored).unflatten(0, (-1, S))
+        return self.lists(newest, filled, logits, rank)
 
     def _chosen(
         self,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shared.drafts.dflash2 import SelectorConfig
 from shared.spec.dflash2 import NEVER
-from torch_impl.drafters import Ranking
+from shared.spec.tree_growth import MAX_LISTS
+from torch_impl.drafters import Lists, Ranking
 from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm.linear import Matrix, product, product_float32
 from torch_impl.ops.sampling import vocab_parallel
@@ -49,18 +50,19 @@ class SelectorWeights:
 
 def pairs(
     selector: SelectorWeights,
-    previous: Int[Tensor, " B"],
+    previous: Int[Tensor, "B P"],
     projected: Float[Tensor, "B rank"],
     ids: Int[Tensor, "B k"],
-) -> Float[Tensor, "B k"]:
-    """Scores candidate tokens given the previous token.
+) -> Float[Tensor, "B P k"]:
+    """Scores candidate tokens given each previous token.
 
     One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
     reads its own scores.
     """
-    (B, k), before = ids.shape, selector.before[previous] * projected
-    every = product_float32(before, Matrix.plain(selector.after[ids.flatten()]))
-    return every.view(B, B, k).diagonal(dim1=0, dim2=1).t()
+    (B, k), P = ids.shape, previous.shape[1]
+    before = selector.before[previous] * projected[:, None]
+    every = product_float32(before.flatten(0, 1), Matrix.plain(selector.after[ids.flatten()]))
+    return every.view(B, P, B, k).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def chain(
@@ -89,7 +91,7 @@ def chain(
     edges, laws = [], []
     for level in range(S):
         some = ids[:, level]
-        own = values[:, level] + pairs(selector, previous, projected[:, level], some)
+        own = values[:, level] + pairs(selector, previous[:, None], projected[:, level], some)[:, 0]
         logits = vocab_parallel.part(nothing.scatter(1, some.long(), own), rank.vocabulary)
         ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous = ranked.ids[:, 0, 0]
@@ -100,6 +102,38 @@ def chain(
     return drafts, weighed, torch.stack(laws, dim=1) if rank.is_sampled else None
 
 
+def lists(
+    selector: SelectorWeights,
+    weights: BlockWeights,
+    newest: Int[Tensor, " B"],
+    hidden: Float[Tensor, "B size hidden"],
+    scored: Float[Tensor, "B S share"],
+    rank: Ranking,
+) -> Lists:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree."""
+    block = weights.config.block
+    assert block is not None  # required for DFlash2
+    (B, S, _), first = scored.shape, block.first_slot
+    P, slots = min(selector.config.candidates, MAX_LISTS), hidden[:, first : first + S]
+    values, ids = rank.candidates(scored, P)
+    projected = product(slots.flatten(0, 1), selector.hidden).unflatten(0, (B, S))
+    nothing = scored.new_full((B, P, rank.counts.shape[1]), NEVER)
+    previous, ranked = newest[:, None].expand(B, P), []
+    for level in range(S):
+        some = ids[:, level]
+        own = values[:, level, None] + pairs(selector, previous, projected[:, level], some)
+        logits = nothing.scatter(2, some[:, None].expand(B, P, P).long(), own)
+        ranked.append(rank.lists(vocab_parallel.part(logits, rank.vocabulary), some, level))
+        previous = some
+    tokens, edges, places = (torch.stack([x[i] for x in ranked], dim=1) for i in range(3))
+    return tokens, edges, places
+
+
 def selection(weights: BlockWeights) -> Callable[..., Any]:
     """Returns `chain` of a head, see `BlockDrafter.select`."""
     return partial(chain, SelectorWeights.of(weights), weights)
+
+
+def ranking(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `lists` of a head, see `BlockDrafter.lists`."""
+    return partial(lists, SelectorWeights.of(weights), weights)

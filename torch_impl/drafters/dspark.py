@@ -11,10 +11,13 @@ from torch import Tensor
 
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.models.stacks import BIAS
-from torch_impl.drafters import Ranking
+from shared.spec.dflash2 import NEVER
+from shared.spec.tree_growth import MAX_LISTS
+from torch_impl.drafters import Lists, Ranking
 from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.gemm.linear import Matrix, product_float32
+from torch_impl.ops.sampling import vocab_parallel
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,42 @@ def chain(
     return drafts, weighed, torch.stack(laws, dim=1) if rank.is_sampled else None
 
 
+def lists(
+    markov: MarkovWeights,
+    weights: BlockWeights,
+    newest: Int[Tensor, " B"],
+    hidden: Float[Tensor, "B size hidden"],
+    scored: Float[Tensor, "B S share"],
+    rank: Ranking,
+) -> Lists:
+    """Ranks the candidates of each slot after each candidate of the slot before, for a tree."""
+    block, vocab = weights.config.block, weights.config.draft_vocab
+    assert block is not None  # required for DSpark
+    factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
+    (B, S, _), first, P = scored.shape, block.first_slot, min(MAX_LISTS, vocab)
+    state = hidden.new_zeros(B * P, markov.config.rank)
+    _, ids = rank.candidates(scored, P)
+    previous, ranked = newest[:, None].expand(B, P), []
+    nothing = scored.new_zeros(B, vocab)
+    for level in range(S):
+        of_slot = hidden[:, first + level].repeat_interleave(P, dim=0)
+        mixed = mix(markov, previous.flatten(), of_slot, state)
+        added = product_float32(mixed.factors, markov.lm_head, factor).unflatten(0, (B, P))
+        chosen = nothing.scatter(1, ids[:, level].long(), 1.0)
+        is_candidate = vocab_parallel.part(chosen, rank.vocabulary)[:, None] > 0
+        logits = torch.where(is_candidate, scored[:, level, None] + added, NEVER)
+        some = ids[:, level] if rank.columns is None else rank.columns[ids[:, level]]
+        ranked.append(rank.lists(logits, some, level))
+        previous = some
+    tokens, edges, places = (torch.stack([x[i] for x in ranked], dim=1) for i in range(3))
+    return tokens, edges, places
+
+
 def selection(weights: BlockWeights) -> Callable[..., Any]:
     """Returns `chain` of a head, see `BlockDrafter.select`."""
     return partial(chain, MarkovWeights.of(weights), weights)
+
+
+def ranking(weights: BlockWeights) -> Callable[..., Any]:
+    """Returns `lists` of a head, see `BlockDrafter.lists`."""
+    return partial(lists, MarkovWeights.of(weights), weights)
