@@ -52,7 +52,7 @@ DEFAULT = {
     ("torch", "torch", Case("qwen3_5", "NEXTN", CHAIN, 16)),
     ("torch", "torch", Case("llama", "EAGLE3", TREE, 64)),
     ("torch", "torch", Case("qwen3_moe", "none", PLAIN, 1)),
-    ("jax", "torch", Case("qwen3_5", "NEXTN", CHAIN, 16)),
+    ("torch", "torch ranks 2", Case("qwen3_5", "NEXTN", CHAIN, 16)),
     ("torch", "torch", Case("olmo3", "none", PLAIN, 4, 130)),
     ("torch", "reference", Case("deepseek_v3", "none", PLAIN, 16)),
 }
@@ -62,7 +62,16 @@ RUNS = {
     for family, drafter, shape in KINDS
     for page_size in PAGE_SIZES
 }
-RUNS |= DEFAULT | {(*pair, Case("olmo3", "none", PLAIN, 4, 130)) for pair in PAIRS}
+TP_RUNS = {
+    ("torch ranks 2", "torch", Case("qwen3_5", "NEXTN", CHAIN, 16)),
+    ("torch ranks 2", "torch", Case("deepseek_v3", "none", PLAIN, 16)),
+    ("torch", "torch ranks 2", Case("deepseek_v3", "none", PLAIN, 16)),
+    ("torch", "torch ranks 2", Case("llama", "DFLASH", CHAIN, 16)),
+    ("torch", "torch ranks 4", Case("llama", "none", PLAIN, 16)),
+    ("torch ranks 4", "jax", Case("llama", "none", PLAIN, 16)),
+}
+"""Ranks run every step next to one rank and compare its bits; 4 ranks share 2 KV heads."""
+RUNS |= DEFAULT | TP_RUNS | {(*pair, Case("olmo3", "none", PLAIN, 4, 130)) for pair in PAIRS}
 
 
 def marked(run: tuple[str, str, Case]):

@@ -34,6 +34,7 @@ from tests.support.golden_models import Images as GoldenImages
 from tests.support.golden_models import SpecModel
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import tiny_block_head, tiny_head
+from tests.support.transfers import with_transfer
 from tests.support.vision_encoders import of_specification
 
 IMAGE, FACTOR, PAGE = vision().image_token, image_config().multiple, 8
@@ -200,8 +201,9 @@ def backend_of(framework: str, drafter: str) -> Backend:
     if (framework, drafter) not in MADE:
         config = config_from_folder(MODEL)
         weights = load_all(MODEL, config, drafter.startswith("NEXTN"))
-        capacity = capacity_of(drafter, POOL_ROWS, NUM_PAGES)
-        made_of = (MODEL, config, weights, capacity, _drafter(drafter))
+        capacity, head = capacity_of(drafter, POOL_ROWS, NUM_PAGES), _drafter(drafter)
+        capacity = with_transfer(capacity, config, head)
+        made_of = (MODEL, config, weights, capacity, head)
         name, on_gpu = framework.removesuffix(ON_A_GPU), framework.endswith(ON_A_GPU)
         MADE[framework, drafter] = make_seeing_backend(name, *made_of, on_gpu=on_gpu)
     return MADE[framework, drafter]
@@ -246,6 +248,7 @@ def engine_of(
         overlap=1,
         chunked_prefill_size=CHUNK,
         cache=policy_of(drafter.split()[0].removesuffix("+NGRAM"), is_hybrid=True),
+        transfer_fingerprint="vlm",
     )
 
 
