@@ -6,13 +6,14 @@ Each stream sends one request after the other. Streams start at different times,
 arrive evenly. By default the server has no model (`tests.support.fake_server`): it streams events
 at the pace of `--pace-ms`. `--flags` starts a server of the torch backend instead. The router has
 one replica, so that both sides have the same server. The order of the sides changes between rounds;
-results are medians over rounds.
+results are medians over rounds. The router's CPU time does not depend on the load of the machine.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import platform
 import random
 import shlex
 import statistics
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.common.environment import versions, write_results
+import psutil
+
+from bench.common.environment import write_results
 from tests.support.http_fixtures import Server, serving
 
 EVENT = b"data: "
@@ -108,42 +111,57 @@ async def measure(url: str, load: Load) -> Seen:
     return seen
 
 
-def compared(urls: dict[str, str], load: Load, rounds: int) -> dict[str, Any]:
-    """Returns medians over rounds for both sides, and the difference."""
+def compared(
+    urls: dict[str, str], router: psutil.Process, load: Load, rounds: int
+) -> dict[str, Any]:
+    """Returns medians over rounds for both sides, the differences, and the router's CPU time.
+
+    Args:
+      urls: Address of each side, "bare" and "routed".
+      router: Process of the router.
+      load: Load of each measurement.
+      rounds: Number of rounds, after one that warms up.
+    """
     found: dict[str, list[dict[str, float]]] = {side: [] for side in urls}
     for number in range(rounds + 1):
         for side in sorted(urls, reverse=bool(number % 2)):
-            began = time.perf_counter()
-            seen = asyncio.run(measure(urls[side], load))
-            seconds = time.perf_counter() - began
-            if number:  # the first round warms up
-                ordered = sorted(seen.first_s)
-                found[side].append(
-                    {
-                        "ttft_p50_ms": 1000 * statistics.median(ordered),
-                        "ttft_p99_ms": 1000 * ordered[int(0.99 * (len(ordered) - 1))],
-                        "events_per_s": seen.events / seconds,
-                        "requests": len(ordered),
-                    }
-                )
+            row = measured(urls[side], router, load)
+            if number:
+                found[side].append(row)
+    pairs = [*zip(found["bare"], found["routed"], strict=True)]
+    added = [routed["ttft_p50_ms"] - bare["ttft_p50_ms"] for bare, routed in pairs]
+    share = [routed["events_per_s"] / bare["events_per_s"] for bare, routed in pairs]
     sides = {
         side: {name: round(statistics.median(x[name] for x in each), 3) for name in each[0]}
         for side, each in found.items()
     }
-    added = [
-        routed["ttft_p50_ms"] - bare["ttft_p50_ms"]
-        for bare, routed in zip(found["bare"], found["routed"], strict=True)
-    ]
-    share = [
-        routed["events_per_s"] / bare["events_per_s"]
-        for bare, routed in zip(found["bare"], found["routed"], strict=True)
-    ]
+    del sides["bare"]["router_us_per_event"]
     return {
         "streams": load.streams,
         **sides,
         "added_ttft_p50_ms": round(statistics.median(added), 3),
         "throughput_share": round(statistics.median(share), 4),
     }
+
+
+def measured(url: str, router: psutil.Process, load: Load) -> dict[str, float]:
+    """Returns the figures of one measurement."""
+    began, before = time.perf_counter(), cpu_s(router)
+    seen = asyncio.run(measure(url, load))
+    seconds, ordered = time.perf_counter() - began, sorted(seen.first_s)
+    return {
+        "ttft_p50_ms": 1000 * statistics.median(ordered),
+        "ttft_p99_ms": 1000 * ordered[int(0.99 * (len(ordered) - 1))],
+        "events_per_s": seen.events / seconds,
+        "requests": len(ordered),
+        "router_us_per_event": 1e6 * (cpu_s(router) - before) / seen.events,
+    }
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Returns the processor seconds of a process."""
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -187,13 +205,14 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as ends:
         bare, routed = servers(options, ends)
         urls = {"bare": bare.url, "routed": routed.url}
+        router = psutil.Process(routed.process.pid)
         for streams in options.streams:
             load = Load(streams, options.seconds, options.events, pace_s)
-            rows.append(compared(urls, load, options.rounds))
+            rows.append(compared(urls, router, load, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
     if options.out:
         command = shlex.join(["python", "-m", "bench.serving.router_overhead", *words])
-        found = {"command": command, "versions": versions("", ""), "cores": os.cpu_count()}
+        found = {"command": command, "python": platform.python_version(), "cores": os.cpu_count()}
         write_results(options.out, found | {"load": os.getloadavg(), "rows": rows})
     return 0
 

@@ -14,14 +14,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import h11
 from starlette.datastructures import Headers as HttpHeaders
 from starlette.types import Receive, Scope, Send
 
 from shared.process.logs import log
 from shared.router.policy import prefix_keys
 from shared.router.replicas import Replica, Replicas, ReplicaState, error_code
-from shared.router.upstream import ConnectError, Connection, Headers, UpstreamError
+from shared.router.upstream import ConnectError, Connection, Headers, ResponseHead, UpstreamError
 from shared.server.completions.serializer import StreamEvent
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.errors import ApiError, is_anthropic
@@ -170,7 +169,7 @@ class _Exchange:
         connection, head = await self._response(replica)
         try:
             data, is_whole = await connection.data()
-            if not is_last and head.status_code == 503 and error_code(data) in RETRIED_CODES:
+            if not is_last and head.status == 503 and error_code(data) in RETRIED_CODES:
                 replica.state = ReplicaState.DRAINING
                 raise UpstreamError("the server is shutting down")
             await self._start(head)
@@ -184,7 +183,7 @@ class _Exchange:
             self._connection = None
             replica.pool.give_back(connection)
 
-    async def _response(self, replica: Replica) -> tuple[Connection, h11.Response]:
+    async def _response(self, replica: Replica) -> tuple[Connection, ResponseHead]:
         """Sends the request and returns the head of the response.
 
         A server may close an idle connection while a request is sent on it, so a reused connection
@@ -207,15 +206,13 @@ class _Exchange:
                     raise
             connection = await replica.pool.take(fresh=True)
 
-    async def _start(self, head: h11.Response) -> None:
+    async def _start(self, head: ResponseHead) -> None:
         headers: Headers = [field for field in head.headers if field[0] not in _NOT_RETURNED]
         self._is_stream = any(
             name == b"content-type" and value.startswith(_SSE) for name, value in headers
         )
         self.has_begun = True
-        await self._send(
-            {"type": "http.response.start", "status": head.status_code, "headers": headers}
-        )
+        await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     def _complete(self, data: bytes) -> tuple[bytes, bytes]:
         """Returns the bytes to send, and the beginning of an incomplete event of a stream.

@@ -18,8 +18,13 @@ from typing import Any
 
 from shared.options.router import CACHE_AWARE, ROUND_ROBIN
 
-LOAD_BOUND = 1.25
-"""Maximum load of a replica in units of the mean load, with the new request counted."""
+LOAD_BOUND, LOAD_SLACK = 1.25, 1
+"""Maximum load of a replica that a prefix selects: multiple of the mean load, and further requests.
+
+The mean includes the new request. Without the slack, differences by chance move conversations
+while few requests are open: on the workload of `bench.serving.router_hit_rate` the hit rate of four
+replicas is 0.90 of the hit rate of a single cache without slack, and 0.98 with it.
+"""
 
 MAX_CONTINUATIONS = 8
 """Maximum continuations of a prefix that selects a replica.
@@ -162,7 +167,8 @@ class RoutingPolicy:
         self._order.pop(replica, None)
 
     def _by_prefix(self, keys: Sequence[bytes], loads: Mapping[int, int]) -> int | None:
-        bound = math.ceil(self.load_bound * (sum(loads.values()) + 1) / len(loads))
+        mean = (sum(loads.values()) + 1) / len(loads)
+        bound = math.ceil(self.load_bound * mean) + LOAD_SLACK
         for replicas in self._table.replicas(keys):
             free = {i: loads[i] for i in replicas if loads.get(i, bound) < bound}
             if free:
@@ -171,5 +177,5 @@ class RoutingPolicy:
 
     def _least(self, loads: Mapping[int, int]) -> int:
         """Returns the replica with the least load, among equals the least recently chosen one."""
-        turns = {replica: turn for turn, replica in enumerate(self._order)}
-        return min(loads, key=lambda replica: (loads[replica], turns.get(replica, -1)))
+        places = {replica: place for place, replica in enumerate(self._order)}
+        return min(loads, key=lambda replica: (loads[replica], places.get(replica, -1)))

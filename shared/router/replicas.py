@@ -127,7 +127,7 @@ class Replicas:
                 while not is_last:
                     part, is_last = await connection.data()
                     body += part
-                return ReplicaResponse(head.status_code, body)
+                return ReplicaResponse(head.status, body)
         except TimeoutError as error:
             raise UpstreamError(f"no response within {self._timeout_s:g} s") from error
         finally:

@@ -1,14 +1,18 @@
-"""HTTP/1.1 client of the router: h11 over asyncio streams, with a pool of kept connections."""
+"""HTTP/1.1 client of the router over asyncio streams, with a pool of kept connections.
+
+It has no parser of a library: with h11 a request takes 606 us of CPU time instead of 490, and an
+event of a stream 80 us instead of 68 (two cores, `bench.serving.router_overhead`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-import h11
 
 CONNECT_S = 5.0
 READ_BYTES = 1 << 16
@@ -18,7 +22,10 @@ KEEP_S = 4.0
 """Seconds that an idle connection is kept; servers close theirs after 5 s."""
 
 MAX_IDLE = 1024
+MAX_HEAD_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 12  # of a chunk size, or of a trailer field
+_HEAD_END = b"\r\n\r\n"
+_STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d)(?: |$)")
 _SIZE, _AFTER_DATA, _TRAILER = "size", "after data", "trailer"
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -32,11 +39,30 @@ class ConnectError(UpstreamError):
     """The server accepts no connection."""
 
 
+@dataclass(frozen=True)
+class ResponseHead:
+    """Status and headers of a response; names are in lower case."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    @classmethod
+    def of(cls, data: bytes) -> ResponseHead:
+        """Parses the head of a response, without the blank line.
+
+        Raises:
+          UpstreamError: It is no head of HTTP/1.1.
+        """
+        first, *lines = data.split(b"\r\n")
+        status = _STATUS.match(first)
+        fields = [line.split(b":", 1) for line in lines]
+        if status is None or any(len(field) != 2 for field in fields):
+            raise UpstreamError("the head of the response is invalid")
+        return cls(int(status[1]), [(name.lower(), value.strip()) for name, value in fields])
+
+
 class Connection:
     """Connection to a server, with one request at a time.
-
-    h11 writes requests and reads the heads of responses. Bodies are read by `ChunkedBody` or by
-    their length: a stream has many small chunks, and h11 takes most of the time of each.
 
     Attributes:
       is_reused: True if an earlier request was sent on it.
@@ -55,37 +81,34 @@ class Connection:
         Raises:
           UpstreamError: The connection is closed.
         """
-        self._http, self._body = h11.Connection(h11.CLIENT), None
-        request = h11.Request(method=method, target=target, headers=list(headers))
-        out = self._http.send(request) or b""
-        if body:
-            out += self._http.send(h11.Data(body)) or b""
+        self._body = None
+        lines = [b"%b %b HTTP/1.1" % (method, target), *(b"%b: %b" % field for field in headers)]
         try:
-            self._writer.write(out)
+            self._writer.write(b"\r\n".join(lines) + _HEAD_END + body)
             await self._writer.drain()
         except OSError as error:
             raise UpstreamError(str(error)) from error
 
-    async def response(self) -> h11.Response:
+    async def response(self) -> ResponseHead:
         """Returns the head of the response.
 
         Raises:
           UpstreamError: The connection was closed before, or the response is invalid.
         """
-        try:
-            while not isinstance(event := self._http.next_event(), h11.Response):
-                if event is h11.NEED_DATA:
-                    self._http.receive_data(await self._read())
-        except h11.RemoteProtocolError as error:
-            raise UpstreamError(str(error)) from error
-        headers = dict(event.headers)
-        self._keeps = event.http_version == b"1.1" and headers.get(b"connection") != b"close"
-        if headers.get(b"transfer-encoding") == b"chunked":
+        data = b""
+        while (end := data.find(_HEAD_END)) < 0:
+            if len(data) > MAX_HEAD_BYTES:
+                raise UpstreamError("the head of the response is too long")
+            data += await self._read()
+        head = ResponseHead.of(data[:end])
+        fields = dict(head.headers)
+        self._keeps = fields.get(b"connection", b"").lower() != b"close"
+        if fields.get(b"transfer-encoding", b"").lower() == b"chunked":
             self._body = ChunkedBody()
         else:
-            self._body = SizedBody(int(headers.get(b"content-length", 0)))
-        self._ahead = self._http.trailing_data[0]
-        return event
+            self._body = SizedBody(int(fields.get(b"content-length", 0)))
+        self._ahead = data[end + len(_HEAD_END) :]
+        return head
 
     async def data(self) -> tuple[bytes, bool]:
         """Returns all body bytes that have arrived, and True after the last ones.

@@ -91,8 +91,8 @@ def test_draining_router_rejects_requests():
 
 def test_api_key_is_required_and_forwarded():
     async def scenario(found: Routed) -> None:
-        refused = await found.post(prompt="a")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        rejected = await found.post(prompt="a")
+        assert (rejected.status_code, rejected.json()["error"]["code"]) == (401, "invalid_api_key")
         headers = {"authorization": f"Bearer {KEY}"}
         response = await found.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert response.status_code == 200

@@ -65,8 +65,8 @@ def test_conversation_leaves_replica_above_load_bound():
     policy = RoutingPolicy(CACHE_AWARE)
     first = policy.choose(chat(["a"]), IDLE)
     loads = dict.fromkeys(range(4), 4)
-    assert policy.choose(chat(["a", "b", "c"]), loads | {first: 5}) == first
-    assert policy.choose(chat(["a", "b", "d"]), loads | {first: 6}) != first
+    assert policy.choose(chat(["a", "b", "c"]), loads | {first: 7}) == first
+    assert policy.choose(chat(["a", "b", "d"]), loads | {first: 8}) != first
 
 
 def test_absent_replica_is_not_chosen():

@@ -1,9 +1,15 @@
-"""Readers of response bodies."""
+"""Readers of heads and bodies of responses."""
 
 import h11
 import pytest
 
-from shared.router.upstream import MAX_LINE_BYTES, ChunkedBody, SizedBody, UpstreamError
+from shared.router.upstream import (
+    MAX_LINE_BYTES,
+    ChunkedBody,
+    ResponseHead,
+    SizedBody,
+    UpstreamError,
+)
 
 PARTS = [b"data: 1\n\n", b"x" * 300, b"\r\n0\r\n\r\n", b"y"]
 
@@ -41,3 +47,20 @@ def test_sized_body_ends_with_last_byte():
     assert (body.take(b"abc"), body.is_whole) == (b"abc", False)
     assert (body.take(b"de"), body.is_whole) == (b"de", True)
     assert SizedBody(0).is_whole
+
+
+def test_response_head_equals_h11():
+    http = h11.Connection(h11.SERVER)
+    http.receive_data(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    http.next_event()
+    fields = [("Content-Length", "3"), ("x-a", "b: c"), ("x-a", "")]
+    data = http.send(h11.Response(status_code=503, headers=fields, reason="No"))
+    head = ResponseHead.of(data.removesuffix(b"\r\n\r\n"))
+    expected = [(b"content-length", b"3"), (b"x-a", b"b: c"), (b"x-a", b"")]
+    assert (head.status, head.headers) == (503, expected)
+
+
+@pytest.mark.parametrize("data", [b"", b"HTTP/1.1 99 x", b"ICY 200 OK", b"HTTP/1.1 200 OK\r\nx"])
+def test_invalid_response_head_raises_error(data):
+    with pytest.raises(UpstreamError, match="head of the response is invalid"):
+        ResponseHead.of(data)

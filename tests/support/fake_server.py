@@ -100,7 +100,9 @@ class FakeServer:
         self, http: h11.Connection, writer: asyncio.StreamWriter, fields: dict[str, Any]
     ) -> None:
         headers = [("content-type", "text/event-stream"), ("transfer-encoding", "chunked")]
-        writer.write(http.send(h11.Response(status_code=200, headers=headers)) or b"")
+        head = http.send(h11.Response(status_code=200, headers=headers)) or b""
+        if not fields.get("pace_s"):
+            writer.write(head)
         for number in range(fields.get("max_tokens", 4)):
             if number == fields.get("exit_at"):
                 os._exit(9)
@@ -108,6 +110,8 @@ class FakeServer:
                 writer.transport.abort()
             if pace := fields.get("pace_s", 0):
                 await asyncio.sleep(pace)
+                if not number:
+                    writer.write(head)  # with the first event, as a server does
             if writer.is_closing():
                 raise ConnectionError
             event = {"choices": [{"index": 0, "text": f"{number} " + "x" * fields.get("pad", 0)}]}
