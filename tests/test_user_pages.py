@@ -15,6 +15,9 @@ from shared.options.command_line import SHOWN
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from shared.server.protocol import response_types as answers
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.text.call_formats.registry import FORMATS
+from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.text_parsers import new_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
@@ -100,7 +103,20 @@ def test_http_api_page_routes_exist() -> None:
 
 def test_structured_output_page_lists_all_parsers() -> None:
     spans = {*re.findall(r"`([^`]+)`", section("structured_output", "Parsers"))}
-    assert {*REASONING_PARSERS, *TOOL_CALL_PARSERS} <= spans
+    assert {*REASONING_PARSERS} <= spans
+
+
+def test_structured_output_page_states_streamed_arguments() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| (\w+) \|$", section("structured_output", "Parsers"), re.MULTILINE
+    )
+    stated = {name: how for name, how in rows if name in TOOL_CALL_PARSERS}
+    assert list(stated) == list(TOOL_CALL_PARSERS)
+    for name, how in stated.items():
+        text = FORMATS[name].write([("f", {"city": "Rome"})])
+        parser = new_parser(name, OutputBuilder({"f": {}}, None, False), None)
+        found = parser.push(text[: text.index("Rome")])
+        assert how == ("streamed" if found.tool_calls else "whole"), name
 
 
 def test_python_page_lists_all_sampling_parameters() -> None:

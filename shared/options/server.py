@@ -76,7 +76,7 @@ class ServerOptions:
     tool_call_parser: str | None = flag(
         AUTO,
         "parser of tool calls; requests with tools require one; auto: detected from the chat "
-        "template",
+        "template, an error at startup if several parsers fit",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
         metavar="NAME",
         values=dict(ALIASES),

@@ -58,6 +58,11 @@ def _with_parser(
     if given == AUTO:
         choice = ParserChoice(None) if templates is None else find(templates)
         parser = choice.parser
+        if choice.candidates:
+            raise ConfigError(
+                f"{spelling(name)} auto is ambiguous: the chat template {choice.reason}; give "
+                f"{spelling(name)} {' or '.join(choice.candidates)}"
+            )
         if parser is not None:
             reasons += (f"{spelling(name)} {parser}: the chat template {choice.reason}",)
         elif choice.reason:

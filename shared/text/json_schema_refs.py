@@ -11,11 +11,11 @@ from shared.text.grammar_source import InvalidGrammarError
 
 MAX_DEPTH = 64
 _TOO_DEEP = f"a schema nests references more than {MAX_DEPTH} deep"
-_NOTES = {"description", "title", "default", "examples", "deprecated", "$comment"}
+NOTES = {"description", "title", "default", "examples", "deprecated", "$comment"}
 """Keywords without a constraint."""
 
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_OF_VALUES = {"const", "enum", *_NOTES}
+_OF_VALUES = {"const", "enum", *NOTES}
 _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
 
 
@@ -107,7 +107,7 @@ def resolve_ref(schema: Any, document: Any) -> Any:
         rest = {name: value for name, value in schema.items() if name != key}
         if not isinstance(part, dict):
             part = {} if part else {"not": {}}
-        twice = {name for name in part.keys() & rest.keys() if part[name] != rest[name]} - _NOTES
+        twice = {name for name in part.keys() & rest.keys() if part[name] != rest[name]} - NOTES
         if twice and "string" in (part.get("type"), rest.get("type")):
             raise UnsupportedKeyword(min(twice))
         if twice:  # JSON: the grammar applies both
@@ -128,7 +128,7 @@ def unquoted(schema: Any, document: Any, depth: int = 0) -> UnquotedValue:
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
     kind = schema.get("type")
-    constraints = schema.keys() - _NOTES
+    constraints = schema.keys() - NOTES
     union = next((key for key in ("anyOf", "oneOf") if constraints == {key}), None)
     if isinstance(kind, list):
         union, parts = "anyOf", [{**schema, "type": each} for each in kind]

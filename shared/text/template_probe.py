@@ -6,7 +6,6 @@ text that it writes for the call is the form in which the model writes calls.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.text.call_formats.call_format import CallFormat
+from shared.text.call_formats.json_calls import read_object
+from shared.text.call_formats.registry import FORMATS
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import DEFAULT, TOOL_USE, ChatTemplates
-from shared.text.delimiters import CALL, PYTHON_TAG, THINK, THINK_END
+from shared.text.delimiters import THINK, THINK_END
+from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_templates
+from shared.text.text_parsers import new_parser
 from shared.text.worker import DONE, frames_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,16 +65,19 @@ class ParserChoice:
     Attributes:
       parser: Its name; None if no parser fits.
       reason: Reason in the template, a clause that follows `the chat template`; may be empty.
+      candidates: Parsers that fit equally well.
     """
 
     parser: str | None
     reason: str = ""
+    candidates: tuple[str, ...] = ()
 
 
 def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
     """Selects the parser of the calls that a template writes.
 
-    A parser is selected if it is the only one that reads the rendered call.
+    A parser is selected if it is the only one that reads the rendered call. If the template
+    renders no calls, the markers in its source select the parser.
     """
     source = templates.sources.get(TOOL_USE) or templates.sources.get(DEFAULT, "")
     if "tool" not in source:
@@ -81,10 +88,12 @@ def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
     prompt, *texts = _rendered(templates, [question, called, answered])
     if prompt is None:
         return ParserChoice(None)  # it lists no tools
+    unknown = "writes calls in a form that no parser reads"
     for text in texts:
         if text is not None:
-            return _parser_of_call(text.rpartition(_QUESTION)[2], _answer_in(text, prompt))
-    return ParserChoice(None, "lists tools, but writes no calls")
+            tail, answer = text.rpartition(_QUESTION)[2], _answer_in(text, prompt)
+            return _choice(_written_formats(tail, answer), "writes", unknown)
+    return _choice(_described_formats(source), "describes", "lists tools, but writes no calls")
 
 
 def reasoning_parser_of(templates: ChatTemplates) -> ParserChoice:
@@ -123,41 +132,47 @@ def _answer_in(text: str, prompt: str) -> str:
     return text[begin:]
 
 
-def _parser_of_call(tail: str, answer: str) -> ParserChoice:
-    found = (
-        ("hermes", _is_tagged(tail), "writes calls as JSON in <tool_call>"),
-        ("qwen3_coder", _is_elements(tail), "writes calls as elements in <tool_call>"),
-        ("llama3", _is_bare(answer), "writes calls as JSON with parameters"),
-    )
-    fitting = {name: reason for name, is_fitting, reason in found if is_fitting}
-    if len(fitting) == 1:
-        return ParserChoice(*fitting.popitem())
-    if fitting:
-        return ParserChoice(None, f"fits the parsers {' and '.join(fitting)}")
-    return ParserChoice(None, "writes calls in a form that no parser reads")
+def _written_formats(text: str, answer: str) -> list[CallFormat]:
+    """Returns the formats in which the rendered call is the only call.
+
+    Args:
+      text: The call and everything after the question.
+      answer: The assistant's text, with which a call without a tag begins.
+    """
+    return [
+        each
+        for each in FORMATS.values()
+        if _calls_in(each, text if each.openings else answer) == [(_FUNCTION, {_KEY: _VALUE})]
+    ]
 
 
-def _is_tagged(tail: str) -> bool:
-    call = _object_after(tail, CALL)
-    return call == {"name": _FUNCTION, "arguments": {_KEY: _VALUE}}
+def _calls_in(call_format: CallFormat, text: str) -> list[tuple[str, Any]]:
+    schema = _TOOL["function"]["parameters"]
+    parser = new_parser(call_format.name, OutputBuilder({_FUNCTION: schema}, None, False), None)
+    calls = (parser.push(text) + parser.flush(was_cut=False)).tool_calls
+    return [(call.name, read_object(call.arguments)) for call in calls]
 
 
-def _is_elements(tail: str) -> bool:
-    form = rf"<function={_FUNCTION}>\s*<parameter={_KEY}>\s*{_VALUE}\s*</parameter>\s*</function>"
-    return re.search(form, tail) is not None
+def _described_formats(source: str) -> list[CallFormat]:
+    """Returns the formats that a template describes to the model, by their markers."""
+    found = [each for each in FORMATS.values() if each.markers]
+    return [each for each in found if all(marker in source for marker in each.markers)]
 
 
-def _is_bare(answer: str) -> bool:
-    call = _object_after(answer.lstrip().removeprefix(PYTHON_TAG), "")
-    return call == {"name": _FUNCTION, "parameters": {_KEY: _VALUE}}
+def _most_specific(formats: list[CallFormat]) -> list[CallFormat]:
+    """Returns formats without those that have only a part of another format's markers."""
+    return [
+        each
+        for each in formats
+        if not any(set(each.markers) < set(other.markers) for other in formats if each.markers)
+    ]
 
 
-def _object_after(text: str, mark: str) -> Any:
-    """Returns the JSON after the first delimiter, or None without valid JSON."""
-    _, found, rest = text.partition(mark) if mark else ("", "", text)
-    if mark and not found:
-        return None
-    try:
-        return json.JSONDecoder().raw_decode(rest.lstrip())[0]
-    except ValueError:
-        return None
+def _choice(formats: list[CallFormat], verb: str, otherwise: str) -> ParserChoice:
+    formats = _most_specific(formats)
+    if not formats:
+        return ParserChoice(None, otherwise)
+    if len(formats) == 1:
+        return ParserChoice(formats[0].name, f"{verb} calls as {formats[0].description}")
+    names = [each.name for each in formats]
+    return ParserChoice(None, f"{verb} calls that several parsers read", tuple(names))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 Message = dict[str, Any]
+SHORT_ID = 9
 
 
 def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
@@ -48,13 +50,14 @@ class CallForm:
     """Form of messages with calls.
 
     Attributes:
-      names_ids: Ids of calls become `functions.NAME:N`, as Kimi K2 writes them; N counts the calls
-        of the conversation.
+      ids: Ids of calls: "given"; "short", nine letters and digits, as Mistral's templates require;
+        or "named", `functions.NAME:N`, as Kimi K2 writes them, where N counts the calls of the
+        conversation. Ids that have the form already are unchanged.
       is_none: Contents that become None: "never", "empty" ones, or "always".
       has_text: Arguments are JSON text rather than an object.
     """
 
-    names_ids: bool
+    ids: str
     is_none: str
     has_text: bool
 
@@ -63,8 +66,9 @@ class CallForm:
 
         Some templates write an empty list as a turn of calls and drop the content next to it.
         """
-        ids = _with_named_ids(messages) if self.names_ids else messages
-        return [self._message(message) for message in ids]
+        if self.ids != "given":
+            messages = list(_with_ids(messages, _named_id if self.ids == "named" else _short_id))
+        return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> Message:
         if not message.get("tool_calls"):
@@ -86,12 +90,14 @@ class CallForm:
             yield {**call, "function": {**function, "arguments": arguments}, **kind}
 
 
-def _with_named_ids(messages: list[Message]) -> Iterator[Message]:
-    """Yields messages, with ids of calls and results that have the name and number of the call."""
+def _with_ids(
+    messages: list[Message], new_id: Callable[[dict[str, Any], int], str]
+) -> Iterator[Message]:
+    """Yields messages with new ids of calls and results, made from a call and its number."""
     number, new_ids = 0, dict[Any, str]()
     for message in messages:
         if calls := message.get("tool_calls"):
-            ids = [_named_id(call, number + index) for index, call in enumerate(calls)]
+            ids = [new_id(call, number + index) for index, call in enumerate(calls)]
             new_ids |= {call.get("id"): new for call, new in zip(calls, ids, strict=True)}
             named = [{**call, "id": new} for call, new in zip(calls, ids, strict=True)]
             number += len(calls)
@@ -102,6 +108,13 @@ def _with_named_ids(messages: list[Message]) -> Iterator[Message]:
             yield message
 
 
+def _short_id(call: dict[str, Any], number: int) -> str:
+    """Returns nine letters and digits that depend on the id alone, so that prefixes stay equal."""
+    old = str(call.get("id") or number)
+    is_short = len(old) == SHORT_ID and old.isalnum() and old.isascii()
+    return old if is_short else sha256(old.encode()).hexdigest()[:SHORT_ID]
+
+
 def _named_id(call: dict[str, Any], number: int) -> str:
     """Returns the id of a call, unchanged if it has the function's name already."""
     prefix, old = f"functions.{call['function']['name']}:", str(call.get("id"))
@@ -109,8 +122,8 @@ def _named_id(call: dict[str, Any], number: int) -> str:
 
 
 FORMS = tuple(
-    CallForm(names_ids, is_none, has_text)
-    for names_ids in (False, True)
+    CallForm(ids, is_none, has_text)
+    for ids in ("given", "short", "named")
     for is_none in ("never", "empty", "always")
     for has_text in (False, True)
 )
@@ -137,7 +150,7 @@ def _is_whole(
 ) -> bool:
     messages: list[Message] = [{"role": "user", "content": "probe_question"}]
     for number, content in enumerate(contents):
-        call_id = f"probecal{number}"  # nine characters, as some templates require
+        call_id = f"call_{number:032}"  # as servers and clients write it
         function = {"name": f"probe_name_{number}", "arguments": _ARGUMENTS}
         call = {"id": call_id, "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": call_id, "content": f"probe_result_{number}"}

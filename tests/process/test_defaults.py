@@ -9,8 +9,11 @@ import pytest
 
 from models.make_random import chat_template
 from shared.models.model_folder import ModelFolder
+from shared.models.sentence_list import sentence_list
 from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.options.options import Options
+from shared.options.server import TOOL_CALL_PARSERS
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import GrammarQueue
 from shared.text.tokenizer import Tokenizer
@@ -73,8 +76,25 @@ def test_unknown_tool_call_template_reported_with_flag(folder: Path):
     (reason,) = options.reasons
     assert reason == (
         "--tool-call-parser none: the chat template writes calls in a form that no parser reads; "
-        "give --tool-call-parser (hermes, qwen3_coder or llama3) to choose one"
+        f"give --tool-call-parser ({sentence_list(TOOL_CALL_PARSERS)}) to choose one"
     )
+
+
+def test_ambiguous_tool_call_template_is_startup_error(folder: Path):
+    """Each parser would read a part of the model's calls and return the other part as text."""
+    call = "call.function.name + '><parameter=probe_key>probe value</parameter></function>' }}"
+    both = TEMPLATES["qwen3"].replace(
+        "</tool_call>' }}", "</tool_call>' }}{{- '<function=' + " + call
+    )
+    (folder / "chat_template.jinja").write_text(both)
+    with pytest.raises(ConfigError) as raised:
+        chosen("--model-path", str(folder))
+    assert str(raised.value) == (
+        "--tool-call-parser auto is ambiguous: the chat template writes calls that several parsers "
+        "read; give --tool-call-parser hermes or qwen3_coder"
+    )
+    given = chosen("--model-path", str(folder), "--tool-call-parser", "hermes")
+    assert parsers_of(given)[0] == "hermes"
 
 
 def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):

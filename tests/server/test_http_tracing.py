@@ -49,6 +49,8 @@ def end(**changed: Any) -> RequestSummary:
         "request": request,
         "outputs": [[1] * 7],
         "ignored": (),
+        "tool_call_format": None,
+        "malformed_tool_calls": 0,
     }
     return RequestSummary(**{**fields, **changed})
 

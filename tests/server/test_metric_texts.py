@@ -15,7 +15,7 @@ from shared.server.engine_link.server_metrics import ServerMetrics
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"[a-z]+[a-z0-9_]*")
 OWN = {
-    "prompt_image_tokens_total",
+    *("prompt_image_tokens_total", "malformed_tool_calls_total"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_prompt_tokens", "request_generation_tokens"),
 }

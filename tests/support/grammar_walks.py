@@ -12,7 +12,11 @@ from shared.text.call_formats.qwen3_coder import PARAMETER_END
 from shared.text.delimiters import CALL, THINK_END
 
 ENDINGS = [
-    text.encode() for text in (THINK_END, CALL, f"\n{PARAMETER_END}\n", '"', "}", "]", "\n", "0")
+    text.encode()
+    for text in (
+        *(THINK_END, CALL, f"\n{PARAMETER_END}\n", "</arg_value>"),
+        *('"', "}", "]", "\n", "0"),
+    )
 ]
 """Texts that end unbounded parts of an output."""
 

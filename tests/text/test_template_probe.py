@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[str, str | None, str]] = {
     "llama3.1": (LLAMA31, "llama3", "JSON with parameters"),
     "deepseek": (TEMPLATES["deepseek"], None, "in a form that no parser reads"),
     "mistral": (TEMPLATES["mistral"], None, "in a form that no parser reads"),
-    "two forms": (BOTH, None, "fits the parsers hermes and qwen3_coder"),
+    "two forms": (BOTH, None, "writes calls that several parsers read"),
     "no calls": (NO_CALLS, None, "lists tools, but writes no calls"),
     "gemma3": (TEMPLATES["gemma3"], None, ""),
     "no tools": (PLAIN, None, ""),

@@ -45,9 +45,13 @@ def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]
 @pytest.mark.parametrize("style", FORMATS)
 def test_call_grammar_outputs_parse_as_valid_calls(style, name):
     schema = SCHEMAS[name]
+    if (style, name) == ("pythonic", "chain"):
+        with pytest.raises(InvalidGrammarError, match="not an identifier"):
+            forced(style, schema)
+        return
     shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
     named = {bytes([byte]): [byte] for byte in range(256)}
-    for seed in range(8):
+    for seed in range(6):
         text = shown.decode(walk(compiled, VOCAB, END, named, seed, most=3000))
         ((called, arguments),) = read(style, text, schema)
         assert called == "f"

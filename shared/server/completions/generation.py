@@ -100,6 +100,8 @@ class Generation:
             request=self.request.body,
             outputs=[choice.tokens for choice in output.choices],
             ignored=output.ignored,
+            tool_call_format=arrival.tool_call_format,
+            malformed_tool_calls=sum(each.parser.num_malformed_calls for each in output.choices),
         )
 
     async def next(self) -> tuple[int, ChoiceUpdate]:
@@ -164,9 +166,13 @@ class RequestContext:
       times: Recorder of token times.
       began_ns: Arrival in nanoseconds since 1970.
       headers: Headers with the caller's trace.
+      tool_call_format: Format in which calls are parsed; None: no parser.
     """
 
-    def __init__(self, metrics: ServerMetrics, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, headers: Mapping[str, str], tool_call_format: str | None
+    ) -> None:
+        self.tool_call_format = tool_call_format
         self.times, self.began_ns = TokenTimes(metrics), time.time_ns()
         self.headers = {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
@@ -214,7 +220,7 @@ class Generator:
         Raises:
           ApiError: The request is invalid or cannot be served.
         """
-        arrival = RequestContext(self._metrics, headers)
+        arrival = RequestContext(self._metrics, headers, self._facts.tool_call_parser)
         check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
             raise ApiError(

@@ -15,6 +15,8 @@ HELP = {
     "requests that were aborted or failed.",
     "request_prompt_tokens": "Tokens of all prompts of a request, each prompt counted once.",
     "request_generation_tokens": "Tokens of all choices of a request.",
+    "malformed_tool_calls_total": "Tool calls that were returned as text, in whole or in part, "
+    "because they are invalid in their format, by format.",
     # Tokens.
     "prompt_tokens_total": "Tokens of prompts, those found in the prefix cache included.",
     "generation_tokens_total": "Tokens of all outputs.",

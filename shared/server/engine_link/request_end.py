@@ -27,6 +27,8 @@ class RequestSummary:
       request: Body of the request.
       outputs: Tokens of each choice.
       ignored: Request fields without effect.
+      tool_call_format: Format in which calls are parsed; None: no parser.
+      malformed_tool_calls: Calls of all choices that were returned as text, in whole or in part.
     """
 
     request_id: str
@@ -46,6 +48,8 @@ class RequestSummary:
     request: BaseModel
     outputs: Sequence[Sequence[int]]
     ignored: tuple[str, ...]
+    tool_call_format: str | None
+    malformed_tool_calls: int
 
 
 class RequestObserver(Protocol):

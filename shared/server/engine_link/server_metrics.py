@@ -41,11 +41,15 @@ class ServerMetrics:
         self._latency = self._histogram("e2e_request_latency_seconds", _SECONDS)
         self._prompt_tokens = self._histogram("request_prompt_tokens", _TOKENS)
         self._output_tokens = self._histogram("request_generation_tokens", _TOKENS)
-        self._image_tokens = self._counter("prompt_image_tokens")
+        self._image_tokens = self._counter("prompt_image_tokens").labels(model_name)
+        self._malformed_calls = self._counter("malformed_tool_calls", "format")
 
     def on_request_end(self, end: RequestSummary) -> None:
         """Counts the end of a request; aborted and failed requests do not count in histograms."""
         self._image_tokens.inc(end.image_tokens)
+        if end.tool_call_format is not None:
+            calls = self._malformed_calls.labels(self._model_name, end.tool_call_format)
+            calls.inc(end.malformed_tool_calls)
         if not {"abort", "error"} & set(end.finish_reasons):
             self._latency.observe(end.total_s)
             self._prompt_tokens.observe(end.prompt_tokens)
@@ -56,10 +60,9 @@ class ServerMetrics:
         self._engine.snapshot = snapshot
         return generate_latest(self._registry)
 
-    def _counter(self, name: str) -> Counter:
+    def _counter(self, name: str, *labels: str) -> Counter:
         text = HELP[f"{name}_total"]
-        made = Counter(PREFIX + name, text, [MODEL_LABEL], registry=self._registry)
-        return made.labels(self._model_name)
+        return Counter(PREFIX + name, text, [MODEL_LABEL, *labels], registry=self._registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(

@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shared.text.call_formats.call_format import Call, CallableFunction, object_schema, to_json
+from shared.text.call_formats.call_format import (
+    Call,
+    CallableFunction,
+    any_of,
+    object_schema,
+    to_json,
+)
 from shared.text.grammar_source import literal, schema_rule
 from shared.text.parsing import arguments as values
 from shared.text.parsing.json_object import JsonObject
@@ -64,7 +70,9 @@ def read_call_list(source: TextCursor, output: OutputBuilder, lead: str) -> Pars
     """Parses a list of calls in brackets; the arguments are those of `read_json_call`."""
     bracket = yield from source.expect("[")
     if not bracket:
-        source.give_up_tag(lead + (yield from source.skip_space()), output)
+        source.record()
+        yield from source.skip_space()
+        source.give_up_lead(lead, output)
         return False
     lead, has_call = lead + bracket, False
     while (yield from read_json_call(source, output, lead)):
@@ -109,6 +117,13 @@ def function_rules(tools: Sequence[CallableFunction], key: str, more: str = "") 
     yield from argument_rules(tools)
 
 
+def list_rule(tools: Sequence[CallableFunction], many: bool) -> str:
+    """Returns the rule `list` of calls in brackets."""
+    call = f"({any_of('f', tools)})"
+    more = f' (", " {call})*' if many else ""
+    return f'list: "[" {call}{more} "]"'
+
+
 def argument_rules(tools: Sequence[CallableFunction]) -> Iterator[str]:
     """Yields rules `a_0`, `a_1`, ... of JSON arguments."""
     for number, tool in enumerate(tools):
@@ -149,9 +164,7 @@ def _add_whole_call(text: str, output: OutputBuilder) -> bool:
         and isinstance(arguments, dict)
     ):
         return False
-    output.begin(call["name"])
-    output.add_arguments(values.to_json(arguments))
-    output.end_call()
+    output.add_whole_call(call["name"], values.to_json(arguments))
     return True
 
 

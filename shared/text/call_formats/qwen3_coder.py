@@ -44,9 +44,7 @@ def read_calls(source: TextCursor, output: OutputBuilder, lead: str) -> ParserSt
     if name and output.allows_call(name):
         arguments = yield from _read_arguments(source, output, output.tools[name])
         if arguments is not None:
-            output.begin(name)
-            output.add_arguments(arguments)
-            output.end_call()
+            output.add_whole_call(name, arguments)
             yield from source.close(CALL_END, output)
             return True
     text = lead + source.recorded()
@@ -66,7 +64,7 @@ def _read_arguments(
     missing = set(schemas.properties)
     while (key := (yield from _read_tag(source, _PARAMETER))) is not None:
         missing.discard(key)
-        text = (yield from _read_value(source, output, missing)) if key else None
+        text = (yield from _read_value(source, output, missing, key, schemas)) if key else None
         if text is None:
             return None
         entries.append(f"{values.to_json(key)}: {values.argument_json(text, key, schemas)}")
@@ -91,7 +89,11 @@ def _read_tag(source: TextCursor, opening: str) -> ParserStep[str | None]:
 
 
 def _read_value(
-    source: TextCursor, output: OutputBuilder, missing: Collection[str]
+    source: TextCursor,
+    output: OutputBuilder,
+    missing: Collection[str],
+    key: str,
+    schemas: ParameterSchemas,
 ) -> ParserStep[str | None]:
     """Reads the text of a parameter; returns None if it has no end.
 
@@ -101,6 +103,7 @@ def _read_value(
       source: Reads the text.
       output: Reports if the text is reasoning.
       missing: Parameters without a value so far; the opening tag of one ends this value.
+      key, schemas: Parameter and its schema; a closing tag within a string of JSON ends no value.
     """
     openings = tuple(f"{_PARAMETER}{key}>" for key in missing)
     value = tag = ""
@@ -109,7 +112,9 @@ def _read_value(
         if char != ">":
             continue
         if value.endswith(PARAMETER_END):
-            return _trimmed(value.removesuffix(PARAMETER_END))
+            whole = _trimmed(value.removesuffix(PARAMETER_END))
+            if not output.are_calls_constrained or values.is_whole(whole, key, schemas):
+                return whole
         if output.is_thinking and value.endswith(THINK_END):
             source.put_back(THINK_END)
             return None

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.text.call_formats import hermes, llama3, qwen3_coder
+from shared.text.call_formats import (
+    deepseek_v3,
+    deepseek_v31,
+    glm45,
+    granite,
+    hermes,
+    kimi_k2,
+    llama3,
+    minimax_m2,
+    mistral,
+    phi4,
+    pythonic,
+    qwen3_coder,
+)
 from shared.text.call_formats.call_format import CallFormat
 from shared.text.delimiters import THINK, THINK_END
 
-_MODULES = (hermes, qwen3_coder, llama3)
+_MODULES = (
+    *(hermes, qwen3_coder, llama3, pythonic, mistral, glm45, granite, phi4),
+    *(deepseek_v3, deepseek_v31, kimi_k2, minimax_m2),
+)
 
 FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 """Formats by their name, the value of `--tool-call-parser`."""

@@ -58,43 +58,30 @@ def read_parameters(
     schemas, entries = ParameterSchemas(schema), []
     while (yield from source.expect(tags.begin)):
         key_end, *others = tags.after_key.split("\n")
-        key = yield from read_until(source, key_end, MAX_NAME)
+        key = yield from source.until(key_end, MAX_NAME)
         for other in filter(None, others):
             key = key if key and (yield from source.expect(other)) else None
-        text = (yield from _read_value(source, output, tags.end)) if key else None
+        text = (yield from _read_value(source, output, tags.end, key, schemas)) if key else None
         if key is None or text is None:
             return None
         entries.append(f"{values.to_json(key)}: {values.argument_json(text, key, schemas)}")
     return f"{{{', '.join(entries)}}}"
 
 
-def read_until(source: TextCursor, end: str, most: int | None) -> ParserStep[str | None]:
-    """Reads text and its end; returns the text, or None if the end is missing.
-
-    Args:
-      source: Reads the text.
-      end: Text after it.
-      most: Maximum characters; None: unlimited.
-    """
-    text = ""
-    while char := (yield from source.next()):
-        text += char
-        if text.endswith(end):
-            return text.removesuffix(end)
-        if most is not None and len(text) > most + len(end):
-            break
-    return None
-
-
-def _read_value(source: TextCursor, output: OutputBuilder, end: str) -> ParserStep[str | None]:
+def _read_value(
+    source: TextCursor, output: OutputBuilder, end: str, key: str, schemas: ParameterSchemas
+) -> ParserStep[str | None]:
     """Reads a value; one within the reasoning ends with the reasoning, and is then no value."""
     text = ""
     while char := (yield from source.next()):
         text += char
         if char != ">":
             continue
-        if text.endswith(end):
-            return text.removesuffix(end)
+        value = text.removesuffix(end)
+        if value != text and (
+            not output.are_calls_constrained or values.is_whole(value, key, schemas)
+        ):
+            return value
         if output.is_thinking and text.endswith(THINK_END):
             source.put_back(THINK_END)
             return None

@@ -51,6 +51,14 @@ def argument_json(text: str, key: str, schemas: ParameterSchemas) -> str:
     return text if is_last_resort and _is_json(text) else to_json(value)
 
 
+def is_whole(text: str, key: str, schemas: ParameterSchemas) -> bool:
+    """Returns True if a text is a value that a grammar allows: a string of the schema, or JSON.
+
+    JSON can contain the closing tag of its value within a string.
+    """
+    return _accepts(schemas, key, text) or _is_json(text)
+
+
 def _accepts(schemas: ParameterSchemas, key: str, value: Any) -> bool:
     try:
         return schemas.accepts(key, value)

@@ -14,6 +14,7 @@ Result = TypeVar("Result")
 ParserStep = Generator[None, str, Result]
 """Coroutine of a parser: receives one character at a time, and "" at the end."""
 
+_NOT_IN_NAMES = frozenset('\n<>{}"')
 MAX_HELD = 256  # characters of white space before a tag that are part of the tag
 
 
@@ -32,6 +33,7 @@ class OutputBuilder:
       are_calls_constrained: A grammar constrains the calls, so only its tags begin one.
       num_calls: Calls that have begun.
       num_whole: Calls with complete arguments.
+      max_calls: Maximum number of calls; None: no limit.
       num_malformed: Calls that began with a tag and were returned as text, in whole or in part.
       new_id: Returns an id for a call that has none.
       is_thinking: Text is reasoning, until a call begins.
@@ -51,7 +53,7 @@ class OutputBuilder:
         self.new_id = lambda: f"call_{uuid.uuid4().hex}"
         self.is_thinking = False
         self.was_cut = False
-        self._max_calls = max_calls
+        self.max_calls = max_calls
         self._follows_call = False
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -59,7 +61,7 @@ class OutputBuilder:
 
     def allows_call(self, name: Any) -> bool:
         """Returns True if a call of this function may begin."""
-        return isinstance(name, str) and name in self.tools and self.num_calls != self._max_calls
+        return isinstance(name, str) and name in self.tools and self.num_calls != self.max_calls
 
     def add_text(self, text: str) -> None:
         """Adds text that belongs to no call."""
@@ -77,7 +79,7 @@ class OutputBuilder:
 
     def note_malformed(self) -> None:
         """Counts a malformed call, unless the text or the limit of calls ended it."""
-        self.num_malformed += not (self.was_cut or self.num_calls == self._max_calls)
+        self.num_malformed += not (self.was_cut or self.num_calls == self.max_calls)
 
     def begin(self, name: str, call_id: str = "") -> None:
         """Begins a call of a function, with the id that the model wrote, or a new one."""
@@ -89,6 +91,12 @@ class OutputBuilder:
         """Adds the next part of the arguments of the newest call."""
         part = self._calls.setdefault(self.num_calls - 1, _Call("", ""))
         part.arguments.append(arguments)
+
+    def add_whole_call(self, name: str, arguments: str) -> None:
+        """Adds a complete call."""
+        self.begin(name)
+        self.add_arguments(arguments)
+        self.end_call()
 
     def end_call(self) -> None:
         """Ends the arguments of the newest call."""
@@ -205,23 +213,76 @@ class TextCursor:
         output.add_text(words)
         self.put_back(text[len(words) :])
 
-    def give_up_tag(self, text: str, output: OutputBuilder) -> None:
-        """Adds a tag that no call follows as text, at the end of the output as a partial tag."""
+    def give_up_lead(self, lead: str, output: OutputBuilder) -> None:
+        """Adds a tag that no call follows as text, and puts back the characters since `record`."""
+        text = self.recorded()
         if self.ended and not self._back:
+            output.add_partial_tag(lead + text)
+        else:
+            self.put_back(text)
+            self.give_up(lead, output)
+
+    def give_up_recorded(self, lead: str, output: OutputBuilder, value: str) -> None:
+        """Adds a tag and the characters since `record` as text.
+
+        At the end of the output they are a partial tag unless they contain `value`, the tag of a
+        value.
+        """
+        text = lead + self.recorded()
+        if self.ended and value not in text:
             output.add_partial_tag(text)
         else:
             self.give_up(text, output)
 
-    def close(self, tag: str, output: OutputBuilder) -> ParserStep[None]:
-        """Reads the closing tag of a call, which may be missing or incomplete."""
+    def until(self, end: str, most: int) -> ParserStep[str | None]:
+        """Reads a name and its end; returns the name, or None if it does not end.
+
+        Args:
+          end: Text after the name.
+          most: Maximum characters of the name, which has no line breaks and brackets.
+        """
+        text = ""
+        while len(text) < most + len(end) and (char := (yield from self.next())):
+            text += char
+            if text.endswith(end):
+                return text.removesuffix(end)
+            if char in _NOT_IN_NAMES and not _ends_within(text, end):
+                break
+        return None
+
+    def until_any(self, ends: str, most: int = MAX_HELD) -> ParserStep[str]:
+        """Reads and returns text up to one of the characters."""
+        text = ""
+        while len(text) < most and (char := (yield from self.next())):
+            if char in ends:
+                self.put_back(char)
+                break
+            text += char
+        return text
+
+    def close(
+        self, tag: str, output: OutputBuilder, others: tuple[str, ...] = ()
+    ) -> ParserStep[None]:
+        """Reads the closing tag of a call, which may be missing or incomplete.
+
+        Args:
+          tag: Closing tag.
+          output: Receives an incomplete tag at the end of the output.
+          others: Tags that may follow instead, and are not read.
+        """
         self.record()
         if (yield from self.expect(tag)) or not self.ended:
             return
         rest = self.recorded()
-        if rest.strip() and tag.startswith(rest.lstrip()):
+        if rest.strip() and _may_begin(rest.lstrip(), (tag, *others)):
             output.add_partial_tag(rest)
         else:
             self.put_back(rest)
+
+
+def _ends_within(text: str, tag: str) -> bool:
+    """Returns True if a text ends with the beginning of a tag."""
+    return any(tag.startswith(text[-size:]) for size in range(1, len(tag) + 1))
 
 
 def _may_begin(text: str, tags: tuple[str, ...]) -> bool:
