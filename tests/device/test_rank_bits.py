@@ -185,8 +185,8 @@ def test_tp_torch_processes_bitwise_equal():
 
 @pytest.mark.parametrize("count", ["2", pytest.param("4", marks=pytest.mark.matrix)])
 def test_tp_jax_devices_prefill_bitwise_equal(count):
-    """JAX prefill with prompt logprobs, and the draft extend, are covered."""
-    check_ranks(HYBRID, "NEXTN", count, "prefill")
+    """JAX prefill with prompt logprobs, the draft extend, and KV transfer are covered."""
+    check_ranks(HYBRID, "NEXTN", count, "prefill,transfer")
 
 
 @pytest.mark.matrix

@@ -57,8 +57,13 @@ def contract_model() -> tuple[ModelConfig, Weights]:
     return config, weights
 
 
-def contract_capacity(config: ModelConfig) -> BackendLimits:
-    """One bucket of each size, so that few programs are compiled."""
+def contract_capacity(config: ModelConfig, drafts: DrafterSpec | None = None) -> BackendLimits:
+    """One bucket of each size, so that few programs are compiled.
+
+    Args:
+      config: The target.
+      drafts: Its drafter; None for its MTP layer.
+    """
 
     def program(
         work: StepKind,
@@ -86,7 +91,9 @@ def contract_capacity(config: ModelConfig) -> BackendLimits:
             }
         )
 
-    transfer = TransferSpec.of(config, DrafterSpec.of_mtp(config), "float32", PAGE_SIZE, ())
+    transfer = TransferSpec.of(
+        config, drafts or DrafterSpec.of_mtp(config), "float32", PAGE_SIZE, ()
+    )
     transfer = replace(transfer, step_bytes=TRANSFER_PAGES * transfer.page_bytes)
     return BackendLimits(
         page_size=PAGE_SIZE,

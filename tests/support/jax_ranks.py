@@ -1,8 +1,9 @@
 """`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: JAX ranks equal one rank.
 
 Its devices are virtual CPU devices. XLA needs their number at startup, so this is a process of its
-own. COUNTS are numbers of ranks and WORKS some of `prefill`, `plain` and `chain`, separated by
-commas. The ranks of the first count start once more, and load their programs from the cache.
+own. COUNTS are numbers of ranks and WORKS some of `prefill`, `transfer`, `plain` and `chain`,
+separated by commas. The ranks of the first count start once more, and load their programs from the
+cache.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from jax_impl.backend import JaxBackend
 from shared.boundary.tp_group import TPGroup
+from shared.engine.request import Request
 from tests.support.backends import Drafter, PreparedOnUse, drafts_of
 from tests.support.contract_host import (
     CHAIN,
     GREEDY,
     PLAIN,
     SAMPLED,
+    TRANSFER_PAGES,
     Host,
     contract_capacity,
     prompt,
@@ -39,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     family, drafter, counts, works = argv
     config, weights = target_of(family, drafter)
     given: Drafter = divided_drafter_of(family, drafter)
-    made = (config, weights, contract_capacity(config), *drafts_of(given, config))
+    drafts, own = drafts_of(given, config)
+    made = (config, weights, contract_capacity(config, drafts), drafts, own)
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
 
     folder = TemporaryDirectory()
@@ -56,13 +62,26 @@ def main(argv: Sequence[str]) -> None:
         for work in works.split(","):
             request = host.request(prompt(1, 20), **sampling)
             result = host.prefill(request)
-            if work != "prefill":
+            if work == "transfer":
+                transfer(host, request)
+            elif work != "prefill":
                 host.go_on(request, TEXT, shapes[work])
             assert result.counts[0] == 1
     assert several[0].compiles
     assert not several[-1].compiles, "what the first start compiled is not found"
     backend.close()
     print("the same bits")
+
+
+def transfer(host: Host, request: Request) -> None:
+    """Imports the pages of a request, and a state, into others, and exports these."""
+    pages, others = host.allocator.pages.page_table[request.slot, :TRANSFER_PAGES], [300, 302, 301]
+    words = host.export(pages.tolist()[: len(others)])
+    host.run(host.import_plan(words, others))
+    np.testing.assert_array_equal(host.export(others), words)
+    state = np.arange(host.export([], 1).size, dtype=np.int32).reshape(host.export([], 1).shape)
+    host.run(host.import_plan(state, [], 2))
+    np.testing.assert_array_equal(host.export([], 2), state)
 
 
 def check_ranks(family: str, drafter: str, counts: str, works: str) -> None:
