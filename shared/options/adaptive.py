@@ -13,6 +13,8 @@ from shared.options.flags import ConfigError, check_rules, flag
 CONFIG_FLAG = "--speculative-adaptive-config"
 MOST_CANDIDATES = 8
 MOST_STEPS, MOST_WIDTH, MOST_NODES = 16, 16, 64
+LEAST_TREE_BLOCK = 4
+"""Nodes of the shortest chain of a block head that has a tree by default."""
 _KEYS = ("candidate_steps", "candidates")
 _RULES_OF_SGLANG = (
     *("ema_alpha", "update_interval", "warmup_batches", "down_hysteresis", "up_hysteresis"),
@@ -35,7 +37,8 @@ class AdaptiveConfig:
         '[{"steps": 5, "topk": 4, "draft_tokens": 16, "rows": 0.5}]}; rows is the fraction of '
         "nodes that a batch verifies; plain decoding is always a candidate (default: chains of "
         "1, 3 and 7 and a tree of depth 5 with 16 nodes; only chains for STANDALONE; fractions "
-        f"of the largest shape for {sentence_list((*BLOCK_KINDS, NGRAM.name), 'and')})",
+        f"of the largest shape for {sentence_list((*BLOCK_KINDS, NGRAM.name), 'and')}, and a tree "
+        "of 32 nodes for a causal block)",
         is_path=True,
         is_file="read",
     )
@@ -204,7 +207,8 @@ def default_candidates(
 
     Args:
       steps, nodes: S of the drafter, and N of trees of the host.
-      has_trees: True for a one-layer drafter, whose trees cost little more than chains.
+      has_trees: True for a one-layer drafter, whose trees cost little more than chains, and for a
+        block head trained for trees.
       block: Chain length of a block-parallel head; None for other drafters.
       on_host: True if the host drafts.
       are_few: True if each candidate costs seconds of startup.
@@ -220,6 +224,6 @@ def default_candidates(
     else:
         chains = [1, 3] if are_few else [1, 3, 7]
     candidates = {Candidate.chain(count) for count in chains}
-    if has_trees and steps > 1 and not are_few:
-        candidates.add(Candidate(5, 4, 16))
+    if has_trees and steps > 1 and not are_few and (block is None or block >= LEAST_TREE_BLOCK):
+        candidates.add(Candidate(5, 4, 16) if block is None else Candidate(block - 1, 8, 32))
     return tuple(sorted(candidates, key=lambda each: (each.nodes, each.steps)))

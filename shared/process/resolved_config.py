@@ -84,7 +84,7 @@ def resolve(
     defaults, engine = DEFAULTS[device.kind], options.engine
     block = drafts.block.nodes if drafts.block else None
     draft = options.speculative.settled(model.drafts_trees, block)
-    candidates = _candidates(options, draft, block, are_few)
+    candidates = _candidates(options, draft, drafts.block, are_few)
     if drafts.block is not None and any(k > 1 for k in (draft.topk, *(c.topk for c in candidates))):
         _check_trees(drafts.block)
     page_size = engine.page_size or defaults.page_size
@@ -125,17 +125,19 @@ def _interval(page_size: int, in_flight: int) -> int:
 
 
 def _candidates(
-    options: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
+    options: Options, draft: SpeculativeConfig, block: BlockConfig | None, are_few: bool
 ) -> tuple[Candidate, ...]:
     """Returns the draft shapes of adaptive speculation: those of its file, or default ones."""
     if not options.adaptive.speculative_adaptive or draft.joins_copies:
         return ()
+    is_cheap = draft.kind is not None and draft.kind.has_cheap_trees
+    nodes = block.nodes if block else None
     candidates = options.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
-        has_trees=draft.kind is not None and draft.kind.has_cheap_trees,
-        block=block,
+        has_trees=is_cheap or (block is not None and all(block.causal)),
+        block=nodes,
         on_host=draft.drafts_on_host,
         are_few=are_few,
     )
-    return tuple(replace(each, block=block or 0) for each in candidates)
+    return tuple(replace(each, block=nodes or 0) for each in candidates)

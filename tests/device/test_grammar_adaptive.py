@@ -177,11 +177,12 @@ def plain_texts(
     return found[key]
 
 
+BLOCK_TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH, block=4)
 CASES = [
     ("qwen3_5", "NEXTN", [PLAIN, *CHAINS, TREE], CHAINS[1]),
     ("llama", "EAGLE3", [PLAIN, *CHAINS, TREE], TREE),
     ("qwen3_5", "STANDALONE", [PLAIN, *CHAINS], CHAINS[0]),
-    ("llama", "DFLASH", [PLAIN, CHAINS[1]], CHAINS[1]),
+    ("llama", "DFLASH", [PLAIN, CHAINS[1], BLOCK_TREE], BLOCK_TREE),
 ]
 RUNS = [
     pytest.param(framework, *case, id=f"{framework}-{case[0]}-{case[1]}", marks=marks)

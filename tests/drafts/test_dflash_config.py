@@ -17,11 +17,13 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.models.families import config_from_folder
 from shared.models.saving import split
+from shared.options.adaptive import Candidate
 from shared.options.command_line import parse
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
 from shared.process.device import Device
 from shared.process.memory_plan import plan
+from shared.process.resolved_config import resolve
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.cells import capacity_of
@@ -308,6 +310,26 @@ def test_dflash_rejects_invalid_tree_flags(flag, message):
     given = {"model": TARGET, "has_mtp": False, "head_kind": "DFLASH", "block": 4}
     (refused,) = refusals(RuleContext(options=options, **given))
     assert re.search(message, refused)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_adaptive_tree_is_default_for_causal_block(is_causal):
+    head = parsed(block_size=8, **dflash(causal_head=is_causal))
+    options = parse([*DFLASH, "--speculative-adaptive"])
+    found = resolve(options, TARGET, DrafterSpec.of_head(head), CPU, False).candidates
+    assert [each.nodes for each in found] == [2, 4, 8, *([32] if is_causal else [])]
+    assert [each.topk for each in found] == [1, 1, 1, *([8] if is_causal else [])]
+    assert {each.block for each in found} == {8}
+
+
+def test_adaptive_config_may_contain_block_trees():
+    options = parse([*DFLASH, "--speculative-adaptive"])
+    options = dataclasses.replace(options, candidates=(Candidate(3, 2, 8),))
+    given = {"model": TARGET, "has_mtp": False, "head_kind": "DFLASH", "block": 4}
+    assert not refusals(RuleContext(options=options, **given))
+    planned = plan(options, TARGET, DrafterSpec.of_head(HEAD.config), CPU, COSTS)
+    drafted = {(s.nodes, s.depth, s.width, s.block) for s in planned.capacity.shapes}
+    assert drafted == {(1, 0, 0, 0), (8, 3, 2, 4)}
 
 
 def test_dflash_accepts_matching_shape_flags():
