@@ -86,6 +86,10 @@ class ServerOptions:
         "reject requests with fields that have no effect, such as store or metadata, with HTTP "
         "400 instead of listing them under ignored in the response",
     )
+    store_responses: bool = flag(
+        False,
+        "store responses of /v1/responses for previous_response_id, at most 64 MiB and an hour",
+    )
     max_queued_requests: int | None = flag(
         None,
         "maximum number of waiting requests; further requests get HTTP 503 (default: unlimited)",

@@ -7,11 +7,12 @@ field is an error, except with a value that requests nothing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-COMPLETIONS, CHAT = "completions", "chat"
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
 BOTH = (COMPLETIONS, CHAT)
+ENDPOINTS = (*BOTH, MESSAGES, RESPONSES)
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class UnsupportedField:
 
     Attributes:
       name: The field, or a path such as `tools[].function.cache_control`.
-      endpoints: Endpoints of the field; for the other one it is an unknown field.
+      endpoints: Endpoints of the field; for the others it is an unknown field.
       neutral: Accepted values besides null; they request nothing.
       example: An unsupported value.
       why: Reason why other values are unsupported, after the field's name.
@@ -105,6 +106,7 @@ def _template_advice(name: str, example: Any, *neutral: Any) -> UnsupportedField
     return _advice(name, example, *neutral, endpoints=(CHAT,), is_of_template=True)
 
 
+_KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _FORMS = "give structured_outputs, which has the same"
 
 UNSUPPORTED_FIELDS = (
@@ -173,7 +175,80 @@ UNSUPPORTED_FIELDS = (
             ("messages[].tool_calls[].function.provider_specific_fields", {"a": 1}),
         )
     ),
+    # Advice of Anthropic's Messages API and its clients.
+    *(
+        replace(_advice(name, value, endpoints=(MESSAGES,)), neutral=tuple(neutral))
+        for name, value, *neutral in (
+            ("service_tier", "auto", "standard_only"),
+            ("inference_geo", "us"),
+            ("speed", "fast", "standard"),
+            ("diagnostics", {"previous_message_id": "a"}),
+            ("user_profile_id", "a"),
+            ("workspace_id", "a"),
+            ("output_config.task_budget", {"type": "tokens", "total": 1000}),
+            ("tools[].eager_input_streaming", True, False),
+            ("tools[].toolset_name", "a"),
+            ("messages[].content[].caller", {"type": "other"}, {"type": "direct"}),
+            ("messages[].content[].toolset_name", "a"),
+            ("messages[].id", "a"),
+        )
+    ),
+    # Advice of the Responses API and its clients.
+    *(
+        replace(_advice(name, value, endpoints=(RESPONSES,)), neutral=tuple(neutral))
+        for name, value, *neutral in (
+            ("service_tier", "flex", "auto", "default"),
+            ("max_tool_calls", 5),  # of server tools
+            ("prompt_cache_retention", "24h", "in_memory"),
+            ("prompt_cache_options", {"mode": "implicit"}, {}),
+            ("client_metadata", {"version": "1"}, {}),
+            ("access_programs", {"cyber": "standard"}, {}),
+            ("image", {"context_compression": "auto"}, {}),
+            ("reasoning.summary", "auto"),
+            ("reasoning.generate_summary", "auto"),
+            ("reasoning.context", "auto"),
+            ("reasoning.mode", "pro", "standard"),
+            ("tools[].defer_loading", True, False),
+            ("tools[].output_schema", {"type": "object"}),
+            ("tools[].allowed_callers", ["programmatic"], ["direct"]),
+            ("tools[].async", True, False),
+        )
+    ),
+    _advice("prompt_cache_key", "a", endpoints=(RESPONSES,), is_read=True),
+    _advice("safety_identifier", "a", endpoints=(RESPONSES,), is_read=True),
+    _advice(
+        "stream_options.include_obfuscation", True, False, endpoints=(RESPONSES,), is_read=True
+    ),
     # What would change the answer.
+    *(
+        UnsupportedField(name, (RESPONSES,), neutral, value, hint=hint, is_read=is_read)
+        for name, neutral, value, hint, is_read in (
+            ("background", (False,), True, "send the request with stream: true", False),
+            ("background_options", ({},), {"completion_window": "2h"}, "leave it out", False),
+            ("conversation", (), "conv_1", "send the whole conversation as input", False),
+            ("prompt", (), {"id": "pmpt_1"}, "send its text as instructions", False),
+            ("truncation", ("disabled",), "auto", "remove old items from input", True),
+            ("context_management", ([],), [{"type": "compaction"}], "shorten input", False),
+            ("moderation", (), {"model": "a"}, "leave it out", False),
+        )
+    ),
+    *(
+        UnsupportedField(name, (MESSAGES,), neutral, value, hint=hint)
+        for name, neutral, value, hint in (
+            ("container", (), "a", "run the code in a custom tool"),
+            ("mcp_servers", ([],), [{"name": "a"}], "send their tools as custom tools"),
+            (
+                "context_management",
+                ({}, {"edits": []}, _KEPT_THINKING),
+                {"edits": [{"type": "clear_tool_uses_20250919"}]},
+                "remove old messages from the request",
+            ),
+            ("fallbacks", ([],), [{"model": "a"}], "leave it out"),
+            ("tools[].input_examples", ([],), [{"a": 1}], "put them into the description"),
+            ("tools[].defer_loading", (False,), True, "leave it out"),
+            ("tools[].allowed_callers", (["direct"],), ["code_execution_20250825"], "leave it out"),
+        )
+    ),
     UnsupportedField("best_of", BOTH, (1,), 3),
     UnsupportedField("suffix", (COMPLETIONS,), ("",), "end"),
     UnsupportedField("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),

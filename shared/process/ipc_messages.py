@@ -66,6 +66,7 @@ class ServerInfo:
       tool_call_parser: Parser of tool calls; None if tools are not supported.
       drafter: Speculative algorithm as in its flag; None without speculation.
       trace_all_requests: True to trace all requests, not only those that request it.
+      store_responses: True to store responses of the Responses API for later requests.
       strict_fields: True to reject requests with fields that have no effect.
       admin_host_names: Same as `host_names`, for the admin listener.
       allowed_origins: Origins whose pages may read responses (CORS); `*` for any.
@@ -94,6 +95,7 @@ class ServerInfo:
     tool_call_parser: str | None = None
     drafter: str | None = None
     trace_all_requests: bool = False
+    store_responses: bool = False
     strict_fields: bool = False
     admin_host_names: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()

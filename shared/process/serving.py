@@ -131,6 +131,7 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         tool_call_parser=server.tool_call_parser,
         drafter=options.speculative.speculative_algorithm,
         trace_all_requests=server.trace_all_requests,
+        store_responses=server.store_responses,
         strict_fields=server.strict_fields,
         allowed_origins=server.origins,
         observing=options.observing,

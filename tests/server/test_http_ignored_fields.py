@@ -51,6 +51,14 @@ def body(endpoint: str) -> dict[str, Any]:
     """Returns a request with every object that may contain an ignored field."""
     if endpoint == "completions":
         return {"prompt": "ab", "temperature": 0, "max_tokens": 2}
+    if endpoint == "messages":
+        blocks = [{"type": "text", "text": "hi"}]
+        tools = [{"name": "f", "input_schema": {}}]
+        fields = {"messages": [{"role": "user", "content": blocks}], "tools": tools}
+        return {**fields, "model": "default", "temperature": 0, "max_tokens": 2}
+    if endpoint == "responses":
+        tools = [{"type": "function", "name": "f"}]
+        return {"input": "hi", "tools": tools, "temperature": 0, "max_output_tokens": 2}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -65,6 +73,8 @@ def with_field(endpoint: str, path: str, value: Any) -> dict[str, Any]:
     made = body(endpoint)
     if path.startswith("stream_options"):
         made |= {"stream": True, "stream_options": {}}
+    if path.startswith(("output_config", "reasoning.")):
+        made |= {path.partition(".")[0]: {}}
     *parents, name = path.split(".")
     holders: list[Any] = [made]
     for parent in parents:
@@ -80,7 +90,9 @@ def result(answer: httpx.Response) -> dict[str, Any]:
     """Returns a whole response, or the first event of a stream."""
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
-        return json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
+        data = next(line for line in answer.text.splitlines() if line.startswith("data: "))
+        event = json.loads(data.removeprefix("data: "))
+        return event.get("response", event)
     return answer.json()
 
 
@@ -92,11 +104,24 @@ ADVICE = [
 ]
 
 
+PATHS = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
+
+
+def answer_of(response: dict[str, Any]) -> Any:
+    output = [item["content"] for item in response.get("output", ())]
+    return response.get("choices") or response.get("content") or output
+
+
 @pytest.mark.parametrize(("field", "endpoint"), ADVICE, ids=lambda of: getattr(of, "name", of))
 def test_ignored_field_is_listed_or_rejected_if_strict(
     lenient, strict, field: UnsupportedField, endpoint: str
 ):
-    path = CHAT if endpoint == "chat" else COMPLETIONS
+    path = PATHS[endpoint]
     asked = with_field(endpoint, field.name, field.example)
     response = result(lenient.post(path, **asked))
     assert response["ignored"] == [field.name]
@@ -105,9 +130,11 @@ def test_ignored_field_is_listed_or_rejected_if_strict(
         for value in (None, *field.neutral)
     ]
     assert not any("ignored" in each for each in neutral)
-    assert all(each["choices"] == response["choices"] for each in neutral)
+    assert all(answer_of(each) == answer_of(response) for each in neutral)
     refused = strict.post(path, **asked)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field.name)
+    assert refused.status_code == 400
+    if endpoint != "messages":
+        assert refused.json()["error"]["param"] == field.name
     assert "--strict-fields" in refused.json()["error"]["message"]
     for value in (None, *field.neutral):
         result(strict.post(path, **with_field(endpoint, field.name, value)))

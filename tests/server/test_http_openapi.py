@@ -14,7 +14,9 @@ from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.api.admin import AddCorpus, RemoveCorpus
 from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText
 from shared.server.protocol import response_types as answers
+from shared.server.protocol.messages_types import MessagesRequest, TokenCountRequest
 from shared.server.protocol.openai_types import MAX_COUNT, MAX_SEED, ChatRequest, CompletionRequest
+from shared.server.protocol.responses_types import ResponsesRequest
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     CHAT,
@@ -43,9 +45,14 @@ ROUTES = {
     "/tokenize": "post",
     "/v1/chat/completions": "post",
     "/v1/completions": "post",
+    "/v1/messages": "post",
+    "/v1/messages/count_tokens": "post",
     "/v1/models": "get",
     "/v1/models/{name}": "get",
     "/v1/requests/{request_id}/trace": "get",
+    "/v1/responses": "post",
+    "/v1/responses/{response_id}": "get",
+    "/v1/responses/{response_id}/cancel": "post",
 }
 CALL = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -87,20 +94,27 @@ def references(value: Any) -> Iterator[str]:
 
 def test_openapi_lists_routes_with_errors(document):
     assert {path: next(iter(methods)) for path, methods in document["paths"].items()} == ROUTES
-    for methods in document["paths"].values():
-        (operation,) = methods.values()
+    operations = [
+        (path, method, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    for path, method, operation in operations:
         assert operation["summary"]
         statuses = operation["responses"].keys()
         assert {"200", "401", "403", "431", "500", "default"} <= statuses
         assert "422" not in statuses
         if "requestBody" in operation:
             assert {"400", "413", "415"} <= statuses
-        assert ("requestBody" in operation) == ("post" in methods)
+        assert ("requestBody" in operation) == (method == "post" and "/cancel" not in path)
 
 
 BODIES = [
     CompletionRequest,
     ChatRequest,
+    MessagesRequest,
+    TokenCountRequest,
+    ResponsesRequest,
     TokenizeText,
     TokenizeChat,
     Detokenize,
@@ -113,7 +127,7 @@ BODIES = [
 def test_openapi_lists_all_request_fields(document, kind: type[BaseModel]):
     schema = document["components"]["schemas"][kind.__name__]
     fields = set(kind.model_fields)
-    endpoint = {CompletionRequest: "completions", ChatRequest: "chat"}.get(kind)
+    endpoint = getattr(kind, "ENDPOINT", None)
     unsupported = [field for field in UNSUPPORTED_FIELDS if "." not in field.name]
     fields |= {field.name for field in unsupported if endpoint in field.endpoints}
     assert set(schema["properties"]) == fields

@@ -248,12 +248,11 @@ def test_slow_or_stopped_server_raises_connection_errors(server, tmp_path):
             client.completions.create(**slow)
 
 
-@pytest.mark.parametrize("call", ["embeddings", "moderations", "responses", "images"])
+@pytest.mark.parametrize("call", ["embeddings", "moderations", "images"])
 def test_unsupported_endpoint_raises_not_found_with_hint(client, call):
     calls = {
         "embeddings": lambda: client.embeddings.create(model="default", input="a"),
         "moderations": lambda: client.moderations.create(model="default", input="a"),
-        "responses": lambda: client.responses.create(model="default", input="a"),
         "images": lambda: client.images.generate(model="default", prompt="a"),
     }
     with pytest.raises(openai.NotFoundError) as caught:

@@ -363,6 +363,7 @@ def main() -> int:
     parser.add_argument("--allowed-origins", nargs="*", default=[])
     parser.add_argument("--trace-all-requests", action="store_true")
     parser.add_argument("--strict-fields", action="store_true")
+    parser.add_argument("--store-responses", action="store_true")
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
@@ -401,6 +402,7 @@ def main() -> int:
         tool_call_parser=flags.tool_call_parser,
         trace_all_requests=flags.trace_all_requests,
         strict_fields=flags.strict_fields,
+        store_responses=flags.store_responses,
         admin_host_names=(HOST_NAME,),
         allowed_origins=tuple(flags.allowed_origins),
         observing=ObservingOptions(

@@ -25,9 +25,11 @@ from shared.server.api.access_middleware import (
 from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
 from shared.server.api.error_responses import error_response
 from shared.server.api.kv_transfer import KVTransferRequest, KVTransferRoutes
+from shared.server.api.messages_routes import MessagesRoutes
 from shared.server.api.openapi import Route, document
 from shared.server.api.origins import Origins
 from shared.server.api.request_log import RequestLog
+from shared.server.api.responses_routes import ResponsesRoutes
 from shared.server.api.routes import Routes
 from shared.server.api.streaming import json_response
 from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
@@ -42,10 +44,14 @@ from shared.server.engine_link.engine_client import EngineClient
 from shared.server.engine_link.engine_errors import ClientLeft
 from shared.server.engine_link.request_end import RequestObserver
 from shared.server.engine_link.server_metrics import ServerMetrics
+from shared.server.protocol import messages_response_types as anthropic
 from shared.server.protocol import response_types as answers
-from shared.server.protocol.errors import ApiError
+from shared.server.protocol import responses_response_types as responses
+from shared.server.protocol.errors import MESSAGES_PATH, OVERLOADED, ApiError
 from shared.server.protocol.http_normalization import HttpNormalization
+from shared.server.protocol.messages_types import MessagesRequest, TokenCountRequest
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.responses_types import ResponsesRequest
 from shared.text.tokenizer import Tokenizer
 
 DOCUMENT_PATH = "/openapi.json"
@@ -128,7 +134,10 @@ def make_apps(
     generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
     routes = Routes(generator, metrics, opener, work)
     tokens = TokenRoutes(facts, reader, tokenizer, work)
-    model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
+    messages = MessagesRoutes(generator, reader, work)
+    apis = (*_model_routes(routes, tokens), *_messages_routes(messages))
+    apis = (*apis, *_responses_routes(ResponsesRoutes(generator, work)))
+    model = (*apis, *_state_routes(routes), *_page_routes())
     if facts.serves_kv_transfer:
         model = (*model, _transfer_route(KVTransferRoutes(client, metrics, work)))
     admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
@@ -214,14 +223,64 @@ def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
         answer=answers.RequestTrace,
         errors=(404,),
     )
-    yield Route(path="/v1/models", method="GET", handler=routes.models, answer=answers.Models)
+    yield Route(
+        path="/v1/models",
+        method="GET",
+        handler=routes.models,
+        answer=answers.Models,
+        other_answer=anthropic.ModelPage,
+    )
     yield Route(
         path="/v1/models/{name:path}",
         method="GET",
         handler=routes.model,
         answer=answers.ModelCard,
+        other_answer=anthropic.ModelInfo,
         errors=(404,),
     )
+
+
+def _messages_routes(routes: MessagesRoutes) -> Iterator[Route]:
+    """Routes of Anthropic's Messages API."""
+    yield Route(
+        path=MESSAGES_PATH,
+        method="POST",
+        handler=routes.create,
+        bodies=(MessagesRequest,),
+        answer=anthropic.Message,
+        event=anthropic.MessageEvent,
+        error=anthropic.AnthropicError,
+        errors=(404, 503, OVERLOADED),
+    )
+    yield Route(
+        path="/v1/messages/count_tokens",
+        method="POST",
+        handler=routes.count_tokens,
+        bodies=(TokenCountRequest,),
+        answer=anthropic.TokenCount,
+        error=anthropic.AnthropicError,
+        errors=(404, 503),
+    )
+
+
+def _responses_routes(routes: ResponsesRoutes) -> Iterator[Route]:
+    """Routes of the Responses API."""
+    yield Route(
+        path="/v1/responses",
+        method="POST",
+        handler=routes.create,
+        bodies=(ResponsesRequest,),
+        answer=responses.ResponseObject,
+        event=responses.ResponseEvent,
+        errors=(404, 409, 503),
+    )
+    stored = "/v1/responses/{response_id}"
+    for path, method, handler, answer in (
+        (stored, "GET", routes.retrieve, responses.ResponseObject),
+        (stored, "DELETE", routes.delete, responses.DeletedResponse),
+        ("/v1/responses/{response_id}/cancel", "POST", routes.cancel, responses.ResponseObject),
+    ):
+        yield Route(path=path, method=method, handler=handler, answer=answer, errors=(400, 404))
 
 
 def _state_routes(routes: Routes) -> Iterator[Route]:

@@ -12,7 +12,7 @@ from shared.options.server import ANY
 from shared.server.api.access_middleware import refuse
 from shared.server.protocol.errors import ApiError
 
-METHODS = "GET, HEAD, POST"
+METHODS = "GET, HEAD, POST, DELETE"
 KNOWN_FOR_S = "600"  # cache time of a preflight response
 
 

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shared.options.unsupported_fields import BOTH, UNSUPPORTED_FIELDS
+from shared.options.unsupported_fields import ENDPOINTS, UNSUPPORTED_FIELDS
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import Strict
 from shared.server.protocol.generation_request import GenerationRequest
+from shared.server.protocol.messages_types import MessagesRequest, TokenCountRequest
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.responses_types import ResponsesRequest
 from shared.server.protocol.structured import AllowedChoice
 
 MAX_PARTS = 1 << 17  # lists, objects, fields or strings of a body
@@ -29,10 +31,11 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _UNSUPPORTED = {
     endpoint: [field for field in UNSUPPORTED_FIELDS if endpoint in field.endpoints]
-    for endpoint in BOTH
+    for endpoint in ENDPOINTS
 }
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Messages = TypeVar("Messages", TokenCountRequest, MessagesRequest)
 Checked = TypeVar("Checked", bound=Strict)
 
 
@@ -52,6 +55,28 @@ def parse(body: bytes, kind: type[Body]) -> Body:
 def parse_request(body: bytes, kind: type[Body]) -> GenerationRequest:
     """Parses the body of a request to the form that all APIs share; raises as `parse`."""
     return parse(body, kind).to_generation()
+
+
+def parse_messages(body: bytes, kind: type[Messages]) -> Messages:
+    """Parses a body of Anthropic's API; raises as `parse`."""
+    fields = _read_object(body)
+    advice = _take_unsupported(fields, kind.ENDPOINT)
+    return _checked(fields, kind).with_advice(advice)
+
+
+def parse_responses(body: bytes) -> tuple[ResponsesRequest, list[Any]]:
+    """Parses a body of the Responses API; raises as `parse`.
+
+    Returns:
+      The request, and the items of its input as they were sent.
+    """
+    fields = _read_object(body)
+    advice = _take_unsupported(fields, ResponsesRequest.ENDPOINT)
+    request = _checked(fields, ResponsesRequest).with_advice(advice)
+    if request.stream_options and not request.stream:
+        raise ApiError(400, "stream_options requires stream: true", "stream_options")
+    given = fields["input"]
+    return request, given if isinstance(given, list) else [{"role": "user", "content": given}]
 
 
 def parse_plain(body: bytes, kind: type[Checked]) -> Checked:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.engine.checks import OWN_NAMES, check
@@ -64,10 +64,19 @@ class Generation:
         self._submission = submission
         self._arrival, self._watchers = arrival, watchers
         self._has_failed, self._is_closed = False, False
+        self._on_close: Callable[[], None] = lambda: None
 
     def client_left(self) -> None:
         """Ends the generation because the client disconnected."""
         self._submission.client_left()
+
+    def cancel(self) -> None:
+        """Ends the generation with an error, on behalf of another request."""
+        self._submission.put(ApiError(409, "the response was cancelled", code="cancelled"))
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Calls a function when the generation is closed."""
+        self._on_close = call
 
     def close(self) -> None:
         """Aborts running choices, and reports the end of the request once."""
@@ -75,6 +84,7 @@ class Generation:
         self.output.close("abort")
         if not self._is_closed:
             self._is_closed = True
+            self._on_close()
             end = self._end()
             for watcher in self._watchers:
                 watcher.on_request_end(end)

@@ -19,13 +19,17 @@ class StreamEvent:
     Attributes:
       data: JSON object, or text that is sent unchanged.
       name: Name of the event; None: unnamed.
+      is_comment: Clients skip the event.
     """
 
     data: dict[str, Any] | str
     name: str | None = None
+    is_comment: bool = False
 
     def encode(self) -> bytes:
         """Returns the bytes of the event."""
+        if self.is_comment:
+            return f": {self.data}\n\n".encode()
         is_text = isinstance(self.data, str)
         data = self.data if is_text else json.dumps(self.data, separators=(",", ":"))
         name = f"event: {self.name}\n" if self.name else ""

@@ -71,7 +71,7 @@ class ApiError(Exception):
         other = "api_error" if status >= 500 else "invalid_request_error"
         message = self.message
         if self.param is not None:
-            path = self.param.replace("[", ".").replace("]", "")
+            path = self.param.replace("[]", "").replace("[", ".").replace("]", "")
             message = f"{path}: {message.removeprefix(self.param).lstrip(' :')}"
         error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
         return {"type": "error", "error": error}

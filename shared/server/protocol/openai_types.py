@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
@@ -10,6 +11,7 @@ from shared.options.unsupported_fields import CHAT, COMPLETIONS, UNSUPPORTED_FIE
 from shared.server.protocol.chat_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Function,
     Message,
     Tool,
     for_template,
@@ -45,7 +47,9 @@ from shared.server.protocol.structured import (
     ResponseFormat,
     StructuredOutputs,
     ToolChoice,
+    chosen_names,
     form_of,
+    requires_call,
 )
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import OutputFormat
@@ -247,6 +251,26 @@ class OpenAIRequest(Strict):
         raise NotImplementedError
 
 
+def tool_use_of(
+    choice: ToolChoice | None, functions: Sequence[Function], are_parallel: bool | None
+) -> ToolUse:
+    """Returns the constraints on tool calls.
+
+    Args:
+      choice: Tool choice of the request.
+      functions: Functions that the prompt lists.
+      are_parallel: False: at most one call.
+    """
+    names, is_required = chosen_names(choice), requires_call(choice)
+    is_one = are_parallel is False or isinstance(choice, NamedTool)
+    return ToolUse(
+        functions=[each for each in functions if names is None or each.name in names],
+        requires_call=is_required,
+        restricts_calls=is_required or isinstance(choice, AllowedChoice),
+        max_calls=1 if is_one else None,
+    )
+
+
 class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions."""
 
@@ -366,42 +390,25 @@ class ChatRequest(OpenAIRequest, ChatPrompt):
     @property
     def requires_tool_call(self) -> bool:
         """True if the output must be a tool call."""
-        choice = self.tool_choice
-        is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
-        return choice == "required" or isinstance(choice, NamedTool) or is_required
-
-    @property
-    def _names_calls(self) -> bool:
-        """True if `tool_choice` requires a call or restricts the functions."""
-        return self.requires_tool_call or isinstance(self.tool_choice, AllowedChoice)
+        return requires_call(self.tool_choice)
 
     @property
     def chosen_names(self) -> set[str] | None:
         """Functions that `tool_choice` names; None if it names none."""
-        choice = self.tool_choice
-        if isinstance(choice, AllowedChoice):
-            return choice.allowed_tools.names
-        return {choice.function.name} if isinstance(choice, NamedTool) else None
+        return chosen_names(self.tool_choice)
 
     @property
     def grammar_field(self) -> str:
         """Name of the field that requests a grammar, for errors."""
         if self.requires_tool_call:
             return "tool_choice"
-        return next(iter(self.forms), "tool_choice" if self._names_calls else "tools")
+        return next(iter(self.forms), "tool_choice" if self.tool_use.restricts_calls else "tools")
 
     @property
     def tool_use(self) -> ToolUse:
         """Constraints on tool calls."""
-        names = self.chosen_names
         functions = [tool.function for tool in self.usable_tools]
-        is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
-        return ToolUse(
-            functions=[each for each in functions if names is None or each.name in names],
-            requires_call=self.requires_tool_call,
-            restricts_calls=self._names_calls,
-            max_calls=1 if is_one else None,
-        )
+        return tool_use_of(self.tool_choice, functions, self.parallel_tool_calls)
 
     def _input(self) -> dict[str, Any]:
         return {"chat": self.to_chat()}

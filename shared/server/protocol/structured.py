@@ -162,3 +162,16 @@ ToolChoice = Annotated[
     | Annotated[AllowedChoice, BeforeValidator(_nested), Tag("<allowed>")],
     Discriminator(_choice_kind),
 ]
+
+
+def requires_call(choice: ToolChoice | None) -> bool:
+    """Returns True if a tool choice requires a call."""
+    is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool) or is_required
+
+
+def chosen_names(choice: ToolChoice | None) -> set[str] | None:
+    """Returns the functions that a tool choice names; None if it names none."""
+    if isinstance(choice, AllowedChoice):
+        return choice.allowed_tools.names
+    return {choice.function.name} if isinstance(choice, NamedTool) else None

@@ -1,0 +1,53 @@
+"""Fields of a request that a response of the Responses API repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.server.protocol.responses_types import ResponsesRequest
+from shared.server.protocol.structured import AllowedChoice, NamedTool, ToolChoice
+
+_SAME = (
+    *("instructions", "max_output_tokens", "temperature", "top_p", "previous_response_id"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+)
+"""Fields that are repeated unchanged."""
+
+
+def echo_of(body: ResponsesRequest) -> dict[str, Any]:
+    """Returns the fields that a response repeats, with the defaults of omitted ones."""
+    calls_one = body.parallel_tool_calls is False
+    effort = body.reasoning.effort if body.reasoning else None
+    return {
+        **{name: getattr(body, name) for name in _SAME},
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": not calls_one,
+        "tool_choice": _choice(body.tool_choice),
+        "tools": [_tool(tool) for tool in body.tools or ()],
+        "text": _text(body),
+        "reasoning": {"effort": effort, "summary": None},
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "background": False,
+    }
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    return {"description": None, "parameters": None, "strict": None, **tool.model_dump()}
+
+
+def _choice(choice: ToolChoice | None) -> Any:
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "name": choice.function.name}
+    if not isinstance(choice, AllowedChoice):
+        return choice or "auto"
+    allowed = choice.allowed_tools
+    tools = [{"type": "function", "name": tool.function.name} for tool in allowed.tools]
+    return {"type": "allowed_tools", "mode": allowed.mode, "tools": tools}
+
+
+def _text(body: ResponsesRequest) -> dict[str, Any]:
+    asked = body.text and body.text.format
+    form = asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}
+    verbosity = body.text.verbosity if body.text else None
+    return {"format": form, **({"verbosity": verbosity} if verbosity else {})}

@@ -1,0 +1,445 @@
+"""OpenAI's Responses API: answers, streams, errors and the store, with the openai package."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from shared.server.completions.response_store import ResponseStore
+from shared.server.protocol import responses_response_types as types
+from tests.support.api_conversations import (
+    CALL,
+    CONVERSATIONS,
+    END,
+    RESPONSES_TOOL,
+    USER,
+    serving_apis,
+)
+from tests.support.http_fixtures import CHAT, MAX_OPEN, Server
+
+RESPONSES = "/v1/responses"
+ASKED: Any = {"model": "default", "temperature": 0}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+OWN = {"speculative", "ignored"}
+"""Fields that OpenAI's API does not have."""
+TOOLS: Any = [RESPONSES_TOOL]
+ALL = f"<think>hm</think>I look.{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with serving_apis(tmp_path_factory.mktemp("model"), "--store-responses") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stateless(tmp_path_factory) -> Iterator[Server]:
+    with serving_apis(tmp_path_factory.mktemp("stateless")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def whole(server: Server, **fields: Any) -> Response:
+    """Returns a response after strict validation by both sides' types."""
+    answer = server.post(RESPONSES, **{**ASKED, **fields})
+    assert answer.status_code == 200, answer.text
+    types.ResponseObject.model_validate(answer.json())
+    found = Response.model_validate_json(answer.content, strict=True)
+    assert set(found.model_extra or ()) <= OWN
+    return found
+
+
+def events(server: Server, **fields: Any) -> list[Any]:
+    """Returns the events of a stream after strict validation by both sides' types."""
+    body = {**ASKED, **fields, "stream": True}
+    answer = httpx.post(server.url + RESPONSES, json=body, timeout=60)
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        types.ResponseEvent.model_validate(event)
+        EVENT.validate_json(data[6:], strict=True)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def bare(items: list[Any]) -> list[Any]:
+    """Returns output items without what differs between two answers."""
+    return [
+        {key: value for key, value in item.items() if key not in ("id", "call_id")}
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_response_equals_chat(server, name):
+    chat, _, fields = CONVERSATIONS[name]
+    want = server.post(CHAT, **chat, temperature=0, max_tokens=150).json()
+    got = whole(server, **fields, max_output_tokens=150)
+    assert got.output_text == want["choices"][0]["message"]["content"]
+    assert got.usage.input_tokens == want["usage"]["prompt_tokens"]
+    assert got.usage.total_tokens == want["usage"]["total_tokens"]
+
+
+@pytest.mark.parametrize(
+    "text", ["It is fine.", "<think>\nhm\n</think>\n\nYes.", CALL, ALL, ""], ids=repr
+)
+def test_response_stream_equals_whole(server, text):
+    fields: Any = {"input": text + END}
+    if "<tool_call>" in text:
+        fields |= {"tools": TOOLS}
+    want, found = whole(server, **fields), events(server, **fields)
+    last = found[-1]["response"]
+    assert bare(last["output"]) == bare(
+        [item.model_dump(exclude_unset=True) for item in want.output]
+    )
+    assert (found[-1]["type"], last["status"]) == ("response.completed", "completed")
+    assert last["usage"]["output_tokens"] == want.usage.output_tokens
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    check_items(found, last["output"])
+
+
+def check_items(found: list[Any], output: list[Any]) -> None:
+    """Checks that the events of each item have its id, and that increments sum to its text."""
+    for index, item in enumerate(output):
+        own = [event for event in found if event.get("output_index") == index]
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+        assert (own[0]["type"], own[-1]["type"]) == (
+            *("response.output_item.added", "response.output_item.done"),
+        )
+        assert own[-1]["item"] == item
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert "".join(event.get("delta", "") for event in own) == text
+
+
+def test_openai_client_runs_tool_round_with_items(client):
+    """The output is sent back as the client stores it."""
+    asked: Any = {"model": "default", "tools": TOOLS, "temperature": 0}
+    first = client.responses.create(input=f"<think>hm</think>I look.{CALL}{END}", **asked)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[-1]
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    history: Any = [{"role": "user", "content": "q"}, *first.output, result]
+    second = client.responses.create(input=history, **asked)
+    assert second.output_text.startswith("q[assistant](hm)I look.{ " + call.call_id)
+    assert f"[tool]sunny@{call.call_id}" in second.output_text
+
+
+def test_openai_client_continues_stored_response(client, server):
+    asked: Any = {"model": "default", "tools": TOOLS, "temperature": 0}
+    first = client.responses.create(input=CALL + END, **asked)
+    result: Any = [
+        {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "dry"}
+    ]
+    second = client.responses.create(
+        input=result, previous_response_id=first.id, max_output_tokens=2, **asked
+    )
+    assert second.previous_response_id == first.id
+    assert "dry" not in first.output_text
+    third = client.responses.create(
+        input="so?", previous_response_id=second.id, max_output_tokens=2, **asked
+    )
+    prompts = [each.usage.input_tokens for each in (first, second, third)]
+    assert prompts == sorted(set(prompts))
+    assert client.responses.retrieve(first.id) == first
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(input="x", previous_response_id=first.id, **asked)
+    assert (caught.value.param, caught.value.code) == (
+        *("previous_response_id", "previous_response_not_found"),
+    )
+    unsaved = client.responses.create(input="x" + END, store=False, **asked)
+    assert server_get(server, unsaved.id).status_code == 404
+
+
+def server_get(server: Server, name: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{RESPONSES}/{name}", timeout=30)
+
+
+def test_openai_stream_helper_assembles_response(client):
+    with client.responses.stream(
+        model="default", input=f"<think>hm</think>Well.{CALL}{END}", tools=TOOLS, temperature=0
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+
+
+def test_stored_response_is_cancelled_while_running(server):
+    found: list[Any] = []
+
+    def read() -> None:
+        body = {**ASKED, "input": "a", "stream": True, "max_output_tokens": 380}
+        with httpx.stream("POST", server.url + RESPONSES, json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    found.append(json.loads(line[6:]))
+
+    with server.post_slowly(3):  # makes every step slow
+        thread = threading.Thread(target=read)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+        name = found[0]["response"]["id"]
+        assert server_get(server, name).json()["status"] == "in_progress"
+        cancelled = server.post(f"{RESPONSES}/{name}/cancel").json()
+        thread.join(20)
+    assert cancelled["status"] == "cancelled"
+    assert (found[-1]["type"], found[-1]["response"]["status"]) == ("response.failed", "cancelled")
+    again = server.post(f"{RESPONSES}/{name}/cancel")
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "response_id")
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+def test_store_routes_without_flag_name_flag(stateless, method):
+    path = f"{RESPONSES}/resp_1" + ("/cancel" if method == "POST" else "")
+    answer = httpx.request(method, stateless.url + path, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_id")
+    assert "--store-responses" in answer.json()["error"]["message"]
+
+
+def test_previous_response_without_flag_names_field(stateless):
+    answer = stateless.post(RESPONSES, input="a", previous_response_id="resp_1")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "previous_response_id")
+    assert "--store-responses" in error["message"]
+
+
+def test_response_store_is_bounded_in_bytes_and_age():
+    store = ResponseStore(max_bytes=1000, max_age_s=60)
+    for number in range(20):
+        store.put({"id": f"r{number}", "output": []}, ["a" * 100])
+        assert store.num_bytes <= 1000
+    assert store.get("r0") is None
+    found = store.get("r19")
+    assert found is not None
+    assert found.items == ["a" * 100]
+    store.put({"id": "r19", "output": ["b"]}, [])
+    assert store.get("r19").items == ["b"]
+    store.put({"id": "big", "output": []}, ["a" * 2000])
+    assert (store.get("big"), store.num_bytes) == (None, 0)
+    short = ResponseStore(max_bytes=1000, max_age_s=0)
+    short.put({"id": "a", "output": []}, [])
+    assert (short.get("a"), short.num_bytes) == (None, 0)
+
+
+def test_encrypted_reasoning_returns_to_server(server):
+    fields: Any = {"input": f"<think>hm, so</think>Yes{END}"}
+    found = whole(server, **fields, include=["reasoning.encrypted_content"])
+    item = found.output[0].model_dump(exclude_unset=True)
+    assert item["encrypted_content"]
+    assert whole(server, **fields).output[0].encrypted_content is None
+    del item["content"]
+    history: Any = [{"role": "user", "content": "q"}, item, {"role": "assistant", "content": "a"}]
+    text = whole(server, input=[*history, USER], max_output_tokens=40).output_text
+    assert text.startswith("q[assistant](hm, so)a")
+    history[1] = {**item, "encrypted_content": "gAAAA"}
+    error = server.post(RESPONSES, **ASKED, input=history).json()["error"]
+    assert (error["param"], error["code"]) == (
+        *("input[1].encrypted_content", "invalid_encrypted_content"),
+    )
+
+
+def test_logprobs_are_included_with_text(server):
+    fields: Any = {
+        "input": f"<think>hm</think>abcd{END}",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    part = whole(server, **fields).output[1].content[0]
+    assert "".join(score.token for score in part.logprobs) == "abcd" + END
+    assert [len(score.top_logprobs) for score in part.logprobs] == [2] * 5
+    deltas = [e for e in events(server, **fields) if e["type"] == "response.output_text.delta"]
+    streamed = "".join(score["token"] for event in deltas for score in event["logprobs"])
+    assert (streamed, "".join(event["delta"] for event in deltas)) == ("abcd" + END, "abcd")
+
+
+def test_cut_response_is_incomplete(server):
+    """Half a call, reasoning only, and complete calls before the limit; all return."""
+    for text, limit, kinds in (
+        ("<think>" + "a" * 60, 20, ["reasoning"]),
+        (CALL * 2, len(CALL) - 20, ["function_call"]),
+        (CALL * 2, 2 * len(CALL) - 20, ["function_call", "function_call"]),
+    ):
+        found = whole(server, input=text + END, tools=TOOLS, max_output_tokens=limit)
+        assert (found.status, found.incomplete_details.reason) == (
+            *("incomplete", "max_output_tokens"),
+        )
+        assert [item.type for item in found.output] == kinds
+        assert [item.status for item in found.output][-1] == "incomplete"
+        outputs = [item.model_dump(exclude_unset=True) for item in found.output]
+        assert whole(server, input=[USER, *outputs, USER], max_output_tokens=2).output
+    found = whole(server, input="<think>" + "a" * 60, max_output_tokens=20)
+    assert found.usage.output_tokens_details.reasoning_tokens == 20
+
+
+def test_response_repeats_request_fields(server):
+    fields: Any = {
+        "input": "a" + END,
+        "instructions": "b",
+        "metadata": {"team": "x"},
+        "tools": [{**RESPONSES_TOOL, "strict": False, "description": "d"}],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 50,
+        "truncation": "disabled",
+        "user": "u",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "text": {"format": {"type": "text"}},
+    }
+    found = whole(server, **fields).model_dump(exclude_unset=True)
+    for name, value in fields.items():
+        if name != "input":
+            assert found[name] == value, name
+
+
+# Errors
+
+
+def items(*given: Any) -> Any:
+    return {"input": [*given]}
+
+
+def user(*parts: Any) -> Any:
+    return items({"role": "user", "content": [*parts]})
+
+
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"a": DEEP}
+OUTPUT: Any = {"type": "function_call_output"}
+BAD: list[tuple[str, Any]] = [
+    ("input", {"input": None}),
+    ("input", {"input": ""}),
+    ("input", {"input": []}),
+    ("input", {"input": 5}),
+    ("input", {"input": {"role": "user"}}),
+    ("input", {"input": "\ud800"}),
+    ("input[0]", {"input": ["a"]}),
+    ("input[0]", items({"type": "web_search_call", "id": "a"})),
+    ("input[0]", items({"type": "item_reference", "id": "a"})),
+    ("input[0]", items({"type": 5})),
+    ("input[0].role", items({"role": "tool", "content": "a"})),
+    ("input[0].role", items({"content": "a"})),
+    ("input[0].content", items({"role": "user"})),
+    ("input[0].content", items({"role": "user", "content": 5})),
+    ("input[0].name", items({"role": "user", "content": "a", "name": "b"})),
+    ("input[0].status", items({"role": "user", "content": "a", "status": "done"})),
+    ("input[0].content[0]", user("a")),
+    ("input[0].content[0]", user({"type": "input_file", "file_id": "a"})),
+    ("input[0].content[0]", user({"type": "input_audio"})),
+    ("input[0].content[0].text", user({"type": "input_text"})),
+    ("input[0].content[0].text", user({"type": "input_text", "text": None})),
+    ("input[0].content[0].more", user({"type": "input_text", "text": "a", "more": 1})),
+    ("input[0].content[0].image_url", user({"type": "input_image"})),
+    (
+        "input[0].content[0].file_id",
+        user({"type": "input_image", "image_url": "a", "file_id": "b"}),
+    ),
+    ("input[0].content[0].detail", user({"type": "input_image", "image_url": "a", "detail": "x"})),
+    ("input[0].content[0].image_url", user({"type": "input_image", "image_url": "data:a"})),
+    ("input[0].call_id", items({"type": "function_call", "name": "f", "arguments": "{}"})),
+    (
+        "input[0].name",
+        items({"type": "function_call", "call_id": "a", "name": "a b", "arguments": "{}"}),
+    ),
+    (
+        "input[0].arguments",
+        items({"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}),
+    ),
+    (
+        "input[0].arguments",
+        items({"type": "function_call", "call_id": "a", "name": "f", "arguments": {}}),
+    ),
+    ("input[0].output", items({**OUTPUT, "call_id": "a"})),
+    ("input[0].call_id", items({**OUTPUT, "output": "a"})),
+    ("input[0].call_id", items({**OUTPUT, "call_id": "a", "output": "b"})),
+    ("input[0].output[0]", items({**OUTPUT, "call_id": "a", "output": [{"type": "x"}]})),
+    ("input[0].summary", items({"type": "reasoning", "summary": "a"})),
+    (
+        "input[0].content[0].text",
+        items({"type": "reasoning", "content": [{"type": "reasoning_text"}]}),
+    ),
+    ("input[0].encrypted_content", items({"type": "reasoning", "encrypted_content": "a"})),
+    ("instructions", {"instructions": ["a"]}),
+    ("tools", {"tools": {}}),
+    ("tools", {"tools": TOOLS * 129}),
+    ("tools[0]", {"tools": [{"type": "web_search"}]}),
+    ("tools[0].name", {"tools": [{"type": "function"}]}),
+    ("tools[0].name", {"tools": [{"type": "function", "name": "a b"}]}),
+    ("tools[0].parameters", {"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}),
+    ("tools[0].function", {"tools": [{"type": "function", "name": "f", "function": {}}]}),
+    ("tool_choice", {"tool_choice": "any"}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+    ("parallel_tool_calls", {"parallel_tool_calls": 1}),
+    ("text.format.type", {"text": {"format": {"type": "xml"}}}),
+    ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
+    ("text.format.name", {"text": {"format": {"type": "json_schema", "schema": {}}}}),
+    ("text.format", {"text": {"format": {"type": "json_object"}}}),
+    ("reasoning.effort", {"reasoning": {"effort": 5}}),
+    ("reasoning.budget", {"reasoning": {"budget": 5}}),
+    ("max_output_tokens", {"max_output_tokens": 0}),
+    ("max_output_tokens", {"max_output_tokens": 10**6}),
+    ("max_output_tokens", {"max_output_tokens": "5"}),
+    ("temperature", {"temperature": 3}),
+    ("top_p", {"top_p": 0}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"top_logprobs": 50, "include": ["message.output_text.logprobs"]}),
+    ("include[0]", {"include": ["all"]}),
+    ("metadata", {"metadata": {str(i): "a" for i in range(17)}}),
+    ("metadata.a", {"metadata": {"a": 5}}),
+    ("previous_response_id", {"previous_response_id": "resp_none"}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_obfuscation": False}}),
+    ("truncation", {"truncation": "auto"}),
+    ("background", {"background": True}),
+    ("conversation", {"conversation": "conv_1"}),
+    ("prompt", {"prompt": {"id": "a"}}),
+    ("context_management", {"context_management": [{"type": "compaction"}]}),
+    ("user", {"user": "u" * 300}),
+    ("no_such", {"no_such": 1}),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), BAD, ids=lambda value: repr(value)[:50])
+def test_responses_invalid_field_returns_error_with_param(server, field, fields):
+    answer = server.post(RESPONSES, **{"input": "hi", **fields})
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"] == field, error
+    assert len(error["message"]) < 400
+
+
+def test_responses_errors_raise_client_classes(server, client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model="gpt-5", input="a")
+    assert caught.value.param == "model"
+    with server.post_slowly(MAX_OPEN), pytest.raises(openai.InternalServerError) as full:
+        client.responses.create(model="default", input="a")
+    assert full.value.code == "queue_full"
