@@ -251,6 +251,16 @@ def test_step_bounds_of_latent_rows_per_position():
     assert more == [8 * 500 * 47 * 2 * 576, 8 * 500 * 47 * 20 * (576 + 512)]
 
 
+def test_step_bytes_read_latent_mtp_layer_each_pass():
+    config = config_from_folder(SHAPES / "glm-4.7-flash")
+    chain, drafters = TreeShape.chain(3, 1), (DrafterSpec.none(), DrafterSpec.of_mtp(config))
+    without, found = (step_bytes(blueprint_of(x, config), chain, 1, 500) for x in drafters)
+    attention = 1344 * 2048 + 5120 * 768 + 20 * 448 * 512 + 2048 * 5120
+    experts = 64 * 2048 + (4 + 1) * 3 * 1536 * 2048
+    weights = attention + experts + 2048 * 4096 + 154880 * 2048
+    assert found - without == pytest.approx(3 * (2 * weights + 500 * 1152), rel=1e-4)
+
+
 def test_step_products_of_qwen3_8b():
     config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
