@@ -108,7 +108,8 @@ def _few_pages(capacity: BackendLimits, requests: Sequence[Request]) -> int:
     The pages do not suffice for the outputs of all requests.
     """
     growth = 1 + capacity.overlap * (capacity.max_depth + 1) + capacity.scratch
-    shared = len(requests[0].prompt) // 2 // capacity.page_size * (len(requests) - 1)
+    # A drafter's cache key contains the next token, so the last shared page may be a miss.
+    shared = (len(requests[0].prompt) // 2 - 1) // capacity.page_size * (len(requests) - 1)
     prompts = sum(capacity.num_pages_for(len(r.prompt) + growth) for r in requests) - shared
     longest = max(capacity.num_pages_for(r.max_length + growth) for r in requests)
     return min(capacity.num_pages, 1 + max(prompts, longest))
