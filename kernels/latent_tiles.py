@@ -9,13 +9,10 @@ from kernels.tile_tables import check_at_least, check_powers_of_two
 
 LATENT_COLUMNS = 128
 """Maximum latent columns of a loaded block in `latent_attention`."""
-COMBINED, COMBINED_COLUMNS = 16, 128
-"""Units that `latent_combine` loads per step, and maximum columns of a program."""
+COMBINED, COMBINED_COLUMNS, COMBINED_HEADS = 32, 8, 8
+"""Splits that `latent_combine` loads per step, and columns and heads of a program."""
 SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
 """Maximum lanes and programs of tiles with several programs, which bound the partial results."""
-PROGRAMS_PER_SPAN = 3
-"""Maximum programs per span of a request for which partial results are stored per span, and not per
-tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,31 +90,30 @@ class LatentAttentionTiles:
         return lanes, blocks, max(1, self.programs // (blocks * requests))
 
 
-def units_of(capacity: int, sharing: int, span: int, tile: int) -> int:
-    """Returns the maximum partial results of a lane: one per span, or per tile of few spans.
+def splits_of(capacity: int, near: int, split: int, far_split: int) -> int:
+    """Returns the number of splits of a page table, which bounds the partial results of a lane.
 
     Args:
       capacity: Positions of a page table.
-      sharing: Programs that share the positions of a block.
-      span, tile: Positions of each.
+      near, split, far_split: See `shared.spec.reduction_order.LatentAttentionOrder`.
     """
-    if sharing == 1:
-        return 1
-    few_spans = (sharing - 1) // PROGRAMS_PER_SPAN
-    return max(-(-capacity // span), min(-(-capacity // tile), few_spans * (span // tile)))
+    near = min(capacity, near)
+    return -(-near // split) + -(-(capacity - near) // far_split)
 
 
-def most_units(pairs: int, requests: int, capacity: int, span: int, tile: int) -> int:
+def most_splits(
+    pairs: int, requests: int, capacity: int, near: int, split: int, far_split: int
+) -> int:
     """Returns the maximum partial results of a lane with any tiles: none if no programs share the
     positions of a block.
 
     Args:
       pairs: Maximum (row, head) pairs of a request.
       requests: Number of requests.
-      capacity, span, tile: See `units_of`.
+      capacity, near, split, far_split: See `splits_of`.
     """
     sharing = SPLIT_PROGRAMS // (-(-pairs // SPLIT_LANES) * requests)
-    return units_of(capacity, sharing, span, tile) if sharing > 1 else 0
+    return splits_of(capacity, near, split, far_split) if sharing > 1 else 0
 
 
 def block_widths(rank: int, rope: int) -> tuple[int, int]:

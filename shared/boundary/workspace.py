@@ -43,9 +43,9 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-LatentUnits = Callable[[int, int, int, int, int], int]
+LatentSplits = Callable[[int, int, int, int, int, int], int]
 """Maximum partial results of a (row, head) pair in latent attention, from the maximum pairs of a
-request, the requests, their positions, and the positions of a span and of a tile."""
+request, the requests, their positions, and the sizes of splits (`LatentAttentionOrder`)."""
 
 AttentionBytes = Callable[[Program, SelfAttentionConfig, BackendLimits, int], int]
 
@@ -136,7 +136,7 @@ def gathered_attention(
 
 def split_attention(
     max_pairs: int,
-    latent_units: LatentUnits,
+    latent_splits: LatentSplits,
     program: Program,
     attention: SelfAttentionConfig,
     capacity: BackendLimits,
@@ -149,7 +149,7 @@ def split_attention(
     (row, query head) pairs per key head are at most `max_pairs`.
     """
     if isinstance(attention, LatentAttentionConfig):
-        return _latent_bytes(latent_units, program, attention, capacity, item)
+        return _latent_bytes(latent_splits, program, attention, capacity, item)
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
     size = 2 * rows * attention.num_heads * attention.head_size * item
     if program.tokens * group <= max_pairs:
@@ -163,7 +163,7 @@ def split_attention(
 
 
 def _latent_bytes(
-    units_of: LatentUnits,
+    splits_of: LatentSplits,
     program: Program,
     attention: LatentAttentionConfig,
     capacity: BackendLimits,
@@ -172,16 +172,17 @@ def _latent_bytes(
     """Returns the bytes of latent attention: queries, the output, and partial results."""
     longest = program.tokens or max(program.shape.nodes, program.shape.block)
     order = LATENT_ATTENTION.sizes_for(item)
-    units = units_of(
+    splits = splits_of(
         longest * attention.num_heads,
         program.batch,
         program.pages * capacity.page_size,
-        order["span"],
-        order["tile"],
+        order["near"],
+        order["split"],
+        order["far_split"],
     )
     pairs = rows_of(program) * attention.num_heads
     size = pairs * (attention.head_size + attention.latent_rank) * item
-    return size + units * pairs * (attention.latent_rank + 2) * 4
+    return size + splits * pairs * (attention.latent_rank + 2) * 4
 
 
 def rows_of(program: Program) -> int:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kernels.latent_tiles import LatentAttentionTiles, most_units, units_of
+from kernels.latent_tiles import LatentAttentionTiles, most_splits, splits_of
 from kernels.tiles import Tiles
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.workspace import split_attention
@@ -13,19 +13,19 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.reduction_order import LATENT_ATTENTION
 from tests.support.contract_host import contract_capacity, contract_model
 
-ORDER = LATENT_ATTENTION.sizes_for(2)
+ORDER = {name: size for name, size in LATENT_ATTENTION.sizes_for(2).items() if name != "tile"}
 
 
 @pytest.mark.parametrize("language", ["triton_gpu", "pallas_gpu"])
-def test_most_units_bound_partial_results_of_tables(language: str) -> None:
+def test_most_splits_bound_partial_results_of_tables(language: str) -> None:
     tiles = Tiles.load(language, "NVIDIA H200").latent_attention
     for heads, rows, requests in product((5, 20, 128), (1, 4, 16, 64, 2048), (1, 2, 8, 32, 64)):
         pairs = rows * heads
         chosen = tiles.of(item_bytes=2, rows=pairs, requests=requests, rank=512)
         _, _, sharing = chosen.programs_of(pairs, requests)
         for capacity in (64, 4096, 131072):
-            found = units_of(capacity, sharing, **ORDER) if sharing > 1 else 0
-            assert found <= most_units(pairs, requests, capacity, **ORDER)
+            found = splits_of(capacity, **ORDER) if sharing > 1 else 0
+            assert found <= most_splits(pairs, requests, capacity, **ORDER)
 
 
 @pytest.mark.parametrize(("lanes", "programs"), [(64, 132), (32, 264)])
@@ -34,7 +34,7 @@ def test_split_tiles_beyond_bound_raise(lanes: int, programs: int) -> None:
         LatentAttentionTiles(lanes=lanes, programs=programs, warps=4, stages=2)
 
 
-def test_latent_workspace_counts_partial_results_per_span() -> None:
+def test_latent_workspace_counts_partial_results_per_split() -> None:
     mixer = config_from_folder("bench/shapes/glm-4.7-flash").attentions[0]
     capacity = contract_capacity(contract_model()[0])
     shape = TreeShape.chain(3, 1)
@@ -46,6 +46,8 @@ def test_latent_workspace_counts_partial_results_per_span() -> None:
         shape=shape,
         extras=ProgramFeature.NONE,
     )
-    found = split_attention(0, most_units, program, mixer, capacity, 2)
-    pairs, units = 4 * 20, 32768 * capacity.page_size // ORDER["span"]
-    assert found == pairs * (576 + 512) * 2 + units * pairs * (512 + 2) * 4
+    found = split_attention(0, most_splits, program, mixer, capacity, 2)
+    far = 32768 * capacity.page_size - ORDER["near"]
+    splits = ORDER["near"] // ORDER["split"] + far // ORDER["far_split"]
+    pairs = 4 * 20
+    assert found == pairs * (576 + 512) * 2 + splits * pairs * (512 + 2) * 4

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 FLOAT32 = 1e-5
 pallas_attend = jax.jit(
     partial(pallas.attend_latent, interpret=INTERPRET),
-    static_argnames=("rank", "max_rows", "span", "tile", "scale", "tiles"),
+    static_argnames=(
+        *("rank", "max_rows", "near", "split", "far_split", "tile", "scale", "tiles"),
+    ),
     compiler_options=AS_WRITTEN,
 )
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED).latent_attention for name in KERNELS}
@@ -93,6 +95,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 TREE = CASES["tree"]
 ALONE, SHARED = {"programs": 1}, {"programs": 64}
+FAR = replace(LATENT_ATTENTION, near=512, far_split=256)
+"""Order with far splits in short requests."""
 
 
 @pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
@@ -108,13 +112,15 @@ def test_latent_attention_matches_spec(language: str, name: str, changes: dict[s
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [ALONE, {"programs": 6}, {"lanes": 32, "programs": 12}],
-    ids=["alone", "by span", "wide"],
+    ("changes", "near"),
+    [(ALONE, 8192), ({"programs": 6}, 256), ({"lanes": 32, "programs": 12}, 512)],
+    ids=["alone", "two programs, far splits", "wide, far splits"],
 )
-def test_latent_attention_bits_independent_of_programs(changes: dict[str, int], run: Run) -> None:
-    case = CASES["large pages, many spans"]
-    np.testing.assert_array_equal(run(case, **changes), run(case))
+def test_latent_attention_bits_independent_of_programs(
+    changes: dict[str, int], near: int, run: Run
+) -> None:
+    case, order = CASES["large pages, many splits"], replace(FAR, near=near)
+    np.testing.assert_array_equal(run(case, order, **changes), run(case, order))
 
 
 def only(case: AttendCase, request: int, rows: slice, start: int = 0) -> AttendCase:
@@ -156,7 +162,7 @@ def test_latent_attention_bits_independent_of_chunking(run: Run) -> None:
 
 
 def test_latent_attention_bits_independent_of_pages(run: Run) -> None:
-    case = CASES["large pages, many spans"]
+    case = CASES["large pages, many splits"]
     rows, order = case.rows, np.random.default_rng(1).permutation(len(case.rows.k_pages) - 1)
     place = np.concatenate([[0], 1 + order])
     pages = np.empty_like(rows.k_pages)
@@ -211,10 +217,12 @@ def test_latent_attention_padding_rows_are_zero(changes: dict[str, int], run: Ru
 
 
 @pytest.mark.parametrize(
-    "changed", [{"span": 256}, {"tile_float32": 32}], ids=lambda changed: next(iter(changed))
+    "changed",
+    [{"split": 64}, {"near": 512}, {"tile_float32": 32}],
+    ids=lambda changed: next(iter(changed)),
 )
 def test_latent_attention_order_changes_bits_within_tolerance(changed: dict, run: Run) -> None:
-    case = CASES["large pages, many spans"]
+    case = CASES["large pages, many splits"]
     got = run(case, order=replace(LATENT_ATTENTION, **changed))
     np.testing.assert_allclose(got, specified(case), atol=FLOAT32, rtol=0)
     assert (got != run(case)).any()

@@ -91,7 +91,7 @@ SMALL: dict[str, Callable[..., AttendCase]] = {
         page=1,
         columns=78,
     ),
-    "large pages, many spans": partial(
+    "large pages, many splits": partial(
         attend_case,
         tree_case,
         2,

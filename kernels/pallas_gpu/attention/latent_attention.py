@@ -4,10 +4,9 @@ backend).
 All heads of a request read the same cached rows, `[latent | rope key]`; values are the latents. A
 lane is a (row, head) pair. Products are transposed (swap-AB): positions and latent columns are the
 wide sides of the tensor core, lanes the narrow one. A tile of positions is loaded once, for scores
-and values. Its weights are relative to its own maximum, and it is added to the sums of its span as
-a unit. The reduction order of a row depends on its position alone: results are batch-invariant and
-independent of the rows, lanes and programs of the request. `kernels/__init__.py` lists what must
-equal the Triton twin.
+and values. The splits of positions are fixed, so results are batch-invariant and independent of the
+rows, lanes and programs of the request. `kernels/__init__.py` lists what must equal the Triton
+twin.
 """
 
 from functools import partial
@@ -20,16 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.latent_tiles import LatentAttentionTiles, block_widths, units_of
+from kernels.latent_tiles import LatentAttentionTiles, block_widths, splits_of
 from kernels.pallas_gpu.attention.attention import window_operand
 from kernels.pallas_gpu.attention.latent_attention_mainloop import (
     LatentRange,
-    LatentSums,
     LatentWork,
-    merged,
     sum_positions,
 )
-from kernels.pallas_gpu.attention.latent_combine import combine, request_units
+from kernels.pallas_gpu.attention.latent_combine import combine, request_splits, tile_range
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.attention.split_kv import SplitPartials
@@ -61,7 +58,9 @@ def attend_latent(
     *,
     rank: int,
     max_rows: int,
-    span: int,
+    near: int,
+    split: int,
+    far_split: int,
     tile: int,
     scale: float,
     tiles: LatentAttentionTiles,
@@ -79,7 +78,7 @@ def attend_latent(
       row_starts: First flat row of each request, and the end; later rows are padding.
       rank: Columns of the latent.
       max_rows: Maximum rows of a request.
-      span, tile: Positions of each; they fix the reduction order.
+      near, split, far_split, tile: See `LatentAttentionOrder`; they fix the reduction order.
       scale: Multiplier of the scores.
       tiles: Tile config.
       interpret: Run on a CPU.
@@ -92,23 +91,24 @@ def attend_latent(
         rope=size - rank,
         width=width,
         rope_width=rope_width,
-        span=span,
+        near=near,
+        split=split,
+        far_split=far_split,
         tile=tile,
         nodes=window.shape[1],
         scale=scale * LOG2_E,
         lanes=lanes,
-        ones=16 * tiles.warps,
         blocks=blocks,
         sharing=sharing,
         max_rows=max_rows,
     )
     out = jax.ShapeDtypeStruct((R, Hq, rank), q.dtype)
     capacity = page_table.shape[1] * pool.shape[3]
-    units = units_of(capacity, sharing, span, tile)
+    splits = splits_of(capacity, near, split, far_split)
     results = pl.pallas_call(
         partial(_attend_latent_kernel, work=work, interpret=interpret),
         grid=(blocks, sharing, B),
-        out_shape=out if sharing == 1 else SplitPartials.of(units, R, Hq, rank),
+        out_shape=out if sharing == 1 else _partials(splits, R, Hq, rank),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="latent_attention",
@@ -168,54 +168,34 @@ def _attend_latent_kernel(
             layer=refs.layer[0],
             request=request,
             row=row,
-            first=first,
-            until=until,
+            first_ref=refs.first,
+            until_ref=refs.until,
+            whole_from=jnp.max(first),
+            whole_until=jnp.min(until),
             high=jnp.minimum(jnp.max(until) + work.nodes, capacity),
         )
         own = (row, head, is_lane)
         if work.sharing == 1:
-            sums = _sum_alone(refs, seen, own, work)
-            _write(refs.results, own, sums)
+            low = jnp.min(jnp.minimum(first, until))
+            begin = lax.div(low, work.tile)
+            end = jnp.where(low < seen.high, pl.cdiv(seen.high, work.tile), begin)
+            _write(refs.results, own, sum_positions(refs, seen, own, (begin, end), None, work))
             return
-        bounds = request_units(refs.first, refs.until, start, stop, capacity, work)
-        each = pl.cdiv(bounds.end - bounds.base, work.sharing)
-        unit = bounds.base + share * each
+        bounds = request_splits(refs.first, refs.until, start, stop, capacity, work)
+        tiles = tile_range(bounds, share, work)
 
-        @pl.when(unit < bounds.end)
+        @pl.when(tiles[0] < tiles[1])
         def _():
-            _store_share(refs, seen._replace(high=bounds.high), own, bounds, unit, each, work)
+            of_request = seen._replace(high=bounds.high)
+            store = partial(_store_split, refs.results, bounds.base, own)
+            sum_positions(refs, of_request, own, tiles, store, work)
 
 
-def _sum_alone(refs, seen, own, work):
-    """Accumulates all positions of a block of lanes."""
-    low = jnp.min(jnp.minimum(seen.first, seen.until))
-    begin = lax.div(low, work.tile)
-    end = jnp.where(low < seen.high, pl.cdiv(seen.high, work.tile), begin)
-    nothing = LatentSums.nothing(work)
-
-    def close(i, state):
-        sums, whole = state
-        is_end = (lax.rem((i + 1) * work.tile, work.span) == 0) | (i + 1 == end)
-        return lax.cond(is_end, lambda: (nothing, merged(whole, sums)), lambda: state)
-
-    return sum_positions(refs, seen, own, (begin, end), close, (nothing,), work)[-1]
-
-
-def _store_share(refs, seen, own, bounds, unit, each, work):
-    """Accumulates the units of a share, and stores each."""
-    begin = jnp.maximum(unit * bounds.tiles, lax.div(bounds.low, work.tile))
-    end = jnp.minimum((unit + each) * bounds.tiles, pl.cdiv(bounds.high, work.tile))
-
-    def close(i, state):
-        is_end = (lax.rem(i + 1, bounds.tiles) == 0) | (i + 1 == end)
-
-        def stored():
-            _store_unit(refs.results, lax.div(i, bounds.tiles) - bounds.base, own, state[0])
-            return (LatentSums.nothing(work),)
-
-        return lax.cond(is_end, stored, lambda: state)
-
-    sum_positions(refs, seen, own, (begin, end), close, (), work)
+def _partials(splits, R, Hq, rank):
+    """Returns the shapes of partial results; lanes are contiguous, as in the accumulators."""
+    single = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    of_lanes = single((splits, R, Hq))
+    return SplitPartials(sums=single((splits, rank, R, Hq)), peaks=of_lanes, totals=of_lanes)
 
 
 def _clear_padding(refs, index, work):
@@ -238,28 +218,31 @@ def _clear_padding(refs, index, work):
 
 def _write(out_ref, own, sums):
     """Divides by the total weight and writes the outputs of the lanes that are not spare."""
-    total = jnp.maximum(sums.total.max(axis=0), 1e-30)
+    total = jnp.maximum(sums.total, 1e-30)
+    row, head, is_lane = own
+    R, _, rank = out_ref.shape
     for i, block in enumerate(sums.blocks):
         value = (block / total[None, :]).astype(out_ref.dtype)
-        _store_block(out_ref, (), own, i, value)
+        column = i * value.shape[0] + lax.iota(jnp.int32, value.shape[0])[None, :]
+        keep = is_lane[:, None] & (column < rank)
+        # A number that is not written gets a row out of bounds, for the interpreter.
+        at = (jnp.where(keep, row[:, None], R), head[:, None], column)
+        pltriton.store(out_ref.at[at], value.T, mask=keep)
 
 
-def _store_unit(parts, unit, own, sums):
-    """Stores the accumulator of a unit."""
+def _store_split(parts, base, own, number, sums):
+    """Stores the accumulator of a split."""
+    row, head, is_lane = own
+    _, rank, R, _ = parts.sums.shape
+    number -= base
     for i, block in enumerate(sums.blocks):
-        _store_block(parts.sums, (unit,), own, i, block)
-    row, head, is_lane = own
-    at = jnp.where(is_lane, row, parts.peaks.shape[1])
-    pltriton.store(parts.peaks.at[unit, at, head], sums.peak, mask=is_lane)
-    pltriton.store(parts.totals.at[unit, at, head], sums.total.max(axis=0), mask=is_lane)
-
-
-def _store_block(ref, unit, own, i, block):
-    """Stores a block of columns, [width, lanes], of the lanes that are not spare."""
-    row, head, is_lane = own
-    *_, rows, _, rank = ref.shape
-    column = i * block.shape[0] + lax.iota(jnp.int32, block.shape[0])[None, :]
-    keep = is_lane[:, None] & (column < rank)
-    # A number that is not written gets a row out of bounds, for the interpreter.
-    row = jnp.where(keep, row[:, None], rows)
-    pltriton.store(ref.at[(*unit, row, head[:, None], column)], block.T, mask=keep)
+        column = i * block.shape[0] + lax.iota(jnp.int32, block.shape[0])[:, None]
+        keep = is_lane[None, :]
+        if rank % block.shape[0]:
+            keep &= column < rank
+        # A number that is not written gets a row out of bounds, for the interpreter.
+        at = (number, column, jnp.where(keep, row[None, :], R), head[None, :])
+        pltriton.store(parts.sums.at[at], block, mask=keep)
+    at = jnp.where(is_lane, row, R)
+    pltriton.store(parts.peaks.at[number, at, head], sums.peak, mask=is_lane)
+    pltriton.store(parts.totals.at[number, at, head], sums.total, mask=is_lane)

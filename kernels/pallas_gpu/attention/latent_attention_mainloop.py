@@ -2,6 +2,7 @@
 backend).
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.attention.attention import EXACT
 from kernels.pallas_gpu.attention.head_dim_padding import load_kept
-from kernels.pallas_gpu.attention.latent_combine import fold
+from kernels.pallas_gpu.attention.latent_combine import fold, split_of, split_tiles
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE
 
 
@@ -21,11 +22,10 @@ class LatentWork(NamedTuple):
     Attributes:
       rank, rope: Columns of the latent and of the rope key.
       width, rope_width: Columns of a loaded block of each; the latent has one or more blocks.
-      span, tile: Positions of each.
+      near, split, far_split, tile: See `LatentAttentionOrder`.
       nodes: Width of the tree window.
       scale: Multiplier of the scores, times log2(e).
       lanes: (row, head) pairs of a program.
-      ones: Rows of 1 in the product that sums the weights, 16 per warp.
       blocks: Blocks of lanes of a request.
       sharing: Maximum programs that share the positions of a block.
       max_rows: Maximum rows of a request.
@@ -35,12 +35,13 @@ class LatentWork(NamedTuple):
     rope: int
     width: int
     rope_width: int
-    span: int
+    near: int
+    split: int
+    far_split: int
     tile: int
     nodes: int
     scale: float
     lanes: int
-    ones: int
     blocks: int
     sharing: int
     max_rows: int
@@ -52,8 +53,8 @@ class LatentWork(NamedTuple):
 
 
 class LatentSums(NamedTuple):
-    """Online softmax accumulator, transposed: blocks of values [width, lanes], maximum [lanes], and
-    total [ones, lanes] with equal rows.
+    """Online softmax accumulator, transposed: blocks of values [width, lanes], maximum and total
+    [lanes].
     """
 
     blocks: Any
@@ -65,7 +66,7 @@ class LatentSums(NamedTuple):
         """Returns an empty accumulator."""
         zeros = (jnp.zeros((work.width, work.lanes), jnp.float32),) * work.columns
         peak = jnp.full((work.lanes,), NEGATIVE, jnp.float32)
-        return cls(zeros, peak, jnp.zeros((work.ones, work.lanes), jnp.float32))
+        return cls(zeros, peak, jnp.zeros((work.lanes,), jnp.float32))
 
 
 class LatentRange(NamedTuple):
@@ -75,7 +76,8 @@ class LatentRange(NamedTuple):
       pool_ref, table_ref, window_ref: Latent pools, page tables and tree masks.
       layer, request: Indices of the layer and the request.
       row: Flat row of each lane.
-      first, until: Visible positions of each lane before the window.
+      first_ref, until_ref: Visible positions of all rows before the window.
+      whole_from, whole_until: Positions that are visible to all lanes.
       high: End of the positions that are read.
     """
 
@@ -85,53 +87,71 @@ class LatentRange(NamedTuple):
     layer: Any
     request: Any
     row: Any
-    first: Any
-    until: Any
+    first_ref: Any
+    until_ref: Any
+    whole_from: Any
+    whole_until: Any
     high: Any
 
 
-def sum_positions(refs, seen, own, tiles, close, more, work):
-    """Accumulates tiles [begin, end).
+def sum_positions(refs, seen, own, tiles, store, work):
+    """Accumulates tiles [begin, end) by splits.
 
     Args:
       refs, seen, work: See the classes.
       own: Row and head of each lane, and a mask of the lanes that are not spare.
       tiles: First tile, and the end.
-      close: Function of a tile and the accumulators, called after each tile.
-      more: Accumulators of `close` beside the first.
+      store: Function of a split and its accumulator that stores it; None adds it to the total.
+
+    Returns:
+      The total; None if splits are stored.
     """
     begin, end = tiles
     row, head, is_lane = own
     at = (row[:, None], head[:, None])
     q = _load_latents(refs.q, at, is_lane[:, None], work)
     q_rope = _load_rope(refs.q, at, is_lane[:, None], work)
-    # Tiles that are fully visible to all lanes need no mask.
-    whole = jnp.clip(pl.cdiv(jnp.max(seen.first), work.tile), begin, end)
-    partly = jnp.clip(lax.div(jnp.min(seen.until), work.tile), whole, end)
-
-    def add_masked(carry):
-        i, sums, *rest = carry
-        sums = _add_masked(q, q_rope, seen, i, sums, work)
-        return i + 1, *close(i, (sums, *rest))
-
-    def add_partly_visible(begin, end, sums):
-        # Triton pipelines the loads of a `fori_loop`, which takes shared memory from the main loop.
-        return lax.while_loop(lambda carry: carry[0] != end, add_masked, (begin, *sums))[1:]
 
     def add(i, carry):
-        number, sums, *rest = carry
+        number, split, total = carry
         at, number = _tile_at(seen, number, i, work)
-        latents = _load_latents(seen.pool_ref, at, None, work)
-        keys = _load_rope(seen.pool_ref, at, None, work)
+        inside = (i * work.tile + lax.iota(jnp.int32, work.tile) < seen.high)[:, None]
+        latents = _load_latents(seen.pool_ref, at, inside, work)
+        keys = _load_rope(seen.pool_ref, at, inside, work)
         scores = _scores(q, q_rope, latents, keys, work)
-        highest = scores.max(axis=0)
-        weights = jnp.exp2(scores - highest[None, :]).astype(keys.dtype)
-        return number, *close(i, (_add_tile(sums, highest, weights, latents), *rest))
+        # Tiles that are fully visible to all lanes need no mask.
+        is_partly = (i * work.tile < seen.whole_from) | ((i + 1) * work.tile > seen.whole_until)
+        scores, is_bad = lax.cond(
+            is_partly,
+            lambda: _masked(scores, seen, i, work),
+            lambda: (scores, jnp.zeros((work.tile,), jnp.int32)),
+        )
+        split, weights = _rescaled(split, scores, keys.dtype)
 
-    sums = add_partly_visible(begin, whole, (LatentSums.nothing(work), *more))
-    carry = (_page_of(seen, whole, work), *sums)
-    _, *sums = lax.fori_loop(whole, partly, add, carry)
-    return add_partly_visible(partly, end, sums)
+        def add_clean():
+            keep = inside & (is_bad == 0)[:, None]
+            loads = (partial(_load_block, seen.pool_ref, at, keep, j, work) for j in range(len(q)))
+            return tuple(
+                _product(x(), weights, y) for x, y in zip(loads, split.blocks, strict=True)
+            )
+
+        def add_all():
+            pairs = zip(latents, split.blocks, strict=True)
+            return tuple(_product(latent, weights, block) for latent, block in pairs)
+
+        split = split._replace(blocks=lax.cond(jnp.max(is_bad) > 0, add_clean, add_all))
+        is_end = (lax.rem(i + 1, split_tiles(i, work)) == 0) | (i + 1 == end)
+        return number, *lax.cond(is_end, lambda: close(i, split, total), lambda: (split, total))
+
+    def close(i, split, total):
+        if store is None:
+            return LatentSums.nothing(work), merged(total, split)
+        store(split_of(i, work), split)
+        return LatentSums.nothing(work), None
+
+    nothing = LatentSums.nothing(work)
+    carry = _page_of(seen, begin, work), nothing, nothing if store is None else None
+    return lax.fori_loop(begin, end, add, carry)[-1]
 
 
 def _page_of(seen, i, work):
@@ -161,12 +181,14 @@ def _places(seen, pages, places):
 
 
 def _load_latents(ref, at, keep, work):
-    """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere; None: all."""
-    blocks = []
-    for i in range(work.columns):
-        column = i * work.width + lax.iota(jnp.int32, work.width)[None, :]
-        blocks.append(_load(ref, at, column, keep, work.rank if work.rank % work.width else None))
-    return tuple(blocks)
+    """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere."""
+    return tuple(_load_block(ref, at, keep, i, work) for i in range(work.columns))
+
+
+def _load_block(ref, at, keep, i, work):
+    """Loads one block of latent columns; columns past the latent are 0."""
+    column = i * work.width + lax.iota(jnp.int32, work.width)[None, :]
+    return _load(ref, at, column, keep, work.rank if work.rank % work.width else None)
 
 
 def _load_rope(ref, at, keep, work):
@@ -180,7 +202,7 @@ def _load(ref, at, column, keep, end):
     """Loads columns of the rows that `keep` selects, 0 elsewhere; columns from `end` on are 0."""
     if end is not None:
         is_column = column < end
-        keep = is_column if keep is None else keep & is_column
+        keep = keep & is_column
         # A column that is not read gets an index in bounds, for the interpreter.
         column = jnp.minimum(column, end - 1)
     return load_kept(ref.at[(*at, column)], keep)
@@ -194,61 +216,64 @@ def _scores(q, q_rope, latents, keys, work):
     return (scores + pltriton.dot(keys, q_rope.T, **EXACT)) * work.scale
 
 
-def _add_masked(q, q_rope, seen, i, sums, work):
-    """Adds a tile that is not fully visible to all lanes."""
-    position = i * work.tile + lax.iota(jnp.int32, work.tile)
-    inside, page = position < seen.high, seen.pool_ref.shape[3]
-    column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
-    pages = pltriton.load(seen.table_ref.at[seen.request, column], mask=inside, other=0)
-    at = _places(seen, pages[:, None], lax.rem(position, page))
-    latents = _load_latents(seen.pool_ref, at, inside[:, None], work)
-    keys = _load_rope(seen.pool_ref, at, inside[:, None], work)
-    scores = _scores(q, q_rope, latents, keys, work)
-    is_bad = jnp.zeros((work.tile,), jnp.int32)
-    for block in latents:
-        is_nonfinite = jnp.where(jnp.abs(block) < jnp.inf, 0, 1)
-        is_bad = jnp.maximum(is_bad, jnp.max(is_nonfinite, axis=1))
-    sees = _visible(seen, position, work)
-    scores = jnp.where(sees, scores, NEGATIVE)
-    highest = scores.max(axis=0)
-    weights = jnp.where(sees, jnp.exp2(scores - highest[None, :]), 0.0).astype(keys.dtype)
-    # 0 x NaN is NaN: non-finite latents are read as 0, and the lanes that attend to them get NaN.
-    latents = _load_latents(seen.pool_ref, at, (inside & (is_bad == 0))[:, None], work)
-    gets_nan = jnp.max(jnp.where(sees, is_bad[:, None], 0), axis=0)
-    blocks = tuple(jnp.where(gets_nan[None, :] == 0, x, jnp.nan) for x in sums.blocks)
-    return _add_tile(sums._replace(blocks=blocks), highest, weights, latents)
+def _masked(scores, seen, i, work):
+    """Masks the scores of a tile; returns them, and the positions with unusable latents.
+
+    0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
+    that attend to them are infinite, so their weights and results are NaN.
+    """
+    sees = _visible(seen, i * work.tile + lax.iota(jnp.int32, work.tile), work)
+    is_bad = jnp.max(jnp.where(jnp.abs(scores) < jnp.inf, 0, 1), axis=1)
+    scores = jnp.where(is_bad[:, None] == 0, scores, jnp.inf)
+    return jnp.where(sees, scores, NEGATIVE), is_bad
 
 
 def _visible(seen, position, work):
     """Returns the mask of the positions of a tile that each lane attends to, [tile, lanes]."""
-    first, until, position = seen.first[None, :], seen.until[None, :], position[:, None]
+    first = pltriton.load(seen.first_ref.at[seen.row])[None, :]
+    until = pltriton.load(seen.until_ref.at[seen.row])[None, :]
+    position = position[:, None]
     sees = (position >= first) & (position < until)
-    if work.nodes:
-        node = position - until
-        inside = (node >= 0) & (node < work.nodes)
-        at = (seen.row[None, :], jnp.clip(node, 0, work.nodes - 1))
-        sees |= pltriton.load(seen.window_ref.at[at], mask=inside, other=0) != 0
+    # The window as words of 32 bits takes fewer registers than one address per score.
+    for word in range(pl.cdiv(work.nodes, 32)):
+        bit = lax.iota(jnp.int32, 32)[None, :]
+        # A node that is not read gets an index in bounds, for the interpreter.
+        at = (seen.row[:, None], jnp.minimum(word * 32 + bit, work.nodes - 1))
+        inside = jnp.broadcast_to(word * 32 + bit < work.nodes, (work.lanes, 32))
+        is_set = pltriton.load(seen.window_ref.at[at], mask=inside, other=0).astype(jnp.int32)
+        bits = jnp.sum(jnp.left_shift(is_set, bit), axis=1)[None, :]
+        node = position - until - word * 32
+        is_seen = (jnp.right_shift(bits, node & 31) & 1) != 0
+        sees |= (node >= 0) & (node < 32) & is_seen
     return sees
 
 
-def _add_tile(sums, highest, weights, latents):
-    """Adds a tile, with weights relative to its own maximum, to the accumulator."""
-    peak = jnp.maximum(sums.peak, highest)
-    ours, theirs = jnp.exp2(sums.peak - peak)[None, :], jnp.exp2(highest - peak)[None, :]
-    # Tensor cores sum in one order for any number of lanes; a reduction over threads does not.
-    units = jnp.ones((sums.total.shape[0], weights.shape[0]), weights.dtype)
-    total = fold(sums.total, pltriton.dot(units, weights, **EXACT), ours, theirs)
-    blocks = tuple(
-        fold(block, pltriton.dot(latent.T, weights, **EXACT), ours, theirs)
-        for block, latent in zip(sums.blocks, latents, strict=True)
-    )
-    return LatentSums(blocks, peak, total)
+def _rescaled(sums, scores, dtype):
+    """Returns an accumulator relative to the maximum with a tile, with the weights of the tile in
+    its total; and the weights.
+    """
+    unit = 2**30 // scores.shape[0]
+    peak = jnp.maximum(sums.peak, scores.max(axis=0))
+    ours = jnp.exp2(sums.peak - peak)
+    # Before the first visible position, masked scores must not get the weight of the maximum.
+    above = jnp.where(peak == NEGATIVE, 0.0, peak)
+    weights = jnp.exp2(scores - above[None, :]).astype(dtype)
+    # Integers have the same sum in any order.
+    more = jnp.sum((weights.astype(jnp.float32) * unit + 0.5).astype(jnp.int32), axis=0)
+    total = sums.total * ours + more.astype(jnp.float32) * (1 / unit)
+    blocks = tuple(block * ours[None, :] for block in sums.blocks)
+    return LatentSums(blocks, peak, total), weights
+
+
+def _product(latents, weights, value):
+    """Adds the weighted latents of a tile to a block of values."""
+    return value + pltriton.dot(latents.T, weights, **EXACT)
 
 
 def merged(sums, more):
     """Merges two accumulators; `more` covers later positions."""
     peak = jnp.maximum(sums.peak, more.peak)
-    ours, theirs = jnp.exp2(sums.peak - peak)[None, :], jnp.exp2(more.peak - peak)[None, :]
+    ours, theirs = jnp.exp2(sums.peak - peak), jnp.exp2(more.peak - peak)
     pairs = zip(sums.blocks, more.blocks, strict=True)
-    blocks = tuple(fold(one, other, ours, theirs) for one, other in pairs)
+    blocks = tuple(fold(one, other, ours[None, :], theirs[None, :]) for one, other in pairs)
     return LatentSums(blocks, peak, fold(sums.total, more.total, ours, theirs))

@@ -1,9 +1,7 @@
-"""Partial results of `latent_attention`: the units of a request, and their combination (Pallas,
-Triton backend).
+"""Partial results of `latent_attention`: one per split, and their combination (Pallas, Triton
+backend).
 
-A unit is a tile, or a span if a request has enough spans for its programs. Units are combined in
-position order, tiles into spans and spans into the total, regardless of the program that computed
-them.
+Splits are combined in position order, regardless of the program that computed them.
 """
 
 from functools import partial
@@ -17,28 +15,37 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from kernels.latent_tiles import COMBINED, COMBINED_COLUMNS, PROGRAMS_PER_SPAN
+from kernels.latent_tiles import COMBINED, COMBINED_COLUMNS, COMBINED_HEADS
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE
 from kernels.pallas_gpu.attention.split_kv import SplitPartials
 
 
 class LatentBounds(NamedTuple):
-    """Positions [low, high) that a request or a program attends to, and its units.
-
-    Attributes:
-      tiles: Tiles of a unit.
-      base, end: First unit, and the end.
+    """Positions [low, high) that a request or a program attends to, its first split, and the end of
+    its splits.
     """
 
     low: Any
     high: Any
-    tiles: Any
     base: Any
     end: Any
 
 
-def request_units(first_ref, until_ref, start, stop, capacity, work):
-    """Returns the bounds and units of a request with rows [start, stop)."""
+def split_tiles(i, work):
+    """Returns the tiles of the split that contains tile `i`."""
+    near, far = work.split // work.tile, work.far_split // work.tile
+    return near + (i * work.tile >= work.near).astype(jnp.int32) * (far - near)
+
+
+def split_of(i, work):
+    """Returns the split that contains tile `i`."""
+    near, far = work.near // work.tile, work.far_split // work.tile
+    more = lax.div(jnp.maximum(i - near, 0), far)
+    return lax.div(jnp.minimum(i, near), work.split // work.tile) + more
+
+
+def request_splits(first_ref, until_ref, start, stop, capacity, work):
+    """Returns the bounds of a request with rows [start, stop)."""
     row = start + lax.iota(jnp.int32, pl.next_power_of_2(work.max_rows))
     is_row, most = row < stop, 2**31 - 1
     # A row that is not read gets an index in bounds, for the interpreter.
@@ -48,12 +55,25 @@ def request_units(first_ref, until_ref, start, stop, capacity, work):
     low = jnp.min(jnp.minimum(first, until))
     until = jnp.max(jnp.where(is_row, until, 0))
     high = jnp.minimum(until + work.nodes, capacity)
-    spans = pl.cdiv(high, work.span) - lax.div(low, work.span)
-    by_span = (spans * PROGRAMS_PER_SPAN >= work.sharing).astype(jnp.int32)
-    tiles = 1 + by_span * (work.span // work.tile - 1)
-    base = lax.div(low, tiles * work.tile)
-    end = jnp.where(low < high, pl.cdiv(high, tiles * work.tile), base)
-    return LatentBounds(low=low, high=high, tiles=tiles, base=base, end=end)
+    base = split_of(lax.div(low, work.tile), work)
+    end = jnp.where(low < high, split_of(pl.cdiv(high, work.tile) - 1, work) + 1, base)
+    return LatentBounds(low=low, high=high, base=base, end=end)
+
+
+def tile_range(bounds, share, work):
+    """Returns the first tile of a program, and the end: the splits that begin in its share."""
+    begin = lax.div(bounds.low, work.tile)
+    end = jnp.where(bounds.low < bounds.high, pl.cdiv(bounds.high, work.tile), begin)
+    each = pl.cdiv(end - begin, work.sharing)
+    first = _split_end(begin + share * each, work)
+    until = _split_end(begin + (share + 1) * each, work)
+    return jnp.where(share == 0, begin, jnp.minimum(first, end)), jnp.minimum(until, end)
+
+
+def _split_end(i, work):
+    """Returns the first tile from `i` on with which a split begins."""
+    tiles = split_tiles(i, work)
+    return lax.div(i + tiles - 1, tiles) * tiles
 
 
 def combine(
@@ -69,18 +89,19 @@ def combine(
     """Combines the partial results of `attend_latent` into its outputs.
 
     Args:
-      parts: Partial results of all units.
+      parts: Partial results of all splits.
       row_starts, first, until: See `attend_latent`.
       capacity: Positions of a page table.
       dtype: Type of the outputs.
       work: Compile-time settings.
       interpret: Run on a CPU.
     """
-    _, R, Hq, rank = parts.sums.shape
-    width = min(COMBINED_COLUMNS, pl.next_power_of_2(rank))
+    _, rank, R, Hq = parts.sums.shape
+    # The interpreter takes time for each program.
+    width = pl.next_power_of_2(rank) if interpret else COMBINED_COLUMNS
     return pl.pallas_call(
         partial(_combine_kernel, width=width, capacity=capacity, work=work),
-        grid=(pl.cdiv(rank, width) * Hq, R),
+        grid=(pl.cdiv(rank, width), pl.cdiv(Hq, COMBINED_HEADS), R),
         out_shape=jax.ShapeDtypeStruct((R, Hq, rank), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
@@ -89,12 +110,12 @@ def combine(
 
 
 def _combine_kernel(parts, starts_ref, first_ref, until_ref, out_ref, *, width, capacity, work):
-    """One program per block of columns of a head, and row."""
-    number, row = pl.program_id(0), pl.program_id(1)
-    blocks, rank = pl.cdiv(out_ref.shape[2], width), out_ref.shape[2]
-    head, column = lax.div(number, blocks), lax.rem(number, blocks) * width
-    column += lax.iota(jnp.int32, width)
-    keep, requests = column < rank, starts_ref.shape[0] - 1
+    """One program per block of columns, block of heads, and row."""
+    block, of_heads, row = (pl.program_id(axis) for axis in range(3))
+    _, Hq, rank = out_ref.shape
+    column = (block * width + lax.iota(jnp.int32, width))[:, None]
+    head = of_heads * COMBINED_HEADS + lax.iota(jnp.int32, COMBINED_HEADS)
+    keep, requests = (column < rank) & (head < Hq)[None, :], starts_ref.shape[0] - 1
 
     def combined():
         number = lax.iota(jnp.int32, pl.next_power_of_2(requests))
@@ -102,60 +123,51 @@ def _combine_kernel(parts, starts_ref, first_ref, until_ref, out_ref, *, width, 
         ends = pltriton.load(starts_ref.at[at], mask=number < requests, other=2**31 - 1)
         request = jnp.sum((ends <= row).astype(jnp.int32))
         start, stop = starts_ref[request], starts_ref[request + 1]
-        bounds = request_units(first_ref, until_ref, start, stop, capacity, work)
-        value, total = _combined(parts, bounds, row, head, column, keep, work)
-        return value, jnp.broadcast_to(total, (width,))
+        bounds = request_splits(first_ref, until_ref, start, stop, capacity, work)
+        return _combined(parts, bounds.end - bounds.base, row, column, head, keep)
 
-    def nothing():
-        return (jnp.zeros((width,), jnp.float32),) * 2
-
-    value, total = lax.cond(row < starts_ref[requests], combined, nothing)
-    out = (value / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
-    # A column that is not written gets an index out of bounds, for the interpreter.
-    at = out_ref.at[row, head, jnp.where(keep, column, rank)]
+    nothing = jnp.zeros(keep.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32)
+    value, total = lax.cond(row < starts_ref[requests], combined, lambda: nothing)
+    out = (value / jnp.maximum(total, 1e-30)[None, :]).astype(out_ref.dtype)
+    # An output that is not written gets an index out of bounds, for the interpreter.
+    at = out_ref.at[row, head[None, :], jnp.where(keep, column, rank)]
     pltriton.store(at, out, mask=keep)
 
 
-def _combined(parts, bounds, row, head, column, keep, work):
-    """Combines the units of a (row, head) pair: tiles into spans, spans into the total.
+def _combined(parts, count, row, column, head, keep):
+    """Combines the splits of some (row, head) pairs.
 
-    Several units are loaded per step, so that a load does not wait for the previous one.
+    Several splits are loaded per step, so that a load does not wait for the previous one.
     """
-    width = column.shape[0]
-    by_tile = (bounds.tiles == 1).astype(jnp.int32)
-    per_span = by_tile * (work.span // work.tile) + (1 - by_tile) * (1 << 20)
+    # A number that is not read gets an index in bounds, for the interpreter.
+    column, head = jnp.where(keep, column, 0), jnp.minimum(head, parts.peaks.shape[2] - 1)
 
-    def load(unit, is_one):
-        at = (jnp.where(is_one, unit - bounds.base, 0), row, head)
-        value = pltriton.load(parts.sums.at[(*at, column)], mask=keep & is_one, other=0.0)
-        peak = jnp.where(is_one, parts.peaks[at], NEGATIVE)
-        return value, peak, jnp.where(is_one, parts.totals[at], 0.0)
+    def load(number):
+        is_one = number < count
+        number = jnp.minimum(number, count - 1)
+        at = parts.sums.at[number, column, row, head[None, :]]
+        value = pltriton.load(at, mask=keep & is_one, other=0.0)
+        peak = jnp.where(is_one, pltriton.load(parts.peaks.at[number, row, head]), NEGATIVE)
+        total = jnp.where(is_one, pltriton.load(parts.totals.at[number, row, head]), 0.0)
+        return value, peak, total
 
-    def add_span(number, sums):
-        low = jnp.maximum(number * per_span, bounds.base)
-        high = jnp.minimum((number + 1) * per_span, bounds.end)
+    def add(step, sums):
+        for more in [load(step * COMBINED + member) for member in range(COMBINED)]:
+            sums = _merged(sums, more)
+        return sums
 
-        def add(several, sums):
-            units = [several * COMBINED + member for member in range(COMBINED)]
-            for more in [load(unit, (unit >= low) & (unit < high)) for unit in units]:
-                sums = _merged(sums, more)
-            return sums
-
-        begin, end = lax.div(low, COMBINED), pl.cdiv(high, COMBINED)
-        return _merged(sums, lax.fori_loop(begin, end, add, nothing))
-
-    nothing = (jnp.zeros((width,), jnp.float32), jnp.float32(NEGATIVE), jnp.float32(0.0))
-    begin, end = lax.div(bounds.base, per_span), pl.cdiv(bounds.end, per_span)
-    value, _, total = lax.fori_loop(begin, end, add_span, nothing)
+    zeros = jnp.zeros(head.shape, jnp.float32)
+    nothing = (jnp.zeros(keep.shape, jnp.float32), zeros + NEGATIVE, zeros)
+    value, _, total = lax.fori_loop(0, pl.cdiv(count, COMBINED), add, nothing)
     return value, total
 
 
 def _merged(sums, more):
-    """Merges two accumulators of a (row, head) pair."""
+    """Merges two accumulators of some (row, head) pairs."""
     (value, peak, total), (more_value, more_peak, more_total) = sums, more
     highest = jnp.maximum(peak, more_peak)
     ours, theirs = jnp.exp2(peak - highest), jnp.exp2(more_peak - highest)
-    value = fold(value, more_value, ours, theirs)
+    value = fold(value, more_value, ours[None, :], theirs[None, :])
     return value, highest, fold(total, more_total, ours, theirs)
 
 

@@ -3,10 +3,9 @@
 All heads of a request read the same cached rows, `[latent | rope key]`; values are the latents. A
 lane is a (row, head) pair. Products are transposed (swap-AB): positions and latent columns are the
 wide sides of the tensor core, lanes the narrow one. A tile of positions is loaded once, for scores
-and values. Its weights are relative to its own maximum, and it is added to the sums of its span as
-a unit. The reduction order of a row depends on its position alone: results are batch-invariant and
-independent of the rows, lanes and programs of the request. `kernels/__init__.py` lists what must
-equal the Pallas twin.
+and values. The splits of positions are fixed, so results are batch-invariant and independent of the
+rows, lanes and programs of the request. `kernels/__init__.py` lists what must equal the Pallas
+twin.
 """
 
 import torch
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.latent_tiles import LatentAttentionTiles, block_widths, units_of
+from kernels.latent_tiles import LatentAttentionTiles, block_widths, splits_of
 from kernels.triton_gpu.attention.attention import LOG2_E, QueryRows
 from kernels.triton_gpu.attention.latent_attention_mainloop import (
     LatentConfig,
@@ -28,9 +27,10 @@ from kernels.triton_gpu.attention.latent_attention_mainloop import (
 )
 from kernels.triton_gpu.attention.latent_combine import (
     LatentBounds,
-    LatentUnits,
+    LatentSplits,
     combine,
-    request_units,
+    request_splits,
+    tile_range,
 )
 from kernels.triton_gpu.attention.split_kv import SplitPartials
 from kernels.triton_gpu.gemm.linear import launching
@@ -48,7 +48,9 @@ def attend_latent(
     *,
     rank: int,
     max_rows: int,
-    span: int,
+    near: int,
+    split: int,
+    far_split: int,
     tile: int,
     scale: float,
     tiles: LatentAttentionTiles,
@@ -65,7 +67,7 @@ def attend_latent(
       row_starts: First flat row of each request, and the end; later rows are padding.
       rank: Columns of the latent.
       max_rows: Maximum rows of a request.
-      span, tile: Positions of each; they fix the reduction order.
+      near, split, far_split, tile: See `LatentAttentionOrder`; they fix the reduction order.
       scale: Multiplier of the scores.
       tiles: Tile config.
 
@@ -78,9 +80,9 @@ def attend_latent(
     (R, Hq, size), (B, columns), nodes = q.shape, table.shape, window.shape[1]
     lanes, blocks, sharing = tiles.programs_of(max_rows * Hq, B)
     out = q.new_empty((R, Hq, rank))
-    units = units_of(columns * pool.shape[3], sharing, span, tile)
-    sums = q.new_empty((units, R, Hq, rank), dtype=torch.float32)
-    peaks, totals = q.new_empty((2, units, R, Hq), dtype=torch.float32)
+    splits = splits_of(columns * pool.shape[3], near, split, far_split) if sharing > 1 else 0
+    sums = q.new_empty((splits, rank, R, Hq), dtype=torch.float32)
+    peaks, totals = q.new_empty((2, splits, R, Hq), dtype=torch.float32)
     width, rope_width = block_widths(rank, size - rank)
     arguments = {
         "parts": SplitPartials(sums=sums, peaks=peaks, totals=totals),
@@ -99,10 +101,9 @@ def attend_latent(
             rope_width=rope_width,
             page=pool.shape[3],
         ),
-        "order": LatentOrder(span=span, tile=tile, nodes=nodes),
+        "order": LatentOrder(near=near, split=split, far_split=far_split, tile=tile, nodes=nodes),
         "config": LatentConfig(
             lanes=lanes,
-            ones=16 * tiles.warps,
             sharing=sharing,
             rows=triton.next_power_of_2(max_rows),
         ),
@@ -115,9 +116,7 @@ def attend_latent(
         **arguments,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        # It spills several KB per thread, for which the driver enlarges the local memory of the
-        # device at the first launch. So it does not start while the previous kernel runs.
-        **launching(q) | ({"launch_pdl": False} if q.is_cuda else {}),
+        **launching(q),
     )
     if sharing > 1:
         combine(arguments, q)
@@ -146,7 +145,6 @@ def _attend_latent_kernel(
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
     page: tl.constexpr = sizes.page
-    span: tl.constexpr = order.span
     tile: tl.constexpr = order.tile
     nodes: tl.constexpr = order.nodes
     lanes: tl.constexpr = config.lanes
@@ -168,44 +166,43 @@ def _attend_latent_kernel(
     row = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
     first, until = tl.load(rows.first + row), tl.load(rows.until + row)
     if is_shared:
-        bounds = request_units(rows, start, stop, columns, sizes, order, config)
-        each = tl.cdiv(bounds.end - bounds.base, sharing)
-        unit = bounds.base + share * each
-        if unit >= bounds.end:
+        bounds = request_splits(rows, start, stop, columns, sizes, order, config)
+        begin, end = tile_range(bounds, share, order, config)
+        if begin >= end:
             return
-        begin = tl.maximum(unit * bounds.tiles, bounds.low // tile)
-        end = tl.minimum((unit + each) * bounds.tiles, tl.cdiv(bounds.high, tile))
     else:
         low = tl.min(tl.minimum(first, until))
         high = tl.minimum(tl.max(until) + nodes, columns * page)
-        bounds = LatentBounds(low=low, high=high, tiles=span // tile, base=0, end=0)
+        bounds = LatentBounds(low=low, high=high, base=0, end=0)
         begin = low // tile
         end = tl.where(low < high, tl.cdiv(high, tile), begin)
     seen = LatentRange(
         pool=pool_at,
         table=table_at + request * columns,
         columns=columns,
-        window=rows.window + row[None, :] * nodes,
-        first=first,
-        until=until,
+        row=row,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        whole_from=tl.max(first),
+        whole_until=tl.min(until),
         high=bounds.high,
         scale=scale,
     )
-    units = LatentUnits(
+    splits = LatentSplits(
         parts=parts,
         place=start.to(tl.int64) * heads + block * lanes,
         count=(stop - start) * heads - block * lanes,
         base=bounds.base,
         stride=num_rows * heads,
-        tiles=bounds.tiles,
     )
-    sums = sum_positions(q_at, seen, begin, end, units, sizes, order, config)
+    sums = sum_positions(q_at, seen, begin, end, splits, sizes, order, config)
     if not is_shared:
-        total = tl.maximum(tl.max(sums.total, axis=0), 1e-30)
+        total = tl.maximum(sums.total, 1e-30)
         for i in tl.static_range(triton.cdiv(rank, width)):
             value = sums.blocks[i] / total[None, :]
             value = value.to(out_at.dtype.element_ty)
-            store_block(out_at, units.place, value, units.count, i, sizes)
+            store_block(out_at, splits.place, value, splits.count, i, sizes)
 
 
 @triton.jit

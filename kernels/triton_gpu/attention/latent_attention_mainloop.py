@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_gpu.attention.attention import NEGATIVE, page_of
-from kernels.triton_gpu.attention.latent_combine import fold
+from kernels.triton_gpu.attention.latent_combine import fold, split_of, split_tiles
 
 
 class LatentSizes(NamedTuple):
@@ -28,9 +28,11 @@ class LatentSizes(NamedTuple):
 
 
 class LatentOrder(NamedTuple):
-    """Compile-time settings of the reduction: positions of a span and a tile, and window nodes."""
+    """Compile-time settings of the reduction: sizes of `LatentAttentionOrder`, and window nodes."""
 
-    span: int
+    near: int
+    split: int
+    far_split: int
     tile: int
     nodes: int
 
@@ -40,20 +42,18 @@ class LatentConfig(NamedTuple):
 
     Attributes:
       lanes: (row, head) pairs of a program.
-      ones: Rows of 1 in the product that sums the weights, 16 per warp.
       sharing: Maximum programs that share the positions of a block of lanes.
       rows: Maximum rows of a request, rounded up to a power of two.
     """
 
     lanes: int
-    ones: int
     sharing: int
     rows: int
 
 
 class LatentSums(NamedTuple):
-    """Online softmax accumulator, transposed: blocks of values [width, lanes], maximum [lanes], and
-    total [ones, lanes] with equal rows.
+    """Online softmax accumulator, transposed: blocks of values [width, lanes], maximum and total
+    [lanes].
     """
 
     blocks: Any
@@ -66,8 +66,9 @@ class LatentRange(NamedTuple):
 
     Attributes:
       pool, table, columns: Latent rows of the layer, page table of the request, and its columns.
-      window: Address of each lane's tree mask.
-      first, until: Visible positions of each lane before the window.
+      row: Flat row of each lane.
+      first, until, window: Visible positions of all rows; see `QueryRows`.
+      whole_from, whole_until: Positions that are visible to all lanes.
       high: End of the positions that are read.
       scale: Multiplier of the scores, times log2(e).
     """
@@ -75,9 +76,12 @@ class LatentRange(NamedTuple):
     pool: Any
     table: Any
     columns: Any
-    window: Any
+    row: Any
     first: Any
     until: Any
+    window: Any
+    whole_from: Any
+    whole_until: Any
     high: Any
     scale: Any
 
@@ -88,12 +92,12 @@ def sum_positions(
     seen,
     begin,
     end,
-    units,
+    splits,
     sizes: tl.constexpr,
     order: tl.constexpr,
     config: tl.constexpr,
 ):
-    """Accumulates tiles [begin, end): tiles into units, and units in total, or stores units."""
+    """Accumulates tiles [begin, end) by splits; returns the total, or stores each split."""
     rank: tl.constexpr = sizes.rank
     rope: tl.constexpr = sizes.rope
     page: tl.constexpr = sizes.page
@@ -101,31 +105,42 @@ def sum_positions(
     lanes: tl.constexpr = config.lanes
     lane = tl.arange(0, lanes)[:, None]
     heads_at, is_lane = (
-        q_at + units.place * (rank + rope) + lane * (rank + rope),
-        lane < units.count,
+        q_at + splits.place * (rank + rope) + lane * (rank + rope),
+        lane < splits.count,
     )
     q = _load_latents(heads_at, is_lane, sizes)
     q_rope = _load_rope(heads_at, is_lane, sizes)
-    # Tiles that are fully visible to all lanes need no mask.
-    whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(seen.first), tile), begin), end)
-    partly = tl.minimum(tl.maximum(tl.min(seen.until) // tile, whole), end)
-    sums, whole_sums = _no_sums(sizes, config), _no_sums(sizes, config)
-    for i in tl.range(begin, whole, num_stages=1):
-        sums = _add_masked(q, q_rope, seen, i, sums, sizes, order)
-        sums, whole_sums = _close(i, end, sums, whole_sums, units, sizes, config)
-    page = page_of(seen.table, seen.columns, whole, page, tile)
-    for i in range(whole, partly):
+    split, total = _no_sums(sizes, config), _no_sums(sizes, config)
+    page = page_of(seen.table, seen.columns, begin, page, tile)
+    # Without hoisted addresses, which would take registers from the accumulators.
+    for i in tl.range(begin, end, disable_licm=True):
         at, page = _tile_at(seen, page, i, sizes, order)
-        latents, keys = _load_latents(at, None, sizes), _load_rope(at, None, sizes)
+        inside = (i * tile + tl.arange(0, tile) < seen.high)[:, None]
+        latents, keys = _load_latents(at, inside, sizes), _load_rope(at, inside, sizes)
         scores = _scores(q, q_rope, latents, keys, seen.scale)
-        highest = tl.max(scores, axis=0)
-        weights = tl.exp2(scores - highest[None, :]).to(keys.dtype)
-        sums = _add_tile(sums, highest, weights, latents)
-        sums, whole_sums = _close(i, end, sums, whole_sums, units, sizes, config)
-    for i in tl.range(partly, end, num_stages=1):
-        sums = _add_masked(q, q_rope, seen, i, sums, sizes, order)
-        sums, whole_sums = _close(i, end, sums, whole_sums, units, sizes, config)
-    return whole_sums
+        is_bad, any_bad = tl.zeros((tile,), tl.int32), tl.zeros((), tl.int32)
+        # Tiles that are fully visible to all lanes need no mask.
+        if (i * tile < seen.whole_from) | ((i + 1) * tile > seen.whole_until):
+            scores, is_bad = _masked(scores, seen, i, order)
+            any_bad = tl.max(is_bad)
+        split, weights = _rescaled(split, scores, keys.dtype)
+        if any_bad > 0:
+            blocks = ()
+            for j in tl.static_range(len(latents)):
+                clean = _load_block(at, inside & (is_bad == 0)[:, None], j, sizes)
+                blocks = blocks + (_product(clean, weights, split.blocks[j]),)
+        else:
+            blocks = ()
+            for j in tl.static_range(len(latents)):
+                blocks = blocks + (_product(latents[j], weights, split.blocks[j]),)
+        split = LatentSums(blocks=blocks, peak=split.peak, total=split.total)
+        if ((i + 1) % split_tiles(i, order) == 0) | (i + 1 == end):
+            if config.sharing > 1:
+                _store_split(splits, split_of(i, order) - splits.base, split, sizes)
+            else:
+                total = _fold(total, split)
+            split = _no_sums(sizes, config)
+    return total
 
 
 @triton.jit
@@ -134,12 +149,11 @@ def _no_sums(sizes: tl.constexpr, config: tl.constexpr):
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
     lanes: tl.constexpr = config.lanes
-    ones: tl.constexpr = config.ones
     values = ()
     for _ in tl.static_range(triton.cdiv(rank, width)):
         values = values + (tl.zeros((width, lanes), tl.float32),)
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
-    total = tl.zeros((ones, lanes), tl.float32)
+    total = tl.zeros((lanes,), tl.float32)
     return LatentSums(blocks=values, peak=peak, total=total)
 
 
@@ -169,7 +183,7 @@ def _tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
 
 @triton.jit
 def _load_latents(at, keep, sizes: tl.constexpr):
-    """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere; None: all."""
+    """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere."""
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
     blocks = ()
@@ -185,11 +199,8 @@ def _load_block(at, keep, i, sizes: tl.constexpr):
     width: tl.constexpr = sizes.width
     column = i * width + tl.arange(0, width)[None, :]
     if rank % width != 0:
-        keep = column < rank if keep is None else keep & (column < rank)
-    if keep is None:
-        return tl.load(at + column)
-    else:
-        return tl.load(at + column, mask=keep, other=0.0)
+        keep &= column < rank
+    return tl.load(at + column, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -200,11 +211,8 @@ def _load_rope(at, keep, sizes: tl.constexpr):
     rope_width: tl.constexpr = sizes.rope_width
     column = tl.arange(0, rope_width)[None, :]
     if rope != rope_width:
-        keep = column < rope if keep is None else keep & (column < rope)
-    if keep is None:
-        return tl.load(at + rank + column)
-    else:
-        return tl.load(at + rank + column, mask=keep, other=0.0)
+        keep &= column < rope
+    return tl.load(at + rank + column, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -218,94 +226,82 @@ def _scores(q, q_rope, latents, keys, scale):
 
 
 @triton.jit
-def _add_masked(q, q_rope, seen, i, sums, sizes: tl.constexpr, order: tl.constexpr):
-    """Adds a tile that is not fully visible to all lanes."""
-    rank: tl.constexpr = sizes.rank
-    rope: tl.constexpr = sizes.rope
-    width: tl.constexpr = sizes.width
-    page: tl.constexpr = sizes.page
+def _masked(scores, seen, i, order: tl.constexpr):
+    """Masks the scores of a tile; returns them, and the positions with unusable latents.
+
+    0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
+    that attend to them are infinite, so their weights and results are NaN.
+    """
     tile: tl.constexpr = order.tile
     nodes: tl.constexpr = order.nodes
-    position = i * tile + tl.arange(0, tile)
-    inside = position < seen.high
-    number = tl.load(seen.table + position // page, mask=inside, other=0)
-    row = number.to(tl.int64) * page + position % page
-    at = seen.pool + (row * (rank + rope))[:, None]
-    latents = _load_latents(at, inside[:, None], sizes)
-    keys = _load_rope(at, inside[:, None], sizes)
-    scores = _scores(q, q_rope, latents, keys, seen.scale)
-    is_bad = tl.zeros((tile,), tl.int32)
-    for j in tl.static_range(triton.cdiv(rank, width)):
-        is_finite = tl.abs(latents[j]) < float("inf")
-        is_bad = tl.maximum(is_bad, tl.max(tl.where(is_finite, 0, 1), axis=1))
-    sees = (position[:, None] >= seen.first[None, :]) & (position[:, None] < seen.until[None, :])
-    if nodes > 0:
-        node = position[:, None] - seen.until[None, :]
-        in_window = (node >= 0) & (node < nodes)
-        sees |= tl.load(seen.window + node, mask=in_window, other=0).to(tl.int32) != 0
-    scores = tl.where(sees, scores, NEGATIVE)
-    highest = tl.max(scores, axis=0)
-    weights = tl.where(sees, tl.exp2(scores - highest[None, :]), 0.0).to(keys.dtype)
-    # 0 x NaN is NaN: non-finite latents are read as 0, and the lanes that attend to them get NaN.
-    latents = _load_latents(at, (inside & (is_bad == 0))[:, None], sizes)
-    gets_nan = tl.max(tl.where(sees, is_bad[:, None], 0), axis=0)
+    position = (i * tile + tl.arange(0, tile))[:, None]
+    first, until = tl.load(seen.first + seen.row), tl.load(seen.until + seen.row)
+    sees = (position >= first[None, :]) & (position < until[None, :])
+    # The window as words of 32 bits takes fewer registers than one address per score.
+    for word in tl.static_range(triton.cdiv(nodes, 32)):
+        bit = tl.arange(0, 32)[None, :]
+        at = seen.window + seen.row[:, None] * nodes + word * 32 + bit
+        is_set = tl.load(at, mask=word * 32 + bit < nodes, other=0).to(tl.int32)
+        bits = tl.sum(is_set << bit, axis=1)
+        node = position - until[None, :] - word * 32
+        sees |= (node >= 0) & (node < 32) & (((bits[None, :] >> (node & 31)) & 1) != 0)
+    is_bad = tl.max(tl.where(tl.abs(scores) < float("inf"), 0, 1), axis=1)
+    scores = tl.where(is_bad[:, None] == 0, scores, float("inf"))
+    return tl.where(sees, scores, NEGATIVE), is_bad
+
+
+@triton.jit
+def _rescaled(sums, scores, dtype: tl.constexpr):
+    """Returns an accumulator relative to the maximum with a tile, with the weights of the tile in
+    its total; and the weights.
+    """
+    unit: tl.constexpr = (1 << 30) // scores.shape[0]
+    peak = tl.maximum(sums.peak, tl.max(scores, axis=0))
+    ours = tl.exp2(sums.peak - peak)
+    # Before the first visible position, masked scores must not get the weight of the maximum.
+    above = tl.where(peak == NEGATIVE, 0.0, peak)
+    weights = tl.exp2(scores - above[None, :]).to(dtype)
+    # Integers have the same sum in any order.
+    more = tl.sum((weights.to(tl.float32) * unit + 0.5).to(tl.int32), axis=0)
+    total = sums.total * ours + more.to(tl.float32) * (1 / unit)
     blocks = ()
-    for j in tl.static_range(triton.cdiv(rank, width)):
-        blocks = blocks + (tl.where(gets_nan[None, :] == 0, sums.blocks[j], float("nan")),)
-    sums = LatentSums(blocks=blocks, peak=sums.peak, total=sums.total)
-    return _add_tile(sums, highest, weights, latents)
+    for i in tl.static_range(len(sums.blocks)):
+        blocks = blocks + (sums.blocks[i] * ours[None, :],)
+    return LatentSums(blocks=blocks, peak=peak, total=total), weights
 
 
 @triton.jit
-def _add_tile(sums, highest, weights, latents):
-    """Adds a tile, with weights relative to its own maximum, to the accumulator."""
-    peak = tl.maximum(sums.peak, highest)
-    ours, theirs = tl.exp2(sums.peak - peak)[None, :], tl.exp2(highest - peak)[None, :]
-    # Tensor cores sum in one order for any number of lanes; a reduction over threads does not.
-    units = tl.full((sums.total.shape[0], weights.shape[0]), 1.0, weights.dtype)
-    more = tl.dot(units, weights, input_precision="ieee")
-    total = sums.total * ours + more * theirs
-    values = ()
-    for i in tl.static_range(len(latents)):
-        more = tl.dot(tl.trans(latents[i]), weights, input_precision="ieee")
-        values = values + (sums.blocks[i] * ours + more * theirs,)
-    return LatentSums(blocks=values, peak=peak, total=total)
+def _product(latents, weights, value):
+    """Adds the weighted latents of a tile to a block of values."""
+    return tl.dot(tl.trans(latents), weights, value, input_precision="ieee")
 
 
 @triton.jit
-def _close(i, end, sums, whole_sums, units, sizes: tl.constexpr, config: tl.constexpr):
-    """Stores a unit after its last tile, or adds it to the total if positions are not shared."""
-    sharing: tl.constexpr = config.sharing
-    if ((i + 1) % units.tiles == 0) | (i + 1 == end):
-        if sharing > 1:
-            _store_unit(units, i // units.tiles - units.base, sums, sizes)
-        else:
-            whole_sums = _fold_unit(whole_sums, sums)
-        sums = _no_sums(sizes, config)
-    return sums, whole_sums
-
-
-@triton.jit
-def _fold_unit(sums, more):
+def _fold(sums, more):
     """Merges two accumulators; `more` covers later positions."""
     peak = tl.maximum(sums.peak, more.peak)
-    ours, theirs = tl.exp2(sums.peak - peak)[None, :], tl.exp2(more.peak - peak)[None, :]
+    ours, theirs = tl.exp2(sums.peak - peak), tl.exp2(more.peak - peak)
     values = ()
     for i in tl.static_range(len(sums.blocks)):
-        values = values + (fold(sums.blocks[i], more.blocks[i], ours, theirs),)
+        values = values + (fold(sums.blocks[i], more.blocks[i], ours[None, :], theirs[None, :]),)
     return LatentSums(blocks=values, peak=peak, total=fold(sums.total, more.total, ours, theirs))
 
 
 @triton.jit
-def _store_unit(units, unit, sums, sizes: tl.constexpr):
-    """Stores the accumulator of a unit."""
-    at = unit * units.stride + units.place
-    for i in tl.static_range(len(sums.blocks)):
-        store_block(units.parts.sums, at, sums.blocks[i], units.count, i, sizes)
+def _store_split(splits, number, sums, sizes: tl.constexpr):
+    """Stores the accumulator of a split; lanes are contiguous, as in the accumulator."""
+    rank: tl.constexpr = sizes.rank
+    width: tl.constexpr = sizes.width
     lane = tl.arange(0, sums.peak.shape[0])
-    tl.store(units.parts.peaks + at + lane, sums.peak, mask=lane < units.count)
-    total = tl.max(sums.total, axis=0)
-    tl.store(units.parts.totals + at + lane, total, mask=lane < units.count)
+    keep = lane < splits.count
+    at = splits.parts.sums + number.to(tl.int64) * rank * splits.stride + splits.place
+    for i in tl.static_range(len(sums.blocks)):
+        column = (i * width + tl.arange(0, width))[:, None]
+        mask = keep[None, :] if rank % width == 0 else keep[None, :] & (column < rank)
+        tl.store(at + column * splits.stride + lane[None, :], sums.blocks[i], mask=mask)
+    at = number * splits.stride + splits.place + lane
+    tl.store(splits.parts.peaks + at, sums.peak, mask=keep)
+    tl.store(splits.parts.totals + at, sums.total, mask=keep)
 
 
 @triton.jit
