@@ -12,7 +12,7 @@ Source: DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from shared.models.mixers import LatentAttentionConfig
 from shared.spec import layers, linear
@@ -63,17 +63,7 @@ def latent_attention(
         query = linear.product(query, weights.queries)
     q = latent_queries(query, config, weights.kv_b, angles)
     pages = write(pages, rows.page_table, rows.request, rows.places, rows.is_real, latents[:, None])
-    out = attend_latent(
-        q,
-        pages,
-        rows.page_table,
-        rows.request,
-        rows.first,
-        rows.until,
-        rows.window,
-        config.scale,
-        config.latent_rank,
-    )
+    out = attend_latent(q, pages, rows, config.scale, config.latent_rank)
     return value_heads(out, weights.kv_b, config.nope_size).reshape(len(inputs), -1), pages
 
 
@@ -154,11 +144,7 @@ def value_heads(
 def attend_latent(
     q: Float[np.ndarray, "R Hq r_dr"],
     pages: Float[np.ndarray, "P page 1 r_dr"],
-    page_table: Int[np.ndarray, "B table"],
-    request: Int[np.ndarray, " R"],
-    first: Int[np.ndarray, " R"],
-    until: Int[np.ndarray, " R"],
-    window: Bool[np.ndarray, "R N"],
+    rows: AttentionRows,
     scale: float,
     rank: int,
 ) -> Float[np.ndarray, "R Hq r"]:
@@ -167,9 +153,19 @@ def attend_latent(
     Args:
       q: Queries in absorbed form, not scaled.
       pages: Pool of one layer, which contains the rows' own latents already.
-      page_table, request, first, until, window: See `shared.spec.attention.attend`.
+      rows: Positions and visibility of the rows.
       scale: Multiplier of the scores.
       rank: r, the columns of the latent.
     """
-    out = attend(q, pages, pages, page_table, request, first, until, window, scale)
+    out = attend(
+        q,
+        pages,
+        pages,
+        rows.page_table,
+        rows.request,
+        rows.first,
+        rows.until,
+        rows.window,
+        scale,
+    )
     return out[..., :rank]

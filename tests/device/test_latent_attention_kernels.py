@@ -30,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 FLOAT32 = 1e-5
 pallas_attend = jax.jit(
     partial(pallas.attend_latent, interpret=INTERPRET),
-    static_argnames=(
-        *("rank", "max_rows", "near", "split", "far_split", "tile", "scale", "tiles"),
-    ),
+    static_argnames=("rank", "max_rows", "near", "split", "far_split", "tile", "scale", "tiles"),
     compiler_options=AS_WRITTEN,
 )
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED).latent_attention for name in KERNELS}

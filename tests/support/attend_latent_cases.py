@@ -1,7 +1,7 @@
 """Cases of `latent_attention.attend_latent`: trees, chains and prompts over scattered pages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from shared.spec import latent_attention as spec
 from tests.support.cases.attention.attention import Case, prompt_case, tree_case
+from tests.support.cases.attention.attention_layer import AttentionRows
 from tests.support.op_case import Arguments, OpCase
 
 
@@ -27,27 +28,31 @@ class AttendCase:
     scale: float
 
     @property
+    def attention_rows(self) -> AttentionRows:
+        """Rows of the operation; attention does not read their positions."""
+        rows = self.rows
+        real = np.arange(len(rows.q)) < rows.num_rows
+        names = ("request", "first", "until", "window", "page_table", "row_starts", "max_rows")
+        given = {name: getattr(rows, name) for name in names}
+        return AttentionRows(positions=rows.until, places=rows.until, is_real=real, **given)
+
+    @property
     def arguments(self) -> Arguments:
-        given = self.rows.arguments
-        pages = given.pop("k_pages")
-        del given["v_pages"]
-        more = {"pool": pages[None, None], "layer": 0, "scale": self.scale, "rank": self.rank}
-        return {**given, **more, "pages": pages}
+        pages = self.rows.k_pages
+        return {
+            "q": self.rows.q,
+            "pool": pages[None, None],
+            "layer": 0,
+            "rows": self.attention_rows,
+            "scale": self.scale,
+            "rank": self.rank,
+            "pages": pages,
+        }
 
 
 def specified(case: AttendCase) -> np.ndarray:
-    rows = case.rows
-    return spec.attend_latent(
-        rows.q,
-        rows.k_pages,
-        rows.page_table,
-        rows.request,
-        rows.first,
-        rows.until,
-        rows.window,
-        case.scale,
-        case.rank,
-    )
+    pages, rows = case.rows.k_pages, case.attention_rows
+    return spec.attend_latent(case.rows.q, pages, rows, case.scale, case.rank)
 
 
 def attend_case(
@@ -121,8 +126,9 @@ CASES = {name: make() for name, make in SMALL.items()}
 
 def _latent_bytes(arguments: Arguments, item_bytes: int) -> int:
     """Returns the bytes of the latent rows that any row attends to, of queries and of outputs."""
-    q, starts, until = arguments["q"], arguments["row_starts"], arguments["until"]
-    size, rank, window = q.shape[2], arguments["rank"], arguments["window"].shape[1]
+    q, rows = arguments["q"], arguments["rows"]
+    starts, until, window = rows.row_starts, rows.until, rows.window.shape[1]
+    size, rank = q.shape[2], arguments["rank"]
     ends = [until[begin:end].max(initial=0) for begin, end in pairwise(starts)]
     read = sum(ends) + (len(ends) * window)
     return int(item_bytes * (read * size + starts[-1] * q.shape[1] * (size + rank)))
@@ -130,19 +136,12 @@ def _latent_bytes(arguments: Arguments, item_bytes: int) -> int:
 
 def _specified(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
     """Returns the results of some rows, one by one: the pools of all would take gigabytes."""
-    names = ("q", "request", "first", "until", "window")
-    found = []
+    found, of_all = [], arguments["rows"]
+    names = ("request", "positions", "places", "first", "until", "window", "is_real")
     for row in rows:
-        given = {name: arguments[name][[row]] for name in names}
-        found.append(
-            spec.attend_latent(
-                **given,
-                pages=arguments["pages"],
-                page_table=arguments["page_table"],
-                scale=arguments["scale"],
-                rank=arguments["rank"],
-            )
-        )
+        own = replace(of_all, **{name: getattr(of_all, name)[[row]] for name in names})
+        q, pages = arguments["q"][[row]], arguments["pages"]
+        found.append(spec.attend_latent(q, pages, own, arguments["scale"], arguments["rank"]))
     return [np.concatenate(found)]
 
 
@@ -154,7 +153,7 @@ def _op_case(name: str, make: Callable[..., AttendCase], dtype: str, is_large: b
         make=lambda seed: make(seed=seed).arguments,
         dtype=dtype,
         is_large=is_large,
-        real_rows=lambda arguments: np.arange(arguments["row_starts"][-1]),
+        real_rows=lambda arguments: np.arange(arguments["rows"].row_starts[-1]),
         specify=_specified,
         num_bytes=_latent_bytes,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, Place, kernel_or_reference, operand
 from jax_impl.ops.attention.attention import AttentionRows, attend, write
@@ -50,13 +50,7 @@ def latent_attention(
         latent_queries(query, config, weights.kv_b, layer, angles),
         pools,
         layer,
-        rows.page_table,
-        rows.request,
-        rows.row_starts,
-        rows.first,
-        rows.until,
-        rows.window,
-        rows.max_rows,
+        rows,
         config.scale,
         config.latent_rank,
     )
@@ -214,27 +208,20 @@ def plain_attend_latent(
     q: Float[jax.Array, "R Hq r_dr"],
     pool: Float[jax.Array, "L 1 P page 1 r_dr"],
     layer: Place,
-    page_table: Int[jax.Array, "B table"],
-    request: Int[jax.Array, " R"],
-    row_starts: Int[jax.Array, " B1"],
-    first: Int[jax.Array, " R"],
-    until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
-    max_rows: int,
+    rows: AttentionRows,
     scale: float,
     rank: int,
 ) -> Float[jax.Array, "R Hq r"]:
     """Computes multi-query attention over the latent rows of a layer; padding rows are undefined.
 
     Args:
-      q, page_table, request, first, until, window, scale, rank: See the specification.
+      q, rows, scale, rank: See the specification.
       pool, layer: Latent pools of all layers, and the index of the layer to read.
-      row_starts, max_rows: See `AttentionRows`.
     """
     pages, num_pages = pool.reshape(-1, *pool.shape[3:]), pool.shape[2]
-    rows = (request, row_starts, first, until, window, max_rows)
-    table = page_table + layer * num_pages
-    return attend(q, pages, pages, table, *rows, scale)[..., :rank]
+    table = rows.page_table + layer * num_pages
+    visible = (rows.row_starts, rows.first, rows.until, rows.window, rows.max_rows)
+    return attend(q, pages, pages, table, rows.request, *visible, scale)[..., :rank]
 
 
 def kernel_attend_latent(
@@ -242,29 +229,24 @@ def kernel_attend_latent(
     q: Float[jax.Array, "R Hq r_dr"],
     pool: Float[jax.Array, "L 1 P page 1 r_dr"],
     layer: Place,
-    page_table: Int[jax.Array, "B table"],
-    request: Int[jax.Array, " R"],
-    row_starts: Int[jax.Array, " B1"],
-    first: Int[jax.Array, " R"],
-    until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
-    max_rows: int,
+    rows: AttentionRows,
     scale: float,
     rank: int,
 ) -> Float[jax.Array, "R Hq r"]:
-    item_bytes, pairs, requests = q.dtype.itemsize, max_rows * q.shape[1], len(page_table)
+    item_bytes, pairs = q.dtype.itemsize, rows.max_rows * q.shape[1]
+    requests = len(rows.page_table)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "requests": requests, "rank": rank}
     return kernels.latent_attention.attend_latent(
         q,
         pool,
         operand(layer),
-        page_table,
-        row_starts,
-        first,
-        until,
-        window,
+        rows.page_table,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
         rank=rank,
-        max_rows=max_rows,
+        max_rows=rows.max_rows,
         scale=scale,
         tiles=kernels.tiles.latent_attention.of(**sizes),
         **LATENT_ATTENTION.sizes_for(item_bytes),

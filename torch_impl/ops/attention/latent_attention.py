@@ -6,7 +6,7 @@ Pools are written in place. On a GPU its parts are kernels; see `torch_impl.ops`
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from shared.models.mixers import LatentAttentionConfig
@@ -45,13 +45,7 @@ def latent_attention(
         latent_queries(query, config, weights.kv_b, angles),
         pools,
         layer,
-        rows.page_table,
-        rows.request,
-        rows.row_starts,
-        rows.first,
-        rows.until,
-        rows.window,
-        rows.max_rows,
+        rows,
         config.scale,
         config.latent_rank,
     )
@@ -192,26 +186,19 @@ def plain_attend_latent(
     q: Float[Tensor, "R Hq r_dr"],
     pool: Float[Tensor, "L 1 P page 1 r_dr"],
     layer: int,
-    page_table: Int[Tensor, "B table"],
-    request: Int[Tensor, " R"],
-    row_starts: Int[Tensor, " B1"],
-    first: Int[Tensor, " R"],
-    until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
-    max_rows: int,
+    rows: AttentionRows,
     scale: float,
     rank: int,
 ) -> Float[Tensor, "R Hq r"]:
     """Computes multi-query attention over the latent rows of a layer; padding rows are undefined.
 
     Args:
-      q, page_table, request, first, until, window, scale, rank: See the specification.
+      q, rows, scale, rank: See the specification.
       pool, layer: Latent pools of all layers, and the index of the layer to read.
-      row_starts, max_rows: See `AttentionRows`.
     """
-    rows = (page_table, request, row_starts, first, until, window, max_rows)
     pages = pool[layer, 0]
-    return attend(q, pages, pages, *rows, scale)[..., :rank]
+    visible = (rows.row_starts, rows.first, rows.until, rows.window, rows.max_rows)
+    return attend(q, pages, pages, rows.page_table, rows.request, *visible, scale)[..., :rank]
 
 
 def kernel_attend_latent(
@@ -219,29 +206,24 @@ def kernel_attend_latent(
     q: Float[Tensor, "R Hq r_dr"],
     pool: Float[Tensor, "L 1 P page 1 r_dr"],
     layer: int,
-    page_table: Int[Tensor, "B table"],
-    request: Int[Tensor, " R"],
-    row_starts: Int[Tensor, " B1"],
-    first: Int[Tensor, " R"],
-    until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
-    max_rows: int,
+    rows: AttentionRows,
     scale: float,
     rank: int,
 ) -> Float[Tensor, "R Hq r"]:
-    item_bytes, pairs, requests = q.dtype.itemsize, max_rows * q.shape[1], len(page_table)
+    item_bytes, pairs = q.dtype.itemsize, rows.max_rows * q.shape[1]
+    requests = len(rows.page_table)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "requests": requests, "rank": rank}
     return kernels.latent_attention.attend_latent(
         q,
         pool,
         layer,
-        page_table,
-        row_starts,
-        first,
-        until,
-        window,
+        rows.page_table,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
         rank=rank,
-        max_rows=max_rows,
+        max_rows=rows.max_rows,
         scale=scale,
         tiles=kernels.tiles.latent_attention.of(**sizes),
         **LATENT_ATTENTION.sizes_for(item_bytes),
