@@ -8,6 +8,9 @@ HEAD_SIZES = tuple(range(16, 257, 16))
 DELTA_SIZES = (16, 32, 64, 128)
 """Key and value sizes of a GDN head."""
 
+LATENT_COLUMNS = (512, 64)
+"""Maximum columns of latents and of rope keys: shared memory of a block has two tiles of them."""
+
 MOST_NODES = 64
 """Maximum nodes of a tree: the bits of one or two words in `attention_layer` and `gdn_layer`."""
 

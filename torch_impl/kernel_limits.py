@@ -1,10 +1,17 @@
 """Limits of the kernels, checked at startup; see `shared.boundary.kernel_coverage`."""
 
-from kernels.kernel_limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
+from kernels.kernel_limits import (
+    DELTA_SIZES,
+    EXPERTS_UNIT,
+    HEAD_SIZES,
+    LATENT_COLUMNS,
+    MOST_NODES,
+)
 from shared.boundary.kernel_coverage import KernelLimits
 
 KERNEL_LIMITS = KernelLimits(
     head_sizes=HEAD_SIZES,
+    latent_columns=LATENT_COLUMNS,
     delta_sizes=DELTA_SIZES,
     max_nodes=MOST_NODES,
     product_dtype="bfloat16",

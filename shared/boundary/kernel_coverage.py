@@ -16,7 +16,7 @@ from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import AttentionConfig, LatentAttentionConfig
 from shared.models.sentence_list import sentence_list
 
 
@@ -26,6 +26,7 @@ class KernelLimits:
 
     Attributes:
       head_sizes: Supported attention head sizes.
+      latent_columns: Maximum columns of latents and of rope keys in latent attention.
       delta_sizes: Supported key and value sizes of GDN heads.
       max_nodes: Maximum nodes of a tree that GDN layers verify.
       product_dtype: Dtype of the activations and weights of matrix products.
@@ -33,6 +34,7 @@ class KernelLimits:
     """
 
     head_sizes: tuple[int, ...]
+    latent_columns: tuple[int, int]
     delta_sizes: tuple[int, ...]
     max_nodes: int
     product_dtype: str
@@ -82,6 +84,20 @@ def _attention_fault(takes: KernelLimits, blueprint: BackendSpec, program: Progr
         for size in (each.head_size for each in attentions):
             if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
                 return f"attention heads of size {sentence_list(takes.head_sizes)}, got {size}"
+    return None
+
+
+def _latent_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    latents, keys = takes.latent_columns
+    for model in _models(blueprint):
+        for each in model.attentions:
+            if program.work in WITHOUT_LAYERS or not isinstance(each, LatentAttentionConfig):
+                continue
+            if each.latent_rank > latents or each.rope_size > keys:
+                return (
+                    f"latents of at most {latents} columns and rope keys of at most {keys}, "
+                    f"got {each.latent_rank} and {each.rope_size}"
+                )
     return None
 
 
@@ -156,6 +172,7 @@ OF_TOWERS = (
 
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
+    Operation("latent_attention", _latent_fault, is_refused=True),
     Operation("gdn_layer", _delta_fault, is_refused=True),
     Operation("gdn_layer.prefill", _feed_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),

@@ -43,14 +43,14 @@ each_platform = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLAT
 CONFIG = tiny_model("qwen3_5", 0, with_mtp=True)[0]
 
 
-def config_with(**sizes: int) -> ModelConfig:
+def config_with(model: ModelConfig = CONFIG, /, **sizes: int) -> ModelConfig:
     """The model with changed sizes of its token mixers."""
 
     def resized(layer: LayerConfig) -> LayerConfig:
         names = {field.name for field in fields(layer.mixer)} & sizes.keys()
         return replace(layer, mixer=replace(layer.mixer, **{name: sizes[name] for name in names}))
 
-    return replace(CONFIG, layers=tuple(map(resized, CONFIG.layers)))
+    return replace(model, layers=tuple(map(resized, model.layers)))
 
 
 def fallbacks_of(
@@ -84,6 +84,16 @@ def test_attention_head_sizes_have_kernels_or_raise(platform):
             continue
         with pytest.raises(ValueError, match=f"attention heads of size .*, got {size}; set CUDA"):
             fallbacks_of(platform, config_with(head_size=size), **NEXTN)
+
+
+@each_platform
+@pytest.mark.parametrize(("name", "most"), [("latent_rank", 512), ("rope_size", 64)])
+def test_latent_sizes_have_kernels_or_raise(name: str, most: int, platform):
+    model = tiny_model("deepseek_v3", 0)[0]
+    model = replace(model, layers=model.layers[:1])  # experts of this width have no kernels
+    assert fallbacks_of(platform, config_with(model, **{name: most})) == ()
+    with pytest.raises(ValueError, match=f"at most {most}.*; set CUDA"):
+        fallbacks_of(platform, config_with(model, **{name: most + 2}))
 
 
 @each_platform
