@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from typing import Any
 
@@ -15,6 +16,8 @@ from shared.text.chat_templates import ChatTemplates
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.template_probe import reasoning_parser_of, tool_call_parser_of
 from shared.text.text_parsers import new_parser
+from tests.support.call_templates import CALL_TEMPLATES, DESCRIBED
+from tests.support.call_texts import FUNCTIONS, drawn_call, read_back
 from tests.support.family_templates import TEMPLATES
 
 CODER = """
@@ -134,6 +137,47 @@ def test_tool_call_parser_of_reads_template_calls(name: str):
 def test_reasoning_parser_of_detects_template_tags(name: str):
     source, parser = REASONING[name]
     assert reasoning_parser_of(templates_of(source)).parser == parser
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+def test_tool_call_parser_of_detects_family_format(name: str):
+    parser, source = CALL_TEMPLATES[name]
+    assert tool_call_parser_of(templates_of(source)).parser == parser
+
+
+def test_tool_call_parser_of_reads_described_format():
+    choice = tool_call_parser_of(templates_of(DESCRIBED))
+    assert (choice.parser, choice.reason) == (
+        "granite",
+        "describes calls as JSON list after <|tool_call|>",
+    )
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+def test_calls_survive_round_trip_through_template(name: str):
+    """Calls that a client returns are rendered as the model has written them."""
+    parser, source = CALL_TEMPLATES[name]
+    templates = templates_of(source)
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in FUNCTIONS.items()
+    ]
+    for seed in range(20):
+        chosen = random.Random(seed)
+        calls = [drawn_call(chosen) for _ in range(chosen.randrange(1, 4))]
+        ids = [f"call_{number:032}" for number in range(len(calls))]
+        sent = [
+            {"id": given, "type": "function", "function": {"name": called, "arguments": values}}
+            for given, (called, values) in zip(ids, calls, strict=True)
+        ]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "Which weather?"},
+            {"role": "assistant", "content": "", "tool_calls": sent},
+            *({"role": "tool", "tool_call_id": given, "content": "sun"} for given in ids),
+        ]
+        text = templates.render(Conversation(messages, tools))
+        answer = text.partition("<|assistant|>")[2].partition("<|end|>")[0]
+        assert read_back(parser, answer, is_constrained=False) == calls, answer
 
 
 def test_parser_detection_uses_tool_and_default_templates():

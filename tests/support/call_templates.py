@@ -1,0 +1,98 @@
+"""Small chat templates, one for each form in which model families write calls."""
+
+_FRAME = """
+{%- for tool in tools or [] %}{{- '[T]' + tool | tojson }}{% endfor %}
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' + (message.content or '') }}
+{%- if message.tool_calls %}CALLS{% endif %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+"""
+_EACH = """
+{%- for call in message.tool_calls %}
+{%- set name, arguments = call.function.name, call.function.arguments %}
+EACH
+{%- endfor %}
+"""
+
+
+def _framed(each: str, before: str = "", after: str = "") -> str:
+    calls = f"{{{{- '{before}' }}}}{_EACH.replace('EACH', each)}{{{{- '{after}' }}}}"
+    return _FRAME.replace("CALLS", calls)
+
+
+CALL_TEMPLATES = {
+    "mistral list": (
+        "mistral",
+        _framed(
+            "{%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}"
+            "{% endif %}{{- (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' }}"
+            "{{- '' if loop.last else ', ' }}",
+            "[TOOL_CALLS][",
+            "]",
+        ),
+    ),
+    "mistral names": (
+        "mistral",
+        _framed("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments | tojson }}"),
+    ),
+    "glm45": (
+        "glm45",
+        _framed(
+            "{{- '\\n<tool_call>' + name }}{%- for key, value in arguments | items %}"
+            "{{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+            "{{- value if value is string else value | tojson }}{{- '</arg_value>' }}"
+            "{%- endfor %}{{- '\\n</tool_call>' }}"
+        ),
+    ),
+    "phi4": (
+        "phi4",
+        _framed("{{- '<|tool_call|>' + call.function | tojson + '<|/tool_call|>' }}"),
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _framed(
+            "{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n' }}"
+            "{{- arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+    ),
+    "deepseek_v31": (
+        "deepseek_v31",
+        _framed(
+            "{{- '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments | tojson }}"
+            "{{- '<｜tool▁call▁end｜>' }}",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        _framed(
+            "{{- '<invoke name=\"' + name + '\">\\n' }}"
+            "{%- for key, value in arguments | items %}{{- '<parameter name=\"' + key + '\">' }}"
+            "{{- value if value is string else value | tojson }}{{- '</parameter>\\n' }}"
+            "{%- endfor %}{{- '</invoke>\\n' }}",
+            "\\n<minimax:tool_call>\\n",
+            "</minimax:tool_call>",
+        ),
+    ),
+    "pythonic": (
+        "pythonic",
+        _framed(
+            "{{- name + '(' }}{%- for key, value in arguments | items %}"
+            "{{- key + '=' + value | tojson + ('' if loop.last else ', ') }}{%- endfor %}"
+            "{{- ')' + ('' if loop.last else ', ') }}",
+            "[",
+            "]",
+        ),
+    ),
+}
+"""Format, and a template that writes it."""
+
+DESCRIBED = "{{- 'Respond only with <|tool_call|> followed by a JSON list.' }}" + _FRAME.replace(
+    "CALLS", ""
+)
+"""Template that describes Granite's format to the model, and drops calls."""
