@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from examples import compare_backends, inspect_draft_tree, train_head
-from tests.support.http_fixtures import serving
+from examples import compare_backends, inspect_draft_tree, tool_loop, train_head
+from tests.support.http_fixtures import save_tokenizer, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
@@ -44,7 +44,28 @@ def test_stream_http():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["stream_http", "chat_with_image"])
+NEWEST_FIRST = (
+    "{% for m in messages | reverse %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+)
+"""Template for the engine without a model, which repeats the newest message: call, then result."""
+
+
+def test_tool_loop(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(NEWEST_FIRST)
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 13}}</tool_call>'
+    command = ["-m", "tests.support.http_fixtures", str(tmp_path), "--tool-call-parser", "hermes"]
+    with serving(command) as server:
+        for api in tool_loop.LOOPS:
+            url = server.url
+            out = run("tool_loop", "--api", api, "--question", call, "--base-url", url)
+            assert out == "78\n"
+
+
+@pytest.mark.parametrize("name", ["stream_http", "chat_with_image", "tool_loop"])
 def test_example_without_server_exits_with_message(name):
     done = ended(name, "--port", "9")
     assert done.returncode == 1
