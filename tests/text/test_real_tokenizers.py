@@ -24,11 +24,11 @@ pytestmark = pytest.mark.matrix
 SCHEMA = SCHEMAS["nested"]
 TOOLS = [("trip", SCHEMA), ("node", SCHEMAS["recursive"])]
 SEEDS = range(3)
-BEGINNINGS = {
-    "hermes": f"{CALL}\n",
-    "qwen3_coder": f"{CALL}\n",
-    "llama3": '{"name":',
+OWN_BEGINNINGS = {
+    **{"hermes": f"{CALL}\n", "qwen3_coder": f"{CALL}\n"},
+    **{"llama3": '{"name":', "pythonic": "["},
 }
+BEGINNINGS = {name: OWN_BEGINNINGS.get(name) or each.openings[0] for name, each in FORMATS.items()}
 
 
 @pytest.fixture(scope="module", params=NAMES)
