@@ -169,20 +169,22 @@ def _latent_bytes(
     capacity: BackendLimits,
     item: int,
 ) -> int:
-    """Returns the bytes of latent attention: queries, the output, and partial results."""
-    longest = program.tokens or max(program.shape.nodes, program.shape.block)
-    order = LATENT_ATTENTION.sizes_for(item)
-    splits = splits_of(
-        longest * attention.num_heads,
-        program.batch,
-        program.pages * capacity.page_size,
-        order["near"],
-        order["split"],
-        order["far_split"],
+    """Returns the bytes of latent attention: queries, the output, and partial results.
+
+    Passes of fewer rows may have more partial results: with many rows, no programs share positions.
+    """
+    shape, order = program.shape, LATENT_ATTENTION.sizes_for(item)
+    longest = program.tokens or max(shape.nodes, shape.block)
+    passes = {longest} if program.tokens else {longest, shape.depth + 1, shape.width, 1}
+    near, split, far_split = order["near"], order["split"], order["far_split"]
+    positions = program.pages * capacity.page_size
+    parts = max(
+        splits_of(rows * attention.num_heads, program.batch, positions, near, split, far_split)
+        * (program.tokens or program.batch * rows)
+        for rows in passes
     )
-    pairs = rows_of(program) * attention.num_heads
-    size = pairs * (attention.head_size + attention.latent_rank) * item
-    return size + splits * pairs * (attention.latent_rank + 2) * 4
+    size = rows_of(program) * (attention.head_size + attention.latent_rank) * item
+    return attention.num_heads * (size + parts * (attention.latent_rank + 2) * 4)
 
 
 def rows_of(program: Program) -> int:

@@ -51,3 +51,24 @@ def test_latent_workspace_counts_partial_results_per_split() -> None:
     splits = ORDER["near"] // ORDER["split"] + far // ORDER["far_split"]
     pairs = 4 * 20
     assert found == pairs * (576 + 512) * 2 + splits * pairs * (512 + 2) * 4
+
+
+def test_latent_workspace_counts_passes_of_few_rows() -> None:
+    """Verify rows of 8 requests fill the GPU alone, but rows of a draft pass do not."""
+    mixer = config_from_folder("bench/shapes/deepseek-v3-8-layers-fp8").attentions[0]
+    capacity = contract_capacity(contract_model()[0])
+    program = Program(
+        work=StepKind.DECODE,
+        batch=8,
+        pages=4096,
+        tokens=0,
+        shape=TreeShape.chain(3, 8),
+        extras=ProgramFeature.NONE,
+    )
+    verified = 8 * 4 * 128 * (576 + 512) * 2
+    positions = 4096 * capacity.page_size
+    assert most_splits(4 * 128, 8, positions, **ORDER) == 0
+    parts = most_splits(128, 8, positions, **ORDER) * 8 * 128
+    found = split_attention(0, most_splits, program, mixer, capacity, 2)
+    assert parts > 0
+    assert found == verified + parts * (512 + 2) * 4
