@@ -1,0 +1,123 @@
+"""Bandwidth of the transfer backends of KV cache records between two processes of this host.
+
+    python -m bench.serving.transfer_backends --mib 1 16 256 --out FILE
+
+The receiver fetches records and reads them into memory that exists, as an import does. With shm the
+pages of a record are mapped when they are read, so both times are reported. With tcp both processes
+use the loopback interface, which no network limits. Backends take turns; results are medians.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import socket
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common.environment import write_results
+from shared.cluster.transfer.counters import TransferCounters
+from shared.cluster.transfer.deadline import Deadline
+from shared.cluster.transfer.record_client import RecordClient
+from shared.cluster.transfer.record_server import RecordServer
+from shared.cluster.transfer.record_store import RecordStore
+from shared.cluster.transfer.ticket import Ticket
+
+SECRET = b"0123456789abcdef"
+HOST, MIB, LIMIT_S = "127.0.0.1", 1 << 20, 300.0
+BACKENDS = ("shm", "tcp")
+
+
+def _publish(link: Connection, size: int) -> None:
+    """Process of the sender: publishes a record for each request until the link closes."""
+    store = RecordStore(2 * size, LIMIT_S)
+    listener = socket.create_server((HOST, 0))
+    server = RecordServer(store, [listener], SECRET, TransferCounters())
+    body = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    while link.recv():
+        began = time.perf_counter()
+        ticket_id, record = store.publish(b"", {}, [body.data])
+        seconds = time.perf_counter() - began
+        link.send((server.ticket(ticket_id, record).to_fields(), seconds))
+    server.close()
+
+
+def measure(size: int, rounds: int) -> list[dict[str, Any]]:
+    """Returns the times of each backend for records of a size in bytes."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    sender = spawn.Process(target=_publish, args=[theirs, size])
+    sender.start()
+    clients = {name: RecordClient(name, SECRET, size, TransferCounters()) for name in BACKENDS}
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in BACKENDS}
+    into = np.zeros(size, np.uint8)
+    try:
+        for number in range(rounds + 1):
+            for name, client in clients.items():
+                times = _once(ours, client, into)
+                if number:  # the first round warms up
+                    found[name].append(times)
+    finally:
+        ours.send(False)
+        sender.join(10)
+        for client in clients.values():
+            client.close()
+    return [_row(name, size, times) for name, times in found.items()]
+
+
+def _once(link: Connection, client: RecordClient, into: np.ndarray) -> tuple[float, float, float]:
+    """Returns the seconds to publish, to fetch, and to fetch and read a record."""
+    link.send(True)
+    fields, publish_s = link.recv()
+    began = time.perf_counter()
+    record = client.fetch(Ticket.from_fields(fields, HOST), Deadline(LIMIT_S))
+    fetched = time.perf_counter()
+    into[:] = np.frombuffer(record.body, np.uint8)
+    read = time.perf_counter()
+    record.release()
+    return publish_s, fetched - began, read - began
+
+
+def _row(backend: str, size: int, times: list[tuple[float, float, float]]) -> dict[str, Any]:
+    publish_s, fetch_s, read_s = map(statistics.median, zip(*times, strict=True))
+    return {
+        "backend": backend,
+        "mib": size / MIB,
+        "publish_ms": round(1000 * publish_s, 3),
+        "fetch_ms": round(1000 * fetch_s, 3),
+        "fetch_and_read_ms": round(1000 * read_s, 3),
+        "gb_per_s": round(size / read_s / 1e9, 3),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints and writes what was measured."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m bench.serving.transfer_backends")
+    parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 256], help="record sizes")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(words)
+    rows = []
+    for mib in options.mib:
+        for row in measure(int(mib * MIB), options.rounds):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if options.out:
+        command = shlex.join(["python", "-m", "bench.serving.transfer_backends", *words])
+        versions = {"python": platform.python_version(), "numpy": np.__version__}
+        found = {"command": command, "versions": versions, "cores": os.cpu_count()}
+        write_results(options.out, found | {"load": os.getloadavg(), "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
