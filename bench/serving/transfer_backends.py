@@ -4,7 +4,7 @@
 
 The receiver fetches records and reads them into memory that exists, as an import does. With shm the
 pages of a record are mapped when they are read, so both times are reported. With tcp both processes
-use the loopback interface, which no network limits. Backends take turns; results are medians.
+use the loopback interface, which no network limits. Backends alternate; results are medians.
 """
 
 import argparse
