@@ -105,7 +105,7 @@ async def gaps_meanwhile(url: str, load: Load, seed: int) -> dict[str, float]:
         prompts = [prompt_of(seed + i, load.prompt_tokens) for i in range(load.num_prompts)]
         long = await asyncio.gather(*(stream(client, each, 1) for each in prompts))
         ended = time.perf_counter()
-        texts = await asyncio.gather(*running)
+        texts = [await task for task in running]
     gaps = sorted(
         1000 * (later - earlier)
         for times in texts

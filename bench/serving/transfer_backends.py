@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import socket
-import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -87,7 +86,7 @@ def _once(link: Connection, client: RecordClient, into: np.ndarray) -> tuple[flo
 
 
 def _row(backend: str, size: int, times: list[tuple[float, float, float]]) -> dict[str, Any]:
-    publish_s, fetch_s, read_s = map(statistics.median, zip(*times, strict=True))
+    publish_s, fetch_s, read_s = np.median(times, axis=0).tolist()
     return {
         "backend": backend,
         "mib": size / MIB,
