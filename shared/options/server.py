@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
-from shared.text.call_formats.registry import ALIASES, FORMATS
+from shared.text.call_formats.names import ALIASES, OTHER_NAMES
 
 ANY = "*"
 """Wildcard for all host names and all origins."""
@@ -12,7 +12,7 @@ ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+")
 
 REASONING_PARSERS = ("qwen3", "deepseek-r1")
-TOOL_CALL_PARSERS = tuple(FORMATS)
+TOOL_CALL_PARSERS = tuple(OTHER_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)

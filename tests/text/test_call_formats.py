@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shared.text.call_formats.call_format import CallableFunction
-from shared.text.call_formats.registry import ALIASES, FORMATS
+from shared.text.call_formats.names import ALIASES, OTHER_NAMES
+from shared.text.call_formats.registry import FORMATS
 from shared.text.grammar import CompiledGrammar, Compiler
 from shared.text.parsing.delta import Delta
 from shared.text.parsing.output_parser import OutputBuilder
@@ -218,6 +219,7 @@ def test_call_ids_have_form_of_chat_template() -> None:
     assert ids_of("kimi_k2", written) == ["functions.stop:0", "functions.stop:1"]
 
 
-def test_aliases_name_formats_once() -> None:
+def test_names_list_each_format_once() -> None:
+    assert tuple(OTHER_NAMES) == tuple(FORMATS)
     assert not ALIASES.keys() & FORMATS.keys()
-    assert len(ALIASES) == sum(len(each.aliases) for each in FORMATS.values())
+    assert len(ALIASES) == sum(map(len, OTHER_NAMES.values()))

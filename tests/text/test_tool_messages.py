@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shared.offline.messages import for_template
-from shared.server.completions.prompts import conversation_of
 from shared.server.protocol.openai_types import ChatPrompt
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.jinja_environment import environment
@@ -239,7 +238,7 @@ def turn_of_client(number: int, said: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def over_http(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return conversation_of(ChatPrompt.model_validate({"messages": messages})).messages
+    return ChatPrompt.model_validate({"messages": messages}).to_chat().conversation.messages
 
 
 def offline(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

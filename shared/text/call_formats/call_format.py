@@ -50,7 +50,6 @@ class CallFormat:
     Attributes:
       name: Value of `--tool-call-parser`.
       description: Form of a call, for documentation and startup messages.
-      aliases: Other values of the flag.
       markers: Texts of every chat template that writes or describes the format.
       openings: Tags that begin calls; empty if the calls are the whole output.
       loose_openings: Tags that begin a call as well, unless a grammar constrains the calls.
@@ -65,7 +64,6 @@ class CallFormat:
 
     name: str
     description: str
-    aliases: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     loose_openings: tuple[str, ...] = ()

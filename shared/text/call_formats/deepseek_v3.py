@@ -42,7 +42,6 @@ def write(calls: Sequence[Call]) -> str:
 FORMAT = CallFormat(
     name="deepseek_v3",
     description="JSON in a Markdown block after <｜tool▁sep｜>",
-    aliases=("deepseekv3",),
     markers=(CALL_BEGIN, "```json"),
     openings=(CALLS,),
     marks=MARKS,

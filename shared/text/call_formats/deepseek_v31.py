@@ -39,7 +39,6 @@ def write(calls: Sequence[Call]) -> str:
 FORMAT = CallFormat(
     name="deepseek_v31",
     description="a name, <｜tool▁sep｜> and JSON",
-    aliases=("deepseekv31",),
     markers=(CALL_BEGIN,),
     openings=(CALLS,),
     marks=MARKS,

@@ -65,7 +65,6 @@ def _written(call: Call) -> str:
 FORMAT = CallFormat(
     name="glm45",
     description="<arg_key> and <arg_value> in <tool_call>",
-    aliases=("glm", "glm47"),
     markers=(CALL, _KEY, _VALUE),
     openings=(CALL,),
     marks=(CALL, CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END),

@@ -33,7 +33,6 @@ def write(calls: Sequence[Call]) -> str:
 FORMAT = CallFormat(
     name="hermes",
     description="JSON in <tool_call>",
-    aliases=("qwen", "qwen25", "smollm3", "granite4"),
     markers=(CALL, CALL_END),
     openings=(CALL,),
     marks=(CALL, CALL_END),

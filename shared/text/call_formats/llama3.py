@@ -40,7 +40,6 @@ def write(calls: Sequence[Call]) -> str:
 FORMAT = CallFormat(
     name="llama3",
     description="JSON with parameters",
-    aliases=("llama3_json",),
     marks=(PYTHON_TAG,),
     read_calls=read_calls,
     rules=rules,

@@ -77,7 +77,6 @@ def _written(call: Call) -> str:
 FORMAT = CallFormat(
     name="minimax_m2",
     description="<invoke> and <parameter> in <minimax:tool_call>",
-    aliases=("minimax-m2",),
     markers=(_CALLS,),
     openings=(_CALLS,),
     marks=(_CALLS, _CALLS_END),

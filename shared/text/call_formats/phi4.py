@@ -51,7 +51,6 @@ def write(calls: Sequence[Call]) -> str:
 FORMAT = CallFormat(
     name="phi4",
     description="JSON in <|tool_call|>",
-    aliases=("phi4_mini_json",),
     markers=(_OPENING, _END),
     openings=(_OPENING,),
     loose_openings=(_FUNCTOOLS,),

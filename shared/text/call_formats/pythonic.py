@@ -156,7 +156,6 @@ def _written(call: Call) -> str:
 FORMAT = CallFormat(
     name="pythonic",
     description="a list of Python calls",
-    aliases=("llama4_pythonic",),
     marks=(_START, _END, PYTHON_TAG),
     read_calls=read_calls,
     rules=rules,

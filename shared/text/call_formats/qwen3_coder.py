@@ -181,7 +181,6 @@ def _written(call: Call) -> str:
 FORMAT = CallFormat(
     name="qwen3_coder",
     description="XML elements in <tool_call>",
-    aliases=("qwen3_xml",),
     markers=(CALL, _FUNCTION),
     openings=(CALL,),
     loose_openings=(_FUNCTION,),

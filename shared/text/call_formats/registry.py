@@ -1,4 +1,4 @@
-"""Registry of tool-call formats: a new format adds its module here."""
+"""Registry of tool-call formats: a new format adds its module here, and its name to `names`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ _MODULES = (
 
 FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 """Formats by their name, the value of `--tool-call-parser`."""
-
-ALIASES: Mapping[str, str] = {
-    alias: name for name, each in FORMATS.items() for alias in each.aliases
-}
-"""Names of formats by other values of the flag."""
 
 
 def marks_of(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
