@@ -101,7 +101,9 @@ def test_all_routes_except_live_require_api_key(server, split_server, headers):
                     assert answer.status_code == 200
                     continue
                 assert answer.status_code == 401, (method, path)
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                error, is_messages = answer.json()["error"], path.startswith("/v1/messages")
+                kind = error["type"] if is_messages else error["code"]
+                assert kind == ("authentication_error" if is_messages else "invalid_api_key")
                 assert KEY not in answer.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -219,6 +220,14 @@ def test_neutral_and_limit_values_are_accepted(server):
     assert answer.status_code == 200
 
 
+SMALLEST: dict[str, tuple[str, Any]] = {
+    "chat": (CHAT, {"messages": USER, "max_tokens": 1}),
+    "completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
+    "messages": ("/v1/messages", {"model": "default", "messages": USER, "max_tokens": 1}),
+    "responses": ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+}
+"""Path and smallest body of each endpoint."""
+
 OF_ENDPOINTS = [
     (field, endpoint)
     for field in UNSUPPORTED_FIELDS
@@ -231,14 +240,24 @@ OF_ENDPOINTS = [
     ("field", "endpoint"), OF_ENDPOINTS, ids=lambda of: getattr(of, "name", of)
 )
 def test_unsupported_field_accepts_only_neutral_values(server, field, endpoint):
-    path = CHAT if endpoint == "chat" else COMPLETIONS
-    prompt = {"messages": USER} if endpoint == "chat" else {"prompt": "a"}
+    path, plain = SMALLEST[endpoint]
+    parent, _, name = field.name.rpartition("[].")
+
+    def post(value: Any) -> httpx.Response:
+        if not parent:
+            return server.post(path, **{**plain, name: value})
+        tools = [{"name": "f", "input_schema": {}, name: value}]
+        return server.post(path, **{**plain, parent: tools, "tool_choice": {"type": "none"}})
+
     for value in (None, *field.neutral):
-        answer = server.post(path, **prompt, max_tokens=1, **{field.name: value})
-        assert answer.status_code == 200, answer.text
-    error = server.post(path, **prompt, max_tokens=1, **{field.name: field.example}).json()["error"]
-    assert error["param"] == field.name
-    assert error["message"] == f"{field.reason}; {field.hint}"
+        assert post(value).status_code == 200, value
+    error = post(field.example).json()["error"]
+    message = f"{field.reason}; {field.hint}"
+    if endpoint == "messages":
+        path_in_message = field.name.replace("[]", "")
+        assert error["message"] == f"{path_in_message}: {message.removeprefix(field.name).strip()}"
+    else:
+        assert (error["param"], error["message"]) == (field.name, message)
 
 
 def test_user_hints_and_empty_stop_are_neutral(server):

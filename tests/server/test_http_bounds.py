@@ -48,8 +48,11 @@ def refusal(client: httpx.Client, place: Place, value: Any) -> str:
     assert answer.status_code == 400, (str(place), str(value)[:80], answer.text[:300])
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    if len(place.field) < len(place.name) or error["param"]:
-        assert re.split(r"[.\[]", error["param"])[0] == place.field, (str(place), error)
+    # Anthropic's format has the path at the start of the message.
+    is_anthropic = place.route.startswith("/v1/messages")
+    param = error["message"].partition(": ")[0] if is_anthropic else error["param"]
+    if len(place.field) < len(place.name) or param:
+        assert re.split(r"[.\[]", param)[0] == place.field, (str(place), error)
     assert len(error["message"]) < 300
     return error["message"]
 
@@ -104,7 +107,9 @@ def longer(place: Place) -> Iterator[tuple[int, Any]]:
         yield most["maxItems"], [place.part] * (most["maxItems"] + 1)
     if "maxProperties" in most:
         keys = map(str, range(most["maxProperties"] + 1))
-        yield most["maxProperties"], dict.fromkeys(keys, 1)
+        others = place.schema.get("additionalProperties")
+        is_text = isinstance(others, dict) and others.get("type") == "string"
+        yield most["maxProperties"], dict.fromkeys(keys, "a" if is_text else 1)
 
 
 def test_openapi_lengths_reject_values_beyond_bounds(client, found):

@@ -9,7 +9,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 Put = Callable[[Any], Any]
-MOST_DEEP = 12  # no schema of ours refers to itself
+MOST_DEEP = 24  # no schema of ours refers to itself
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp
 
 from shared import VERSION
@@ -71,8 +73,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     target = f"{request.method} {request.url.path}"
     message = f"{target:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
     response = error_response(ApiError(error.status_code, message), request.scope)
-    response.headers.update(error.headers or {})  # 405: the allowed methods
+    if error.status_code == 405:
+        response.headers["allow"] = ", ".join(_methods_of(request))
     return response
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Returns the methods of all routes with the path of a request."""
+    routes = [route for route in request.app.routes if isinstance(route, StarletteRoute)]
+    here = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in here for method in route.methods or ()})
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:
