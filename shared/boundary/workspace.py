@@ -175,7 +175,7 @@ def _latent_bytes(
     """
     shape, order = program.shape, LATENT_ATTENTION.sizes_for(item)
     longest = program.tokens or max(shape.nodes, shape.block)
-    passes = {longest} if program.tokens else {longest, shape.depth + 1, shape.width, 1}
+    passes = {longest} if program.tokens else {longest, shape.depth + 1, shape.width or 1, 1}
     near, split, far_split = order["near"], order["split"], order["far_split"]
     positions = program.pages * capacity.page_size
     parts = max(

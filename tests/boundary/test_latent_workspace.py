@@ -72,3 +72,14 @@ def test_latent_workspace_counts_passes_of_few_rows() -> None:
     found = split_attention(0, most_splits, program, mixer, capacity, 2)
     assert parts > 0
     assert found == verified + parts * (512 + 2) * 4
+
+
+def test_latent_workspace_of_plain_decoding_is_one_pass() -> None:
+    mixer = config_from_folder("bench/shapes/glm-4.7-flash").attentions[0]
+    capacity = contract_capacity(contract_model()[0])
+    shape, extras = TreeShape.chain(0, 8), ProgramFeature.NONE
+    kind = StepKind.DECODE
+    program = Program(work=kind, batch=8, pages=8, tokens=0, shape=shape, extras=extras)
+    found = split_attention(0, most_splits, program, mixer, capacity, 2)
+    splits = most_splits(20, 8, 8 * capacity.page_size, **ORDER)
+    assert found == 8 * 20 * ((576 + 512) * 2 + splits * (512 + 2) * 4)
