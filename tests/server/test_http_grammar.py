@@ -22,6 +22,7 @@ from shared.server.api.request_parsing import parse_request
 from shared.server.completions.grammars import held_calls
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.call_formats.call_format import CallableFunction
+from shared.text.call_formats.registry import marks_of
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
 from shared.text.tool_call_grammar import grammar_of
@@ -83,7 +84,8 @@ SAMPLED: Any = {"temperature": 1.0, "max_tokens": 500}
 
 def start(folder: Path) -> Any:
     write_tiny(folder, "llama", 5)
-    save_tokenizer(folder, marked_tokenizer(special=True))
+    marks = marks_of("qwen3_coder", "qwen3")  # the vocabulary has no room for those of all formats
+    save_tokenizer(folder, marked_tokenizer(special=True, marks=marks))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     line = ["--port", "0", "--model-path", str(folder), "--speculative-algorithm", "NGRAM"]
     line += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]

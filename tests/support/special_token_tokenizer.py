@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tokenizers import AddedToken, Tokenizer
 
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -11,10 +13,10 @@ from tests.support.http_fixtures import byte_tokenizer
 MARKS = {mark for name in TOOL_CALL_PARSERS for mark in marks_of(name, REASONING_PARSERS[0])}
 
 
-def marked_tokenizer(*, special: bool) -> Tokenizer:
-    """Same as `byte_tokenizer`, with the special tags of all formats as tokens."""
+def marked_tokenizer(*, special: bool, marks: Collection[str] = MARKS) -> Tokenizer:
+    """Same as `byte_tokenizer`, with tags as tokens, by default those of all formats."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(
-        [AddedToken(mark, special=special, normalized=False) for mark in sorted(MARKS)]
+        [AddedToken(mark, special=special, normalized=False) for mark in sorted(marks)]
     )
     return tokenizer
