@@ -278,7 +278,7 @@ def test_port_in_use_rejected_before_loading(capfd):
 @pytest.mark.parametrize("backend", ["torch_impl", "jax_impl"])
 def test_invalid_flag_exits_with_code_2(backend):
     ended = subprocess.run(
-        [sys.executable, "-m", f"{backend}.serve", "--dp-size", "2"],
+        [sys.executable, "-m", f"{backend}.serve", "--pp-size", "2"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -287,7 +287,7 @@ def test_invalid_flag_exits_with_code_2(backend):
     )
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("--dp-size is not supported")
+    assert ended.stderr.splitlines()[-1].startswith("--pp-size is not supported")
 
 
 def test_startup_reports_generation_config_sampling_defaults(folder, capfd):

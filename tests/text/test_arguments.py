@@ -178,7 +178,7 @@ def test_read_argument_valid_if_any_reading_is_valid(schema, text):
 
 
 UNQUOTED = ("qwen3_coder", "glm45", "minimax_m2")
-"""Formats without types, whose values are converted by the schema."""
+"""Formats without types: values are converted by the schema."""
 
 
 def written(name: str, key: str, text: str) -> str:
