@@ -34,4 +34,5 @@ def _ignored_json(field: UnsupportedField) -> dict[str, Any]:
 def _field_json(field: UnsupportedField) -> dict[str, Any]:
     """Returns an unsupported field; fields mean the same for all drafters, so one is shown."""
     example = Example(drafter=ALGORITHMS[0], request=((field.name, field.example),))
-    return {"reason": field.reason, "hint": field.hint, "example": example.to_json()}
+    shown = {**example.to_json(), "endpoints": list(field.endpoints)}
+    return {"reason": field.reason, "hint": field.hint, "example": shown}

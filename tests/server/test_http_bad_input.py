@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import time
-from typing import Any
 
 import httpx
 import pytest
 
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
+from tests.support.field_requests import post_field
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -220,14 +220,6 @@ def test_neutral_and_limit_values_are_accepted(server):
     assert answer.status_code == 200
 
 
-SMALLEST: dict[str, tuple[str, Any]] = {
-    "chat": (CHAT, {"messages": USER, "max_tokens": 1}),
-    "completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
-    "messages": ("/v1/messages", {"model": "default", "messages": USER, "max_tokens": 1}),
-    "responses": ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
-}
-"""Path and smallest body of each endpoint."""
-
 OF_ENDPOINTS = [
     (field, endpoint)
     for field in UNSUPPORTED_FIELDS
@@ -240,18 +232,10 @@ OF_ENDPOINTS = [
     ("field", "endpoint"), OF_ENDPOINTS, ids=lambda of: getattr(of, "name", of)
 )
 def test_unsupported_field_accepts_only_neutral_values(server, field, endpoint):
-    path, plain = SMALLEST[endpoint]
-    parent, _, name = field.name.rpartition("[].")
-
-    def post(value: Any) -> httpx.Response:
-        if not parent:
-            return server.post(path, **{**plain, name: value})
-        tools = [{"name": "f", "input_schema": {}, name: value}]
-        return server.post(path, **{**plain, parent: tools, "tool_choice": {"type": "none"}})
-
     for value in (None, *field.neutral):
-        assert post(value).status_code == 200, value
-    error = post(field.example).json()["error"]
+        answer = post_field(server, endpoint, field.name, value)
+        assert answer.status_code == 200, value
+    error = post_field(server, endpoint, field.name, field.example).json()["error"]
     message = f"{field.reason}; {field.hint}"
     if endpoint == "messages":
         path_in_message = field.name.replace("[]", "")
