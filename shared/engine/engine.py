@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan, StepResult
+from shared.boundary.transfer_spec import TRANSFERS
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
@@ -109,7 +110,7 @@ class Engine:
             chunked_prefill_size=chunked_prefill_size,
         )
         self.transfer = None
-        if capacity.transfer is not None:
+        if any(program.work in TRANSFERS for program in capacity.programs):
             reserved = self.scheduler.num_missing_pages
             self.transfer = KVTransfer(capacity, self.cache, transfer_fingerprint, reserved)
         self.metrics = Metrics(

@@ -105,7 +105,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
-        "tests/text/test_reasoning_effort.py::test_reasoning_advice_reaches_template_variables",
+        "tests/server/test_reasoning_effort.py::test_reasoning_advice_reaches_template_variables",
     ),
     **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message"),

@@ -134,7 +134,7 @@ def test_command_env_describes_installation(installed: Path, elsewhere: Path) ->
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["sevre"], "sevre is no command of tandem. Use serve, bench, env or --version."),
+        (["sevre"], "sevre is no command of tandem. Use serve, route, bench, env or --version."),
         (["bench", "nothing"], "nothing is no benchmark. `tandem bench` lists them."),
         (["env", "--all"], "--all is no flag of `tandem env`, which has none."),
         (["serve", "--nothing"], "unknown flag --nothing"),

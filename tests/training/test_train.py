@@ -149,8 +149,7 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     capacity = contract_capacity(config)
     shape = TreeShape.plain(4) if drafter == "none" else CHAIN
     programs = [p for p in capacity.programs if p.work is StepKind.PREFILL or p.shape == shape]
-    # A block drafts no trees.
-    capacity = replace(capacity, programs=tuple(programs), transfer=None)
+    capacity = replace(capacity, programs=tuple(programs))  # a block drafts no trees
     backend = make_backend("reference", config, weights, capacity, drafter)
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     most = capacity.token_sizes[-1]
