@@ -168,3 +168,13 @@ def read_bias(value: Any) -> dict[int, float]:
     if len(set(map(int, biases))) < len(biases):
         raise PydanticCustomError("logit_bias", "must have each token id once")
     return {int(name): float(bias) for name, bias in biases.items()}
+
+
+def type_of(value: Any) -> Any:
+    """Returns the field `type` of an unvalidated object; None for other values."""
+    return value.get("type") if isinstance(value, dict) else None
+
+
+def string_or_list(value: Any) -> str:
+    """Returns the tag of content that is a string or a list, for `Discriminator`."""
+    return "<list>" if isinstance(value, list) else "<string>"

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from shared.server.protocol.chat_messages import MAX_ID_LENGTH, FunctionName
-from shared.server.protocol.fields import Nested, Strict, Text
+from shared.server.protocol.fields import Nested, Strict, Text, string_or_list, type_of
 
 MAX_BLOCKS = 1 << 12  # per message
 
@@ -58,7 +58,7 @@ class UrlSource(Strict):
 
 
 def _source_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return "<url>" if kind == "url" else "<base64>"
 
 
@@ -100,12 +100,12 @@ class RedactedThinkingBlock(Strict):
 
 def _kind(value: Any) -> str:
     """Returns the tag of a block's model."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return f"<{kind}>" if kind in _BLOCKS else "<other>"
 
 
 def _reject(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     if not isinstance(kind, str):
         raise PydanticCustomError("block", "must be a block with a type")
     hint = _HINTS.get(kind, f"supported types are {', '.join(sorted(_BLOCKS))}")
@@ -123,14 +123,10 @@ ResultBlock = Annotated[
 ]
 
 
-def _content_kind(value: Any) -> str:
-    return "<blocks>" if isinstance(value, list) else "<string>"
-
-
 ResultContent = Annotated[
     Annotated[Text, Tag("<string>")]
-    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS), Tag("<blocks>")],
-    Discriminator(_content_kind),
+    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS), Tag("<list>")],
+    Discriminator(string_or_list),
 ]
 
 
@@ -157,13 +153,13 @@ ContentBlock = Annotated[
 ]
 Content = Annotated[
     Annotated[Text, Tag("<string>")]
-    | Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS), Tag("<blocks>")],
-    Discriminator(_content_kind),
+    | Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS), Tag("<list>")],
+    Discriminator(string_or_list),
 ]
 SystemContent = Annotated[
     Annotated[Text, Tag("<string>")]
-    | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Tag("<blocks>")],
-    Discriminator(_content_kind),
+    | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Tag("<list>")],
+    Discriminator(string_or_list),
 ]
 
 
@@ -186,7 +182,7 @@ class CustomTool(Strict):
 
 
 def _tool_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return "<custom>" if kind in (None, "custom") else "<server>"
 
 
@@ -222,7 +218,7 @@ class NamedChoice(Strict):
 
 
 def _choice_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return "<named>" if kind == "tool" else "<any>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
@@ -246,9 +247,9 @@ class OpenAIRequest(Strict):
             returns_trace=bool(self.trace),
         )
 
+    @abstractmethod
     def _input(self) -> dict[str, Any]:
         """Returns the fields of the request's input: `chat`, or `prompts` and `echo`."""
-        raise NotImplementedError
 
 
 def tool_use_of(

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from shared.server.protocol.chat_messages import MAX_ID_LENGTH, Arguments, Client, FunctionName
 from shared.server.protocol.content import LOW
-from shared.server.protocol.fields import Nested, Strict, Text
+from shared.server.protocol.fields import Nested, Strict, Text, string_or_list, type_of
 
 MAX_PARTS = 1 << 12  # per item
 
@@ -43,14 +43,14 @@ class InputImage(Strict):
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     if kind in ("input_text", "output_text", "text"):
         return "<text>"
     return "<image>" if kind == "input_image" else "<other>"
 
 
 def _reject_part(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     hint = "supported types are input_text, output_text and input_image"
     raise PydanticCustomError(
         "part",
@@ -68,14 +68,10 @@ ContentPart = Annotated[
 ]
 
 
-def _content_kind(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<string>"
-
-
 ItemContent = Annotated[
     Annotated[Text, Tag("<string>")]
-    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), Tag("<parts>")],
-    Discriminator(_content_kind),
+    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), Tag("<list>")],
+    Discriminator(string_or_list),
 ]
 
 
@@ -137,14 +133,14 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     if isinstance(value, dict) and kind is None:
         return "<message>"
     return f"<{kind}>" if kind in _KINDS else "<other>"
 
 
 def _reject_item(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     if not isinstance(kind, str):
         raise PydanticCustomError("item", "must be an item with a type")
     raise PydanticCustomError(

@@ -12,7 +12,16 @@ from shared.server.protocol.chat_messages import MAX_MESSAGES, MAX_TOOLS, Functi
 from shared.server.protocol.content import MAX_IMAGES, ImagePart
 from shared.server.protocol.conversation_builder import ConversationBuilder, Part
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.fields import MAX_COUNT, Nested, Strict, Text, User, check_depth
+from shared.server.protocol.fields import (
+    MAX_COUNT,
+    Nested,
+    Strict,
+    Text,
+    User,
+    check_depth,
+    string_or_list,
+    type_of,
+)
 from shared.server.protocol.generation_request import ChatInput, GenerationRequest, ToolUse
 from shared.server.protocol.openai_types import (
     MAX_ARGUMENTS,
@@ -70,7 +79,7 @@ class SchemaText(Strict):
 
 
 def _format_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return "<schema>" if kind == "json_schema" else "<plain>"
 
 
@@ -99,10 +108,6 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None  # ignored: events are never padded
 
 
-def _input_kind(value: Any) -> str:
-    return "<items>" if isinstance(value, list) else "<string>"
-
-
 class ResponsesRequest(Strict):
     """Body of /v1/responses."""
 
@@ -114,9 +119,9 @@ class ResponsesRequest(Strict):
         | Annotated[
             list[InputItem],
             Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-            Tag("<items>"),
+            Tag("<list>"),
         ],
-        Discriminator(_input_kind),
+        Discriminator(string_or_list),
     ]
     instructions: Text | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shared.server.protocol.chat_messages import MAX_TOOLS, FunctionName
-from shared.server.protocol.fields import Nested, Strict, Text
+from shared.server.protocol.fields import Nested, Strict, Text, type_of
 from shared.text.grammar_worker import OutputFormat
 
 MAX_GRAMMAR_LENGTH = 1 << 17
@@ -44,7 +44,7 @@ class SchemaFormat(Strict):
 
 
 def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = type_of(value)
     return "<schema>" if kind == "json_schema" else "<plain>"
 
 
