@@ -21,6 +21,7 @@ from tests.support.api_conversations import (
     USER,
     serving_apis,
 )
+from tests.support.event_streams import parse_events
 from tests.support.http_fixtures import CHAT, Server
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -68,13 +69,12 @@ def events(server: Server, **fields: Any) -> list[Any]:
     answer = httpx.post(server.url + MESSAGES, json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     found = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    for name, data in parse_events(answer.text):
+        event = json.loads(data)
+        assert name == event["type"]
         if event["type"] not in ("ping", "error"):
             types.MessageEvent.model_validate(event)
-            assert set(EVENT.validate_json(data[6:], strict=True).model_extra or ()) <= OWN
+            assert set(EVENT.validate_json(data, strict=True).model_extra or ()) <= OWN
         found.append(event)
     return found
 

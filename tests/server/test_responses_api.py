@@ -24,6 +24,7 @@ from tests.support.api_conversations import (
     USER,
     serving_apis,
 )
+from tests.support.event_streams import parse_events
 from tests.support.http_fixtures import CHAT, MAX_OPEN, Server
 
 RESPONSES = "/v1/responses"
@@ -69,12 +70,11 @@ def events(server: Server, **fields: Any) -> list[Any]:
     answer = httpx.post(server.url + RESPONSES, json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     found = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    for name, data in parse_events(answer.text):
+        event = json.loads(data)
+        assert name == event["type"]
         types.ResponseEvent.model_validate(event)
-        EVENT.validate_json(data[6:], strict=True)
+        EVENT.validate_json(data, strict=True)
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found

@@ -25,6 +25,7 @@ from shared.server.protocol.responses_types import ResponsesRequest
 from shared.server.protocol.sealed_text import SealedText
 from shared.text.parsing.delta import PassthroughParser
 from shared.text.tokenizer import Detokenizer, Tokenizer
+from tests.support.event_streams import parse_events
 from tests.support.http_fixtures import byte_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})
@@ -96,12 +97,7 @@ def sent(api: str, steps: Steps) -> list[tuple[str | None, Any]]:
         events = streaming._events(steps, serializer_of(api, steps))  # type: ignore[arg-type]
         return b"".join([part async for part in events])
 
-    found = []
-    for block in asyncio.run(read()).decode().strip().split("\n\n"):
-        *names, data = block.split("\n")
-        name = names[0].removeprefix("event: ") if names else None
-        found.append((name, data.removeprefix("data: ")))
-    return found
+    return parse_events(asyncio.run(read()).decode())
 
 
 def test_messages_stream_pings_before_first_token(monkeypatch):
