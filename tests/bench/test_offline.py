@@ -396,6 +396,7 @@ NOT_THERE = (
     "starlette",
     "uvicorn",
     "pydantic",
+    "pydantic_core",
     "msgspec",
     "beartype",
     "httpx",
@@ -413,7 +414,8 @@ class Nowhere:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nowhere())
-import bench.steps.compare, bench.steps.decode_steps, torch_impl.platform, jax_impl.platform
+import bench.kernels.aot_target, bench.kernels.gpu_starts, bench.steps.compare
+import bench.steps.decode_steps, bench.steps.kv_transfer, torch_impl.platform, jax_impl.platform
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 

@@ -7,11 +7,10 @@ rules (a `$ref` to another document, `format`, an expression with look-around) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
-
-from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+from importlib import import_module
+from typing import Any, cast
 
 from shared.text.grammar_source import InvalidGrammarError
 from shared.text.json_schema_refs import resolve_pointer
@@ -131,20 +130,17 @@ def _is_of_type(types: Any, value: str | None) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    expression = _compiled(pattern)
-    if expression is None:
-        return True
-    try:
-        expression.validate_python(text)
-    except ValidationError:
-        return False
-    return True
+    matcher = _compiled(pattern)
+    return matcher is None or matcher(text)
 
 
 @lru_cache(maxsize=64)
-def _compiled(pattern: str) -> SchemaValidator | None:
+def _compiled(pattern: str) -> Callable[[str], bool] | None:
     """Compiles an expression without backtracking; returns None if that is not possible."""
+    # The engine process imports this module, and runs without the libraries of the server.
+    library = import_module("pydantic_core")
     try:
-        return SchemaValidator(core_schema.str_schema(pattern=pattern))
-    except SchemaError:
+        validator = library.SchemaValidator(library.core_schema.str_schema(pattern=pattern))
+    except library.SchemaError:
         return None
+    return cast("Callable[[str], bool]", validator.isinstance_python)
