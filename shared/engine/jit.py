@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import numba
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
+_ENGINE = Path(__file__).parent
+
 
 def compiled(loop: Loop) -> Loop:
     """Compiles a loop at its first call; it runs without the GIL.
 
-    The result is cached in a folder next to the source or in the user's cache. If neither is
-    writable, as in a read-only installation, each process compiles for itself.
+    The result is cached on disk, in the folder of `cache_folder`. If no folder is writable, as in a
+    read-only installation without a home folder, each process compiles for itself.
     """
-    on_disk: Any = numba.njit(cache=True, nogil=True)
-    in_memory: Any = numba.njit(nogil=True)
+    jit: Any = numba.njit
+    config: Any = import_module("numba.core.config")
+    folder = cache_folder()
+    if folder is None:
+        return jit(nogil=True)(loop)
+    other_cache = config.CACHE_DIR
+    config.CACHE_DIR = str(folder)
     try:
-        return on_disk(loop)
-    except RuntimeError:  # numba raises at once if it finds no writable folder
-        return in_memory(loop)
+        return jit(cache=True, nogil=True)(loop)
+    finally:
+        config.CACHE_DIR = other_cache
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Returns the writable folder of the cached loops, or None.
+
+    The parent is NUMBA_CACHE_DIR if it is set, else the bytecode folder next to the source, else
+    the user's cache. The folder's name contains `revision`.
+    """
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem"
+    for parent in [Path(named)] if named else [_ENGINE / "__pycache__", user_cache]:
+        folder = parent / f"loops-{revision(_ENGINE)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    return None
+
+
+def revision(folder: Path) -> str:
+    """Returns a digest of all files in a folder that use this module.
+
+    Numba recompiles a loop if the loop's own file changes. It does not if a loop that it calls
+    changes in another file, and a renamed argument type makes an entry unreadable.
+    """
+    digest = blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_bytes()
+        if b"engine.jit import" in source:
+            digest.update(source)
+    return digest.hexdigest()
