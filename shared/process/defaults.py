@@ -12,6 +12,7 @@ from shared.options.flags import AUTO, NONE, ConfigError, spelling
 from shared.options.options import Options
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from shared.process.grammars import GrammarQueue
+from shared.text.call_formats.registry import FORMATS
 from shared.text.chat_templates import ChatTemplates
 from shared.text.template_probe import ParserChoice, reasoning_parser_of, tool_call_parser_of
 from shared.text.tokenizer import Tokenizer
@@ -43,7 +44,19 @@ def with_parsers(options: Options, files: TokenizerFiles) -> Options:
     templates = None if tokenizer is None else tokenizer.templates
     for name, find, known in _PARSERS:
         options = _with_parser(options, templates, name, find, known)
+    if tokenizer is not None:
+        _check_tags(options.server.tool_call_parser, tokenizer)
     return options
+
+
+def _check_tags(parser: str | None, tokenizer: Tokenizer) -> None:
+    """Raises for tags that the tokenizer cannot represent, so that no output has them."""
+    marks = () if parser is None else FORMATS[parser].marks
+    if unknown := [mark for mark in marks if not tokenizer.can_represent(mark)]:
+        raise ConfigError(
+            f"--tool-call-parser {parser} requires a tokenizer that represents {unknown[0]}, which "
+            "the tokenizer of the model changes; give another parser, or none"
+        )
 
 
 def _with_parser(

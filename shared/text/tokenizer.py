@@ -152,6 +152,10 @@ class Tokenizer:
         """Decodes tokens, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
+    def can_represent(self, text: str) -> bool:
+        """Returns False if tokens change a text; SentencePiece reads U+2581 as a space."""
+        return text in self.decode_all(self.encode_more(text))
+
     def shows(self, token: int) -> bool:
         """Returns whether responses show a token: it is known and not special, or a delimiter."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None

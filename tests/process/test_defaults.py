@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from models.make_random import chat_template
 from shared.models.model_folder import ModelFolder
@@ -16,7 +18,8 @@ from shared.options.options import Options
 from shared.options.server import TOOL_CALL_PARSERS
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import GrammarQueue
-from shared.text.tokenizer import Tokenizer
+from shared.text.call_formats.registry import FORMATS
+from shared.text.tokenizer import SPACE_MARK, Tokenizer
 from shared.text.tokenizer_files import TokenizerFiles
 from tests.support.family_templates import TEMPLATES
 from tests.support.http_fixtures import save_tokenizer
@@ -95,6 +98,17 @@ def test_ambiguous_tool_call_template_is_startup_error(folder: Path):
     )
     given = chosen("--model-path", str(folder), "--tool-call-parser", "hermes")
     assert parsers_of(given)[0] == "hermes"
+
+
+def test_parser_rejects_tokenizer_that_changes_tags(folder: Path):
+    """SentencePiece reads U+2581 in DeepSeek's tags as a space."""
+    tokenizer = FastTokenizer(models.Unigram([("<unk>", 0.0)], unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    tokenizer.add_tokens(sorted({*"".join(FORMATS["deepseek_v3"].marks)} - {SPACE_MARK}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="deepseek_v3 requires a tokenizer that represents <｜"):
+        chosen("--model-path", str(folder), "--tool-call-parser", "deepseek_v3")
 
 
 def test_folder_without_tokenizer_disables_parsers_and_grammars(tmp_path: Path):

@@ -50,7 +50,9 @@ def walk(
         if allowed[end] and is_begun:
             break
         found = _longest(rest, named, allowed)
-        assert found or is_begun, f"{rest} is not allowed"
+        if not (found or is_begun):
+            found = _beyond(rest, named, allowed)
+            assert found, f"{rest} is not allowed"
         if found is None:
             may_wander = allowed.sum() > 1 and len(tokens) < most // 4 and chosen.random() < 0.7
             known = [each for each in ENDINGS if _longest(each, named, allowed)]
@@ -74,4 +76,19 @@ def _longest(
         for token in named.get(text[:size], ()):
             if allowed[token]:
                 return size, token
+    return None
+
+
+def _beyond(
+    text: bytes, named: Mapping[bytes, Sequence[int]], allowed: np.ndarray
+) -> tuple[int, int] | None:
+    """Length of a text and id of an allowed token that begins with it, or None.
+
+    Where the text that follows is certain, a grammar allows only the token that spans the border.
+    """
+    for name, tokens in named.items():
+        if name.startswith(text):
+            for token in tokens:
+                if allowed[token]:
+                    return len(text), token
     return None

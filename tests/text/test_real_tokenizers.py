@@ -14,6 +14,7 @@ from shared.text.call_formats.registry import FORMATS
 from shared.text.delimiters import CALL, THINK, THINK_END
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.tokenizer import SPACE_MARK
 from tests.support.call_schemas import SCHEMAS
 from tests.support.conversations import count_refused
 from tests.support.grammar_walks import walk
@@ -55,6 +56,12 @@ def text_of(tokenizer: RealTokenizer, request: GrammarRequest, seed: int, begun:
 @pytest.mark.parametrize("style", FORMATS)
 def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lead):
     """The output begins with the token of the call's delimiter if the tokenizer has one."""
+    if not all(map(tokenizer.shown.can_represent, FORMATS[style].marks)):
+        assert (tokenizer.folder.name, style[:8]) in {
+            ("llama2", "deepseek"),
+            ("gemma3", "deepseek"),
+        }
+        return  # an error at startup
     calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)
     form = OutputFormat(kind="schema", value=SCHEMA) if free == "answer" else None
     thought = {None: "", "open": f"hm{THINK_END}", "maybe": f"{THINK}hm{THINK_END}"}[lead]
@@ -82,7 +89,15 @@ def test_real_tokenizer_schema_after_reasoning_is_valid(tokenizer, lead):
         jsonschema.validate(json.loads(found.text), SCHEMA)
 
 
-NAMES_OF_TOKENS = [*sorted(MARKS), "<b>", "</code>", "<|im_end|>", "<|eot_id|>", "<eos>", "</s>"]
+NAMES_OF_TOKENS = [
+    *sorted(mark for mark in MARKS if SPACE_MARK not in mark),
+    "<b>",
+    "</code>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<eos>",
+    "</s>",
+]
 FORMS = [
     ("choice", NAMES_OF_TOKENS, "|".join(map(re.escape, NAMES_OF_TOKENS))),
     ("regex", r"<think>[a-c]{3}\n\n</think> é{2}", r"<think>[a-c]{3}\n\n</think> é{2}"),
