@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 
-from jax_impl.training import export, target_outputs, tasks
+from jax_impl.training import export, target_outputs, tasks, tree_acceptance
+from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.checkpoints import note_run
 from jax_impl.training.examples import Batches, RaggedRows, open_tokenizer, read_prompts, read_rows
-from jax_impl.training.formats import SPECULATORS, speculators_json
+from jax_impl.training.formats import SPECULATORS, check_format, speculators_json
 from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.nnx_modules import DraftModel
@@ -38,7 +39,7 @@ from shared.models.tied import as_stored
 EXIT_INVALID = 2
 RUN_SETTINGS = (
     *("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "mtp_weight", "dtype"),
-    *("depth", "anchors", "prompts", "output_tokens"),
+    *("depth", "anchors", "loss", "prompts", "output_tokens"),
 )
 """Options that must be equal to resume a run, because its batches and loss depend on them."""
 
@@ -124,11 +125,15 @@ def _train_head(given: argparse.Namespace) -> None:
     if given.start:
         draft_config = tasks.started(draft_config, given.draft, given.start, stored)
     tasks.check_head_trained(draft_config)
+    is_causal = draft_config.block is not None and any(draft_config.block.causal)
+    check_format(given.format, given.draft, is_causal)
     prompts = _prompts(given, config)
     _note(given, {"target": target_id, "config": dict(head_json)})
     target, rows = _target_and_outputs(given, config, target_id, prompts)
     task = _head_task(given, draft_config, target, rows)
     head = _run(given, task, rows)
+    if draft_config.block is not None and not draft_config.block.parts:
+        _print_tree_acceptance(given, draft_config, target, rows, head)
     if given.format == SPECULATORS and not head_json.get("speculators_model_type"):
         head_json = speculators_json(head_json, draft_config, given.target, given.depth)
     export.save_head(given.out, head_json, draft_config, head)
@@ -152,7 +157,10 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
                 "the target's tokenizer has no pad_token, the default mask token; set --mask-token"
             )
     layers, block = given.layers or LAYERS, given.block or BLOCK
-    return tasks.head_json(given.draft, target, given.draft_vocab, layers, block, mask or 0)
+    is_causal = bool(given.causal_head)
+    return tasks.head_json(
+        given.draft, target, given.draft_vocab, layers, block, mask or 0, is_causal
+    )
 
 
 def _head_task(
@@ -160,7 +168,7 @@ def _head_task(
 ) -> Trainable[DraftModel]:
     if config.block is not None:
         return tasks.block_task(
-            config, target, given.start, given.seed, given.anchors, _precision(given)
+            config, target, given.start, given.seed, given.anchors, given.loss, _precision(given)
         )
     ids = None
     if config.has_draft_vocab:
@@ -168,6 +176,23 @@ def _head_task(
     return tasks.head_task(
         config, target, given.start, given.seed, ids, given.depth, _precision(given)
     )
+
+
+def _print_tree_acceptance(
+    given: argparse.Namespace,
+    config: DraftConfig,
+    target: Target,
+    rows: RaggedRows,
+    head: DraftModel,
+) -> None:
+    """Prints the acceptance lengths of a chain and of trees on the answers of the training data."""
+    block = BlockHeadConfig.of(config)
+    batch = Batches(rows, given.batch_tokens, given.seed, given.prompt_weight, 1).at(0)
+    lengths = tree_acceptance.measure(
+        block, head, target.config, target.model, batch, given.seed, given.anchors, given.dtype
+    )
+    shown = ", ".join(f"{name} {length:.2f}" for name, length in lengths.items())
+    print(f"Acceptance length on training answers: {shown or 'no answer fills a block'}")
 
 
 def _max_tokens(given: argparse.Namespace, config: ModelConfig) -> int:

@@ -1,12 +1,12 @@
 """Training pass of block draft heads: many blocks per sequence, each after its own anchor token.
 
 A block is [anchor, mask, mask, ..]. Its rows attend to one another and to the context before the
-anchor. Each layer projects the keys and values of the context from the target's hidden states.
-Slot j of a DFlash head predicts the token j positions after the anchor. The Markov head of DSpark
-and the selector of DFlash2 read the true token before each slot
-(`jax_impl.training.candidate_loss`).
+anchor; rows of a JetSpec head do not attend to later rows of the block. Each layer projects the
+keys and values of the context from the target's hidden states. Slot j of a DFlash head predicts the
+token j positions after the anchor. The Markov head of DSpark and the selector of DFlash2 read the
+true token before each slot (`jax_impl.training.candidate_loss`).
 
-Source: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; DFlash2, z-lab.
+Source: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; DFlash2, z-lab; JetSpec, hao-ai-lab.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from jax_impl.layers import angles
 from jax_impl.ops.gemm.convolution import convolved
 from jax_impl.ops.gemm.layers import plain_rms_norm
 from jax_impl.training import candidate_loss, layers
+from jax_impl.training.candidate_loss import KL, Objective
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.losses import (
@@ -44,7 +45,7 @@ Anchors = Int[jax.Array, "B A"]
 
 
 class BlockHeadConfig(NamedTuple):
-    """Sizes of a block draft head for training; all of its layers are bidirectional.
+    """Sizes of a block draft head for training.
 
     Attributes:
       layer: Sizes of its layers.
@@ -73,7 +74,29 @@ class BlockHeadConfig(NamedTuple):
         return self.config.nodes - 1
 
 
-def block_loss(
+class FilledBlocks(NamedTuple):
+    """Blocks after some anchors of each sequence, with the tokens that follow.
+
+    Attributes:
+      slots: Hidden states of the slots that predict a token, after the final norm.
+      before, labels: The token before each slot's label, and the label.
+      teacher: Target's hidden states before each label; their logits are its choice of the label.
+      label_mask: Weight of each label; 0 past the end and for positions that are no anchors.
+    """
+
+    slots: Float[jax.Array, "B A slots hidden"]
+    before: Int[jax.Array, "B A slots"]
+    labels: Int[jax.Array, "B A slots"]
+    teacher: Float[jax.Array, "B A slots hidden"]
+    label_mask: Float[jax.Array, "B A slots"]
+
+    @property
+    def is_answer(self) -> Bool[jax.Array, "B A slots"]:
+        """True for a slot if its label and all labels before it have weight 1."""
+        return jnp.cumprod(self.label_mask >= 1, axis=-1).astype(bool)
+
+
+def fill_blocks(
     block: BlockHeadConfig,
     head: DraftModel,
     target_config: ModelConfig,
@@ -84,20 +107,13 @@ def block_loss(
     num_anchors: int,
     compute_dtype: DTypeLike,
     remat: bool,
-) -> tuple[Scalar, Metrics]:
-    """Computes the cross-entropy of blocks after random anchors; earlier slots weigh more.
-
-    The loss includes the terms of a DSpark or DFlash2 head in `candidate_loss`.
+) -> FilledBlocks:
+    """Runs the frozen target, and the head on blocks after random anchors.
 
     Args:
-      head: The trained head; the target is frozen.
       loss_mask: Same as in `losses`; the token after an anchor has weight 1.
       key: Random key of the anchors.
       num_anchors: Blocks per sequence.
-
-    Returns:
-      The loss, and metrics by the names of `losses.chain_loss`. `agreement_i` is the share of
-      blocks in which the first i slots predict the tokens of the sequence.
     """
     frozen = jax.tree.map(lax.stop_gradient, target)
     passed = jax.tree.map(
@@ -107,26 +123,54 @@ def block_loss(
     hidden = fill(block, head, frozen, passed, tokens, anchors, compute_dtype, remat)
     labels = _following(tokens, anchors, block.drafts)
     newest = jnp.take_along_axis(tokens, anchors, axis=1)
-    before = jnp.concatenate([newest[..., None], labels[..., :-1]], axis=2)
-    slots = hidden[:, :, block.config.first_slot :]
-    losses, agrees = _scored(block, head, frozen, slots, before, labels, compute_dtype)
-    is_answer = is_real[..., None] & (_following(loss_mask, anchors, block.drafts) >= 1)
-    counts = jnp.cumprod(is_answer, axis=-1)
-    alive = jnp.cumprod(agrees, axis=-1)
+    at = jnp.minimum(anchors[..., None] + jnp.arange(block.drafts), tokens.shape[1] - 1)
+    return FilledBlocks(
+        slots=hidden[:, :, block.config.first_slot :],
+        before=jnp.concatenate([newest[..., None], labels[..., :-1]], axis=2),
+        labels=labels,
+        teacher=passed.hidden[jnp.arange(len(tokens))[:, None, None], at],
+        label_mask=_following(loss_mask, anchors, block.drafts) * is_real[..., None],
+    )
+
+
+def block_loss(
+    block: BlockHeadConfig,
+    head: DraftModel,
+    target: ModelModule,
+    filled: FilledBlocks,
+    objective: Objective,
+    compute_dtype: DTypeLike,
+) -> tuple[Scalar, Metrics]:
+    """Computes the loss of filled blocks, with the terms of the head in `candidate_loss`.
+
+    Args:
+      head: The trained head; the target is frozen.
+      objective: See `candidate_loss.Objective` and `slot_weights`.
+
+    Returns:
+      The loss, and metrics by the names of `losses.chain_loss`. `agreement_i` is the share of
+      blocks in which the first i slots predict the tokens of the sequence.
+    """
+    frozen = jax.tree.map(lax.stop_gradient, target)
+    losses, agrees = _scored(block, head, frozen, filled, objective, compute_dtype)
+    counts, alive = filled.is_answer, jnp.cumprod(agrees, axis=-1)
     rates = [mean(alive[..., j], counts[..., j]) for j in range(block.drafts)]
-    loss = mean(losses, slot_weights(block, loss_mask, anchors, is_real))
+    loss = mean(losses, slot_weights(block, filled.label_mask, objective))
     return loss, acceptance(rates) | {"loss": loss}
 
 
 def slot_weights(
-    block: BlockHeadConfig, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
+    block: BlockHeadConfig, label_mask: Float[jax.Array, "B A slots"], objective: Objective
 ) -> Float[jax.Array, "B A slots"]:
-    """Returns the weight of each slot: the weight of its token, decayed by the slot's depth.
+    """Returns the weight of each slot.
 
-    A slot is used only if all slots before it are accepted, so later slots weigh less.
+    With cross-entropy the weight of the label decays with the depth of the slot: a slot of a chain
+    is used only if all slots before it are accepted. With the KL divergence all depths weigh the
+    same, because a tree contains candidates of several ranks at each depth.
     """
-    decay = jnp.exp(-jnp.arange(block.drafts) / (block.size / 2))
-    return _following(loss_mask, anchors, block.drafts) * is_real[..., None] * decay
+    if objective == KL:
+        return label_mask
+    return label_mask * jnp.exp(-jnp.arange(block.drafts) / (block.size / 2))
 
 
 def draw_anchors(
@@ -176,7 +220,8 @@ def fill(
             y = normed(x, stack.input_norm[layer], eps, compute_dtype)
             y, after = _convolution(block, head, f"{layer}.attention", y)
             q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, block_angles)
-            out = _attend(q, k, v, own_k, own_v, is_visible, size)
+            causal = block.config.causal[layer]
+            out = _attend(q, k, v, own_k, own_v, is_visible, size, causal)
             x = x + after(layers.merge(stack.attention, layer, out, gate))
             y = normed(x, stack.post_attention_norm[layer], eps, compute_dtype)
             y, after = _convolution(block, head, f"{layer}.mlp", y)
@@ -212,13 +257,19 @@ def _attend(
     v: Float[jax.Array, "R Hk D"],
     is_visible: Bool[jax.Array, "B rows T"],
     size: int,
+    is_causal: bool,
 ) -> Float[jax.Array, "R Hq D"]:
-    """Attends each row of a block to the context before its anchor and to its own block."""
+    """Attends each row of a block to the context before its anchor and to its own block.
+
+    With `is_causal` a row does not attend to later rows of its block.
+    """
     B, T = context_k.shape[:2]
     near_q, near_k, near_v = (x.reshape(-1, size, *x.shape[1:]) for x in (q, k, v))
     far = layers.scores(q.reshape(B, -1, *q.shape[1:]), context_k)
     far = jnp.where(is_visible[:, None, None], far, layers.NEVER)  # [B, Hk, group, A * size, T]
     near = layers.scores(near_q, near_k)  # [B * A, Hk, group, size, size]
+    if is_causal:
+        near = jnp.where(jnp.tri(size, dtype=bool), near, layers.NEVER)
     near = jnp.moveaxis(near.reshape(B, -1, *near.shape[1:]), 1, 3).reshape(*far.shape[:4], size)
     shares = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1)
     of_block = shares[..., T:].reshape(*far.shape[:3], -1, size, size)
@@ -239,29 +290,23 @@ def _scored(
     block: BlockHeadConfig,
     head: DraftModel,
     target: ModelModule,
-    hidden: Float[jax.Array, "B A slots hidden"],
-    before: Int[jax.Array, "B A slots"],
-    labels: Int[jax.Array, "B A slots"],
+    filled: FilledBlocks,
+    objective: Objective,
     compute_dtype: DTypeLike,
 ) -> tuple[Float[jax.Array, "B A slots"], Bool[jax.Array, "B A slots"]]:
-    """Returns the loss of each slot, and True if its draft token equals the label.
-
-    Args:
-      before: The token before each label.
-    """
-    flat: tuple[Hidden, Tokens, Tokens] = (
-        hidden.reshape(len(hidden), -1, hidden.shape[-1]),
-        before.reshape(len(before), -1),
-        labels.reshape(len(labels), -1),
-    )
+    """Returns the loss of each slot, and True if its draft token equals the label."""
+    teacher = filled.teacher if objective == KL else None
 
     def score(
-        rows: tuple[Hidden, Tokens, Tokens],
+        rows: tuple[Hidden, Tokens, Tokens, Hidden | None],
     ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-        hidden, before, labels = rows
+        hidden, before, labels, teacher = rows
         return candidate_loss.loss(
-            block.config, head, target, hidden, before, labels, compute_dtype
+            block.config, head, target, hidden, before, labels, teacher, compute_dtype
         )
 
-    scored = by_blocks(score, flat, block_rows(len(target.head[...])))
-    return jax.tree.map(lambda x: x.reshape(labels.shape), scored)
+    rows = (filled.slots, filled.before, filled.labels, teacher)
+    flat = jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[3:]), rows)
+    vocab = len(target.head[...]) * (2 if objective == KL else 1)
+    scored = by_blocks(score, flat, block_rows(vocab))
+    return jax.tree.map(lambda x: x.reshape(filled.labels.shape), scored)

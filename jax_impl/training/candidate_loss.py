@@ -1,5 +1,9 @@
 """Losses of the token choice of block draft heads, slot by slot.
 
+With `--loss kl` the cross-entropy of a slot's logits is replaced by the forward KL divergence
+between the target's distribution of the token and the head's, at temperature 1. The target reads
+the true tokens before the label. The other terms keep the label.
+
 - DFlash: the cross-entropy of the slot's logits, which depend on no earlier draft token.
 - DSpark: the same with the bias of the Markov head for the true previous token. The confidence has
   a binary cross-entropy; its label is 1 if the draft token equals the true token.
@@ -7,8 +11,10 @@
   slot. A label outside these tokens replaces the last one, so that every slot has a gradient; the
   slot counts as not drafted.
 
-Source: DSpark, arXiv:2607.05147; DFlash2, z-lab.
+Source: DSpark, arXiv:2607.05147; DFlash2, z-lab; the KL divergence: JetSpec, hao-ai-lab.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +36,13 @@ Rows = Float[jax.Array, "R hidden"]
 Tokens = Int[jax.Array, " R"]
 Scores = Float[jax.Array, "R vocab"]
 
+Objective = Literal["cross-entropy", "kl"]
+"""Loss of a slot's logits: against the label, or against the target's distribution."""
+
+CROSS_ENTROPY: Objective = "cross-entropy"
+KL: Objective = "kl"
+OBJECTIVES = (CROSS_ENTROPY, KL)
+
 
 def loss(
     block: BlockConfig,
@@ -38,6 +51,7 @@ def loss(
     hidden: Rows,
     before: Tokens,
     labels: Tokens,
+    teacher: Rows | None,
     compute_dtype: DTypeLike,
 ) -> tuple[Losses, Agrees]:
     """Returns the loss of each slot, and True if its draft equals the label given `before`.
@@ -45,11 +59,14 @@ def loss(
     Args:
       hidden: Hidden states of the slots, after the final norm.
       before: The token before each label.
+      teacher: Target's hidden states before each label, for the KL divergence; None for the
+        cross-entropy.
     """
     scores = logits(target, hidden, compute_dtype)
+    teacher_logits = None if teacher is None else logits(target, teacher, compute_dtype)
     if block.part(MarkovConfig) is not None:
-        return _markov_loss(head, scores, hidden, before, labels, compute_dtype)
-    losses, _, agrees = cross_entropy(scores, labels)
+        return _markov_loss(head, scores, hidden, before, labels, teacher_logits, compute_dtype)
+    losses, agrees = _token_loss(scores, labels, teacher_logits)
     selector = block.part(SelectorConfig)
     if selector is None:
         return losses, agrees
@@ -58,17 +75,29 @@ def loss(
     return losses + more, agrees
 
 
+def _token_loss(
+    scores: Scores, labels: Tokens, teacher_logits: Scores | None
+) -> tuple[Losses, Agrees]:
+    """Returns the cross-entropy, or the KL divergence from the teacher, and the agreement."""
+    losses, _, agrees = cross_entropy(scores, labels)
+    if teacher_logits is None:
+        return losses, agrees
+    log_p = jax.nn.log_softmax(lax.stop_gradient(teacher_logits), axis=-1)
+    return (jnp.exp(log_p) * (log_p - jax.nn.log_softmax(scores, axis=-1))).sum(axis=-1), agrees
+
+
 def _markov_loss(
     head: DraftModel,
     scores: Scores,
     hidden: Rows,
     before: Tokens,
     labels: Tokens,
+    teacher_logits: Scores | None,
     compute_dtype: DTypeLike,
 ) -> tuple[Losses, Agrees]:
     embedded = head.markov["embed"][before].astype(compute_dtype)
     scores = scores + layers.linear_float32(embedded, head.markov["lm_head"])
-    losses, _, agrees = cross_entropy(scores, labels)
+    losses, agrees = _token_loss(scores, labels, teacher_logits)
     if not hasattr(head, "confidence"):
         return losses, agrees
     width = head.confidence.shape[1]  # the hidden state, with or without the embedding

@@ -33,12 +33,20 @@ _LAYER = (
 )
 
 
-def check_format(name: str, draft: str | None) -> None:
+def check_format(name: str, draft: str | None, is_causal: bool) -> None:
     """Checks that a format supports a kind of head.
 
+    Args:
+      is_causal: True for a head with a causal block.
+
     Raises:
-      ValueError: The speculators format does not support the kind.
+      ValueError: The speculators format does not support the kind or the causal block.
     """
+    if name == SPECULATORS and is_causal:
+        raise ValueError(
+            "--format speculators is not supported for a JetSpec head: the format has no field for "
+            "a causal block of masks; remove it"
+        )
     if name == SPECULATORS and (draft or "").upper() not in TYPES:
         kinds = sentence_list(TYPES, "and").lower()
         raise ValueError(f"--format speculators requires --draft {kinds}; remove it")

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_impl.devices import find_device
 from jax_impl.training import tasks
+from jax_impl.training.candidate_loss import CROSS_ENTROPY, OBJECTIVES
 from jax_impl.training.formats import AUTHORS, FORMATS, check_format
 from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
 
@@ -26,6 +27,7 @@ LAYERS, BLOCK = 3, 8
 SHAPES = {
     "draft_vocab": ("eagle3",),
     **dict.fromkeys(("block", "layers", "mask_token"), (*tasks.CHOICES,)),
+    "causal_head": ("dflash",),
 }
 """Kinds of fresh heads that an option applies to."""
 
@@ -136,6 +138,12 @@ def _add_run(group: Any) -> None:
         "--mtp-weight", type=float, default=0.3, help="loss weight of an MTP layer; default 0.3"
     )
     group.add_argument(
+        "--loss",
+        choices=OBJECTIVES,
+        help="loss of a block head: against the tokens, or the KL divergence from the target's "
+        f"distribution, for draft trees and temperatures; default {CROSS_ENTROPY}",
+    )
+    group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help=f"dtype of the GEMMs; default {cpu.dtype} (CPU), {gpu.dtype} (GPU)",
@@ -185,6 +193,12 @@ def _add_shapes(group: Any) -> None:
         "--anchors", type=int, default=16, help="blocks per row of a block head; default 16"
     )
     group.add_argument(
+        "--causal-head",
+        action="store_true",
+        default=None,
+        help="train a JetSpec head: a dflash head with a causal block, for draft trees",
+    )
+    group.add_argument(
         "--mask-token", type=int, help="mask token id of a block head; default the padding token"
     )
 
@@ -215,8 +229,11 @@ def check(given: argparse.Namespace) -> None:
         if not is_valid or (value == 0 and name in POSITIVE):
             noun = "positive" if name in POSITIVE else "0 or more"
             raise ValueError(f"--{name.replace('_', '-')} must be {noun}, got {value}")
-    check_format(given.format, given.draft)
+    check_format(given.format, given.draft, bool(given.causal_head))
     _check_shapes(given)
+    if given.loss and given.draft not in tasks.CHOICES:
+        raise ValueError(f"--loss requires --draft {', '.join(tasks.CHOICES)}; remove it")
+    given.loss = given.loss or CROSS_ENTROPY
     for path in given.data:
         if not path.is_file():
             raise ValueError(f"the data file {path} does not exist; check --data")

@@ -14,7 +14,8 @@ from jaxtyping import Int32
 
 from jax_impl import weights
 from jax_impl.training import init, losses
-from jax_impl.training.block import BlockHeadConfig, block_loss
+from jax_impl.training.block import BlockHeadConfig, block_loss, fill_blocks
+from jax_impl.training.candidate_loss import Objective
 from jax_impl.training.examples import TrainingBatch
 from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
@@ -214,9 +215,10 @@ def block_task(
     start: Path | None,
     seed: int,
     num_anchors: int,
+    objective: Objective,
     precision: Precision,
 ) -> Trainable[DraftModel]:
-    """Returns the task of training a block head: DFlash, DSpark or DFlash2.
+    """Returns the task of training a block head: DFlash, JetSpec, DSpark or DFlash2.
 
     Args:
       config: Config of the head.
@@ -224,6 +226,7 @@ def block_task(
       start: Folder of a head to start from; None for a fresh one.
       seed: Seed of a fresh head.
       num_anchors: Blocks per row in a step.
+      objective: Loss of the slots.
       precision: Numerical settings.
     """
     block = BlockHeadConfig.of(config)
@@ -236,7 +239,7 @@ def block_task(
         head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
         tokens, loss_mask = _arrays(batch)
-        return block_loss(
+        filled = fill_blocks(
             block,
             head,
             target.config,
@@ -248,6 +251,7 @@ def block_task(
             precision.dtype,
             precision.remat,
         )
+        return block_loss(block, head, model, filled, objective, precision.dtype)
 
     return _trainable(head, target.model, loss)
 
@@ -286,14 +290,12 @@ def check_head_trained(config: DraftConfig) -> None:
     windows = [each.window for each in layer.attentions]
     windows += block.windows if block else ()
     mlp_bias = layer.dense is not None and layer.dense.bias
-    is_causal = block is not None and any(block.causal)
     found = {
         "norm_before_residual": config.norm_residual,
         "several layers": layer.num_layers > 1 and not is_block,
         "sliding windows": any(windows),
         "query and key norms": layer.attention.qk_norm and not is_block,
         "biases in its layers": layer.attention.input_bias or layer.attention.out_bias or mlp_bias,
-        "causal attention": is_causal,
         "its own embedding": config.own_embed and not config.traits.is_independent,
         "a draft vocabulary": is_block and config.has_draft_vocab,
         f"a {markov.kind if markov else ''} Markov head": markov and markov.kind != VANILLA,
@@ -339,7 +341,13 @@ def _trainable(
 
 
 def head_json(
-    kind: str, target: ModelConfig, draft_vocab: int | None, num_layers: int, block: int, mask: int
+    kind: str,
+    target: ModelConfig,
+    draft_vocab: int | None,
+    num_layers: int,
+    block: int,
+    mask: int,
+    is_causal: bool,
 ) -> Json:
     """Returns the config.json of a fresh head, with the layer sizes of its target.
 
@@ -347,6 +355,7 @@ def head_json(
       kind: "eagle", "eagle3", "dflash", "dspark" or "dflash2".
       draft_vocab: Size of an EAGLE-3 head's draft vocabulary; None for all tokens.
       num_layers, block, mask: Number of layers, block size and mask token of a block head.
+      is_causal: True for a JetSpec head, a DFlash head with a causal block.
 
     Raises:
       ValueError: The target has too few layers.
@@ -368,7 +377,9 @@ def head_json(
         "tie_word_embeddings": False,
     }
     if kind in CHOICES:
-        return {**_block_json(target, num_layers, block, mask), **common, **CHOICES[kind]}
+        fields = {**_block_json(target, num_layers, block, mask), **common, **CHOICES[kind]}
+        own = fields["dflash_config"] | ({"causal_head": True} if is_causal else {})
+        return {**fields, "dflash_config": own}
     one = {"model_type": "llama", "num_hidden_layers": 1}
     if kind == "eagle":
         return {"architectures": ["LlamaForCausalLMEagle"], **one, **common, "bias": True}

@@ -3,7 +3,8 @@
 # of the shipped models, on one host with 4 NVIDIA H200: the target uses all GPUs, every other part
 # one. With one H200, MINUTES=7 trains each part for 7 minutes.
 # An interrupted part resumes from its last checkpoint. PARTS selects parts.
-# The part `mixture`, an MoE model and its FP8 copy, is trained only if PARTS contains it.
+# The parts `mixture` (an MoE model and its FP8 copy), `jetspec` (a block head with a causal block)
+# and `dflash_kl` (DFLASH with the KL divergence) are trained only if PARTS contains them.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -27,11 +28,11 @@ wants() { case " $PARTS " in *" $1 "*) true ;; *) false ;; esac; }
 train() { echo "== $*"; "$PYTHON" -m jax_impl.train "$@"; }
 train_on_one() { CUDA_VISIBLE_DEVICES="${DEVICE:-0}" train "$@" --minutes "$PART_MINUTES" --batch-tokens 32768; }
 head_for() {
-    kind=$1
-    shift
-    if wants "$kind"; then
+    part=$1 kind=$2
+    shift 2
+    if wants "$part"; then
         train_on_one --target "$WORK/target" --draft "$kind" --data "$WORK/train.jsonl" \
-            --outputs "$WORK/outputs.jsonl" --prompts "$PROMPTS" --out "$WORK/$kind" "$@"
+            --outputs "$WORK/outputs.jsonl" --prompts "$PROMPTS" --out "$WORK/$part" "$@"
     fi
 }
 
@@ -65,11 +66,13 @@ if wants mixture; then
 fi
 
 # All heads are trained on the same outputs of the target; the first one to run generates them.
-head_for mtp --start "$WORK/target" --seed 3 --depth 3
+head_for mtp mtp --start "$WORK/target" --seed 3 --depth 3
 PART_MINUTES=$HEAD_MINUTES
-head_for eagle --seed 4 --depth 4 --learning-rate 2e-3
-head_for eagle3 --seed 5 --depth 5 --draft-vocab 2048 --learning-rate 2e-3
-head_for dflash --seed 6 --block 8 --layers 3 --learning-rate 2e-3
+head_for eagle eagle --seed 4 --depth 4 --learning-rate 2e-3
+head_for eagle3 eagle3 --seed 5 --depth 5 --draft-vocab 2048 --learning-rate 2e-3
+head_for dflash dflash --seed 6 --block 8 --layers 3 --learning-rate 2e-3
+head_for dflash_kl dflash --seed 8 --block 8 --layers 3 --learning-rate 2e-3 --loss kl
+head_for jetspec dflash --seed 9 --block 8 --layers 3 --learning-rate 2e-3 --loss kl --causal-head
 
 # The shipped target is the one that contains the trained MTP layer.
 install_model() {
@@ -79,7 +82,7 @@ install_model() {
     chmod 644 "$OUT/$2"/*
 }
 install_model mtp target
-for part in standalone eagle eagle3 dflash mixture mixture_fp8; do install_model "$part" "$part"; done
-for part in target mtp standalone eagle eagle3 dflash mixture; do
+for part in standalone eagle eagle3 dflash dflash_kl jetspec mixture mixture_fp8; do install_model "$part" "$part"; done
+for part in target mtp standalone eagle eagle3 dflash dflash_kl jetspec mixture; do
     [ ! -f "$WORK/$part/training/curves.png" ] || cp "$WORK/$part/training/curves.png" "$OUT/curves/$part.png"
 done

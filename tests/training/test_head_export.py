@@ -29,7 +29,7 @@ TARGETS = {"eagle3": "llama", "dflash": "qwen3", "dspark": "qwen3", "dflash2": "
 def test_speculators_head_equals_head_in_original_format(kind, draft_vocab, tmp_path):
     folder = GOLDEN / TARGETS[kind]
     target, model = golden_model(TARGETS[kind])
-    authors = tasks.head_json(kind, target, draft_vocab, 2, 4, 255)
+    authors = tasks.head_json(kind, target, draft_vocab, 2, 4, 255, False)
     config = DraftConfig.from_dict(authors, target)
     if (block := config.block) is None:
         ids = None if draft_vocab is None else np.arange(0, 4 * draft_vocab, 4)
@@ -67,10 +67,16 @@ def test_speculators_format_rejects_eagle(capsys, tmp_path):
     )
 
 
+def test_speculators_format_rejects_causal_head(capsys, tmp_path):
+    words = ["--target", str(tmp_path), "--draft", "dflash", "--data", "none", "--out", "out"]
+    assert main([*words, "--steps", "1", "--causal-head", "--format", "speculators"]) == 2
+    assert "not supported for a JetSpec head" in capsys.readouterr().err
+
+
 def test_speculators_format_preserves_rope_scaling():
     target, _ = golden_model("llama")
     rope = {"type": "linear", "factor": 4.0}
-    authors = {**tasks.head_json("eagle3", target, 64, 1, 4, 255), "rope_scaling": rope}
+    authors = {**tasks.head_json("eagle3", target, 64, 1, 4, 255, False), "rope_scaling": rope}
     config = DraftConfig.from_dict(authors, target)
     other = speculators_json(authors, config, GOLDEN / "llama", 4)
     rotary = DraftConfig.from_dict(other, target).layer.attention.rotary
@@ -82,7 +88,7 @@ def test_started_head_follows_its_files(tmp_path):
     """Its own LM head and embedding are trained, and a missing bias is not required."""
     files = open_checkpoint(GOLDEN / "llama")
     target, model = golden_model("llama")
-    fields = tasks.head_json("eagle3", target, None, 1, 4, 255)
+    fields = tasks.head_json("eagle3", target, None, 1, 4, 255, False)
     config = DraftConfig.from_dict(fields, target)
     head = init.fresh_head(config, target, model, 0, None)
     export.save_head(tmp_path, fields, config, head)
@@ -106,6 +112,8 @@ REFUSED = {
     "a head of kind EAGLE; use --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
     "--draft-vocab requires --draft eagle3": ["eagle", "--draft-vocab", "64"],
     "--block requires --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
+    "--causal-head requires --draft dflash": ["dspark", "--causal-head"],
+    "--loss requires --draft dflash, dspark, dflash2": ["eagle3", "--loss", "kl"],
     "--speculative-aux-layer-convention requires --draft eagle3, dflash, dspark, dflash2": [
         *("eagle3", "--speculative-aux-layer-convention", "inputs"),
     ],

@@ -135,10 +135,12 @@ def log_of(folder: Path) -> list[dict]:
 
 
 def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) -> int:
-    words = ["--target", str(target), "--draft", kind, "--data", str(data), "--out", str(out)]
+    draft = "dflash" if kind == "jetspec" else kind
+    words = ["--target", str(target), "--draft", draft, "--data", str(data), "--out", str(out)]
     size = "3" if kind == "dspark" else "4"  # of three drafts, as `CHAIN` has
     blocks = {each: ["--block", size, "--layers", "2"] for each in ("dflash", "dspark", "dflash2")}
     shape = {"eagle3": ["--draft-vocab", "200"], **blocks}
+    shape["jetspec"] = [*blocks["dflash"], "--causal-head", "--loss", "kl"]
     return main([*words, "--outputs", str(answers), *shape.get(kind, []), *HEAD_RUN])
 
 
@@ -190,7 +192,7 @@ def test_train_resumes_and_rejects_other_settings(target, data, capsys):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("mtp", "eagle", "eagle3", "dflash", "dspark"),
+        *("mtp", "eagle", "eagle3", "dflash", "jetspec", "dspark"),
         pytest.param("dflash2", marks=pytest.mark.matrix),
     ],
 )
@@ -208,8 +210,9 @@ def test_trained_head_serves_with_plain_output(target, data, answers, kind, tmp_
         assert not np.array_equal(old["mtp.fc.weight"], new["mtp.fc.weight"])
         return
     opened = open_head(out)
-    assert kind_of(opened.names) == kind.upper()
+    assert kind_of(opened.names) == ("DFLASH" if kind == "jetspec" else kind.upper())
     head = load_head(opened, DraftConfig.from_folder(out, config), np.float32)
+    assert head.config.block is None or all(head.config.block.causal) == (kind == "jetspec")
     assert text_of(target, head, prompt) == plain
 
 

@@ -162,7 +162,6 @@ UNTRAINED = {
     "biases": ("EAGLE", {"qkv_bias": True}),
     "sliding windows": ("DFLASH", {}),
     "draft vocabulary": ("DFLASH", {"layer_types": None, "draft_vocab_size": 60}),
-    "causal attention": ("DFLASH", {"layer_types": None, "is_causal": True}),
 }
 
 
