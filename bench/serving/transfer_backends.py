@@ -43,7 +43,7 @@ def _publish(link: Connection, size: int) -> None:
     body = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     while link.recv():
         began = time.perf_counter()
-        ticket_id, record = store.publish(b"", {}, [body.data])
+        ticket_id, record = store.publish(b"", {}, [body.data], 0)
         seconds = time.perf_counter() - began
         link.send((server.ticket(ticket_id, record).to_fields(), seconds))
     server.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby
@@ -32,6 +33,9 @@ VERSION = 1
 
 DIGEST_BYTES = 32
 """Bytes of an image's digest."""
+
+CHECKSUM_BYTES, CHECKSUM_THREADS = 1 << 24, 8
+"""Bytes of the body in each CRC-32 of its checksum, and threads that compute them."""
 
 
 class TransferRejected(ValueError):
@@ -251,10 +255,10 @@ class TransferRecord:
         return [array.data.cast("B") for array in flat]
 
     def checksum(self) -> int:
-        """Returns the CRC-32 of header and body.
+        """Returns the CRC-32 of the header and of the CRC-32 of each `CHECKSUM_BYTES` of the body.
 
         `zlib.crc32` reads 4.2 GB/s on one core of a server CPU, BLAKE2b 0.9 GB/s and SHA-256 1.8
-        GB/s. It releases the GIL.
+        GB/s. It releases the GIL, so threads share the body.
         """
         return _checksum(self.header, self.parts())
 
@@ -302,7 +306,29 @@ class TransferRecord:
 
 
 def _checksum(header: TransferHeader, parts: Sequence[memoryview]) -> int:
-    found = zlib.crc32(json.dumps(header.to_fields(), sort_keys=True).encode())
+    with ThreadPoolExecutor(CHECKSUM_THREADS) as threads:
+        of_body = np.array(list(threads.map(_crc, _chunks(parts))), "<u4")
+    of_header = zlib.crc32(json.dumps(header.to_fields(), sort_keys=True).encode())
+    return zlib.crc32(of_body.tobytes(), of_header)
+
+
+def _crc(parts: Sequence[memoryview]) -> int:
+    found = 0
     for part in parts:
         found = zlib.crc32(part, found)
     return found
+
+
+def _chunks(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yields the bytes of a body, `CHECKSUM_BYTES` at a time."""
+    chunk, room = list[memoryview](), CHECKSUM_BYTES
+    for part in parts:
+        while part:
+            taken, part = part[:room], part[room:]
+            chunk.append(taken)
+            room -= len(taken)
+            if not room:
+                yield chunk
+                chunk, room = [], CHECKSUM_BYTES
+    if chunk:
+        yield chunk

@@ -93,6 +93,16 @@ def test_changed_record_is_rejected_by_checksum(where):
     assert caught.value.reason == "checksum"
 
 
+@pytest.mark.parametrize("size", [1000, 4099, 1 << 20])
+def test_checksum_depends_on_bytes_alone(monkeypatch, size):
+    """Several arrays of a sender have the checksum of one received body."""
+    monkeypatch.setattr("shared.boundary.kv_transfer.CHECKSUM_BYTES", size)
+    record = record_of("qwen3")
+    (pages,) = record.arrays[0]
+    pieces = replace(record, arrays=((pages[:2], pages[2:2], pages[2:]), *record.arrays[1:]))
+    assert pieces.checksum() == sent(record, dict).checksum()
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_body_of_other_size_is_rejected(change):
     record = record_of("qwen3")

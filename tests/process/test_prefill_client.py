@@ -33,12 +33,16 @@ class Prefiller:
     Attributes:
       status: Status of the response.
       record: Record of the ticket.
+      flips: Byte of the body to damage; None for none.
+      damage: Fields of the header to replace.
       bodies: Bodies of all requests.
       waits: Time at which it replies.
     """
 
     def __init__(self) -> None:
         self.status, self.record = 200, record_of(PREFIX.tokens, PREFIX.tenant)
+        self.flips: int | None = None
+        self.damage: dict[str, object] = {}
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
         self.waits = threading.Event()
@@ -64,11 +68,18 @@ class Prefiller:
         self.keys.append(handler.headers["Authorization"])
         self.waits.wait(10)
         record = self.record
-        published = self.store.publish(b"", record.header.to_fields(), record.parts())
+        header = record.header.to_fields() | self.damage
+        published = self.store.publish(b"", header, self.body(), record.checksum())
         ticket = self.records.ticket(published[0], published[1])
         handler.send_response(self.status)
         handler.end_headers()
         handler.wfile.write(json.dumps(ticket.to_fields()).encode())
+
+    def body(self) -> list[memoryview]:
+        body = bytearray(b"".join(self.record.parts()))
+        if self.flips is not None:
+            body[self.flips] ^= 1
+        return [memoryview(body)]
 
     def close(self) -> None:
         self.waits.set()
@@ -163,6 +174,23 @@ def test_record_of_another_prompt_is_rejected(prefillers, fetch, record, reason)
     for each in prefillers:
         each.record = record
     assert _reason(fetch) == reason
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("flips", "damage"),
+    [(0, {}), (-1, {}), (None, {"is_whole": [1, 0, 1, 1, 1]})],
+    ids=["first byte", "last byte", "header"],
+)
+def test_damaged_record_is_rejected(prefillers, backend, flips, damage):
+    prefillers[0].flips, prefillers[0].damage = flips, damage
+    records = RecordClient(backend, b"", 1 << 20, TransferCounters())
+    client = PrefillClient([prefillers[0].address], records, None, FINGERPRINT)
+    with pytest.raises(TransferRejected) as error:
+        client.fetch(PREFIX, Deadline(10))
+    assert error.value.reason == "checksum"
+    assert records.num_bytes == 0
+    records.close()
 
 
 def test_record_of_other_weights_is_rejected(prefillers):

@@ -14,6 +14,6 @@ class TransferError(Exception):
 
 
 CANCELLED, TIMEOUT, UNREACHABLE, LOST = "cancelled", "timeout", "unreachable", "lost"
-SECRET, EXPIRED, TOO_LARGE, CHECKSUM = "secret", "expired", "too_large", "checksum"
+SECRET, EXPIRED, TOO_LARGE = "secret", "expired", "too_large"
 """Reasons: the request was aborted; the deadline passed; no connection; the connection closed;
-another secret; an unknown or expired ticket; more bytes than the limit; corrupted bytes."""
+another secret; an unknown or expired ticket; more bytes than the limit."""

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline, receive, receive_into, send
 from shared.cluster.transfer.errors import (
-    CHECKSUM,
     EXPIRED,
     LOST,
     TOO_LARGE,
@@ -31,7 +29,6 @@ from shared.cluster.transfer.record_store import is_sealed
 from shared.cluster.transfer.ticket import RecordAddress, Ticket, boot_id
 
 AUTO, SHM, TCP = BACKENDS = ("auto", "shm", "tcp")
-RECEIVE_BYTES = 1 << 20  # the checksum of a part is computed while it is in the processor's cache
 MAX_IDLE_CONNECTIONS = 4
 CONNECT_S = 2.0
 LOOK_S = 0.05
@@ -118,7 +115,7 @@ class RecordClient:
         """Fetches a record; `FetchedRecord.release` frees its bytes.
 
         Raises:
-          TransferError: The record did not arrive in time, whole and unchanged.
+          TransferError: The record did not arrive in time, or not as a whole.
         """
         began = time.monotonic()
         self._budget.take(ticket.num_bytes, deadline)
@@ -227,14 +224,9 @@ def _receive_body(
 ) -> tuple[str, memoryview]:
     if connection.family == socket.AF_UNIX:
         return SHM, _mapped_body(connection, num_bytes, deadline)
-    found, checksum = _checked_reply(receive(connection, REPLY.size, deadline), num_bytes)
-    body, running = np.empty(found, np.uint8).data, 0
-    for first in range(0, found, RECEIVE_BYTES):
-        part = body[first : first + RECEIVE_BYTES]
-        receive_into(connection, part, deadline)
-        running = zlib.crc32(part, running)
-    if running != checksum:
-        raise TransferError(CHECKSUM, "the record was corrupted on the way")
+    _check_reply(receive(connection, REPLY.size, deadline), num_bytes)
+    body = np.empty(num_bytes, np.uint8).data
+    receive_into(connection, body, deadline)
     return TCP, body
 
 
@@ -243,7 +235,7 @@ def _mapped_body(connection: socket.socket, num_bytes: int, deadline: Deadline) 
         reply, files, _, _ = socket.recv_fds(connection, REPLY.size, 1)
     try:
         reply += receive(connection, REPLY.size - len(reply), deadline)
-        _checked_reply(reply, num_bytes)
+        _check_reply(reply, num_bytes)
         if len(files) != 1 or not is_sealed(files[0], num_bytes):
             raise TransferError(LOST, "the other server passed no sealed memory of that size")
         # Pages are copied when written, so that arrays on it need not be read-only.
@@ -256,11 +248,9 @@ def _mapped_body(connection: socket.socket, num_bytes: int, deadline: Deadline) 
 _EMPTY = memoryview(b"")
 
 
-def _checked_reply(reply: bytes, num_bytes: int) -> tuple[int, int]:
-    """Returns length and checksum of a reply."""
-    status, found, checksum = REPLY.unpack(reply)
+def _check_reply(reply: bytes, num_bytes: int) -> None:
+    status, found = REPLY.unpack(reply)
     if not status:
         raise TransferError(EXPIRED, "the ticket has expired or was used before")
     if found != num_bytes:
         raise TransferError(LOST, f"the ticket has {num_bytes} bytes, but the server sends {found}")
-    return found, checksum

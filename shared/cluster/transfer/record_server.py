@@ -21,8 +21,8 @@ from shared.cluster.transfer.handshake import accept
 from shared.cluster.transfer.record_store import HeldRecord, RecordStore
 from shared.cluster.transfer.ticket import ID_BYTES, RecordAddress, Ticket, boot_id
 
-REPLY = struct.Struct("<BQI")
-"""Reply: 1 for a record or 0 for an unknown ticket, bytes of the body, its CRC-32 on TCP."""
+REPLY = struct.Struct("<BQ")
+"""Reply: 1 for a record or 0 for an unknown ticket, and bytes of the body."""
 
 MAX_CONNECTIONS = 64
 HANDSHAKE_S, IDLE_S, SEND_S, END_S = 5.0, 120.0, 60.0, 0.5
@@ -69,6 +69,7 @@ class RecordServer:
             ticket_id=ticket_id,
             address=self._address,
             num_bytes=record.num_bytes,
+            checksum=record.checksum,
             header=record.header,
         )
 
@@ -131,14 +132,14 @@ class RecordServer:
             record = self._store.open(ticket)
         except TransferError as error:
             self._counters.fail(error.reason)
-            send(connection, REPLY.pack(0, 0, 0), deadline)
+            send(connection, REPLY.pack(0, 0), deadline)
             return
         is_local = connection.family == socket.AF_UNIX
         try:
             if is_local:
                 _send_descriptor(connection, record, deadline)
             else:
-                send(connection, REPLY.pack(1, record.num_bytes, record.checksum), deadline)
+                send(connection, REPLY.pack(1, record.num_bytes), deadline)
                 send_file(connection, record.file, record.num_bytes, deadline)
         except TransferError as error:
             self._counters.fail(error.reason)
@@ -150,6 +151,5 @@ class RecordServer:
 
 
 def _send_descriptor(connection: socket.socket, record: HeldRecord, deadline: Deadline) -> None:
-    # Sealed memory cannot change on the way, so a checksum would only cost time.
     with deadline.on(connection):
-        socket.send_fds(connection, [REPLY.pack(1, record.num_bytes, 0)], [record.file])
+        socket.send_fds(connection, [REPLY.pack(1, record.num_bytes)], [record.file])

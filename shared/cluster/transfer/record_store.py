@@ -12,10 +12,8 @@ import os
 import secrets
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from mmap import ACCESS_READ, mmap
 from typing import Any
 
 from shared.cluster.transfer.errors import EXPIRED, TOO_LARGE, TransferError
@@ -34,6 +32,7 @@ class HeldRecord:
       header: Fields of its header.
       file: Descriptor of the memory file.
       num_bytes: Bytes of the body.
+      checksum: See `Ticket.checksum`.
       tickets: Time at which each open ticket expires, by its id.
       num_readers: Transfers in progress.
     """
@@ -42,17 +41,9 @@ class HeldRecord:
     header: dict[str, Any]
     file: int
     num_bytes: int
+    checksum: int
     tickets: dict[str, float] = field(default_factory=dict)
     num_readers: int = 0
-    _checksum: int | None = None
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the body; only a network needs it."""
-        if self._checksum is None:
-            with _mapped(self) as body:
-                self._checksum = zlib.crc32(body)
-        return self._checksum
 
 
 class RecordStore:
@@ -95,7 +86,7 @@ class RecordStore:
             return None if record is None else (self._new_ticket(record), record)
 
     def publish(
-        self, key: bytes, header: dict[str, Any], parts: Sequence[memoryview]
+        self, key: bytes, header: dict[str, Any], parts: Sequence[memoryview], checksum: int
     ) -> tuple[str, HeldRecord]:
         """Copies a record to a memory file, and returns it with a ticket.
 
@@ -103,6 +94,7 @@ class RecordStore:
           key: Identity of the cached prefix.
           header: Fields of the header.
           parts: Body, in order.
+          checksum: See `Ticket.checksum`.
 
         Raises:
           TransferError: The records would exceed the limit.
@@ -125,7 +117,7 @@ class RecordStore:
             raise
         with self._lock:
             # Another thread may have published the same prefix meanwhile; the newer record stays.
-            record = self._records[key] = HeldRecord(key, header, file, count)
+            record = self._records[key] = HeldRecord(key, header, file, count, checksum)
             return self._new_ticket(record), record
 
     def open(self, ticket: str) -> HeldRecord:
@@ -217,7 +209,3 @@ def is_sealed(file: int, num_bytes: int) -> bool:
         return False
     wanted = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
     return seals & wanted == wanted and os.fstat(file).st_size == num_bytes
-
-
-def _mapped(record: HeldRecord) -> mmap:
-    return mmap(record.file, record.num_bytes, access=ACCESS_READ)

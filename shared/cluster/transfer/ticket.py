@@ -1,4 +1,4 @@
-"""Ticket of a published record: its address, size and header."""
+"""Ticket of a published record: its address, size, checksum and header."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class Ticket:
       ticket_id: Random id in hexadecimal digits; a client without it cannot fetch the record.
       address: Address of the server that holds the record.
       num_bytes: Bytes of the body.
+      checksum: Checksum of header and body (`TransferRecord.checksum`).
       header: Fields of the record's header.
     """
 
     ticket_id: str
     address: RecordAddress
     num_bytes: int
+    checksum: int
     header: dict[str, Any]
 
     def to_fields(self) -> dict[str, Any]:
@@ -59,7 +61,10 @@ class Ticket:
         try:
             address = RecordAddress(**{**fields["address"], "host": host})
             ticket = cls(**{**fields, "address": address})
-            is_valid = len(bytes.fromhex(ticket.ticket_id)) == ID_BYTES and ticket.num_bytes >= 0
+            is_valid = (
+                len(bytes.fromhex(ticket.ticket_id)) == ID_BYTES
+                and min(ticket.num_bytes, ticket.checksum) >= 0
+            )
         except (TypeError, KeyError, ValueError) as error:
             raise TransferError("ticket", f"the ticket is invalid: {error}") from error
         if not is_valid or not isinstance(ticket.header, dict):

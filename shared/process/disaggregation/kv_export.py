@@ -181,8 +181,9 @@ class KVExporter:
             pending.published.add_done_callback(lambda _: self._notify())
 
     def _publish(self, key: bytes, record: TransferRecord) -> Published:
-        """Stores a record, on the thread, because that copies it."""
-        return self._store.publish(key, record.header.to_fields(), record.parts())
+        """Stores a record, on the thread, because that reads and copies it."""
+        header = record.header.to_fields()
+        return self._store.publish(key, header, record.parts(), record.checksum())
 
     def _end(self, pending: PendingExport, published: Future[Published]) -> None:
         try:

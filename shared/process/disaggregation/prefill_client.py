@@ -142,7 +142,7 @@ class PrefillClient:
             raise TransferRejected("tokens", "the record is that of another prompt")
         fetched = self._records.fetch(ticket, deadline)
         try:
-            return TransferRecord.of(header, fetched.body), fetched
+            return TransferRecord.checked(header, fetched.body, ticket.checksum), fetched
         except TransferRejected:
             fetched.release()
             raise
