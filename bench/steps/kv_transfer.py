@@ -56,7 +56,7 @@ def imported(engine: Engine, record: TransferRecord) -> float:
     assert engine.transfer is not None
     engine.cache.tree.evict(engine.cache.num_pages)
     began = time.perf_counter()
-    job = engine.transfer.begin_import(record)
+    job = engine.transfer.begin_import(record, holds=False)
     until_idle(engine)
     assert job.is_done
     return time.perf_counter() - began

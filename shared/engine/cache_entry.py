@@ -69,13 +69,13 @@ class CacheLease:
 
 @dataclass(eq=False)
 class TransferLease:
-    """Pages, snapshot and locks of an export or import in progress.
+    """Pages, snapshot and locks of an export or import in progress, or of an imported prefix.
 
     Attributes:
       node: Locked node; None for none.
-      pages: Pages of each pool that it owns, those of an import.
+      pages: Pages of each pool that it owns or shares.
       snapshot: Snapshot that it owns, of an import; 0 for none.
-      pinned: Snapshot of the tree that it pins, of an export; 0 for none.
+      pinned: Snapshot of the tree that it pins; 0 for none.
     """
 
     node: Node | None

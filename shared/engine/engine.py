@@ -159,7 +159,11 @@ class Engine:
         self._requests[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
-        """Ends a request without an event; does nothing if it has ended."""
+        """Ends a request without an event, also one that was not added.
+
+        Does nothing if it has ended.
+        """
+        self.cache.transfers.leave(request_id)
         if request_id in self._requests:
             self._end(self._requests[request_id], FinishReason.ABORT)
 
@@ -201,6 +205,7 @@ class Engine:
         Steps of a transfer and other steps take turns.
         """
         for request in self.scheduler.admit():
+            self.cache.transfers.leave(request.request_id)
             self.planner.write_request_row(request)
         if not self._transferred_last and self._submit_transfer():
             return True
@@ -335,6 +340,7 @@ class Engine:
         del self._requests[request.request_id]
         self.controller.on_finish(request)
         self.scheduler.release(request)
+        self.cache.transfers.leave(request.request_id)
         self.metrics.count_end(reason)
 
 

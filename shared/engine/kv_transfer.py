@@ -9,7 +9,7 @@ its bits are those of a local hit. Both are jobs, which run in the engine's step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -111,14 +111,24 @@ class KVTransfer:
         lease = TransferLease(path[-1], (NO_PAGES, *windows), pinned=snapshot)
         for pool, pages in zip(self._pools, lease.pages, strict=True):
             pool.share(pages)  # else window pages could be evicted
-        self._context.open(lease)
+        self._cache.transfers.open(lease)
         steps = TransferSteps(self._exports, tables, 0, snapshot)
         job = ExportJob(self._context, header, lease, steps)
         self._jobs.append(job)
         return job
 
-    def begin_import(self, record: TransferRecord) -> ImportJob:
+    @property
+    def is_holding(self) -> bool:
+        """True while an import is open, or its prefix is held for requests without a slot."""
+        return bool(self._num_open_imports or self._cache.transfers.num_held)
+
+    def begin_import(self, record: TransferRecord, *, holds: bool) -> ImportJob:
         """Begins to import a record; pages that are cached already are not written again.
+
+        Args:
+          record: The record.
+          holds: True to hold the imported prefix until `ImportJob.cancel`, or until requests that
+            `assign` names have received slots.
 
         Raises:
           TransferRejected: The record does not match this server ("version", "fingerprint",
@@ -132,15 +142,23 @@ class KVTransfer:
         if len(path) == header.num_pages == self._cache.num_restorable(path):
             tables = self._nothing
             steps = TransferSteps(self._imports, tables, 0, NO_SNAPSHOT)
-            job = ImportJob(self._context, record, TransferLease(None, tables), steps, tables)
+            lease = TransferLease(None, tables)
+            job = ImportJob(self._context, record, lease, steps, tables, holds=holds)
             job.is_done = True
+            job.hold()
             return job
         lease = self._allocate(header, path)
         tables = [_at_end(pages, header.num_pages) for pages in lease.pages]
         first = header.num_pages - max(map(len, lease.pages))
         steps = TransferSteps(self._imports, tables, first, lease.snapshot)
-        self._jobs.append(job := ImportJob(self._context, record, lease, steps, tables))
+        job = ImportJob(self._context, record, lease, steps, tables, holds=holds)
+        self._jobs.append(job)
         return job
+
+    def assign(self, job: ImportJob, request_ids: Iterable[int]) -> None:
+        """Sets the requests that will start from the prefix of a completed import."""
+        if job.held is not None:
+            self._cache.transfers.assign(job.held, request_ids)
 
     def next_step(self) -> TransferStep | None:
         """Returns the next step of the oldest job that has one; None if no job has."""
@@ -148,9 +166,14 @@ class KVTransfer:
         return None if job is None else job.next_step()
 
     def cancel_all(self) -> None:
-        """Cancels all jobs."""
+        """Cancels all jobs, and releases all held prefixes."""
         for job in self._jobs:
             job.cancel()
+        self._cache.transfers.release_all()
+
+    @property
+    def _num_open_imports(self) -> int:
+        return sum(isinstance(job, ImportJob) and job.is_open for job in self._jobs)
 
     @property
     def _nothing(self) -> tuple[Int32[np.ndarray, " n"], ...]:
@@ -219,12 +242,12 @@ class KVTransfer:
     def _allocate(self, header: TransferHeader, path: Sequence[Node]) -> TransferLease:
         """Locks the cached part of a record, and allocates pages and a snapshot for the rest."""
         lease = TransferLease(path[-1] if path else None, self._nothing)
-        self._context.open(lease)
+        self._cache.transfers.open(lease)
         try:
             lease.pages = self._take_pages(header.num_pages, len(path))
             lease.snapshot = self._take_snapshot() if header.has_snapshot else NO_SNAPSHOT
         except TransferRejected:
-            self._context.close(lease)
+            self._cache.transfers.close(lease)
             raise
         return lease
 
@@ -240,7 +263,10 @@ class KVTransfer:
         return tuple(pool.take(count) for pool, count in zip(self._pools, counts, strict=True))
 
     def _take_snapshot(self) -> int:
-        if snapshot := self._cache.tree.snapshots.allocate():
+        # Running requests save most snapshots of the pool, so imports have one for each slot.
+        num_used = self._num_open_imports + self._cache.transfers.num_held
+        has_room = num_used < self._capacity.num_slots - 1
+        if has_room and (snapshot := self._cache.tree.snapshots.allocate()):
             return snapshot
         raise TransferRejected("no_snapshots", "all state snapshots are in use")
 

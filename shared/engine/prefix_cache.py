@@ -30,7 +30,6 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_entry import (
     CacheLease,
     PrefixMatch,
-    TransferLease,
     snapshots_of,
     whole_pages,
 )
@@ -40,6 +39,7 @@ from shared.engine.radix_cache import RadixCache
 from shared.engine.radix_node import NO_SNAPSHOT, Node
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, ScheduledRows
+from shared.engine.transfer_leases import TransferLeases
 
 WORTH_WAITING = 64
 """Minimum positions saved for a request to wait until another request has prefilled them."""
@@ -61,7 +61,7 @@ class PrefixCache:
       num_queried, num_hit: Tokens of the contexts that received a slot for the first time, and
         those of them that were cached.
       policy: The settings.
-      transfers: Leases of the exports and imports in progress.
+      transfers: Leases of exports and imports.
 
     Raises:
       ValueError: See `CachePolicy.check`.
@@ -77,7 +77,7 @@ class PrefixCache:
         self._interval = policy.track_interval if policy.is_on else 0
         self.tree = RadixCache(allocator, policy.key_lookahead)
         self._standing: dict[int, CacheLease] = {}
-        self.transfers: list[TransferLease] = []
+        self.transfers = TransferLeases(self.tree, allocator)
         self._asked, self._answer = None, PrefixMatch()  # the last lookup
         self.num_queried = self.num_hit = 0
 
@@ -411,12 +411,12 @@ class PrefixCache:
         nodes = list(self.tree.nodes())
         windows = [each.check(nodes) for each in self.tree.windows]
         pages = [[node.page for node in nodes], *windows]
-        for lease in self.transfers:
+        for lease in self.transfers.leases:
             for of_pool, held in zip(pages, lease.pages, strict=True):
                 of_pool += held.tolist()
         self.allocator.check(pages)
         held = [snapshot for one in self._standing.values() for snapshot in snapshots_of(one)]
-        held += [lease.snapshot for lease in self.transfers if lease.snapshot]
+        held += [lease.snapshot for lease in self.transfers.leases if lease.snapshot]
         self.tree.snapshots.check(held)
         known = {request.request_id for request in running} if self.policy.is_on else set()
         assert set(self._standing) == known, "cache entries do not match the running requests"
@@ -424,7 +424,7 @@ class PrefixCache:
             path = [] if one.node is None else [node.page for node in one.node.upwards()]
             pages = self.allocator.pages.page_table[one.request.slot, : len(path)]
             assert path[::-1] == pages.tolist(), "a request has locked a page that it does not own"
-        holders = (*self._standing.values(), *self.transfers)
+        holders = (*self._standing.values(), *self.transfers.leases)
         locks = sum(node.num_pages for one in holders if (node := one.node))
         assert locks == sum(node.num_locks for node in nodes), "pages are locked without a request"
         assert self.tree.num_pages == len(nodes), "the number of cached pages is wrong"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Sequence
 
 from shared.boundary.backend import BackendLimits
@@ -88,6 +89,8 @@ class Scheduler:
         while self._may_admit() and (request := self.waiting.head()) is not None:
             prefix = self._cache.find(request)
             if not self._has_room_for(request, prefix):
+                if not self.running and self._release_import(request):
+                    continue
                 break
             if self._cache.will_be_cached_soon(request, prefix):
                 break
@@ -153,8 +156,20 @@ class Scheduler:
         )
 
     def num_missing_pages(self) -> list[int]:
-        """Returns the pages of each pool that running requests lack for their widest steps."""
-        return [self._num_missing(pool) for pool in self.allocator.pools]
+        """Returns the pages of each pool that running requests lack for their widest steps, and
+        that the first waiting request lacks to run.
+        """
+        missing = [self._num_missing(pool) for pool in self.allocator.pools]
+        if (first := self.waiting.head()) is not None:
+            prefix = self._cache.find(first)
+            pools = zip(self.allocator.pools, (prefix.pages, *prefix.window_pages), strict=True)
+            needed = [self._num_needed(pool, first) - len(pages) for pool, pages in pools]
+            missing = list(map(operator.add, missing, needed))
+        return missing
+
+    def _release_import(self, request: Request) -> bool:
+        """Releases the youngest held prefix of other requests; returns False if there is none."""
+        return self._cache.transfers.release_youngest(besides=request.request_id)
 
     def _prompt_rows(self) -> ScheduledRows | None:
         """Returns count steps for cached tokens first, then prefills."""
@@ -223,6 +238,8 @@ class Scheduler:
         lost; until then it gets no further step.
         """
         while not self._cache.reserve(request.slot, positions):
+            if self._release_import(request):
+                continue
             youngest = self.running[-1]
             if youngest is request:
                 return False

@@ -124,27 +124,6 @@ class TransferContext:
         self.capacity, self.cache, self.spec = capacity, cache, capacity.transfer
         self.num_exported = self.num_imported = 0
 
-    def open(self, lease: TransferLease) -> None:
-        """Locks the path of a lease, and pins its snapshot of the tree."""
-        if lease.node is not None:
-            self.cache.tree.lock(lease.node, None)
-        if lease.pinned:
-            self.cache.tree.snapshots.pin(lease.pinned)
-        self.cache.transfers.append(lease)
-
-    def close(self, lease: TransferLease) -> None:
-        """Releases everything that a lease holds."""
-        tree = self.cache.tree
-        self.cache.transfers.remove(lease)
-        for pool, pages in zip(self.cache.allocator.pools, lease.pages, strict=True):
-            pool.release(pages)
-        if lease.snapshot:
-            tree.snapshots.free(lease.snapshot)
-        if lease.pinned:
-            tree.snapshots.unpin(lease.pinned)
-        if lease.node is not None:
-            tree.unlock(lease.node)
-
 
 class TransferJob:
     """An export or import in progress.
@@ -188,7 +167,7 @@ class TransferJob:
         """
         if self.is_open:
             self.failed = CANCELLED
-            self._context.close(self._lease)
+            self._context.cache.transfers.close(self._lease)
 
     def next_step(self) -> TransferStep:
         """Returns its next step."""
@@ -208,7 +187,7 @@ class TransferJob:
         """Completes the job after its last step."""
         self._finish()
         self.is_done = True
-        self._context.close(self._lease)
+        self._context.cache.transfers.close(self._lease)
 
     def _fill(self, plan: StepPlan, pages: range) -> None:
         """Writes the words of a step's pages, or of its layers."""
@@ -255,7 +234,11 @@ class ExportJob(TransferJob):
 
 
 class ImportJob(TransferJob):
-    """An import; its pages enter the radix cache after its last step."""
+    """An import; its pages enter the radix cache after its last step.
+
+    Attributes:
+      held: Lease of the imported prefix (`TransferLeases.hold`); None if it is not held.
+    """
 
     def __init__(
         self,
@@ -264,9 +247,25 @@ class ImportJob(TransferJob):
         lease: TransferLease,
         steps: TransferSteps,
         tables: Sequence[Int32[np.ndarray, " P"]],
+        *,
+        holds: bool,
     ) -> None:
         super().__init__(context, record.header, lease, steps)
-        self._record, self._tables = record, tables
+        self._record, self._tables, self._holds = record, tables, holds
+        self.held: TransferLease | None = None
+
+    def cancel(self) -> None:
+        """Same as `TransferJob.cancel`, and releases the prefix of an import that has ended."""
+        super().cancel()
+        if self.held is not None:
+            self._context.cache.transfers.release(self.held)
+
+    def hold(self) -> None:
+        """Holds the imported prefix, if this was requested."""
+        if self._holds:
+            header, cache = self.header, self._context.cache
+            path = cache.tree.path(header.tenant, header.tokens, header.images)
+            self.held = cache.transfers.hold(path[: header.num_pages])
 
     def _fill(self, plan: StepPlan, pages: range) -> None:
         assert isinstance(plan.work, ImportKV)
@@ -296,6 +295,7 @@ class ImportJob(TransferJob):
             assert node is not None  # of the last page
             tree.snapshots.attach(self._lease.snapshot, node)
             self._lease.snapshot = NO_SNAPSHOT
+        self.hold()
         self._context.num_imported += self.num_tokens
 
 

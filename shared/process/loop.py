@@ -347,6 +347,7 @@ class _Loop:
         try:
             self._engine.add(request)
         except InvalidRequestError as error:
+            self._engine.abort(request.request_id)  # releases its imported prefix
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: InvalidRequestError) -> None:

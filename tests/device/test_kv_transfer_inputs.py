@@ -48,7 +48,7 @@ def test_transferred_prompt_with_images_is_cache_hit(framework, drafter):
     assert len(record.header.images) == 2
     sink = vlm.engine_of(framework, drafter)
     wipe(sink)
-    sink.transfer.begin_import(record)
+    sink.transfer.begin_import(record, holds=False)
     finish(sink)
     asked = prompt.request()
     (outcome,) = drive(sink, [asked]).values()
@@ -84,7 +84,7 @@ def test_transferred_prompt_with_grammar_gives_same_output(family, drafter, shap
             engine = grammar_cases.engine_of(backend, case, cache, 2)
             wipe(engine)
             for record in records:
-                engine.transfer.begin_import(record)
+                engine.transfer.begin_import(record, holds=False)
             finish(engine)
         found.append({each.request_id: drive(engine, [each])[each.request_id] for each in asked})
     assert all(each.cached_tokens >= 64 for each in asked)

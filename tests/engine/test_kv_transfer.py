@@ -53,7 +53,7 @@ def received(record: TransferRecord) -> TransferRecord:
 
 
 def imported(engine: Engine, record: TransferRecord) -> ImportJob:
-    job = engine.transfer.begin_import(record)
+    job = engine.transfer.begin_import(record, holds=False)
     finish(engine)
     assert job.is_done
     return job
@@ -112,7 +112,7 @@ def test_import_beside_same_prompt_frees_duplicates(kind):
     prompt = tokens(1, PROMPT)
     record = exported(filled(kind, prompt), prompt)
     sink = make(kind)
-    job = sink.transfer.begin_import(record)
+    job = sink.transfer.begin_import(record, holds=False)
     serve(sink, request(prompt), request(prompt, seed32=5))
     assert job.is_done
     give_back_all(sink.cache)
@@ -121,7 +121,7 @@ def test_import_beside_same_prompt_frees_duplicates(kind):
 def test_import_of_cached_record_takes_no_step():
     prompt = tokens(1, PROMPT)
     source = filled("hybrid", prompt)
-    job = source.transfer.begin_import(exported(source, prompt))
+    job = source.transfer.begin_import(exported(source, prompt), holds=False)
     assert job.is_done
     assert not source.busy
 
@@ -138,7 +138,7 @@ def test_cancel_after_any_step_leaks_nothing(kind):
             job = (
                 transfer.begin_export(prompt, "", ())
                 if direction == "export"
-                else transfer.begin_import(record)
+                else transfer.begin_import(record, holds=False)
             )
             for _ in range(steps):
                 checked_step(engine)
@@ -147,7 +147,7 @@ def test_cancel_after_any_step_leaks_nothing(kind):
             finish(engine)
             assert job.is_done or job.failed == CANCELLED
             engine.cache.check([])
-            assert not engine.cache.transfers
+            assert not engine.cache.transfers.leases
             if direction == "import":
                 again = request(prompt)
                 serve(engine, again)
@@ -161,7 +161,7 @@ def test_closed_engine_cancels_jobs():
     job = source.transfer.begin_export(prompt, "", ())
     source.close()
     assert job.failed == CANCELLED
-    assert not source.cache.transfers
+    assert not source.cache.transfers.leases
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "windowed hybrid"])
@@ -197,7 +197,7 @@ def test_transfer_steps_alternate_with_others():
     running = request(tokens(9, 20), max_tokens=400)
     sink.add(running)
     checked_step(sink)
-    job = sink.transfer.begin_import(record)
+    job = sink.transfer.begin_import(record, holds=False)
     while not job.is_done:
         checked_step(sink)
     assert sum(kinds) > 20
@@ -266,7 +266,7 @@ def test_import_rejects_record_with_reason(change):
     reason, fields = CHANGES[change]
     sink = make("hybrid")
     with pytest.raises(TransferRejected) as caught:
-        sink.transfer.begin_import(changed(record, **fields(record.header)))
+        sink.transfer.begin_import(changed(record, **fields(record.header)), holds=False)
     assert caught.value.reason == reason
     assert not sink.busy
     give_back_all(sink.cache)
@@ -277,13 +277,13 @@ def test_import_is_rejected_without_pages_or_snapshots():
     record = exported(filled("hybrid", prompt), prompt)
     small = make("hybrid", num_pages=40)
     with pytest.raises(TransferRejected) as caught:
-        small.transfer.begin_import(record)
+        small.transfer.begin_import(record, holds=False)
     assert caught.value.reason == "no_pages"
     give_back_all(small.cache)
     sink = make("hybrid")
     held = [sink.cache.tree.snapshots.allocate() for _ in range(15)]
     with pytest.raises(TransferRejected) as caught:
-        sink.transfer.begin_import(record)
+        sink.transfer.begin_import(record, holds=False)
     assert caught.value.reason == "no_snapshots"
     for snapshot in held:
         sink.cache.tree.snapshots.free(snapshot)
@@ -298,11 +298,84 @@ def test_import_leaves_pages_of_running_requests():
     sink.add(request(tokens(9, 60), max_tokens=100))
     checked_step(sink)
     with pytest.raises(TransferRejected) as caught:
-        sink.transfer.begin_import(record)
+        sink.transfer.begin_import(record, holds=False)
     assert caught.value.reason == "no_pages"
     finish(sink)
     imported(sink, record)
     assert sink.transfer.match(prompt, "", ()) == HIT["plain model"]
+
+
+# Held prefixes
+
+
+def pool_for(prompts: int, kind: str) -> dict[str, int]:
+    """Sizes of pools that hold some prompts of `PROMPT` tokens in pages of 4."""
+    return {"num_pages": 1 + prompts * (PROMPT // 4 + 10), "window_pages": 200}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_prefix_survives_other_imports(kind):
+    prompts = [tokens(seed, PROMPT) for seed in (1, 2)]
+    first, second = (exported(filled(kind, prompt), prompt) for prompt in prompts)
+    sink = make(kind, **pool_for(1, kind))
+    job = sink.transfer.begin_import(first, holds=True)
+    finish(sink)
+    sink.transfer.assign(job, [-1])
+    assert sink.transfer.is_holding
+    with pytest.raises(TransferRejected) as caught:
+        sink.transfer.begin_import(second, holds=True)
+    assert caught.value.reason == "no_pages"
+    assert sink.transfer.match(prompts[0], "", ()) == HIT[kind]
+    sink.abort(-1)
+    assert not sink.transfer.is_holding
+    imported(sink, second)
+    assert sink.transfer.match(prompts[0], "", ()) < HIT[kind]
+    give_back_all(sink.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_prefix_ends_with_admission(kind):
+    prompt = tokens(1, PROMPT)
+    record, sink = exported(filled(kind, prompt), prompt), make(kind)
+    job = sink.transfer.begin_import(record, holds=True)
+    finish(sink)
+    again = [request(prompt), request(prompt, seed32=5)]
+    sink.transfer.assign(job, [each.request_id for each in again])
+    serve(sink, *again)
+    assert [each.cached_tokens for each in again] == [HIT[kind]] * 2
+    give_back_all(sink.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_request_ahead_releases_held_prefixes(kind):
+    """It could not run otherwise: no other request runs."""
+    prompts = [tokens(seed, PROMPT) for seed in (1, 2)]
+    records = [exported(filled(kind, prompt), prompt) for prompt in prompts]
+    sink = make(kind, **pool_for(2, kind))
+    for record in records:
+        job = sink.transfer.begin_import(record, holds=True)
+        finish(sink)
+        sink.transfer.assign(job, [-1])
+    serve(sink, request(tokens(3, PROMPT)))
+    assert sink.transfer.match(prompts[0], "", ()) == HIT[kind]
+    assert sink.transfer.match(prompts[1], "", ()) < HIT[kind]
+    sink.transfer.cancel_all()
+    give_back_all(sink.cache)
+
+
+def test_waiting_request_keeps_imports_from_its_pages():
+    """Imports would otherwise take all pages that running requests return."""
+    prompt = tokens(1, PROMPT)
+    record = exported(filled("plain model", prompt), prompt)
+    sink = make("plain model", num_pages=80)
+    running, waiting = request(tokens(2, 120), max_tokens=60), request(tokens(3, 200))
+    for each in (running, waiting):
+        sink.add(each)
+    checked_step(sink)
+    assert len(sink.scheduler.waiting) == 1
+    with pytest.raises(TransferRejected) as caught:
+        sink.transfer.begin_import(record, holds=True)
+    assert caught.value.reason == "no_pages"
 
 
 class TransferTraffic(CachedTraffic):
@@ -319,18 +392,33 @@ class TransferTraffic(CachedTraffic):
         if job is not None:
             self.jobs.append(job)
 
-    @rule(which=st.integers(0, 100))
-    def import_record(self, which):
+    @rule(which=st.integers(0, 100), holds=st.booleans())
+    def import_record(self, which, holds):
         self.records += [each.record for each in self.jobs if getattr(each, "record", None)]
         self.jobs = [each for each in self.jobs if each.is_open]
         if not self.records:
             return
         try:
-            job = self.engine.transfer.begin_import(self.records[which % len(self.records)])
+            job = self.engine.transfer.begin_import(
+                self.records[which % len(self.records)], holds=holds
+            )
         except TransferRejected as error:
             self.reasons.add(error.reason)
             return
         self.jobs.append(job)
+
+    @rule(which=st.integers(0, 100), requests=st.integers(1, 3))
+    def assign(self, which, requests):
+        """The last requests wait for an import, whatever their state."""
+        done = [job for job in self.jobs if isinstance(job, ImportJob) and job.is_done]
+        if done:
+            job = done[which % len(done)]
+            self.engine.transfer.assign(job, [*self.requests][-requests:] or [-1])
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.transfer.cancel_all()
+        super().teardown()
 
     @rule(which=st.integers(0, 100))
     def cancel(self, which):

@@ -16,8 +16,10 @@ from shared.engine.request import Request, SamplingParams
 from shared.process.disaggregation import remote_prefill
 from shared.process.disaggregation.prompt_key import PromptKey
 from shared.process.disaggregation.remote_prefill import RemotePrefill
+from tests.support.cached_traffic import give_back_all, make, request, serve, tokens
 from tests.support.fake_transfers import FakeTransfer, record_of
 from tests.support.polling import wait_until
+from tests.support.run_engine import checked_step
 
 PROMPT = tuple(range(20))
 MIN_TOKENS = 12
@@ -162,6 +164,27 @@ def test_rejected_import_leads_to_local_prefill(case):
     assert case.fetches.memory.num_released == 1
 
 
+def test_record_waits_for_room_in_order(case):
+    """Earlier imports hold the pages; only the first record tries again."""
+    case.transfer.rejects, case.transfer.holds = "no_pages", True
+    case.fetches.permitted.set()
+    for number in (1, 2):
+        case.take(number, (*PROMPT, number))
+    assert wait_until(lambda: len(case.fetches.prefixes) == 2)
+    for _ in range(3):
+        time.sleep(0.05)
+        assert case.ready() == []
+    assert case.fetches.memory.num_released == 0
+    case.transfer.rejects = None
+    assert case.ready() == []
+    for number in (1, 2):
+        assert len(case.transfer.jobs) == 2
+        case.transfer.jobs[number - 1].is_done = True
+        assert case.next_ready() == [number]
+    assert case.transfer.assigned == [1, 2]
+    assert case.failures() == {}
+
+
 def test_failed_import_leads_to_local_prefill(case):
     case.take(1)
     case.arrived()
@@ -181,6 +204,42 @@ def test_silent_thread_ends_at_timeout(monkeypatch):
     case.fetches.permitted.set()
     assert wait_until(lambda: case.fetches.memory.num_released == 1)
     case.queue.close()
+
+
+@pytest.mark.parametrize("kind", ["head", "hybrid", "windowed hybrid"])
+def test_many_imports_evict_no_waiting_prefix(kind):
+    """24 records arrive at once, and the cache has room for five of them."""
+    prompts = [tokens(number, 200) for number in range(24)]
+    source, records = make(kind), {}
+    for prompt in prompts:
+        serve(source, request(prompt))
+        job = source.transfer.begin_export(prompt, "", ())
+        while source.busy:
+            source.step()
+        records[tuple(prompt)] = job.record
+    sink, counters, arrived = make(kind, num_pages=320), TransferCounters(), list[bool]()
+    queue = RemotePrefill(
+        sink.transfer,
+        lambda prefix, _: (records[prefix.tokens], Fetched()),  # pyright: ignore[reportArgumentType]
+        min_tokens=MIN_TOKENS,
+        timeout_s=30.0,
+        counters=counters,
+        notify=lambda: arrived.append(True),
+    )
+    requests = [request(prompt, max_tokens=40) for prompt in prompts]
+    assert all(map(queue.take, requests))
+    assert wait_until(lambda: len(arrived) == len(requests))
+    while queue.num_waiting or sink.busy:
+        for ready in queue.ready():
+            sink.add(ready)
+        checked_step(sink)
+    hit = 192 if "hybrid" in kind else 196
+    assert [each.cached_tokens for each in requests] == [hit] * 24
+    assert sink.transfer.num_imported == sum(each.num_tokens for each in records.values())
+    assert counters.snapshot() == {}
+    assert not sink.transfer.is_holding
+    give_back_all(sink.cache)
+    queue.close()
 
 
 def test_abort_of_last_request_cancels_fetch(case):

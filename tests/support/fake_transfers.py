@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -62,6 +62,8 @@ class FakeTransfer:
       num_cached: Result of `match`, and tokens of exports.
       rejects: Reason of rejected imports; None to accept them.
       jobs: All jobs.
+      assigned: Requests of completed imports.
+      holds: True if earlier imports hold pages.
     """
 
     fingerprint = FINGERPRINT
@@ -69,11 +71,20 @@ class FakeTransfer:
     def __init__(self) -> None:
         self.num_cached, self.jobs = 0, list[FakeJob]()
         self.rejects: str | None = None
+        self.assigned, self.holds = list[int](), False
 
     def match(self, tokens: Sequence[int], tenant: str, images: Sequence[CacheKeyImage]) -> int:
         return self.num_cached
 
-    def begin_import(self, record: TransferRecord) -> FakeJob:
+    @property
+    def is_holding(self) -> bool:
+        return self.holds
+
+    def assign(self, job: FakeJob, request_ids: Iterable[int]) -> None:
+        self.assigned += request_ids
+
+    def begin_import(self, record: TransferRecord, *, holds: bool) -> FakeJob:
+        assert holds
         if self.rejects is not None:
             raise TransferRejected(self.rejects, "rejected by the test")
         self.jobs.append(FakeJob(record))

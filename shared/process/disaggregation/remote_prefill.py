@@ -31,6 +31,8 @@ MAX_FETCHES = 16
 GRACE_S = 0.5
 """Seconds after the timeout in which a thread may report it itself."""
 
+LACK_OF_ROOM = ("no_pages", "no_snapshots")
+
 Fetch = Callable[[PromptKey, Deadline], tuple[TransferRecord, FetchedRecord]]
 
 
@@ -120,13 +122,18 @@ class RemotePrefill:
 
     def ready(self) -> Iterator[Request]:
         """Yields requests with a transfer that has ended, in the order of arrival."""
+        may_begin = True  # a record that waits for room is followed by no other one
         for pending in tuple(self._pending.values()):
             try:
-                is_over = self._advance(pending)
+                is_over = self._advance(pending, may_begin)
+                may_begin &= pending.job is not None or not pending.result.done()
             except (TransferError, TransferRejected) as error:
                 self._fall_back(pending, error.reason, str(error))
                 is_over = True
             if is_over:
+                if pending.job is not None:
+                    ids = (each.request_id for each in pending.requests)
+                    self._transfer.assign(pending.job, ids)
                 self._end(pending)
                 yield from pending.requests
 
@@ -154,8 +161,11 @@ class RemotePrefill:
             log.exception("remote prefill failed")
             raise TransferError("internal", repr(error)) from error
 
-    def _advance(self, pending: PendingPrefill) -> bool:
+    def _advance(self, pending: PendingPrefill, may_begin: bool) -> bool:
         """Imports a record that has arrived; returns True once the transfer is over.
+
+        A record waits while earlier ones hold the pages or snapshots that it requires. They are
+        released when requests before this one receive slots.
 
         Raises:
           TransferError, TransferRejected: It has failed.
@@ -166,11 +176,21 @@ class RemotePrefill:
             return pending.job.is_done
         if pending.result.done():
             record, pending.fetched = pending.result.result()
-            pending.job = self._transfer.begin_import(record)
-            return pending.job.is_done
+            if may_begin:
+                pending.job = self._begin(record)
+            return pending.job is not None and pending.job.is_done
         if time.monotonic() > pending.expires:
             raise TransferError(TIMEOUT, "the prefill server did not answer in time")
         return False
+
+    def _begin(self, record: TransferRecord) -> ImportJob | None:
+        """Begins an import; returns None while it has no room because of earlier ones."""
+        try:
+            return self._transfer.begin_import(record, holds=True)
+        except TransferRejected as error:
+            if error.reason in LACK_OF_ROOM and self._transfer.is_holding:
+                return None
+            raise
 
     def _fall_back(self, pending: PendingPrefill, reason: str, message: str) -> None:
         self._counters.fail(reason)
