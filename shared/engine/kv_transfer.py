@@ -79,6 +79,11 @@ class KVTransfer:
         return self._context.num_imported
 
     @property
+    def num_slots(self) -> int:
+        """Maximum running requests."""
+        return self._capacity.num_slots - 1
+
+    @property
     def busy(self) -> bool:
         """True while a job is open."""
         self._jobs = [job for job in self._jobs if job.is_open]
@@ -265,7 +270,7 @@ class KVTransfer:
     def _take_snapshot(self) -> int:
         # Running requests save most snapshots of the pool, so imports have one for each slot.
         num_used = self._num_open_imports + self._cache.transfers.num_held
-        has_room = num_used < self._capacity.num_slots - 1
+        has_room = num_used < self.num_slots
         if has_room and (snapshot := self._cache.tree.snapshots.allocate()):
             return snapshot
         raise TransferRejected("no_snapshots", "all state snapshots are in use")

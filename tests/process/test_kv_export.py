@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,10 @@ from shared.cluster.transfer.record_store import RecordStore
 from shared.cluster.transfer.ticket import Ticket
 from shared.engine.request import Event, FinishReason, InvalidRequestError, Request, SamplingParams
 from shared.process.disaggregation.kv_export import KVExporter
+from tests.support.cached_traffic import make, request, tokens
 from tests.support.fake_transfers import FakeTransfer, record_of
 from tests.support.polling import wait_until
+from tests.support.run_engine import checked_step
 
 PROMPT = tuple(range(20))
 
@@ -179,6 +182,48 @@ def test_full_store_is_reported():
     assert (reply[1], reply[3]) == (2, "too_large")
     assert case.transfer.jobs[1].failed == "cancelled"
     case.exporter.close()
+
+
+def test_prompts_wait_for_open_exports(case):
+    """With two slots and two exports for each, four prompts are open at once."""
+    for number in range(6):
+        case.add(number, (*PROMPT[:-1], 50 + number))
+    case.add(6, (*PROMPT[:-1], 54))
+    assert [request.request_id for request in case.engine.added] == [0, 1, 2, 3]
+    assert case.exporter.drop(4)
+    case.end_prompt(0)
+    case.exporter.replies()
+    assert len(case.engine.added) == 4
+    case.end_export()
+    assert [reply[1] for reply in case.replies()] == [0]
+    case.exporter.replies()
+    assert [request.request_id for request in case.engine.added] == [0, 1, 2, 3, 4]
+    assert case.exporter.drop(6)
+    assert case.engine.aborted == [4]
+
+
+@pytest.mark.parametrize("kind", ["head", "hybrid", "windowed hybrid"])
+def test_prompts_under_load_are_all_exported(kind):
+    """Exports take many more steps than prompts, and each pins a snapshot."""
+    engine, store = make(kind, num_pages=800, step_bytes=32), RecordStore(1 << 24, 60.0)
+    server = RecordServer(store, [socket.create_server(("127.0.0.1", 0))], b"", TransferCounters())
+    exporter = KVExporter(
+        engine, engine.transfer, store, server, runs_prompts=True, notify=lambda: None
+    )
+    prompts, replies = [tokens(number, 200) for number in range(24)], list[list[Any]]()
+    for prompt in prompts:
+        exporter.add(request(prompt, max_tokens=0))
+    until = time.monotonic() + 60
+    while len(replies) < 24:
+        assert time.monotonic() < until
+        replies += exporter.replies()
+        if engine.busy:
+            assert exporter.take(checked_step(engine)) == []
+    headers = [TransferHeader.from_fields(fields["header"]) for _, _, fields, _, _ in replies]
+    assert [header.num_tokens for header in headers] == [192 if "hybrid" in kind else 196] * 24
+    assert engine.transfer.num_exported == sum(header.num_tokens for header in headers)
+    exporter.close()
+    engine.cache.check([])
 
 
 def test_abort_of_last_request_ends_each_stage(case):

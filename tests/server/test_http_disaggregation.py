@@ -15,7 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.cluster.transfer.record_client import MAX_IDLE_CONNECTIONS
+from shared.boundary.kv_transfer import TransferHeader, TransferRecord
+from shared.cluster.transfer.counters import TransferCounters
+from shared.cluster.transfer.deadline import Deadline
+from shared.cluster.transfer.record_client import MAX_IDLE_CONNECTIONS, RecordClient
+from shared.cluster.transfer.ticket import Ticket
 from tests.support.http_fixtures import Server, serving
 from tests.support.polling import wait_until
 from tests.support.tiny_models import write_tiny
@@ -160,6 +164,26 @@ def test_kv_transfer_rejects_invalid_body(prefill, body, param):
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.matrix
+def test_prompts_under_load_keep_their_snapshots(prefill):
+    """24 prompts of a server with 4 slots: the record of each has 64 tokens and a snapshot."""
+    exported = "kv_transfer_exported_tokens_total"
+    before = _metrics(prefill)[exported]
+    with ThreadPoolExecutor(24) as threads:
+        responses = threads.map(lambda n: _ticket(prefill, tokens=prompt_of(4000 + n)), range(24))
+        tickets = [Ticket.from_fields(response.json(), "127.0.0.1") for response in responses]
+    headers = [TransferHeader.from_fields(ticket.header) for ticket in tickets]
+    assert [(each.num_tokens, each.has_snapshot) for each in headers] == [(64, True)] * 24
+    client = RecordClient("auto", SECRET.encode(), 1 << 30, TransferCounters())
+    for ticket, header in zip(tickets, headers, strict=True):
+        fetched = client.fetch(ticket, Deadline(10))
+        TransferRecord.checked(header, fetched.body, ticket.checksum)
+        fetched.release()
+    client.close()
+    assert _metrics(prefill)[exported] - before == 24 * 64
+    _check_idle(prefill)
+
+
 def test_decode_server_has_no_kv_transfer(decode):
     assert _ticket(decode, tokens=[5]).status_code == 404
 
@@ -190,7 +214,7 @@ def _send_with_aborts(prefill: Server, decode: Server, count: int) -> None:
     right = [_output(prefill.complete(prompt, **fields))[0] for prompt in prompts]
     rng, segments = random.Random(0), set(Path("/dev/shm").iterdir())
     decode.complete(prompt_of(999), **fields)
-    before = [_descriptors(server) for server in (prefill, decode)]
+    before = [len(_descriptors(server)) for server in (prefill, decode)]
     patience = [rng.choice((0.02, 0.1, 0.3, None, None)) for _ in range(count)]
 
     def send(number: int) -> list[Any] | None:
@@ -217,13 +241,17 @@ def _send_with_aborts(prefill: Server, decode: Server, count: int) -> None:
     most = [count + MAX_IDLE_CONNECTIONS for count in before]
 
     def are_closed() -> bool:
-        return all(_descriptors(each) <= at for each, at in zip(servers, most, strict=True))
+        return all(len(_descriptors(each)) <= at for each, at in zip(servers, most, strict=True))
 
     assert wait_until(are_closed, 40), (most, list(map(_descriptors, servers)))
 
 
-def _descriptors(server: Server) -> int:
-    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in server.pids())
+def _descriptors(server: Server) -> list[str]:
+    found = list[str]()
+    for file in (file for pid in server.pids() for file in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(file))
+    return sorted(found)
 
 
 def _check_idle(server: Server) -> None:

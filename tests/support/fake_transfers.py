@@ -66,7 +66,7 @@ class FakeTransfer:
       holds: True if earlier imports hold pages.
     """
 
-    fingerprint = FINGERPRINT
+    fingerprint, num_slots = FINGERPRINT, 2
 
     def __init__(self) -> None:
         self.num_cached, self.jobs = 0, list[FakeJob]()

@@ -15,6 +15,7 @@ from shared.engine.kv_transfer import KVTransfer
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.engine.transfer_jobs import ExportJob
 from shared.process.disaggregation.prompt_key import PromptKey
+from shared.process.kv_transfer_plan import EXPORTED_STATES_OF_A_REQUEST
 
 NOT_CACHED, FAILED = "not_cached", "failed"
 """Reasons: no request could start from a cached prefix; the prefill has failed."""
@@ -43,6 +44,7 @@ class PendingExport:
     Attributes:
       prefix: The prompt.
       waiting: Ids of the requests for it.
+      queued: Request that will run the prompt; None once it runs.
       running: Id of the request that runs the prompt; None once it has ended.
       job: Export from the cache; None before.
       published: First ticket, once a thread has stored the record.
@@ -50,6 +52,7 @@ class PendingExport:
 
     prefix: PromptKey
     waiting: list[int] = field(default_factory=list)
+    queued: Request | None = None
     running: int | None = None
     job: ExportJob | None = None
     published: Future[Published] | None = None
@@ -57,6 +60,9 @@ class PendingExport:
 
 class KVExporter:
     """Runs prompts for other servers, exports their KV cache, and replies with tickets.
+
+    Prompts wait in order while others run or are exported, `EXPORTED_STATES_OF_A_REQUEST` for each
+    slot. An export pins a snapshot, and a prompt without a free snapshot could not be exported.
 
     Args:
       engine: Runs the prompts, as requests with `max_tokens` 0.
@@ -79,6 +85,7 @@ class KVExporter:
     ) -> None:
         self._engine, self._transfer, self._notify = engine, transfer, notify
         self._store, self._server, self._runs_prompts = store, server, runs_prompts
+        self._max_open = EXPORTED_STATES_OF_A_REQUEST * transfer.num_slots
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv export")
         self._pending: dict[bytes, PendingExport] = {}
         self._running: dict[int, PendingExport] = {}
@@ -92,11 +99,9 @@ class KVExporter:
             return
         pending = self._pending.get(prefix.key)
         if pending is None:
-            pending = self._pending[prefix.key] = PendingExport(prefix)
-            pending.waiting.append(request.request_id)
-            self._begin(pending, request)
-        else:
-            pending.waiting.append(request.request_id)
+            pending = self._pending[prefix.key] = PendingExport(prefix, queued=request)
+        pending.waiting.append(request.request_id)
+        self._begin_queued()
 
     def take(self, events: list[Event]) -> list[Event]:
         """Handles the events of prompts that run for other servers, and returns the others."""
@@ -133,6 +138,7 @@ class KVExporter:
     def replies(self) -> list[list[Any]]:
         """Advances all exports, and returns the messages to the server process that are due."""
         self._store.expire()
+        self._begin_queued()
         for pending in tuple(self._pending.values()):
             self._advance(pending)
         due, self._replies = self._replies, []
@@ -145,6 +151,13 @@ class KVExporter:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._server.close()
 
+    def _begin_queued(self) -> None:
+        queued = [each for each in self._pending.values() if each.queued is not None]
+        for pending in queued[: max(0, self._max_open - len(self._pending) + len(queued))]:
+            request, pending.queued = pending.queued, None
+            assert request is not None
+            self._begin(pending, request)
+
     def _begin(self, pending: PendingExport, request: Request) -> None:
         if not self._runs_prompts:
             self._export(pending)
@@ -153,7 +166,8 @@ class KVExporter:
             self._engine.add(request)
         except InvalidRequestError as error:
             del self._pending[pending.prefix.key]
-            self._replies.append(["refused", request.request_id, str(error), error.field])
+            for request_id in pending.waiting:
+                self._replies.append(["refused", request_id, str(error), error.field])
             return
         pending.running = request.request_id
         self._running[request.request_id] = pending
