@@ -272,7 +272,9 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
         served = engines.with_shadow_verify(engine, backend, options.engine.shadow_verify_rate)
     facts = serving.server_info(start, Listeners([], []))
     files = start.opened.target.tokenizer
-    tokenizer = Tokenizer.from_files(files, facts.marks, facts.chat_template)
+    tokenizer = Tokenizer.from_files(
+        files, facts.marks, facts.chat_template, facts.tool_call_parser
+    )
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
     gc_freeze.freeze_gc()
     return Started(served, start.grammars, facts, tokenizer)

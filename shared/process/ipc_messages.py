@@ -118,7 +118,9 @@ class ServerInfo:
         Raises:
           ValueError: A file is invalid.
         """
-        return Tokenizer.from_folder(self.model_folder, self.marks, self.chat_template)
+        return Tokenizer.from_folder(
+            self.model_folder, self.marks, self.chat_template, self.tool_call_parser
+        )
 
     def with_end(self, end_id: int | None) -> ServerInfo:
         """Adds the tokenizer's EOS token, if it has one, to the EOS tokens.

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import meta
 
+from shared.text.call_formats.registry import FORMATS
 from shared.text.delimiters import THINK
 from shared.text.dropped_content import left_out
 from shared.text.jinja_environment import environment, reads_parts
@@ -67,15 +68,18 @@ class ChatTemplate:
     Args:
       source: Jinja source.
       names: Special tokens that the template may write by name.
+      call_format: Format in which earlier calls are written into the content if the template drops
+        them, a name of `FORMATS`; None: such conversations are errors.
 
     Raises:
       jinja2.TemplateError: The source is invalid.
     """
 
-    def __init__(self, source: str, names: dict[str, str]) -> None:
+    def __init__(self, source: str, names: dict[str, str], call_format: str | None = None) -> None:
         language = environment()
         self._template = language.from_string(source)
         self.source, self.names = source, names
+        self._write_calls = None if call_format is None else FORMATS[call_format].write
         tree = language.parse(source)
         variables = meta.find_undeclared_variables(tree)
         self._reads_parts = reads_parts(tree)
@@ -142,7 +146,7 @@ class ChatTemplate:
             except TemplateError:
                 return None
 
-        return forms_for(write)
+        return forms_for(write, self._write_calls)
 
     def _messages(
         self, conversation: Conversation, mark: str, form: CallForm

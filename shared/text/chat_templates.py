@@ -21,14 +21,23 @@ class ChatTemplates:
     Args:
       sources: Jinja source of each template.
       names: Special tokens that templates may write by name.
+      call_format: See `ChatTemplate`.
 
     Raises:
       ValueError: A source is invalid; one sentence.
     """
 
-    def __init__(self, sources: dict[str, str], names: dict[str, str]) -> None:
-        self.sources, self.names = sources, names
-        self._templates = {name: _parsed(name, sources[name], names) for name in sources}
+    def __init__(
+        self, sources: dict[str, str], names: dict[str, str], call_format: str | None = None
+    ) -> None:
+        self.sources, self.names, self.call_format = sources, names, call_format
+        self._templates = {
+            name: _parsed(name, sources[name], names, call_format) for name in sources
+        }
+
+    def with_call_format(self, call_format: str | None) -> ChatTemplates:
+        """Returns the same templates with a format of earlier calls."""
+        return ChatTemplates(self.sources, self.names, call_format)
 
     @classmethod
     def from_folder(cls, folder: Path, config: Json, names: dict[str, str]) -> ChatTemplates | None:
@@ -108,8 +117,8 @@ def _sources_in(given: Any) -> dict[str, str]:
     return given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}
 
 
-def _parsed(name: str, source: str, names: dict[str, str]) -> ChatTemplate:
+def _parsed(name: str, source: str, names: dict[str, str], call_format: str | None) -> ChatTemplate:
     try:
-        return ChatTemplate(source, names)
+        return ChatTemplate(source, names, call_format)
     except jinja2.TemplateError as error:
         raise ValueError(f"{name}: {error}") from error

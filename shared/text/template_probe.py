@@ -55,6 +55,7 @@ _CALLING: dict[str, Any] = {
     ],
 }
 _RESULT = {"role": "tool", "tool_call_id": "probe0001", "content": "probe result"}
+_DESCRIBES = "renders no calls, which the server therefore writes into contents, and describes"
 _OF_DEEPSEEK = re.compile(r"<[|｜]Assistant[|｜]>")
 
 
@@ -93,7 +94,7 @@ def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
         if text is not None:
             tail, answer = text.rpartition(_QUESTION)[2], _answer_in(text, prompt)
             return _choice(_written_formats(tail, answer), "writes", unknown)
-    return _choice(_described_formats(source), "describes", "lists tools, but writes no calls")
+    return _choice(_described_formats(source), _DESCRIBES, "lists tools, but writes no calls")
 
 
 def reasoning_parser_of(templates: ChatTemplates) -> ParserChoice:

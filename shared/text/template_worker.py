@@ -19,7 +19,7 @@ MAX_MEMORY = 1 << 30
 
 def pack_templates(templates: ChatTemplates) -> bytes:
     """Packs the first message: the templates."""
-    return worker.pack([templates.sources, templates.names])
+    return worker.pack([templates.sources, templates.names, templates.call_format])
 
 
 def pack_conversation(conversation: Conversation) -> bytes:

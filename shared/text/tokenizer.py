@@ -64,14 +64,23 @@ class Tokenizer:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, marks: Collection[str] = (), chat_template: str | None = None
+        cls,
+        folder: str | Path,
+        marks: Collection[str] = (),
+        chat_template: str | None = None,
+        call_format: str | None = None,
     ) -> Tokenizer | None:
         """Reads a checkpoint's tokenizer by the path of its folder; see `from_files`."""
-        return cls.from_files(TokenizerFiles(ModelFolder(folder)), marks, chat_template)
+        files = TokenizerFiles(ModelFolder(folder))
+        return cls.from_files(files, marks, chat_template, call_format)
 
     @classmethod
     def from_files(
-        cls, files: TokenizerFiles, marks: Collection[str] = (), chat_template: str | None = None
+        cls,
+        files: TokenizerFiles,
+        marks: Collection[str] = (),
+        chat_template: str | None = None,
+        call_format: str | None = None,
     ) -> Tokenizer | None:
         """Reads a checkpoint's tokenizer; returns None if it has none.
 
@@ -79,6 +88,7 @@ class Tokenizer:
           files: Its files.
           marks: See the constructor.
           chat_template: Jinja file that replaces the folder's templates.
+          call_format: See `ChatTemplate`.
 
         Raises:
           ValueError: A file is invalid; one sentence.
@@ -90,6 +100,7 @@ class Tokenizer:
             templates = ChatTemplates.from_folder(files.folder.path, files.config, names)
         else:
             templates = ChatTemplates.from_file(Path(chat_template), names)
+        templates = templates and templates.with_call_format(call_format)
         return cls(tokenizer, templates, names, marks)
 
     @property

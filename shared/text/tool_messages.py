@@ -3,17 +3,23 @@
 Templates differ in the type of a call's arguments (an object or its JSON text) and in the content
 of a message with calls (some write a call only if the content is None). A template with another
 form drops or garbles the call without an error, so the form is found by trial.
+
+Some templates render contents alone, such as those of Granite 3.3 and SmolLM3. They receive calls
+as a part of the content, in the format of the tool-call parser.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 Message = dict[str, Any]
+WriteCalls = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]
+"""Returns the text of calls, each a name and arguments."""
+
 SHORT_ID = 9
 
 
@@ -55,11 +61,14 @@ class CallForm:
         conversation. Ids that have the form already are unchanged.
       is_none: Contents that become None: "never", "empty" ones, or "always".
       has_text: Arguments are JSON text rather than an object.
+      write: Writes calls into the content, for a template that renders contents alone; None: calls
+        are a field of the message.
     """
 
     ids: str
     is_none: str
     has_text: bool
+    write: WriteCalls | None = None
 
     def of(self, messages: list[Message]) -> list[Message]:
         """Returns messages in this form; one without calls has no `tool_calls`.
@@ -74,10 +83,21 @@ class CallForm:
         if not message.get("tool_calls"):
             return {name: value for name, value in message.items() if name != "tool_calls"}
         content = message.get("content")
+        if self.write is not None:
+            return self._written(message, self.write)
         is_empty = not (content.strip() if isinstance(content, str) else content)
         if self.is_none == "always" or (self.is_none == "empty" and is_empty):
             content = None
         return {**message, "content": content, "tool_calls": list(self._calls(message))}
+
+    def _written(self, message: Message, write: WriteCalls) -> Message:
+        """Returns a message with its calls at the end of the content."""
+        calls = write([_name_and_arguments(call["function"]) for call in message["tool_calls"]])
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            return {**rest, "content": f"{content}\n{calls}" if content.strip() else calls}
+        return {**rest, "content": [*content, {"type": "text", "text": calls}]}
 
     def _calls(self, message: Message) -> Iterator[dict[str, Any]]:
         for call in message["tool_calls"]:
@@ -88,6 +108,11 @@ class CallForm:
             # Some templates write the type, which clients may omit.
             kind = {"type": call.get("type", "function")}
             yield {**call, "function": {**function, "arguments": arguments}, **kind}
+
+
+def _name_and_arguments(function: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    arguments = function.get("arguments")
+    return function["name"], arguments if isinstance(arguments, dict) else {}
 
 
 def _with_ids(
@@ -132,22 +157,30 @@ FORMS = tuple(
 _ARGUMENTS = {"probe_key": "probe_value", "probe_list": [True, None]}
 
 
-def forms_for(write: Callable[[list[Message]], str | None]) -> list[CallForm]:
+def forms_for(
+    write: Callable[[list[Message]], str | None], write_calls: WriteCalls | None
+) -> list[CallForm]:
     """Returns all forms, beginning with those in which a template writes complete calls.
 
     Args:
       write: Renders messages; returns None on an error.
+      write_calls: Writes calls into the content if the template writes none; None: it may not.
     """
     for contents in (("", "probe_said"), ("",)):
-        whole = [form for form in FORMS if _is_whole(contents, form, write)]
+        messages = _probe(contents)
+        whole = [form for form in FORMS if _is_whole(write(form.of(messages)), len(contents))]
         if whole:
             return whole + [form for form in FORMS if form not in whole]
+    messages = _probe(("",))
+    if write_calls is not None and write(FORMS[0].of(messages)) is not None:  # it drops calls
+        form = CallForm("given", "never", has_text=False, write=write_calls)
+        if _is_whole(write(form.of(messages)), 1):
+            return [form]
     return list(FORMS)
 
 
-def _is_whole(
-    contents: tuple[str, ...], form: CallForm, write: Callable[[list[Message]], str | None]
-) -> bool:
+def _probe(contents: tuple[str, ...]) -> list[Message]:
+    """Returns a conversation with a call next to each content."""
     messages: list[Message] = [{"role": "user", "content": "probe_question"}]
     for number, content in enumerate(contents):
         call_id = f"call_{number:032}"  # as servers and clients write it
@@ -155,10 +188,14 @@ def _is_whole(
         call = {"id": call_id, "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": call_id, "content": f"probe_result_{number}"}
         messages += [{"role": "assistant", "content": content, "tool_calls": [call]}, result]
-    text = write(form.of(messages))
+    return messages
+
+
+def _is_whole(text: str | None, count: int) -> bool:
+    """Returns True if a prompt of `_probe` has every call and result once."""
     if text is None:
         return False
-    names = (f"probe_{kind}_{n}" for n in range(len(contents)) for kind in ("name", "result"))
+    names = (f"probe_{kind}_{n}" for n in range(count) for kind in ("name", "result"))
     counts = {text.count(word) for word in ("probe_key", "probe_value", "probe_list")}
     is_json = "'probe_key'" not in text  # Python's notation of an object
-    return is_json and counts == {len(contents)} and all(name in text for name in names)
+    return is_json and counts == {count} and all(name in text for name in names)

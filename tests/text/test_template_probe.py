@@ -149,7 +149,8 @@ def test_tool_call_parser_of_reads_described_format():
     choice = tool_call_parser_of(templates_of(DESCRIBED))
     assert (choice.parser, choice.reason) == (
         "granite",
-        "describes calls as JSON list after <|tool_call|>",
+        "renders no calls, which the server therefore writes into contents, and describes calls as "
+        "JSON list after <|tool_call|>",
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from shared.offline.messages import for_template
 from shared.server.protocol.openai_types import ChatPrompt
+from shared.text.call_formats.registry import FORMATS
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateError
 from shared.text.jinja_environment import environment
 from tests.support.family_templates import TEMPLATES
@@ -281,6 +282,35 @@ def test_template_reading_objects_receives_messages_unchanged(name: str):
     prompt = ChatTemplate(TEMPLATES[name], {}).render(Conversation(talk("")))
     written = environment().from_string(TEMPLATES[name])
     assert prompt == written.render(messages=talk(""), add_generation_prompt=True)
+
+
+CONTENTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{# tool #}"
+"""Form of Granite 3.3's and SmolLM3's templates: contents alone."""
+
+
+@pytest.mark.parametrize("said", ["", "I will look."])
+@pytest.mark.parametrize("name", FORMATS)
+def test_template_of_contents_receives_calls_as_text(name: str, said: str):
+    prompt = ChatTemplate(CONTENTS, {}, name).render(Conversation(talk(said)))
+    call = FORMATS[name].write([("weather", ARGUMENTS)])
+    written = f"<assistant>{said}\n{call}" if said else f"<assistant>{call}"
+    assert prompt.count(f"{written}<tool>sunny") == 2
+
+
+def test_template_rejecting_calls_remains_error():
+    source = (
+        CONTENTS + "{% if messages[1].tool_calls %}{{ raise_exception('no calls') }}{% endif %}"
+    )
+    with pytest.raises(TemplateError, match="no calls"):
+        ChatTemplate(source, {}, "hermes").render(Conversation(talk("")))
+
+
+def test_template_of_calls_ignores_call_format():
+    source = TEMPLATES_OF_TEXT["as JSON"]
+    messages = Conversation(talk("I will look."))
+    assert ChatTemplate(source, {}, "hermes").render(messages) == ChatTemplate(source, {}).render(
+        messages
+    )
 
 
 def test_render_rejects_template_without_calls():
