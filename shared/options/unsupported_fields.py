@@ -208,10 +208,18 @@ UNSUPPORTED_FIELDS = (
             ("reasoning.generate_summary", "auto"),
             ("reasoning.context", "auto"),
             ("reasoning.mode", "pro", "standard"),
-            ("tools[].defer_loading", True, False),
-            ("tools[].output_schema", {"type": "object"}),
-            ("tools[].allowed_callers", ["programmatic"], ["direct"]),
-            ("tools[].async", True, False),
+            *(
+                (f"{holder}.{name}", value, *neutral)
+                for holder in ("tools[]", "tools[].tools[]")
+                for name, value, *neutral in (
+                    ("defer_loading", True, False),
+                    ("output_schema", {"type": "object"}),
+                    ("allowed_callers", ["programmatic"], ["direct"]),
+                    ("async", True, False),
+                )
+            ),
+            ("input[].async", True, False),
+            ("input[].async_", True, False),  # of objects of the openai package
         )
     ),
     _advice("prompt_cache_key", "a", endpoints=(RESPONSES,), is_read=True),

@@ -57,8 +57,11 @@ def body(endpoint: str) -> dict[str, Any]:
         fields = {"messages": [{"role": "user", "content": blocks}], "tools": tools}
         return {**fields, "model": "default", "temperature": 0, "max_tokens": 2}
     if endpoint == "responses":
-        tools = [{"type": "function", "name": "f"}]
-        return {"input": "hi", "tools": tools, "temperature": 0, "max_output_tokens": 2}
+        function = {"type": "function", "name": "f"}
+        namespace = {"type": "namespace", "name": "n", "tools": [{**function}]}
+        call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+        fields = {"input": [{"role": "user", "content": "hi"}, call], "max_output_tokens": 2}
+        return {**fields, "tools": [function, namespace], "temperature": 0}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},

@@ -9,8 +9,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
-from pydantic import TypeAdapter
+from anthropic.types import Message, MessageTokensCount, ModelInfo
 
 from shared.server.protocol import messages_response_types as types
 from tests.support.api_conversations import (
@@ -21,14 +20,11 @@ from tests.support.api_conversations import (
     USER,
     serving_apis,
 )
-from tests.support.event_streams import parse_events
 from tests.support.http_fixtures import CHAT, Server
+from tests.support.sdk_types import message_events, message_of
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED: Any = {"model": "default", "max_tokens": 300, "temperature": 0}
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-OWN = {"speculative", "ignored"}
-"""Fields that Anthropic's API does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +47,7 @@ def whole(server: Server, **fields: Any) -> Message:
     """Returns a message after strict validation by both sides' types."""
     answer = server.post(MESSAGES, **{**ASKED, **fields})
     assert answer.status_code == 200, answer.text
-    types.Message.model_validate(answer.json())
-    found = Message.model_validate_json(answer.content, strict=True)
-    assert set(found.model_extra or ()) <= OWN
-    return found
+    return message_of(answer.content)
 
 
 def param_of(message: Message) -> Any:
@@ -68,15 +61,7 @@ def events(server: Server, **fields: Any) -> list[Any]:
     body = {**ASKED, **fields, "stream": True}
     answer = httpx.post(server.url + MESSAGES, json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
-    found = []
-    for name, data in parse_events(answer.text):
-        event = json.loads(data)
-        assert name == event["type"]
-        if event["type"] not in ("ping", "error"):
-            types.MessageEvent.model_validate(event)
-            assert set(EVENT.validate_json(data, strict=True).model_extra or ()) <= OWN
-        found.append(event)
-    return found
+    return message_events(answer.text)
 
 
 def assembled(found: list[Any]) -> list[Any]:

@@ -46,6 +46,7 @@ class ResponsesSerializer:
     ) -> None:
         self._request, self._body, self._output = request, body, output
         self._sealed, self._save = sealed, save
+        self._namespaces = body.namespaces
         self._items: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the open item, the last of `_items`
         self._num_events, self._num_scored = 0, 0
@@ -107,9 +108,15 @@ class ResponsesSerializer:
 
     def _begin_call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
         yield from self._close()
-        yield from self._switch(CALL, call_id=call.call_id, name=call.name, arguments="")
+        names = self._names(call.name)
+        yield from self._switch(CALL, call_id=call.call_id, **names, arguments="")
         if call.arguments:
             yield self._add_arguments(call.arguments)
+
+    def _names(self, name: str) -> dict[str, str]:
+        """Returns the name of a called function, with its namespace if it has one."""
+        space, own = self._namespaces.get(name, ("", name))
+        return {"name": own, "namespace": space} if space else {"name": own}
 
     def _switch(self, kind: str, **fields: Any) -> Iterator[StreamEvent]:
         """Begins an item with its first part, unless one of this kind is open."""

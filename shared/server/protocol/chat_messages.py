@@ -52,7 +52,8 @@ def _read_cut(text: str) -> Any:
         return None
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+MAX_NAME_LENGTH = 64
+FunctionName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_LENGTH}}}$")]
 Arguments = Annotated[
     dict[str, Any],
     PlainValidator(_read_arguments),

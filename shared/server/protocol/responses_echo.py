@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shared.server.protocol.responses_items import FunctionTool, NamespaceTool
 from shared.server.protocol.responses_types import ResponsesRequest
 from shared.server.protocol.structured import AllowedChoice, NamedTool, ToolChoice
 
@@ -32,8 +33,9 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    return {"description": None, "parameters": None, "strict": None, **tool.model_dump()}
+def _tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    described = {"description": tool.description or ""} if isinstance(tool, NamespaceTool) else {}
+    return {**tool.model_dump(), **described}
 
 
 def _choice(choice: ToolChoice | None) -> Any:

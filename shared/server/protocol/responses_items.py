@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import (
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from shared.server.protocol.chat_messages import MAX_ID_LENGTH, Arguments, Client, FunctionName
+from shared.server.protocol.chat_messages import (
+    MAX_ID_LENGTH,
+    MAX_NAME_LENGTH,
+    MAX_TOOLS,
+    Arguments,
+    Client,
+    FunctionName,
+)
 from shared.server.protocol.content import LOW
 from shared.server.protocol.fields import Nested, Strict, Text, string_or_list, type_of
 
@@ -95,8 +110,13 @@ class FunctionCallItem(Strict):
     arguments: Arguments
     id: ItemId | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: FunctionName | None = None
     caller: Client = None
+
+    @property
+    def template_name(self) -> str:
+        """Name that the chat template reads."""
+        return self.name if self.namespace is None else join_names(self.namespace, self.name)
 
 
 class FunctionCallOutput(Strict):
@@ -171,21 +191,72 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
+def join_names(namespace: str, name: str) -> str:
+    """Returns the name by which the model calls a function of a namespace."""
+    return f"{namespace}.{name}"
+
+
+class NamespaceTool(Strict):
+    """Functions that share a namespace."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    @field_validator("tools")
+    @classmethod
+    def _check_names(cls, tools: list[FunctionTool], info: ValidationInfo) -> list[FunctionTool]:
+        for tool in tools:
+            if len(joined := join_names(info.data.get("name", ""), tool.name)) > MAX_NAME_LENGTH:
+                raise PydanticCustomError(
+                    "names",
+                    "has the function {name}, which is too long; shorten the names of namespace "
+                    "and function to {most} characters together",
+                    {"name": joined, "most": MAX_NAME_LENGTH - 1},
+                )
+        return tools
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Functions as the chat template lists them; each has the description of all."""
+        return [
+            tool.model_copy(
+                update={
+                    "name": join_names(self.name, tool.name),
+                    "description": "\n\n".join(filter(None, (self.description, tool.description))),
+                }
+            )
+            for tool in self.tools
+        ]
+
+
+_HINTS = {
+    "web_search": "turn web search off in the client",
+    "custom": "send a function with one string parameter",
+}
+
+
 def _tool_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else "function"
+    if kind == "namespace":
+        return "<namespace>"
     return "<function>" if kind in (None, "function") else "<server>"
 
 
 def _reject_tool(value: Any) -> Any:
+    kind = str(value["type"])[:80]
     raise PydanticCustomError(
         "tool",
-        "has the type {kind}, and only function tools are supported; send it as a function",
-        {"kind": str(value["type"])[:80]},
+        "has the type {kind}, and only functions and namespaces are supported; {hint}",
+        {"kind": kind, "hint": _HINTS.get(kind, "send it as a function")},
     )
 
 
 _RejectedTool = Annotated[Any, PlainValidator(_reject_tool), WithJsonSchema({"not": {}})]
 ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[_RejectedTool, Tag("<server>")],
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[_RejectedTool, Tag("<server>")],
     Discriminator(_tool_kind),
 ]

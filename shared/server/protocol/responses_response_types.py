@@ -49,13 +49,14 @@ class OutputReasoningItem(ResponseModel):
 
 
 class OutputCallItem(ResponseModel):
-    """Function call."""
+    """Function call; `namespace` is present if the function has one."""
 
     id: str
     type: Literal["function_call"]
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 

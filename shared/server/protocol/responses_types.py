@@ -38,8 +38,10 @@ from shared.server.protocol.responses_items import (
     InputItem,
     ItemContent,
     MessageItem,
+    NamespaceTool,
     ReasoningItem,
     ResponsesTool,
+    join_names,
 )
 from shared.server.protocol.sampling_fields import SamplingFields
 from shared.server.protocol.sealed_text import SealedText
@@ -173,6 +175,25 @@ class ResponsesRequest(Strict):
             return [MessageItem(type="message", role="user", content=self.input)]
         return self.input
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Functions that the model may call, under the names by which it calls them."""
+        return [
+            function
+            for tool in self.tools or ()
+            for function in (tool.functions if isinstance(tool, NamespaceTool) else (tool,))
+        ]
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and function by the name by which the model calls it."""
+        return {
+            join_names(space.name, tool.name): (space.name, tool.name)
+            for space in self.tools or ()
+            if isinstance(space, NamespaceTool)
+            for tool in space.tools
+        }
+
     def includes(self, name: str) -> bool:
         """Returns True if the response includes an optional part."""
         return name in (self.include or ())
@@ -247,7 +268,7 @@ class ResponsesRequest(Strict):
         if len(builder.images) > MAX_IMAGES:
             reason = f"the request has {len(builder.images)} images"
             raise ApiError(400, f"{reason}, at most {MAX_IMAGES} are supported", "input")
-        listed: list[FunctionTool] = [] if self.tool_choice == "none" else list(self.tools or ())
+        listed = [] if self.tool_choice == "none" else self.functions
         conversation = Conversation(
             messages=builder.messages,
             tools=list(map(_for_template, listed)),
@@ -295,7 +316,7 @@ def _add_item(
     if isinstance(item, ReasoningItem):
         builder.add_reasoning(_reasoning(item, place, sealed))
     elif isinstance(item, FunctionCallItem):
-        builder.add_call(item.call_id, item.name, item.arguments)
+        builder.add_call(item.call_id, item.template_name, item.arguments)
     elif isinstance(item, MessageItem):
         _add_message(builder, item, place)
     else:
