@@ -168,6 +168,8 @@ def _api_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} is not a known field", param)
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param)
+    if message.startswith("has the type "):  # which is the reason
+        return ApiError(400, f"{param} {message}", param)
     if isinstance(first["input"], str):  # pydantic calls the elements of a string items
         message = message.replace(" item", " character")
     return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
