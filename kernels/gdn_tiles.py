@@ -12,7 +12,9 @@ class GDNLayerTiles:
 
     Attributes:
       columns: State columns of a program; all if a state has fewer.
-      warps: Warps of the kernel.
+      warps: Warps of the kernel for chains.
+      tree_warps: Same for trees. A program holds the states of the trunk and of a branch, which
+        are twice the registers of a chain's state.
       prepare_warps: Warps of a separate kernel that prepares rows for the recurrence; 0: none.
       commit_columns, commit_warps: Same as `columns` and `warps`, for `commit`.
     """
@@ -22,6 +24,7 @@ class GDNLayerTiles:
 
     columns: int
     warps: int
+    tree_warps: int
     prepare_warps: int
     commit_columns: int
     commit_warps: int
@@ -29,7 +32,7 @@ class GDNLayerTiles:
     def __post_init__(self) -> None:
         least = {"columns": 8, "warps": 1}
         least |= {f"commit_{name}": x for name, x in least.items()}
-        check_powers_of_two(self, least | {"prepare_warps": 0})
+        check_powers_of_two(self, least | {"tree_warps": 1, "prepare_warps": 0})
 
 
 @dataclass(frozen=True, kw_only=True)

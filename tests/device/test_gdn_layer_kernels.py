@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import jax_impl.ops.gdn.gdn_layer
 import torch_impl.ops.gdn.gdn_layer
+from kernels.pallas_gpu.gdn import gdn_tree
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gdn_state as spec
-from tests.support.cases.gdn.gdn_layer import TABLE
+from tests.support.cases.gdn.gdn_layer import TABLE, block_trees, parents_of
 from tests.support.gdn_layer_kernels import (
     APART,
     CASES,
@@ -187,6 +189,53 @@ def test_gdn_verify_and_replay_bitwise_equal(is_tree: bool, language: str):
         states = commit(language, case, advanced, np.zeros((B, 1)), counts)
     np.testing.assert_array_equal(replayed[0], states[0])
     np.testing.assert_array_equal(replayed[1][LAYER], states[1][LAYER])
+
+
+def num_visits(parents: Sequence[int]) -> list[int]:
+    """Visits of each node: nodes off the trunk are visited for each group of leaves below."""
+    paths = {path[-1]: path for path in paths_of(parents)}
+    trunk = max(paths.values(), key=lambda path: (len(path), path[-1]))
+    groups = {parents[leaf]: paths[leaf][:-1] for leaf in paths if leaf != trunk[-1]}
+    off_trunk = [set(path) - set(trunk) for path in groups.values()]
+    return [
+        1 if node in trunk or node in paths else sum(node in path for path in off_trunk)
+        for node in range(len(parents))
+    ]
+
+
+def visits_in_pallas(trees: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Visits of each node by the Pallas traversal, with a counter as the state."""
+
+    def kernel(parents_ref, counts_ref, states_ref, _, visits_ref):
+        request = pl.program_id(0)
+
+        def visit(i, state):
+            visits_ref[request, i] += 1
+            return state + 1
+
+        state_at = states_ref.at[request]
+        gdn_tree.walk(visit, state_at, parents_ref, request, counts_ref[request])
+
+    states, visits = jnp.zeros(len(trees), jnp.int32), jnp.zeros(trees.shape, jnp.int32)
+    count = pl.pallas_call(
+        kernel,
+        grid=(len(trees),),
+        out_shape=jax.ShapeDtypeStruct(visits.shape, jnp.int32),
+        input_output_aliases={3: 0},
+        interpret=True,
+    )
+    return np.asarray(count(jnp.asarray(trees), jnp.asarray(counts), states, visits))
+
+
+def test_gdn_tree_walk_visits_trunk_once() -> None:
+    trees = block_trees(4, 64, np.random.default_rng(0))
+    trees[3] = parents_of(1, 64, np.random.default_rng(1))
+    counts = np.array([64, 40, 1, 64], np.int32)
+    got = visits_in_pallas(trees, counts)
+    for row, (tree, count) in enumerate(zip(trees, counts, strict=True)):
+        want = num_visits(tree[:count])
+        assert sum(want) < 1.4 * count
+        np.testing.assert_array_equal(got[row], want + [0] * (64 - count))
 
 
 @each_language

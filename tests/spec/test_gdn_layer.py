@@ -1,5 +1,7 @@
 """GDN layer on the states of slots: it changes those of the batch only."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,9 @@ from shared.spec.gdn_state import GDNState, ReplayInputs
 from tests.support.cases.gdn.gdn_layer import (
     SMALL,
     arguments,
+    block_trees,
     commit_arguments,
+    parents_of,
     states_of,
     weights_of,
 )
@@ -23,8 +27,8 @@ def arrays(x: GDNState | ReplayInputs) -> list[np.ndarray]:
     return list(vars(x).values())
 
 
-def given(N: int, is_chain: bool = True) -> dict:
-    return arguments(N, B=B, N=N, sizes=SMALL, is_chain=is_chain)
+def given(N: int, trees: Callable[..., np.ndarray] | None = None) -> dict:
+    return arguments(N, B=B, N=N, sizes=SMALL, trees=trees)
 
 
 def parts(made: dict, *names: str) -> list:
@@ -92,9 +96,9 @@ def run(implementation: Implementation, name: str, made: dict) -> tuple:
 
 
 @each_implementation
-@pytest.mark.parametrize("is_chain", [True, False], ids=["chains", "trees"])
-def test_gdn_layer_verify_matches_spec(is_chain: bool, implementation: Implementation):
-    made = given(5, is_chain)
+@pytest.mark.parametrize("trees", [None, parents_of, block_trees], ids=str)
+def test_gdn_layer_verify_matches_spec(trees, implementation: Implementation):
+    made = given(5, trees)
     found, states, got = run(implementation, "verify", made)
     out, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
     assert_close(states, made["states"])

@@ -22,10 +22,17 @@ WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
 SHARED_KEYS = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=32, value_size=16)
 OWN_KEYS = GatedDeltaConfig(num_key_heads=4, num_value_heads=4, key_size=16, value_size=32)
 CUT, WHOLE = (
-    GDNLayerTiles(columns=columns, warps=2, prepare_warps=0, commit_columns=columns, commit_warps=2)
+    GDNLayerTiles(
+        columns=columns,
+        warps=2,
+        tree_warps=4,
+        prepare_warps=0,
+        commit_columns=columns,
+        commit_warps=2,
+    )
     for columns in (16, 32)
 )
-APART = replace(CUT, columns=8, warps=1, prepare_warps=4)
+APART = replace(CUT, columns=8, warps=1, tree_warps=1, prepare_warps=4)
 HOW = {"tiles": CUT}
 MIX = HOW | {"eps": EPS, "digits": SQUARES.digits}
 

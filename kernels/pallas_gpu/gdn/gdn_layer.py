@@ -2,8 +2,8 @@
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
-recurrence then runs from node to node, and again from the root for each path of a tree, so a node
-is bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
+recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
+bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
 all outputs of the head. Sums over keys use `sum_by_halves`.
 """
 
@@ -147,7 +147,7 @@ def verify(
     written = {name: x for name, x in kept_of(fields, inputs)._asdict().items() if x is not None}
     updated = {"arrivals": arrivals}
     (updated if advances else reads)["recurrent"] = recurrent
-    main = (min(tiles.columns, V), tiles.warps)
+    main = (min(tiles.columns, V), tiles.warps if parents is None else tiles.tree_warps)
     if tiles.prepare_warps:
         if advances:
             rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}

@@ -1,6 +1,6 @@
 """Tree traversal of gated delta net verification (Pallas, Triton backend).
 
-Convolution inputs of each node, and the recurrence along the paths of a tree.
+Convolution inputs of each node, and the recurrence along the trunk and the branches of a tree.
 """
 
 from collections.abc import Sequence
@@ -65,32 +65,88 @@ def places_of(node, count, parents_ref, request):
 
 
 def walk(visit, state_at, parents_ref, request, count):
-    """Visits the path from the old state to each node with leaf children, then these leaves."""
+    """Visits the nodes of a tree, each after its ancestors.
+
+    The trunk is the path to a deepest node. Its state stays in registers while the paths that leave
+    it are visited, so these start at the trunk and not at the root. Leaves with the same parent
+    share its state.
+    """
     node = lax.iota(jnp.int32, pl.next_power_of_2(parents_ref.shape[1]))
     is_child = (node > 0) & (node < count)
     parent = pltriton.load(parents_ref.at[request, node], mask=is_child, other=-1)
+    parent_of = partial(_parent_of, parents_ref, request)
+    end_of_trunk = _deepest(parent, parent_of, node)
+    trunk = ancestor_bits(end_of_trunk, parents_ref, request)
     is_leaf = jnp.max((parent[:, None] == node[None, :]).astype(jnp.int32), axis=0) == 0
+    is_leaf &= node != end_of_trunk
+    start = _last_on(trunk, parent, parent_of, node)
 
-    def descend(end, leaves):
-        path = ancestor_bits(end, parents_ref, request)
+    def visit_if(nodes, i, state):
+        return lax.cond(_has(nodes, i, node), visit, lambda _, x: x, i, state)
 
-        def visit_if(nodes, i, state):
-            return lax.cond(is_in(*nodes, i, len(node)), visit, lambda _, x: x, i, state)
-
+    def visit_branch(trunk_node, end, leaves, state):
         def visit_leaf(i, state):
             visit_if(leaves, i, state)
             return state
 
-        state = lax.fori_loop(0, end + 1, partial(visit_if, path), state_at[...])
+        path = ancestor_bits(end, parents_ref, request)  # up to the trunk node, nodes of the trunk
+        state = lax.fori_loop(trunk_node + 1, end + 1, partial(visit_if, path), state)
         lax.fori_loop(end + 1, count, visit_leaf, state)
 
-    def look(end, carry):
-        low, high = bits_of(is_leaf & (parent == end), node)
-        is_end = ((low | high) != 0) | (count == 1)
-        pl.when(is_end)(lambda: descend(end, (low, high)))
-        return carry
+    def visit_trunk(trunk_node, state):
+        state = visit(trunk_node, state)
+        below = bits_of(start == trunk_node, node)
 
-    lax.fori_loop(0, count, look, 0)
+        def look(end, carry):
+            @pl.when(_has(below, end, node))
+            def _():
+                leaves = bits_of(is_leaf & (parent == end), node)
+                visit_end = partial(visit_branch, trunk_node, end, leaves, state)
+                pl.when((leaves[0] | leaves[1]) != 0)(visit_end)
+
+            return carry
+
+        lax.fori_loop(trunk_node, count, look, 0)
+        return state
+
+    def visit_trunk_if(i, state):
+        return lax.cond(_has(trunk, i, node), visit_trunk, lambda _, x: x, i, state)
+
+    lax.fori_loop(0, end_of_trunk + 1, visit_trunk_if, state_at[...])
+
+
+def _has(bits, i, node):
+    """Returns whether the bit of a node is set."""
+    return is_in(*bits, i, len(node))
+
+
+def _parent_of(parents_ref, request, node):
+    """Returns the parent of each node, and the root for the root."""
+    return pltriton.load(parents_ref.at[request, node], mask=node > 0, other=0)
+
+
+def _deepest(parent, parent_of, node):
+    """Returns the last of the deepest nodes."""
+
+    def climb(carry):
+        above, depth = carry
+        return parent_of(above), depth + (above > 0).astype(jnp.int32)
+
+    is_below = lambda carry: jnp.max(carry[0]) > 0  # noqa: E731
+    first = (jnp.maximum(parent, 0), (parent >= 0).astype(jnp.int32))
+    depth = lax.while_loop(is_below, climb, first)[1]
+    return lax.rem(jnp.max(jnp.where(parent >= 0, depth * len(node) + node, 0)), len(node))
+
+
+def _last_on(trunk, parent, parent_of, node):
+    """Returns the last node of the trunk on the path to each node."""
+    is_off = lambda last: ~_has(trunk, last, node)  # noqa: E731
+
+    def climb(last):
+        return jnp.where(is_off(last), parent_of(last), last)
+
+    is_any_off = lambda last: jnp.max(is_off(last).astype(jnp.int32)) > 0  # noqa: E731
+    return lax.while_loop(is_any_off, climb, jnp.where(parent < 0, 0, node))
 
 
 def visit(scratch, kept, place, i, state):

@@ -2,8 +2,8 @@
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
-recurrence then runs from node to node, and again from the root for each path of a tree, so a node
-is bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
+recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
+bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
 all outputs of the head. Sums over keys use `sum_by_halves`.
 """
 
@@ -138,7 +138,7 @@ def verify(
         prepares=not tiles.prepare_warps,
         recurs=True,
     )
-    launches = [(main, tiles.warps)]
+    launches = [(main, tiles.warps if parents is None else tiles.tree_warps)]
     if tiles.prepare_warps:
         prepare = main._replace(columns=V, prepares=True, recurs=False)
         launches.insert(0, (prepare, tiles.prepare_warps))

@@ -1,6 +1,6 @@
 """Tree traversal of gated delta net verification (Triton).
 
-Convolution inputs of each node, and the recurrence along the paths of a tree.
+Convolution inputs of each node, and the recurrence along the trunk and the branches of a tree.
 """
 
 from collections.abc import Sequence
@@ -65,24 +65,67 @@ def _above(place, count, parents_at, is_chain: tl.constexpr):
 
 @triton.jit
 def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
-    """Visits the path from the old state to each node with leaf children, then these leaves."""
+    """Visits the nodes of a tree, each after its ancestors.
+
+    The trunk is the path to a deepest node. Its state stays in registers while the paths that leave
+    it are visited, so these start at the trunk and not at the root. Leaves with the same parent
+    share its state.
+    """
     parent = tl.load(parents_at + node, mask=(node > 0) & (node < count), other=-1)
     bit = tl.full((), 1, tl.int64) << node.to(tl.int64)
+    trunk, end_of_trunk = _trunk(parent, parents_at, node)
     is_leaf = tl.max((parent[:, None] == node[None, :]).to(tl.int32), axis=0) == 0
-    for end in range(0, count):
-        leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
-        if (leaves != 0) | (count == 1):
-            path, above = tl.full((), 1, tl.int64), end
-            while above > 0:
-                path |= tl.full((), 1, tl.int64) << above
-                above = tl.load(parents_at + above)
-            state = tl.load(state_at)
-            for i in range(0, end + 1):
-                if (path >> i) & 1 != 0:
-                    state = visit(state, first_node, i, sizes)
-            for i in range(end + 1, count):
-                if (leaves >> i) & 1 != 0:
-                    visit(state, first_node, i, sizes)
+    is_leaf &= node != end_of_trunk
+    start = _last_on(trunk, parent, parents_at, node)
+    state = tl.load(state_at)
+    for trunk_node in range(0, end_of_trunk + 1):
+        if (trunk >> trunk_node) & 1 != 0:
+            state = visit(state, first_node, trunk_node, sizes)
+            below = tl.sum(tl.where(start == trunk_node, bit, 0))
+            for end in range(trunk_node, count):
+                if (below >> end) & 1 != 0:
+                    leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
+                    if leaves != 0:
+                        path = _path(end, parents_at)  # up to the trunk node, nodes of the trunk
+                        branch = state
+                        for i in range(trunk_node + 1, end + 1):
+                            if (path >> i) & 1 != 0:
+                                branch = visit(branch, first_node, i, sizes)
+                        for i in range(end + 1, count):
+                            if (leaves >> i) & 1 != 0:
+                                visit(branch, first_node, i, sizes)
+
+
+@triton.jit
+def _trunk(parent, parents_at, node):
+    """Returns the nodes from the root to a deepest node as bits, and this node."""
+    above, depth = tl.maximum(parent, 0), (parent >= 0).to(tl.int32)
+    while tl.max(above) > 0:
+        depth += (above > 0).to(tl.int32)
+        above = tl.load(parents_at + above, mask=above > 0, other=0)
+    lanes: tl.constexpr = node.shape[0]
+    deepest = tl.max(tl.where(parent >= 0, depth * lanes + node, 0)) % lanes
+    return _path(deepest, parents_at), deepest
+
+
+@triton.jit
+def _path(end, parents_at):
+    """Returns the nodes from the root to `end` as bits."""
+    path, above = tl.full((), 1, tl.int64), end
+    while above > 0:
+        path |= tl.full((), 1, tl.int64) << above
+        above = tl.load(parents_at + above)
+    return path
+
+
+@triton.jit
+def _last_on(trunk, parent, parents_at, node):
+    """Returns the last node of the trunk on the path to each node."""
+    last = tl.where(parent < 0, 0, node)
+    while tl.min((trunk >> last.to(tl.int64)) & 1) == 0:
+        above = tl.load(parents_at + last, mask=last > 0, other=0)
+        last = tl.where((trunk >> last.to(tl.int64)) & 1 != 0, last, above)
+    return last
 
 
 @triton.jit

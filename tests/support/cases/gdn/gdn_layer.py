@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shared.models.mixers import GatedDeltaConfig
-from shared.spec import draft_tree
+from shared.spec import best_prefixes, draft_tree
 from shared.spec import gdn_layer as spec
 from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights, ReplayInputs
 from tests.support.op_case import Arguments, OpCase, as_list
@@ -90,16 +90,33 @@ def verify_scratch(states: GDNState, B: int, N: int) -> ReplayInputs:
     return ReplayInputs(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))
 
 
+def block_trees(B: int, N: int, rng: np.random.Generator) -> np.ndarray:
+    """Trees of a block head of 15 depths, some of which are certain and some are not."""
+    spread = rng.choice([1.5, 4, 8], (B, 15, 1, 1), p=[0.2, 0.25, 0.55])
+    scores = np.sort(spread * rng.standard_normal((B, 15, 1, 400)))[..., ::-1]
+    edges = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    zeros, ones = np.zeros(B, np.int32), np.ones(B, bool)
+    tokens = np.zeros((B, 15, 1, 16), np.int32)
+    laws = edges[..., :16].astype(np.float32)
+    return best_prefixes.grow(zeros, tokens, laws, None, zeros + N, ones, N)[1]
+
+
 def arguments(
-    seed: int, *, B: int, N: int, sizes: GatedDeltaConfig, is_chain: bool, layers: int = 2
+    seed: int,
+    *,
+    B: int,
+    N: int,
+    sizes: GatedDeltaConfig,
+    trees: Callable[..., np.ndarray] | None,
+    layers: int = 2,
 ) -> Arguments:
-    """B trees of N nodes in one layer of some."""
+    """B trees of N nodes in one layer of some; chains without `trees`."""
     rng = np.random.default_rng(seed)
     states = states_of(rng, sizes, layers, B + 2)
     heads = sizes.num_value_heads
     width = sizes.channels + heads * (sizes.value_size + 2)
     advances = N == 1
-    kept, parents = verify_scratch(states, B, N), None if is_chain else parents_of(B, N, rng)
+    kept, parents = verify_scratch(states, B, N), None if trees is None else trees(B, N, rng)
     return {
         "inputs": rng.standard_normal((B * N, width), np.float32),
         "weights": weights_of(rng, sizes),
@@ -202,14 +219,18 @@ MODEL = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, val
 
 def _cases() -> list[OpCase]:
     made = []
-    for B, N, sizes, is_chain in (
-        *((3, 1, SMALL, True), (3, 4, SMALL, True), (3, 6, SMALL, False)),
-        *((B, N, MODEL, True) for N in (1, 4) for B in (1, 8, 32)),
-        *((B, 16, MODEL, False) for B in (1, 8, 32)),
-        (1, 40, MODEL, False),
+    kinds = {"chain": None, "tree": parents_of, "block tree": block_trees}
+    for B, N, sizes, kind in (
+        *((3, 1, SMALL, "chain"), (3, 4, SMALL, "chain"), (3, 6, SMALL, "tree")),
+        *((B, N, MODEL, "chain") for N in (1, 4) for B in (1, 8, 32)),
+        *((B, 16, MODEL, "tree") for B in (1, 8, 32)),
+        *((B, 8, MODEL, "tree") for B in (1, 8, 32)),
+        (1, 40, MODEL, "tree"),
+        (2, 16, SMALL, "block tree"),
+        *((B, N, MODEL, "block tree") for N in (16, 32, 64) for B in (1, 4, 8)),
     ):
-        function, kind = "decode" if N == 1 else "verify", "chain" if is_chain else "tree"
-        make = partial(arguments, B=B, N=N, sizes=sizes, is_chain=is_chain)
+        function = "decode" if N == 1 else "verify"
+        make = partial(arguments, B=B, N=N, sizes=sizes, trees=kinds[kind])
         is_large = sizes is MODEL
         dtype = "bfloat16" if is_large else "float32"
         made.append(_op_case(f"{B} x {kind} of {N}", make, function, dtype, is_large))
