@@ -117,8 +117,9 @@ class ServerOptions:
     )
     api_key: str | None = flag(
         None,
-        "bearer token (also as x-api-key or api-key) required on all routes except /live, and "
-        "the password of the web page; required if other machines can connect (default: none)",
+        "bearer token (also as x-api-key or api-key) required on all routes except /live, "
+        "/health and /ping, and the password of the web page; required if other machines can "
+        "connect (default: none)",
     )
     allow_unauthenticated: bool = flag(
         False,

@@ -19,7 +19,7 @@ import yaml
 from shared.options.command_line import SHOWN, parse
 from shared.options.options import Options
 from shared.process.loop import EXIT_REFUSED
-from shared.server.api.access_middleware import OPEN_PATH
+from shared.server.api.access_middleware import LIVE_PATH
 from shared.server.api.transport import MAX_BODY_BYTES
 from shared.server.engine_link.metric_texts import HELP
 from tandem import command
@@ -88,7 +88,7 @@ def test_containerfile_port_equals_exposed_port():
     server = options_of([*words, "--api-key", "KEY"]).server
     assert str(server.port) == found["EXPOSE"]
     probe = json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
-    assert f":{server.port}{OPEN_PATH}'" in probe[-1]
+    assert f":{server.port}{LIVE_PATH}'" in probe[-1]
     compile(probe[-1], "HEALTHCHECK", "exec")
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shared.server.api import access_middleware as gates
-from shared.server.api.access_middleware import MAX_HEAD_BYTES, OPEN_PATH
+from shared.server.api.access_middleware import MAX_HEAD_BYTES, OPEN_PATHS
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     CHAT,
@@ -30,7 +30,7 @@ from tests.support.http_fixtures import (
 
 KEY = "schlüssel"
 CORPORA = "/list_external_corpora"
-GET_ROUTES = ["/v1/models", "/v1/models/default", "/health", "/metrics", "/capabilities", "/"]
+GET_ROUTES = ["/v1/models", "/v1/models/default", "/metrics", "/capabilities", "/"]
 GET_ROUTES += ["/playground/main.js", "/v1/requests/a/trace", "/v2"]
 POST_ROUTES = [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/add_external_corpus"]
 
@@ -89,15 +89,19 @@ WRONG += [{"authorization": b"Basic " + KEY.encode()}]
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda headers: repr(headers)[:60])
-def test_all_routes_except_live_require_api_key(server, split_server, headers):
+def test_all_routes_except_probes_require_api_key(server, split_server, headers):
     for url in (server.url, split_server.url, admin_url(split_server)):
         with httpx.Client(base_url=url, headers=headers, params={"api_key": KEY}) as client:
-            routes = [*routes_of(url), ("GET", "/no_such"), ("GET", OPEN_PATH + "/")]
-            assert ("GET", OPEN_PATH) in routes
+            routes = [
+                *routes_of(url),
+                ("GET", "/no_such"),
+                *(("GET", path + "/") for path in OPEN_PATHS),
+            ]
+            assert {("GET", path) for path in OPEN_PATHS} <= set(routes)
             assert len(routes) >= 8
             for method, path in routes:
                 answer = client.request(method, path, json={} if method == "POST" else None)
-                if path == OPEN_PATH:
+                if path in OPEN_PATHS:
                     assert answer.status_code == 200
                     continue
                 assert answer.status_code == 401, (method, path)
@@ -111,7 +115,7 @@ def test_listeners_serve_only_their_routes(server, split_server):
     one, clients, admin = (
         set(routes_of(url)) for url in (server.url, split_server.url, admin_url(split_server))
     )
-    both = {("GET", path) for path in ("/health", "/ping", OPEN_PATH, "/openapi.json")}
+    both = {("GET", path) for path in (*OPEN_PATHS, "/openapi.json")}
     assert clients & admin == both
     assert clients | admin == one
     corpora = {("GET", CORPORA), ("POST", "/add_external_corpus")}
@@ -210,7 +214,7 @@ def test_basic_password_does_not_grant_admin_routes(server):
 
 def test_server_without_api_key_accepts_any_key(open_server):
     for headers in ({}, bearer("x")):
-        for path in ("/v1/models", "/health", OPEN_PATH):
+        for path in ("/v1/models", *OPEN_PATHS):
             assert httpx.get(open_server.url + path, headers=headers).status_code == 200
 
 

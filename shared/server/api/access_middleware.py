@@ -24,8 +24,10 @@ _KEY_HEADERS = ("x-api-key", "api-key")
 
 _BASIC = 'Basic realm="Tandem", charset="UTF-8"'
 
-OPEN_PATH = "/live"
-"""Route without a key, for liveness probes."""
+LIVE_PATH = "/live"
+HEALTH_PATHS = ("/health", "/ping")  # /ping: SageMaker
+OPEN_PATHS = (LIVE_PATH, *HEALTH_PATHS)
+"""Routes without a key, for probes; launchers of agents poll them before they have one."""
 
 
 class HostMiddleware:
@@ -68,7 +70,7 @@ class ApiKeyMiddleware:
         given = sent_keys(headers)
         if browsers := password(headers.get("authorization", "")):
             given.append(browsers)
-        if matches_any_key(given, self._keys) or scope["path"] == OPEN_PATH:
+        if matches_any_key(given, self._keys) or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or invalid; send it as a bearer token"

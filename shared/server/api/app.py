@@ -19,7 +19,8 @@ from shared import VERSION
 from shared.process.ipc_messages import ServerInfo
 from shared.server.api import playground
 from shared.server.api.access_middleware import (
-    OPEN_PATH,
+    HEALTH_PATHS,
+    LIVE_PATH,
     ApiKeyMiddleware,
     HeaderSizeLimit,
     HostMiddleware,
@@ -307,9 +308,9 @@ def _state_routes(routes: Routes) -> Iterator[Route]:
 
 def _health_routes(routes: Routes) -> Iterator[Route]:
     """Health routes of a listener."""
-    for path in ("/health", "/ping"):  # /ping: SageMaker
+    for path in HEALTH_PATHS:
         yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
-    yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
+    yield Route(path=LIVE_PATH, method="GET", handler=routes.live, errors=(503,))
 
 
 def _metrics_routes(routes: Routes) -> Iterator[Route]:

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
-from shared.server.api.access_middleware import OPEN_PATH
+from shared.server.api.access_middleware import OPEN_PATHS
 from shared.server.protocol.messages_response_types import AnthropicError
 from shared.server.protocol.response_types import STREAM_END, Error
 
@@ -75,7 +75,7 @@ class Route:
         statuses = sorted({*_OF_EVERY_ROUTE, *(_OF_BODIES if self.bodies else ()), *self.errors})
         errors = {status: self._error(_ERRORS[status]) for status in statuses}
         extra = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
-        extra |= {"security": []} if self.path == OPEN_PATH else {}
+        extra |= {"security": []} if self.path in OPEN_PATHS else {}
         app.add_api_route(
             self.path,
             self.handler,
