@@ -53,6 +53,7 @@ ROUTES = {
     "/v1/responses": "post",
     "/v1/responses/{response_id}": "get",
     "/v1/responses/{response_id}/cancel": "post",
+    "/v1/responses/{response_id}/input_items": "get",
 }
 CALL = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 

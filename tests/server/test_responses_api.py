@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseItemList
 
 from shared.server.completions.response_store import ResponseStore
 from tests.support.api_conversations import (
@@ -160,6 +160,41 @@ def server_get(server: Server, name: str) -> httpx.Response:
     return httpx.get(f"{server.url}{RESPONSES}/{name}", timeout=30)
 
 
+def test_openai_client_pages_through_input_items(client, server):
+    """Items have the types of the client, ids that are distinct, and both orders."""
+    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text"}]}
+    result["output"][0]["text"] = "dry"
+    given: Any = [
+        USER,
+        {**USER, "id": "msg_a", "content": [{"type": "input_text", "text": "hm"}]},
+        {"type": "reasoning", "id": "rs_a", "summary": [{"type": "summary_text", "text": "s"}]},
+        {"role": "assistant", "content": "I look.", "id": "msg_a"},
+        {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"},
+        result,
+    ]
+    asked: Any = {"model": "default", "temperature": 0, "max_output_tokens": 2}
+    first = client.responses.create(input=given, **asked)
+    second = client.responses.create(input="so?", previous_response_id=first.id, **asked)
+    found = list(client.responses.input_items.list(second.id, limit=3, order="asc"))
+    assert len({item.id for item in found}) == len(found) == len(given) + len(first.output) + 1
+    kinds = ["message", "message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item.type for item in found][: len(kinds)] == kinds
+    assert [item.id for item in found[1:3]] == ["msg_a", "rs_a"]
+    assert (found[0].content[0].text, found[3].content[0].text) == ("hi", "I look.")
+    assert (found[4].namespace, found[5].output[0].text) == ("n", "dry")
+    assert found[-1].content[0].text == "so?"
+    assert list(client.responses.input_items.list(second.id))[::-1] == found
+    path = f"{RESPONSES}/{second.id}/input_items"
+    page = httpx.get(server.url + path, params={"limit": 100}).json()
+    ResponseItemList.model_validate_json(json.dumps(page), strict=True)
+    assert not page["has_more"]
+    empty = httpx.get(server.url + path, params={"after": page["last_id"]}).json()
+    assert (empty["data"], empty["has_more"]) == ([], False)
+    for params in ({"limit": 0}, {"limit": "x"}, {"order": "up"}, {"after": "none"}):
+        answer = httpx.get(server.url + path, params=params)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(params)))
+
+
 def test_openai_stream_helper_assembles_response(client):
     with client.responses.stream(
         model="default", input=f"<think>hm</think>Well.{CALL}{END}", tools=TOOLS, temperature=0
@@ -196,9 +231,11 @@ def test_stored_response_is_cancelled_while_running(server):
     assert (again.status_code, again.json()["error"]["param"]) == (400, "response_id")
 
 
-@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
-def test_store_routes_without_flag_name_flag(stateless, method):
-    path = f"{RESPONSES}/resp_1" + ("/cancel" if method == "POST" else "")
+@pytest.mark.parametrize(
+    ("method", "end"), [("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")]
+)
+def test_store_routes_without_flag_name_flag(stateless, method, end):
+    path = f"{RESPONSES}/resp_1{end}"
     answer = httpx.request(method, stateless.url + path, timeout=30)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_id")
     assert "--store-responses" in answer.json()["error"]["message"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -49,6 +50,7 @@ from shared.server.engine_link.request_end import RequestObserver
 from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.server.protocol import messages_response_types as anthropic
 from shared.server.protocol import response_types as answers
+from shared.server.protocol import responses_listing as listing
 from shared.server.protocol import responses_response_types as responses
 from shared.server.protocol.errors import MESSAGES_PATH, OVERLOADED, ApiError
 from shared.server.protocol.http_normalization import HttpNormalization
@@ -86,6 +88,15 @@ def _methods_of(request: Request) -> list[str]:
     return sorted({method for route in here for method in route.methods or ()})
 
 
+async def _on_query_error(request: Request, error: Exception) -> Response:
+    """Responds to an invalid query; bodies are validated by the handlers."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    reason = f"{name}: {first['msg']}, got {str(first['input'])!r:.60}"
+    return error_response(ApiError(400, reason, name), request.scope)
+
+
 async def _on_client_left(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # for logs; the client is gone
 
@@ -98,6 +109,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 _ON_ERRORS = {
     ApiError: _on_api_error,
     HTTPException: _on_http_error,
+    RequestValidationError: _on_query_error,
     ClientLeft: _on_client_left,
     ClientDisconnect: _on_client_left,
     Exception: _on_fault,
@@ -288,6 +300,12 @@ def _responses_routes(routes: ResponsesRoutes) -> Iterator[Route]:
     stored = "/v1/responses/{response_id}"
     for path, method, handler, answer in (
         (stored, "GET", routes.retrieve, responses.ResponseObject),
+        (
+            "/v1/responses/{response_id}/input_items",
+            "GET",
+            routes.input_items,
+            listing.InputItemPage,
+        ),
         (stored, "DELETE", routes.delete, responses.DeletedResponse),
         ("/v1/responses/{response_id}/cancel", "POST", routes.cancel, responses.ResponseObject),
     ):

@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import Request
+from fastapi import Query, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
@@ -22,10 +22,12 @@ from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import GenerationRequest
 from shared.server.protocol.responses_items import InputItem
+from shared.server.protocol.responses_listing import page_of
 from shared.server.protocol.responses_types import ResponsesRequest
 from shared.server.protocol.sealed_text import SealedText
 
 CANCEL_WAIT_S = 2.0
+MAX_LISTED = 100  # input items of a page, as in OpenAI's API
 FLAG = "--store-responses"
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
@@ -60,6 +62,20 @@ class ResponsesRoutes:
     async def retrieve(self, response_id: str) -> Response:
         """GET /v1/responses/ID: a stored response."""
         return Response(self._find(response_id).response, media_type="application/json")
+
+    async def input_items(
+        self,
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """GET /v1/responses/ID/input_items: a page of the items before the output."""
+        items = _ITEMS.validate_python(json.loads(self._find(response_id).inputs))
+        is_ascending = order == "asc"
+        return json_response(
+            page_of(items, response_id, after=after, limit=limit, is_ascending=is_ascending)
+        )
 
     async def delete(self, response_id: str) -> Response:
         """DELETE /v1/responses/ID."""
